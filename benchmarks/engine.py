@@ -1,4 +1,5 @@
-"""Figures of the engine, side by side with `rlms`, `droste` and a bare aiohttp loop, on one scripted HTTP server.
+"""Figures of the engine, side by side with `rlms`, `droste` and a bare aiohttp loop, on one
+scripted HTTP server.
 
     python benchmarks/engine.py            a table; figures are medians of interleaved rounds on this machine
     python benchmarks/engine.py --quick    fewer rounds, within five minutes on two cores
@@ -7,8 +8,9 @@
                                            name, "floor" is the most that we promise and "least" the least; null where
                                            nothing is
 
-Absolute times belong to the machine and its load; quote ratios. The other libraries live in an environment of their
-own (``processes.INSTALL_PEERS``); without it their columns stay empty. Exits with 1 where a figure misses its floor.
+Absolute times belong to the machine and its load; quote ratios. The other libraries live in an
+environment of their own (``processes.INSTALL_PEERS``); without it their columns stay empty. Exits
+with 1 where a figure misses its floor.
 """
 
 from __future__ import annotations
@@ -51,10 +53,15 @@ class Figure(NamedTuple):
             return None
         if self.value is None or not self.valid:
             return False
-        return (self.floor is None or self.value <= self.floor) and (self.least is None or self.value >= self.least)
+        return (self.floor is None or self.value <= self.floor) and (
+            self.least is None or self.value >= self.least
+        )
 
     def as_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("name", "value", "unit", "against", "floor", "least", "holds")}
+        return {
+            name: getattr(self, name)
+            for name in ("name", "value", "unit", "against", "floor", "least", "holds")
+        }
 
 
 class Bench(NamedTuple):
@@ -78,8 +85,11 @@ class Bench(NamedTuple):
     def peer(self, name: str, task: str, server: Server, **options: Any) -> Measured:
         return told(run_side(self.peers, name, task, server.url, **options)) if self.peers else {}
 
-    def rounds(self, sides: dict[str, Callable[[], Measured]], rounds: int = 3) -> dict[str, list[Measured]]:
-        """What each side measured in each round; the sides take turns, so that the machine's load meets them all."""
+    def rounds(
+        self, sides: dict[str, Callable[[], Measured]], rounds: int = 3
+    ) -> dict[str, list[Measured]]:
+        """What each side measured in each round; the sides take turns, so that the machine's load
+        meets them all."""
         found: dict[str, list[Measured]] = {name: [] for name in sides}
         for _ in range(1 if self.quick else rounds):
             for name, side in sides.items():
@@ -109,7 +119,8 @@ def present(**values: float | None) -> dict[str, float | str]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-# --- one completion ------------------------------------------------------------------------------------------------
+# --- one completion
+# ------------------------------------------------------------------------------------------------
 
 
 def three_turns(b: Bench) -> Iterator[Figure]:
@@ -123,12 +134,23 @@ def three_turns(b: Bench) -> Iterator[Figure]:
     )
     raw = middle(found.pop("raw")) or 0.0
     warm = {name: middle(rounds, skip=1) for name, rounds in found.items()}
-    over = {name: (seconds - raw) * 1e3 if seconds is not None else None for name, seconds in warm.items()}
-    yield Figure("3-turn completion, over its raw calls", over.pop("ramify"), "ms", present(**over), 10)
-    first = {
-        name: median(m["seconds"][0] - raw for m in rounds) * 1e3 if rounds else None for name, rounds in found.items()
+    over = {
+        name: (seconds - raw) * 1e3 if seconds is not None else None
+        for name, seconds in warm.items()
     }
-    yield Figure("the first one of a process, over its raw calls", first.pop("ramify"), "ms", present(**first))
+    yield Figure(
+        "3-turn completion, over its raw calls", over.pop("ramify"), "ms", present(**over), 10
+    )
+    first = {
+        name: median(m["seconds"][0] - raw for m in rounds) * 1e3 if rounds else None
+        for name, rounds in found.items()
+    }
+    yield Figure(
+        "the first one of a process, over its raw calls",
+        first.pop("ramify"),
+        "ms",
+        present(**first),
+    )
 
 
 def one_cell(b: Bench) -> Iterator[Figure]:
@@ -140,7 +162,9 @@ def one_cell(b: Bench) -> Iterator[Figure]:
     )
     ours, theirs = (middle(found[name], skip=100) for name in ("ramify", "rlms"))
     against = present(**{"rlms, in its own process": theirs and theirs * 1e6})
-    yield Figure("`x = 1` in the child process, there and back", ours and ours * 1e6, "µs", against, 100)
+    yield Figure(
+        "`x = 1` in the child process, there and back", ours and ours * 1e6, "µs", against, 100
+    )
 
 
 def big_context(b: Bench) -> Iterator[Figure]:
@@ -151,12 +175,15 @@ def big_context(b: Bench) -> Iterator[Figure]:
         }
     )
     ours, theirs = found["ramify"], found["rlms"]
-    yield Figure("50 MB context over 3 turns, logged", middle(ours), "s", present(rlms=middle(theirs)), 0.3)
+    yield Figure(
+        "50 MB context over 3 turns, logged", middle(ours), "s", present(rlms=middle(theirs)), 0.3
+    )
     written, peers = (ratio(middle(side, "bytes"), BIG) for side in (ours, theirs))
     yield Figure("the same: written, in contexts", written, "×", present(rlms=peers), 1.01)
 
 
-# --- many calls ----------------------------------------------------------------------------------------------------
+# --- many calls
+# ----------------------------------------------------------------------------------------------------
 
 
 def twenty_children(b: Bench) -> Iterator[Figure]:
@@ -175,7 +202,9 @@ def five_hundred(b: Bench) -> Iterator[Figure]:
     for limit in (500, 64, 16):
         found = b.rounds(
             {
-                "raw": lambda limit=limit: b.raw("at_once", b.slow, count=500, limit=limit, repeats=4),
+                "raw": lambda limit=limit: b.raw(
+                    "at_once", b.slow, count=500, limit=limit, repeats=4
+                ),
                 "ramify": lambda limit=limit: b.ramify("calls", b.slow, limit=limit, repeats=4),
                 "rlms": lambda limit=limit: b.peer("rlms", "calls", b.slow, limit=limit, repeats=2),
             }
@@ -183,7 +212,11 @@ def five_hundred(b: Bench) -> Iterator[Figure]:
         seconds = {name: middle(rounds, skip=1) for name, rounds in found.items()}
         right = all(each > 0 for m in found["ramify"] for each in m["seconds"])
         if limit == 500:
-            base, name, floor = seconds["raw"], "500 sub-calls of 50 ms at limit 500, to the raw loop", 1.3
+            base, name, floor = (
+                seconds["raw"],
+                "500 sub-calls of 50 ms at limit 500, to the raw loop",
+                1.3,
+            )
         else:
             base, floor = math.ceil(500 / limit) * 0.05, 1.1
             name = f"500 sub-calls of 50 ms at limit {limit}, to ⌈500/{limit}⌉·50 ms"
@@ -194,49 +227,94 @@ def five_hundred(b: Bench) -> Iterator[Figure]:
 def thousand_runs(b: Bench) -> Iterator[Figure]:
     measured = b.ramify("many", b.patient, count=1000)
     right = measured.get("right") == 1000 and b.patient.served()["most_in_flight"] > 950
-    yield Figure("1,000 runs at once: memory of the host, per run", measured.get("mb"), "MB", {}, 1.0, right)
+    yield Figure(
+        "1,000 runs at once: memory of the host, per run", measured.get("mb"), "MB", {}, 1.0, right
+    )
 
 
-# --- the command ---------------------------------------------------------------------------------------------------
+# --- the command
+# ---------------------------------------------------------------------------------------------------
 
 
 def ask_command(b: Bench) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "big.log")
         file.write_text(log_text(1_000_000))
-        url, home = b.instant.url, {"RAMIFY_HOME": f"{folder}/home", "OPENAI_BASE_URL": b.instant.url}
-        ours = [*command(), "ask", "<<scene:three>>", str(file), "--model", "openai:test", "--quiet"]
-        theirs = ["--base-url", url, "--api-key", "none", "--model", "test", "-q", "<<scene:three.python>>", str(file)]
+        url, home = (
+            b.instant.url,
+            {"RAMIFY_HOME": f"{folder}/home", "OPENAI_BASE_URL": b.instant.url},
+        )
+        ours = [
+            *command(),
+            "ask",
+            "<<scene:three>>",
+            str(file),
+            "--model",
+            "openai:test",
+            "--quiet",
+        ]
+        theirs = [
+            "--base-url",
+            url,
+            "--api-key",
+            "none",
+            "--model",
+            "test",
+            "-q",
+            "<<scene:three.python>>",
+            str(file),
+        ]
         bills: dict[str, list[Any]] = {"ramify": [], "droste": []}
         for _ in range(8 if b.quick else 25):
             bills["ramify"].append(run_command(ours, **home))
             if b.peers:
-                bills["droste"].append(run_command([str(Path(b.peers).with_name("droste")), *theirs]))
+                bills["droste"].append(
+                    run_command([str(Path(b.peers).with_name("droste")), *theirs])
+                )
     bad = [bill for side in bills.values() for bill in side if bill.code]
     if bad:
-        told({"error": f"{len(bad)} commands failed, the first with: {bad[0].output.strip()[-300:]}"})
+        told(
+            {"error": f"{len(bad)} commands failed, the first with: {bad[0].output.strip()[-300:]}"}
+        )
     for name, unit, key in (("wall time", "s", "seconds"), ("peak memory", "MB", "peak_mb")):
-        value, base = (median(getattr(bill, key) for bill in side) if side else None for side in bills.values())
+        value, base = (
+            median(getattr(bill, key) for bill in side) if side else None for side in bills.values()
+        )
         floor = 2 * base if base is not None else None
-        yield Figure(f"`ramify ask` over 1 MB, 3 turns: {name}", value, unit, present(droste=base), floor, not bad)
+        yield Figure(
+            f"`ramify ask` over 1 MB, 3 turns: {name}",
+            value,
+            unit,
+            present(droste=base),
+            floor,
+            not bad,
+        )
 
 
 def command() -> list[str]:
     """Ours as it is installed, or where it is not, what the installed command does."""
     installed = Path(sys.executable).with_name("ramify")
     return (
-        [str(installed)] if installed.exists() else [sys.executable, "-c", "from ramify.__main__ import main; main()"]
+        [str(installed)]
+        if installed.exists()
+        else [sys.executable, "-c", "from ramify.__main__ import main; main()"]
     )
 
 
 def imports(b: Bench) -> Iterator[Figure]:
     code = {"ramify": "import ramify", "ramify.RLM": "import ramify; ramify.RLM"}
-    peers = {"rlms": "import rlm", "droste": "import droste", "httpx": "import httpx"} if b.peers else {}
+    peers = (
+        {"rlms": "import rlm", "droste": "import droste", "httpx": "import httpx"}
+        if b.peers
+        else {}
+    )
     found: dict[str, list[float]] = {name: [] for name in ("nothing", *code, *peers)}
     for _ in range(5 if b.quick else 15):
         for name in found:
             python = b.peers if name in peers else sys.executable
-            found[name].append(run_command([str(python), "-c", {**code, **peers}.get(name, "pass")]).seconds)
+            found[name].append(
+                run_command([str(python), "-c", {**code, **peers}.get(name, "pass")]).seconds
+            )
     bare = median(found.pop("nothing"))
     took = {name: median(seconds) - bare for name, seconds in found.items()}
     ours, all_of_it = took.pop("ramify"), took.pop("ramify.RLM")
@@ -244,7 +322,8 @@ def imports(b: Bench) -> Iterator[Figure]:
     yield Figure("import ramify; ramify.RLM", all_of_it, "s", present(**took))
 
 
-# --- promises ------------------------------------------------------------------------------------------------------
+# --- promises
+# ------------------------------------------------------------------------------------------------------
 
 
 def endless_loop(b: Bench) -> Iterator[Figure]:
@@ -253,9 +332,20 @@ def endless_loop(b: Bench) -> Iterator[Figure]:
     never: dict[str, float | str] = {}
     if b.peers:
         stopped = run_side(b.peers, "rlms", "loop", b.instant.url, timeout_s=8, limit_s=limit_s)
-        never = {"rlms": "never" if "not done" in stopped.get("error", "") else stopped["seconds"][0] - limit_s}
+        never = {
+            "rlms": "never"
+            if "not done" in stopped.get("error", "")
+            else stopped["seconds"][0] - limit_s
+        }
     over = ours["seconds"][0] - limit_s if ours else None
-    yield Figure("endless loop, past its limit, variables kept", over, "s", never, 0.2, ours.get("kept", False))
+    yield Figure(
+        "endless loop, past its limit, variables kept",
+        over,
+        "s",
+        never,
+        0.2,
+        ours.get("kept", False),
+    )
     whole = b.ramify("deadline", b.instant, limit_s=2.0)
     over = whole["seconds"][0] - 2.0 if whole else None
     yield Figure("a run in an endless loop, past its deadline", over, "s", {}, 0.2)
@@ -270,13 +360,22 @@ def served_by(server: Server, work: Callable[[], Measured]) -> tuple[Measured, d
 
 
 def usage_is_exact(b: Bench) -> Iterator[Figure]:
-    sides = {"ramify": lambda: b.ramify("usage", b.instant), "rlms": lambda: b.peer("rlms", "usage", b.instant)}
+    sides = {
+        "ramify": lambda: b.ramify("usage", b.instant),
+        "rlms": lambda: b.peer("rlms", "usage", b.instant),
+    }
     wrong: dict[str, float | None] = {}
     for name, work in sides.items():
         told_us, served = served_by(b.instant, work)
         off = [abs(told_us[key] - served[key]) for key in ("input", "output")] if told_us else None
         wrong[name] = sum(off) if off is not None else None
-    yield Figure("usage with 20 children: tokens off the server's", wrong.pop("ramify"), "", present(**wrong), 0)
+    yield Figure(
+        "usage with 20 children: tokens off the server's",
+        wrong.pop("ramify"),
+        "",
+        present(**wrong),
+        0,
+    )
     told_us, served = served_by(b.instant, lambda: b.ramify("lost", b.instant))
     missed = sum(served[key] - told_us[key] for key in ("input", "output")) if told_us else None
     marked = told_us.get("unknown") == 1 and told_us.get("calls") == served["answered"]
@@ -287,15 +386,21 @@ def usage_is_exact(b: Bench) -> Iterator[Figure]:
 def budgets_hold(b: Bench) -> Iterator[Figure]:
     beyond = []
     for limit in (3, 40, 150):
-        told_us, served = served_by(b.instant, lambda limit=limit: b.ramify("budget", b.instant, max_calls=limit))
+        told_us, served = served_by(
+            b.instant, lambda limit=limit: b.ramify("budget", b.instant, max_calls=limit)
+        )
         beyond.append(max(served["answered"] - limit, 0) if told_us else math.inf)
     yield Figure("budget of calls: requests beyond it", finite(max(beyond)), "", {}, 0)
 
     limit = 50_000
-    ours, served = served_by(b.instant, lambda: b.ramify("budget", b.instant, max_tokens=limit, max_reply_tokens=256))
+    ours, served = served_by(
+        b.instant, lambda: b.ramify("budget", b.instant, max_tokens=limit, max_reply_tokens=256)
+    )
     over = max(served["input"] + served["output"] - limit, 0) if ours else None
     _, served = served_by(b.instant, lambda: b.peer("rlms", "tokens", b.instant, limit=limit))
-    against = present(rlms=max(served["input"] + served["output"] - limit, 0) if served["answered"] else None)
+    against = present(
+        rlms=max(served["input"] + served["output"] - limit, 0) if served["answered"] else None
+    )
     yield Figure("budget of 50,000 tokens: tokens beyond it", over, "", against, 0)
 
     with tempfile.NamedTemporaryFile("w", suffix=".json") as prices:
@@ -305,7 +410,14 @@ def budgets_hold(b: Bench) -> Iterator[Figure]:
         ours, served = served_by(b.instant, lambda: b.ramify("budget", b.instant, **options))
     dollars = (served["input"] + 4 * served["output"]) / 1e6
     valid = bool(ours) and abs(ours["cost"] - dollars) < 1e-9
-    yield Figure("budget of $0.05: dollars beyond it", max(dollars - 0.05, 0.0) if ours else None, "$", {}, 0, valid)
+    yield Figure(
+        "budget of $0.05: dollars beyond it",
+        max(dollars - 0.05, 0.0) if ours else None,
+        "$",
+        {},
+        0,
+        valid,
+    )
 
 
 def finite(value: float) -> float | None:
@@ -315,25 +427,41 @@ def finite(value: float) -> float | None:
 FIGURES = {
     figure.__name__: figure
     for figure in (
-        three_turns, twenty_children, five_hundred, one_cell, big_context, thousand_runs, ask_command, imports,
-        endless_loop, usage_is_exact, budgets_hold,
+        three_turns,
+        twenty_children,
+        five_hundred,
+        one_cell,
+        big_context,
+        thousand_runs,
+        ask_command,
+        imports,
+        endless_loop,
+        usage_is_exact,
+        budgets_hold,
     )
-}  # fmt: skip
+}
 
 
-# --- the command line ----------------------------------------------------------------------------------------------
+# --- the command line
+# ----------------------------------------------------------------------------------------------
 
 
 def show(figures: list[Figure]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("figure", "ours", "others (times ours)", "promised", "holds", box=None, header_style="bold")
+    table = Table(
+        "figure", "ours", "others (times ours)", "promised", "holds", box=None, header_style="bold"
+    )
     for figure in figures:
-        others = ", ".join(f"{name} {compared(theirs, figure)}" for name, theirs in figure.against.items())
+        others = ", ".join(
+            f"{name} {compared(theirs, figure)}" for name, theirs in figure.against.items()
+        )
         ours = "not measured" if figure.value is None else f"{figure.value:.3g} {figure.unit}"
         bounds = (("≤", figure.floor), ("≥", figure.least))
-        floor = ", ".join(f"{sign} {bound:.3g} {figure.unit}" for sign, bound in bounds if bound is not None)
+        floor = ", ".join(
+            f"{sign} {bound:.3g} {figure.unit}" for sign, bound in bounds if bound is not None
+        )
         holds = {None: "", True: "[green]yes", False: "[bold red]NO"}[figure.holds]
         table.add_row(figure.name, ours, others, floor, holds)
     Console(width=None if sys.stdout.isatty() else 150).print(table)
@@ -348,16 +476,27 @@ def compared(theirs: float | str, figure: Figure) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Figures of the engine beside those of others.")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; within five minutes on two cores")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
-    parser.add_argument("--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds; within five minutes on two cores"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON on the last line"
+    )
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}"
+    )
     options = parser.parse_args()
     peers = peers_python()
     if peers is None:
-        print(f"rlms and droste are not installed, so their columns stay empty: {INSTALL_PEERS}", file=sys.stderr)
+        print(
+            f"rlms and droste are not installed, so their columns stay empty: {INSTALL_PEERS}",
+            file=sys.stderr,
+        )
     figures = []
     with ExitStack() as stack:
-        servers = (stack.enter_context(scripted_server(latency_s)) for latency_s in (0.0, 0.05, 5.0))
+        servers = (
+            stack.enter_context(scripted_server(latency_s)) for latency_s in (0.0, 0.05, 5.0)
+        )
         bench = Bench(peers, options.quick, *servers)
         for name in options.only or FIGURES:
             for figure in FIGURES[name](bench):

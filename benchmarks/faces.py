@@ -1,9 +1,11 @@
-"""Figures of the faces: the page (``faces_view.py``) and the server of runs (``faces_serve.py``), each in its own words.
+"""Figures of the faces: the page (``faces_view.py``) and the server of runs (``faces_serve.py``),
+each in its own words.
 
     python benchmarks/faces.py            a table; --quick for fewer rounds, within five minutes
     python benchmarks/faces.py --json     also prints, as its last line, {"figures": [{"name", "value", …}, …]}
 
-Exits with 1 where a figure misses what is promised. Without a browser the page's figures stay empty.
+Exits with 1 where a figure misses what is promised. Without a browser the page's figures stay
+empty.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from engine import show
 def main() -> int:
     parser = argparse.ArgumentParser(description="Figures of ramify view and ramify serve.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON on the last line"
+    )
     options = parser.parse_args()
     found = [*faces_view.figures(options.quick), *faces_serve.figures(options.quick)]
     show(found)

@@ -1,11 +1,13 @@
-"""Figures of ``ramify serve``: what it adds to the library, and what becomes of the events of two hundred streams at once.
+"""Figures of ``ramify serve``: what it adds to the library, and what becomes of the events of two
+hundred streams at once.
 
     python benchmarks/faces_serve.py            a table; --quick for fewer rounds, --json for {"figures": […]} as last line
     python benchmarks/faces_serve.py --server   the server that is measured, alone; it says its base URL
 
-A model that answers at once, in the jail, without a store. What the server adds is measured over loopback with client, server
-and library on one event loop, which take turns: the client's own work counts against the server, and how soon a busy machine
-wakes a second process does not. The two hundred streams come from a process of the server's own.
+A model that answers at once, in the jail, without a store. What the server adds is measured over
+loopback with client, server and library on one event loop, which take turns: the client's own work
+counts against the server, and how soon a busy machine wakes a second process does not. The two
+hundred streams come from a process of the server's own.
 """
 
 from __future__ import annotations
@@ -40,15 +42,17 @@ def model(messages: tuple[Message, ...]) -> str:
         return f"re: {messages[-1].content}"
     number = re.search(r"client (\d+)", messages[1].content)[1]  # type: ignore[index]
     if sum(message.role == "assistant" for message in messages) == 0:
-        return (
-            f"thought <{number}>\n```repl\nr = llm_query_batched(['sub <{number}> ' + str(i) for i in range(3)])\n```"
-        )
+        return f"thought <{number}>\n```repl\nr = llm_query_batched(['sub <{number}> ' + str(i) for i in range(3)])\n```"
     return f"```repl\nFINAL('answer <{number}>')\n```"
 
 
 def rlm() -> RLM:
     limits = Limits(max_concurrency=2 * CLIENTS)
-    return RLM(ScriptedClient(model), scaffold=Scaffold(name="bench", system=SYSTEM, direct_chars=0), limits=limits)
+    return RLM(
+        ScriptedClient(model),
+        scaffold=Scaffold(name="bench", system=SYSTEM, direct_chars=0),
+        limits=limits,
+    )
 
 
 async def serve() -> None:
@@ -69,7 +73,8 @@ async def serving() -> AsyncIterator[str]:
             process.terminate()
 
 
-# --- what it adds --------------------------------------------------------------------------------------------------
+# --- what it adds
+# --------------------------------------------------------------------------------------------------
 
 
 def body(question: str, text: str | None, stream: bool = False) -> dict[str, Any]:
@@ -78,7 +83,8 @@ def body(question: str, text: str | None, stream: bool = False) -> dict[str, Any
 
 
 async def compare(text: str | None, rounds: int) -> tuple[float, float]:
-    """(seconds of the library, seconds of the server) around a run, whose own seconds are left out: medians."""
+    """(seconds of the library, seconds of the server) around a run, whose own seconds are left out:
+    medians."""
     ours, served = [], []
     server = RunServer(rlm(), name="bench", port=0)
     async with rlm() as library, server, aiohttp.ClientSession() as http:
@@ -86,7 +92,11 @@ async def compare(text: str | None, rounds: int) -> tuple[float, float]:
         for number in range(rounds):
             question = f"client {number}"
             began = time.perf_counter()
-            result = await (library.acompletion(question) if text is None else library.acompletion(text, question))
+            result = await (
+                library.acompletion(question)
+                if text is None
+                else library.acompletion(text, question)
+            )
             between = time.perf_counter()
             async with http.post(f"{url}/chat/completions", json=body(question, text)) as answer:
                 found = json.loads(await answer.read())
@@ -110,7 +120,8 @@ async def overhead(quick: bool) -> AsyncIterator[Figure]:
         yield Figure(f"server over library, {name}", (served - library) * 1e3, "ms", against, 5)
 
 
-# --- many streams --------------------------------------------------------------------------------------------------
+# --- many streams
+# --------------------------------------------------------------------------------------------------
 
 
 class Told(NamedTuple):
@@ -126,7 +137,9 @@ class Told(NamedTuple):
 
 async def streamed(http: aiohttp.ClientSession, url: str, number: int) -> Told:
     reasoning, content, ids, finish, count, is_done = "", "", set(), None, 0, False
-    async with http.post(f"{url}/chat/completions", json=body(f"client {number}", TEXT, stream=True)) as answer:
+    async with http.post(
+        f"{url}/chat/completions", json=body(f"client {number}", TEXT, stream=True)
+    ) as answer:
         async for line in answer.content:
             if not line.startswith(b"data: "):
                 continue
@@ -144,8 +157,8 @@ async def streamed(http: aiohttp.ClientSession, url: str, number: int) -> Told:
 
 
 def is_whole(told: Told, number: int) -> bool:
-    """Whether every event of this client's run is there, in order, and none of another's. Sub-calls, which run at once, may
-    start and end in any order."""
+    """Whether every event of this client's run is there, in order, and none of another's.
+    Sub-calls, which run at once, may start and end in any order."""
     code = f"r = llm_query_batched(['sub <{number}> ' + str(i) for i in range(3)])"
     root = (
         f"turn 1\nthought <{number}>\n```repl\n{code}\n```\ncall 0 ran: (no output)\n"
@@ -155,9 +168,16 @@ def is_whole(told: Told, number: int) -> bool:
     lines = re.sub(r"ran \d+\.\d s", "ran", told.reasoning).rstrip("\n").split("\n")
     of_subs = [line for line in lines if line.startswith("call 0.")]
     in_order = all(
-        of_subs.index(start) < of_subs.index(end) for start, end in subs.items() if {start, end} <= {*of_subs}
+        of_subs.index(start) < of_subs.index(end)
+        for start, end in subs.items()
+        if {start, end} <= {*of_subs}
     )
-    ends = (told.content, told.finish, told.is_done, len(told.ids)) == (f"answer <{number}>", "stop", True, 1)
+    ends = (told.content, told.finish, told.is_done, len(told.ids)) == (
+        f"answer <{number}>",
+        "stop",
+        True,
+        1,
+    )
     is_root = [line for line in lines if line not in of_subs] == root
     return ends and is_root and in_order and sorted(of_subs) == sorted([*subs, *subs.values()])
 
@@ -171,9 +191,14 @@ async def streams(url: str, quick: bool) -> AsyncIterator[Figure]:
             seconds.append(time.perf_counter() - began)
         wrong += sum(not is_whole(each, number) for number, each in enumerate(told))
         events = sum(each.num_events for each in told)
-    yield Figure(f"{CLIENTS} streams at once: with a lost or a mixed event", wrong, "streams", {}, 0)
     yield Figure(
-        f"{CLIENTS} streams at once, a session each: all answered", median(seconds), "s", {"events": float(events)}
+        f"{CLIENTS} streams at once: with a lost or a mixed event", wrong, "streams", {}, 0
+    )
+    yield Figure(
+        f"{CLIENTS} streams at once, a session each: all answered",
+        median(seconds),
+        "s",
+        {"events": float(events)},
     )
 
 
@@ -191,7 +216,9 @@ def figures(quick: bool) -> Iterator[Figure]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Figures of ramify serve.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON on the last line"
+    )
     parser.add_argument("--server", action="store_true", help="only serve what is measured")
     options = parser.parse_args()
     if options.server:

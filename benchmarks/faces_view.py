@@ -5,7 +5,8 @@
     scrolling       the median time between two frames, and the rows that exist, while the list of calls is scrolled
     live events     from an event's line in the journal to the change on the page
 
-``figures(quick)`` gives them one after the other. Without Chromium or Playwright they are not measured.
+``figures(quick)`` gives them one after the other. Without Chromium or Playwright they are not
+measured.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ window.painted = new Promise((done) => {{
   }}).observe(document, {{ subtree: true, attributeFilter: ["data-drawn"] }});
 }});
 """
-"""The page says itself when: a wait of Playwright looks 20, 70, 170, 270, 770, 1270 … milliseconds after it began."""
+"""The page says itself when: a wait of Playwright looks 20, 70, 170, 270, 770, 1270 … milliseconds
+after it began."""
 _WATCH = """
 () => {
   window.changes = [];
@@ -92,8 +94,8 @@ def figures(quick: bool) -> Iterator[Figure]:
 
 
 def _big_run(browser: Any, folder: Path, rounds: int) -> list[float]:
-    """[seconds to the first paint, of processor time for it, most rows, milliseconds of a frame]; each round
-    has a server that is new."""
+    """[seconds to the first paint, of processor time for it, most rows, milliseconds of a frame];
+    each round has a server that is new."""
     golden.journal_of(NUM_CALLS, folder / "big" / "run.jsonl")
     paints, work = [], []
     for round in range(rounds):
@@ -106,7 +108,10 @@ def _big_run(browser: Any, folder: Path, rounds: int) -> list[float]:
             started = time.time()
             page.goto(f"{address}#/run/p0%2Frun.jsonl", wait_until="commit")
             paints.append(page.evaluate("window.painted") / 1000 - started)
-            told = {each["name"]: each["value"] for each in measure.send("Performance.getMetrics")["metrics"]}
+            told = {
+                each["name"]: each["value"]
+                for each in measure.send("Performance.getMetrics")["metrics"]
+            }
             work.append(told["TaskDuration"] + _processor_s(process) - before)
             if round == rounds - 1:
                 page.locator(".call-row .text", has_text="llm_query ×").click()
@@ -116,7 +121,8 @@ def _big_run(browser: Any, folder: Path, rounds: int) -> list[float]:
 
 
 def _live(browser: Any, folder: Path, num_events: int) -> list[float]:
-    """[median, 95th percentile] of the milliseconds from the journal to the page, of events half a tenth apart."""
+    """[median, 95th percentile] of the milliseconds from the journal to the page, of events half a
+    tenth apart."""
     store = Store(folder / "store")
     journal = store.create("20260301-000000-live")
     journal.append(RunStarted(id=journal.id, question="live?", started_at=time.time()))
@@ -143,7 +149,8 @@ def _live(browser: Any, folder: Path, num_events: int) -> list[float]:
     journal.close()
     known = {int(each): at for each, at in seen.items()}
     delays = sorted(
-        min(at for number, at in known.items() if number >= int(each)) - wrote for each, wrote in written.items()
+        min(at for number, at in known.items() if number >= int(each)) - wrote
+        for each, wrote in written.items()
     )
     return [median(delays), delays[int(len(delays) * 0.95)]]
 
@@ -151,11 +158,31 @@ def _live(browser: Any, folder: Path, num_events: int) -> list[float]:
 def _exchange(id: str, at_s: float) -> list[Any]:
     parent = Parent("0", 0, 0) if id != "0" else None
     return [
-        CallStarted(at_s=at_s, id=id, kind="lm", model="m", depth=id.count("."), question="part", parent=parent),
-        RequestStarted(at_s=at_s, call=id, turn=0, reused=0, prompt=(Message("user", "part"),), prompt_hash="0" * 64),
-        ReplyReceived(at_s=at_s, call=id, turn=0, reply=Reply(Message("assistant", "```repl\nx = 1\n```"), Usage(9, 9, calls=1))),
+        CallStarted(
+            at_s=at_s,
+            id=id,
+            kind="lm",
+            model="m",
+            depth=id.count("."),
+            question="part",
+            parent=parent,
+        ),
+        RequestStarted(
+            at_s=at_s,
+            call=id,
+            turn=0,
+            reused=0,
+            prompt=(Message("user", "part"),),
+            prompt_hash="0" * 64,
+        ),
+        ReplyReceived(
+            at_s=at_s,
+            call=id,
+            turn=0,
+            reply=Reply(Message("assistant", "```repl\nx = 1\n```"), Usage(9, 9, calls=1)),
+        ),
         CallEnded(at_s=at_s, id=id, stop=Stop.FINAL, answer="x"),
-    ]  # fmt: skip
+    ]
 
 
 @contextmanager

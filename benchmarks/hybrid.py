@@ -1,5 +1,6 @@
-"""Does hindsight help? Demonstrations, outcome reward, and outcome reward with a teacher who saw what went wrong; and what
-of it does the work: variants, and controls that must not help. On named-operation programs (``recipes/programs.py``).
+"""Does hindsight help? Demonstrations, outcome reward, and outcome reward with a teacher who saw
+what went wrong; and what of it does the work: variants, and controls that must not help. On
+named-operation programs (``recipes/programs.py``).
 
     python benchmarks/hybrid.py                  trains all arms; writes docs/hybrid.md, docs/hybrid.svg, results/hybrid.json
     python benchmarks/hybrid.py --quick          one seed of three arms, cut short; it shows that all of it runs
@@ -7,10 +8,11 @@ of it does the work: variants, and controls that must not help. On named-operati
     python benchmarks/hybrid.py --report         makes no runs: tells of those that are over
     python benchmarks/hybrid.py --json           also prints the figures as JSON, as benchmarks/engine.py does
 
-Every arm of a seed begins from the same demonstrations' policy and gets the same number of rollouts of the same problems.
-What is compared is the policy of the last step, at 256 problems that no training sees, 8 attempts each, at temperature 1;
-none is chosen by how it does. Each run is a process with one thread of torch. Runs that are there (``--runs``) are not made
-again. Exits with 1 where a figure misses what is promised.
+Every arm of a seed begins from the same demonstrations' policy and gets the same number of rollouts
+of the same problems. What is compared is the policy of the last step, at 256 problems that no
+training sees, 8 attempts each, at temperature 1; none is chosen by how it does. Each run is a
+process with one thread of torch. Runs that are there (``--runs``) are not made again. Exits with 1
+where a figure misses what is promised.
 """
 
 from __future__ import annotations
@@ -43,8 +45,10 @@ MINUTES = 60.0
 DRAWS = 4000
 STEPS, ANNEALED = 30, 24
 SOURCE = {
-    "name": "hindsight", "judge": {"name": "ramify.train.signals.programs:RuleJudge"}, "filter": {"min_chars": 5}
-}  # fmt: skip
+    "name": "hindsight",
+    "judge": {"name": "ramify.train.signals.programs:RuleJudge"},
+    "filter": {"min_chars": 5},
+}
 FADING = {"start": 1.0, "end": 0.0, "steps": ANNEALED}
 
 
@@ -65,45 +69,90 @@ class Arm(NamedTuple):
 ARMS = {
     "outcome": Arm("outcome reward alone (GRPO)", recipe="recipes/programs.py", num_seeds=5),
     "hybrid": Arm("and a frozen teacher with hints from errors, fading", num_seeds=5),
-    "process": Arm("outcome, and a mark for each turn that ran", (
-        "rl.algorithm.terms=[]",
-        'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.train.signals.programs:StepRules"}}}',
-        'rl.algorithm.terms=[{"signal": "process", "weight": 0.3, "norm": "step_index"}]',
-    )),
-    "process-alone": Arm("marks for turns, no outcome", (
-        "rl.algorithm.terms=[]",
-        'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.train.signals.programs:StepRules"}}}',
-        'rl.algorithm.terms=[{"signal": "process", "weight": 1.0, "norm": "step_index"}]', "rl.algorithm.w_rl=0",
-    ), num_seeds=2),
+    "process": Arm(
+        "outcome, and a mark for each turn that ran",
+        (
+            "rl.algorithm.terms=[]",
+            'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.train.signals.programs:StepRules"}}}',
+            'rl.algorithm.terms=[{"signal": "process", "weight": 0.3, "norm": "step_index"}]',
+        ),
+    ),
+    "process-alone": Arm(
+        "marks for turns, no outcome",
+        (
+            "rl.algorithm.terms=[]",
+            'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.train.signals.programs:StepRules"}}}',
+            'rl.algorithm.terms=[{"signal": "process", "weight": 1.0, "norm": "step_index"}]',
+            "rl.algorithm.w_rl=0",
+        ),
+        num_seeds=2,
+    ),
     "teacher-alone": Arm("the teacher, no outcome", ("rl.algorithm.w_rl=0", terms(weight=1.0))),
-    "privileged": Arm("hints from facts (privileged: an upper bound)",
-                      ("rl.signals.teacher.hints.judge=ramify.train.signals.programs:OracleJudge",)),
+    "privileged": Arm(
+        "hints from facts (privileged: an upper bound)",
+        ("rl.signals.teacher.hints.judge=ramify.train.signals.programs:OracleJudge",),
+    ),
     "ema": Arm("a teacher that follows the policy (EMA .05)", ("rl.signals.teacher.source=ema",)),
     "live": Arm("the policy itself as the teacher", ("rl.signals.teacher.source=live",)),
     "constant": Arm("weight 1 to the end", (terms(weight=1.0),)),
     "unclipped": Arm("the gap unclipped", (terms(clip=None),)),
-    "v2": Arm("V2: reverse KL on the teacher's 50 likeliest tokens",
-              ("rl.signals.teacher.top=50", terms(clip=None, into="loss"), "rl.loss.kd=reverse")),
-    "v3": Arm("V3: the policy's 4 likeliest tokens, hint by overlap", (
-        "rl.signals.teacher.top=4", "rl.signals.teacher.support=student", "rl.signals.teacher.choose=overlap",
-        "rl.signals.teacher.hints.judge.several=true", terms(clip=None, into="loss"), "rl.loss.kd=surrogate",
-        "rl.loss.kd_clip=2.0",
-    )),
-    "named": Arm("hybrid, scored up to the turn that the hint is about", ("rl.signals.teacher.turns=named",), num_seeds=2),
-    "failed": Arm("hints for rollouts that failed alone", ("rl.signals.teacher.hints.only=failed",), num_seeds=2),
+    "v2": Arm(
+        "V2: reverse KL on the teacher's 50 likeliest tokens",
+        ("rl.signals.teacher.top=50", terms(clip=None, into="loss"), "rl.loss.kd=reverse"),
+    ),
+    "v3": Arm(
+        "V3: the policy's 4 likeliest tokens, hint by overlap",
+        (
+            "rl.signals.teacher.top=4",
+            "rl.signals.teacher.support=student",
+            "rl.signals.teacher.choose=overlap",
+            "rl.signals.teacher.hints.judge.several=true",
+            terms(clip=None, into="loss"),
+            "rl.loss.kd=surrogate",
+            "rl.loss.kd_clip=2.0",
+        ),
+    ),
+    "named": Arm(
+        "hybrid, scored up to the turn that the hint is about",
+        ("rl.signals.teacher.turns=named",),
+        num_seeds=2,
+    ),
+    "failed": Arm(
+        "hints for rollouts that failed alone",
+        ("rl.signals.teacher.hints.only=failed",),
+        num_seeds=2,
+    ),
     "once": Arm("each hint once in a group", ("rl.signals.teacher.hints.once=true",)),
-    "narrow": Arm("all three: failed, once, up to the turn that it is about", (
-        "rl.signals.teacher.turns=named", "rl.signals.teacher.hints.only=failed", "rl.signals.teacher.hints.once=true",
-    ), num_seeds=5),
-    "shuffled": Arm("control: hints of other problems", (
-        "rl.signals.teacher.hints=" + json.dumps({"name": "ramify.train.signals.programs:ShuffledHints", "source": SOURCE}),
-    ), num_seeds=3),
-    "random": Arm("control: a teacher of random weights", ("rl.signals.teacher.source=random",), num_seeds=2),
-    "kl": Arm("control: no hints, ten times the KL to the frozen policy", ("rl.loss.kl_beta=0.1",), "recipes/programs.py"),
-}  # fmt: skip
+    "narrow": Arm(
+        "all three: failed, once, up to the turn that it is about",
+        (
+            "rl.signals.teacher.turns=named",
+            "rl.signals.teacher.hints.only=failed",
+            "rl.signals.teacher.hints.once=true",
+        ),
+        num_seeds=5,
+    ),
+    "shuffled": Arm(
+        "control: hints of other problems",
+        (
+            "rl.signals.teacher.hints="
+            + json.dumps({"name": "ramify.train.signals.programs:ShuffledHints", "source": SOURCE}),
+        ),
+        num_seeds=3,
+    ),
+    "random": Arm(
+        "control: a teacher of random weights", ("rl.signals.teacher.source=random",), num_seeds=2
+    ),
+    "kl": Arm(
+        "control: no hints, ten times the KL to the frozen policy",
+        ("rl.loss.kl_beta=0.1",),
+        "recipes/programs.py",
+    ),
+}
 CONTROLS = ("shuffled", "random", "kl")
 MAIN = ("sft", "outcome", "hybrid")
-"""Arms of all seeds; of the others the first seed belongs to the study, and further ones to who has the time."""
+"""Arms of all seeds; of the others the first seed belongs to the study, and further ones to who has
+the time."""
 EXPECTED = 3 / 8
 """Share of rollouts that a judge is expected to hint: 35 to 40 %."""
 QUICK = ("sft.num=3000", "rl.steps=3", "evaluate.validation=4")
@@ -131,7 +180,8 @@ class Trained(NamedTuple):
     signal_share: float
     """Of a step's time that went into signals; 0 without."""
     teacher_tokens: float
-    """Tokens that teachers added as a share of those that training packed, in the steps that they read."""
+    """Tokens that teachers added as a share of those that training packed, in the steps that they
+    read."""
     teacher_expected: float
     """The same for a hint rate of ``EXPECTED``."""
     gates: dict[str, float]
@@ -143,10 +193,14 @@ class Trained(NamedTuple):
 
     @property
     def passes(self) -> float:
-        return fmean(pass_at_k(len(each), sum(map(round, each)), NUM_ATTEMPTS) for each in self.rewards.values())
+        return fmean(
+            pass_at_k(len(each), sum(map(round, each)), NUM_ATTEMPTS)
+            for each in self.rewards.values()
+        )
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
+# --- runs
+# ------------------------------------------------------------------------------------------------------------
 
 
 def is_over(folder: Path) -> bool:
@@ -165,9 +219,15 @@ def begin(runs: Path, seed: int, quick: bool) -> Path:
     folder = runs / f"sft-{seed}"
     short = QUICK[:1] if quick else ()
     carried_out(
-        folder, "recipes/programs.py", f"seed={seed}", "rl=null", "evaluate.final=[]", "evaluate.validation=4", *short,
+        folder,
+        "recipes/programs.py",
+        f"seed={seed}",
+        "rl=null",
+        "evaluate.final=[]",
+        "evaluate.validation=4",
+        *short,
         num_items=NUM_QUICK if quick else NUM_ITEMS,
-    )  # fmt: skip
+    )
     return folder
 
 
@@ -175,22 +235,35 @@ def carry_out(runs: Path, name: str, seed: int, quick: bool) -> None:
     arm, start = ARMS[name], begin(runs, seed, quick)
     short = QUICK[1:] if quick else ()
     carried_out(
-        runs / f"{name}-{seed}", arm.recipe, f"seed={seed}", "sft=null", f"policy.path={start}/policy", "evaluate.final=[]",
-        *arm.overrides, *short, num_items=NUM_QUICK if quick else NUM_ITEMS,
-    )  # fmt: skip
+        runs / f"{name}-{seed}",
+        arm.recipe,
+        f"seed={seed}",
+        "sft=null",
+        f"policy.path={start}/policy",
+        "evaluate.final=[]",
+        *arm.overrides,
+        *short,
+        num_items=NUM_QUICK if quick else NUM_ITEMS,
+    )
 
 
-# --- evaluation --------------------------------------------------------------------------------------------------------
+# --- evaluation
+# --------------------------------------------------------------------------------------------------------
 
 
 def attempts(folder: Path, num_items: int) -> None:
-    """Attempt the test problems with the policy of the last step, and with the one that is best on the validation stream,
-    where that is another; write down each reward. In a process of its own."""
+    """Attempt the test problems with the policy of the last step, and with the one that is best on
+    the validation stream, where that is another; write down each reward. In a process of its
+    own."""
     last, best = CheckpointStore(folder).latest(), CheckpointStore(folder).best()
     assert last is not None, folder
-    found = asyncio.run(_attempted(last / "policy", num_items, is_start=folder.name.startswith("sft-")))
+    found = asyncio.run(
+        _attempted(last / "policy", num_items, is_start=folder.name.startswith("sft-"))
+    )
     if best is not None and best != last:
-        found["best"] = asyncio.run(_attempted(best / "policy", num_items, is_start=False))["rewards"]
+        found["best"] = asyncio.run(_attempted(best / "policy", num_items, is_start=False))[
+            "rewards"
+        ]
         found["best_step"] = int(best.name.rpartition("-")[2])
     usage = resource.getrusage(resource.RUSAGE_SELF)
     found["cpu_s"] = usage.ru_utime + usage.ru_stime
@@ -212,10 +285,16 @@ async def _attempted(policy: Path, num_items: int, is_start: bool) -> dict[str, 
     task = task_of("programs")
     client = LocalClient(load(str(policy)), name="local:policy", slots=256)
     rlm = RLM(
-        client, scaffold="bare", sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
-        limits=Limits(max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=86_400, max_concurrency=512),
-    )  # fmt: skip
-    plan = EvaluationPlan(model="local:policy", task="programs", items=num_items, attempts=NUM_ATTEMPTS)
+        client,
+        scaffold="bare",
+        sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
+        limits=Limits(
+            max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=86_400, max_concurrency=512
+        ),
+    )
+    plan = EvaluationPlan(
+        model="local:policy", task="programs", items=num_items, attempts=NUM_ATTEMPTS
+    )
     done = await evaluate(rlm, task, plan, sampling=Sampling(temperature=1.0), concurrency=256)
     rewards: dict[str, list[float]] = {}
     for outcome in done.outcomes:
@@ -251,19 +330,26 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
         ):
             given = renderer.prompt([Message("user", item.question + hint)])
             logprobs = await client.logprobs([*given, *program])
-            places = [len(given) + program.index(tokenizer.convert_tokens_to_ids(f"@w{w}")) for w in words]
+            places = [
+                len(given) + program.index(tokenizer.convert_tokens_to_ids(f"@w{w}")) for w in words
+            ]
             likely[name] += [float(np.exp(logprobs[place])) for place in places]
     return {name: fmean(values) for name, values in likely.items()}
 
 
-# --- what runs came to --------------------------------------------------------------------------------------------------
+# --- what runs came to
+# --------------------------------------------------------------------------------------------------
 
 
 def trained(folder: Path, arm: str, seed: int) -> Trained:
     rows = list(read(folder))
     done = json.loads((folder / "attempts.json").read_text())
     steps = [row for row in rows if row.stage == "rl" and "learn_s" in row.values]
-    curve = [(row.step, row.values["validation/reward"]) for row in rows if "validation/reward" in row.values]
+    curve = [
+        (row.step, row.values["validation/reward"])
+        for row in rows
+        if "validation/reward" in row.values
+    ]
     took = [each.values["work_s"] + each.values["learn_s"] for each in steps]
     computed = [
         after.values["cpu_s"] - before.values["cpu_s"]
@@ -276,13 +362,20 @@ def trained(folder: Path, arm: str, seed: int) -> Trained:
     rates = [values["teacher/hint_rate"] for values in read_steps]
     average = _average(done["rewards"])
     return Trained(
-        arm, seed, done["rewards"], _average(done["best"]) if "best" in done else average,
-        done.get("best_step", rows[-1].step), curve,
+        arm,
+        seed,
+        done["rewards"],
+        _average(done["best"]) if "best" in done else average,
+        done.get("best_step", rows[-1].step),
+        curve,
         [each.values["teacher/hint_rate"] for each in steps if "teacher/hint_rate" in each.values],
-        rows[-1].values.get("cpu_s", 0.0) + done["cpu_s"], median(computed) if computed else 0.0,
-        sum(signal_s) / sum(took) if took else 0.0, fmean(shares) if shares else 0.0,
-        EXPECTED * sum(shares) / sum(rates) if rates else 0.0, done.get("gates", {}),
-    )  # fmt: skip
+        rows[-1].values.get("cpu_s", 0.0) + done["cpu_s"],
+        median(computed) if computed else 0.0,
+        sum(signal_s) / sum(took) if took else 0.0,
+        fmean(shares) if shares else 0.0,
+        EXPECTED * sum(shares) / sum(rates) if rates else 0.0,
+        done.get("gates", {}),
+    )
 
 
 def _average(rewards: Mapping[str, Sequence[float]]) -> float:
@@ -298,18 +391,23 @@ def there(runs: Path, seeds: Sequence[int]) -> Iterator[Trained]:
 
 
 def paired(runs: Sequence[Trained], ours: str, theirs: str) -> tuple[float, float, float] | None:
-    """(mean difference of avg@8, and its 95 % interval) over the seeds that both have: seeds are drawn with putting back,
-    and problems within them, so that neither few seeds nor few problems look like many."""
+    """(mean difference of avg@8, and its 95 % interval) over the seeds that both have: seeds are
+    drawn with putting back, and problems within them, so that neither few seeds nor few problems
+    look like many."""
     a, b = ({run.seed: run for run in runs if run.arm == name} for name in (ours, theirs))
     seeds = sorted(a.keys() & b.keys())
     if not seeds:
         return None
     items = sorted(a[seeds[0]].rewards)
-    differences = np.array([[fmean(a[s].rewards[i]) - fmean(b[s].rewards[i]) for i in items] for s in seeds])
+    differences = np.array(
+        [[fmean(a[s].rewards[i]) - fmean(b[s].rewards[i]) for i in items] for s in seeds]
+    )
     rng = np.random.default_rng(0)
     drawn_seeds = rng.integers(len(seeds), size=(DRAWS, len(seeds)))
     drawn_items = rng.integers(len(items), size=(DRAWS, len(items)))
-    means = np.array([differences[s][:, i].mean() for s, i in zip(drawn_seeds, drawn_items, strict=True)])
+    means = np.array(
+        [differences[s][:, i].mean() for s, i in zip(drawn_seeds, drawn_items, strict=True)]
+    )
     low, high = np.quantile(means, [0.025, 0.975])
     return float(differences.mean()), float(low), float(high)
 
@@ -331,14 +429,22 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
         against = {} if found is None else {"95 % interval": f"{found[1]:+.3f} to {found[2]:+.3f}"}
         least = None if quick else 1e-9
         yield Figure(
-            f"{ours} less {theirs}, at least (lower end)", found[1] if found else None, "", dict(against), least=least
+            f"{ours} less {theirs}, at least (lower end)",
+            found[1] if found else None,
+            "",
+            dict(against),
+            least=least,
         )
     for name in CONTROLS:
         found = paired(runs, name, "outcome")
         if found is not None:
             against = {"95 % interval": f"{found[1]:+.3f} to {found[2]:+.3f}"}
             yield Figure(
-                f"control '{name}' less outcome (lower end)", found[1], "", dict(against), None if quick else 0.0
+                f"control '{name}' less outcome (lower end)",
+                found[1],
+                "",
+                dict(against),
+                None if quick else 0.0,
             )
     found = paired(runs, "narrow", "hybrid")
     if found is not None:
@@ -346,27 +452,34 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
         yield Figure("fewer hints ('narrow') less hybrid", found[0], "", dict(against))
     for name in ("hybrid", "narrow"):
         if mine := of(name):
-            yield Figure(f"signals' share of a step, {name}", fmean(run.signal_share for run in mine), "", {})
+            yield Figure(
+                f"signals' share of a step, {name}", fmean(run.signal_share for run in mine), "", {}
+            )
             rate = f"at {fmean(fmean(run.hint_rate) for run in mine):.0%} hinted"
             yield Figure(
-                f"teacher's tokens by training's, {name}, 3 of 8 hinted", fmean(run.teacher_expected for run in mine), "",
-                {rate: fmean(run.teacher_tokens for run in mine)}, None if quick else 0.5,
-            )  # fmt: skip
+                f"teacher's tokens by training's, {name}, 3 of 8 hinted",
+                fmean(run.teacher_expected for run in mine),
+                "",
+                {rate: fmean(run.teacher_tokens for run in mine)},
+                None if quick else 0.5,
+            )
     further = [run for run in runs if run.arm not in MAIN and run.seed != runs[0].seed]
     minutes, more = (sum(run.cpu_s for run in each) / 60 for each in (runs, further))
     yield Figure("the study, one thread", minutes - more, "CPU min", {}, None if quick else MINUTES)
     yield Figure("further seeds of variants and controls", more, "CPU min", {})
 
 
-# --- what is written -------------------------------------------------------------------------------------------------
+# --- what is written
+# -------------------------------------------------------------------------------------------------
 
 
 def table(runs: Sequence[Trained]) -> str:
     """Markdown: a row per arm."""
     lines = [
-        "| arm | what | seeds | avg@8 | pass@8 | best avg@8 | less outcome alone (95 %) | hints | s per step |",
+        "| arm | what | seeds | avg@8 | pass@8 | best avg@8 | less outcome alone (95 %) | hints | "
+        "s per step |",
         "|" + " --- |" * 9,
-    ]  # fmt: skip
+    ]
     for name in ("sft", *ARMS):
         mine = [run for run in runs if run.arm == name]
         if not mine:
@@ -377,10 +490,16 @@ def table(runs: Sequence[Trained]) -> str:
         what = ARMS[name].what if name in ARMS else "demonstrations alone: where all others begin"
         step = fmean(run.step_s for run in mine)
         cells = [
-            name, what, str(len(mine)), _spread([run.average for run in mine]), _spread([run.passes for run in mine]),
-            f"{fmean(run.best for run in mine):.3f}", less,
-            f"{fmean(rates):.0%}" if rates else "", f"{step:.2f}" if step else "",
-        ]  # fmt: skip
+            name,
+            what,
+            str(len(mine)),
+            _spread([run.average for run in mine]),
+            _spread([run.passes for run in mine]),
+            f"{fmean(run.best for run in mine):.3f}",
+            less,
+            f"{fmean(rates):.0%}" if rates else "",
+            f"{step:.2f}" if step else "",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -393,17 +512,24 @@ def by_seed(runs: Sequence[Trained]) -> str:
     """Markdown: seeds of the three arms that matter, and the gates of each."""
     seeds = sorted({run.seed for run in runs if run.arm == "sft"})
     lines = [
-        "| seed | sft | outcome | hybrid | narrow | format errors | p(right function), hinted | not hinted |",
+        "| seed | sft | outcome | hybrid | narrow | format errors | p(right function), hinted | "
+        "not hinted |",
         "|" + " --- |" * 8,
-    ]  # fmt: skip
+    ]
     found = {(run.arm, run.seed): run for run in runs}
     for seed in seeds:
         cells = [
-            f"{found[arm, seed].average:.3f} / {found[arm, seed].passes:.3f}" if (arm, seed) in found else ""
+            f"{found[arm, seed].average:.3f} / {found[arm, seed].passes:.3f}"
+            if (arm, seed) in found
+            else ""
             for arm in (*MAIN, "narrow")
         ]
         gate: Mapping[str, float] = found["sft", seed].gates
-        shares = [f"{gate[name]:.1%}" for name in ("format errors", "p(right | hint)", "p(right)") if name in gate]
+        shares = [
+            f"{gate[name]:.1%}"
+            for name in ("format errors", "p(right | hint)", "p(right)")
+            if name in gate
+        ]
         lines.append(f"| {' | '.join([str(seed), *cells, *shares])} |")
     return "\n".join(lines) + "\n"
 
@@ -430,10 +556,18 @@ def picture(runs: Sequence[Trained]) -> str:
     for index, (name, colour) in enumerate(shown.items()):
         curves = [run.curve for run in runs if run.arm == name]
         steps = sorted({step for curve in curves for step, _ in curve})
-        means = [(step, fmean(v for curve in curves for s, v in curve if s == step)) for step in steps]
-        points = " ".join(f"{left + step / STEPS * 680:.1f},{bottom - value * 290:.1f}" for step, value in means)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{left + 110 * index}" y="{height - 30}" fill="{colour}">{name}</text>')
+        means = [
+            (step, fmean(v for curve in curves for s, v in curve if s == step)) for step in steps
+        ]
+        points = " ".join(
+            f"{left + step / STEPS * 680:.1f},{bottom - value * 290:.1f}" for step, value in means
+        )
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        )
+        parts.append(
+            f'<text x="{left + 110 * index}" y="{height - 30}" fill="{colour}">{name}</text>'
+        )
     parts.append(
         f'<text x="{width - 20}" y="{height - 8}" text-anchor="end">steps, 0 to {STEPS}; share right on the validation '
         "stream, mean over seeds</text></svg>"
@@ -443,10 +577,15 @@ def picture(runs: Sequence[Trained]) -> str:
 
 def write(runs: Sequence[Trained], found: Sequence[Figure]) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
-    data = {"figures": [figure.as_json() for figure in found], "runs": [run._asdict() for run in runs]}
+    data = {
+        "figures": [figure.as_json() for figure in found],
+        "runs": [run._asdict() for run in runs],
+    }
     RESULTS.write_text(json.dumps(data) + "\n")
     PICTURE.write_text(picture(runs))
-    fill(PAGE, {"arms": f"{table(runs)}\n![Validation curves](hybrid.svg)\n", "seeds": by_seed(runs)})
+    fill(
+        PAGE, {"arms": f"{table(runs)}\n![Validation curves](hybrid.svg)\n", "seeds": by_seed(runs)}
+    )
 
 
 def main() -> int:

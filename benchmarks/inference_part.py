@@ -1,5 +1,5 @@
-"""Figures of the embedded engine beside transformers' ``generate``, on the same weights: the part of ``training.py``
-about sampling, which also runs by itself.
+"""Figures of the embedded engine beside transformers' ``generate``, on the same weights: the part
+of ``training.py`` about sampling, which also runs by itself.
 
     python benchmarks/inference_part.py [--quick] [--json] [--device cuda]
 
@@ -9,8 +9,9 @@ about sampling, which also runs by itself.
     siblings       64 replies under one prompt of 384 tokens
     agreement      largest difference of a log-probability to transformers' own forward pass
 
-Repeats are paired: each times both sides, one after the other, in CPU seconds of one thread (wall seconds on a GPU), and
-the figure is the median of the ratios. Both sample at temperature 1 and return log-probabilities of what they sampled.
+Repeats are paired: each times both sides, one after the other, in CPU seconds of one thread (wall
+seconds on a GPU), and the figure is the median of the ratios. Both sample at temperature 1 and
+return log-probabilities of what they sampled.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Figure(NamedTuple):
     def holds(self) -> bool | None:
         if self.least is None and self.floor is None:
             return None
-        return (self.least is None or self.value >= self.least) and (self.floor is None or self.value <= self.floor)
+        return (self.least is None or self.value >= self.least) and (
+            self.floor is None or self.value <= self.floor
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {**self._asdict(), "holds": self.holds}
@@ -65,16 +68,27 @@ class Sides:
         pick = random.Random(0)
         texts = ["".join(pick.choice("abcdefghij ") for _ in range(60)) for _ in range(2000)]
         config = Qwen3Config(
-            vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=window,
-            bos_token_id=None, eos_token_id=3, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=512,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            tie_word_embeddings=True,
+            max_position_embeddings=window,
+            bos_token_id=None,
+            eos_token_id=3,
+            pad_token_id=0,
+        )
         self.policy: Policy = from_config(config, train_tokenizer(texts, 512), 0, device=device)
         # No token ends a reply: both sides are to sample as many as they are told.
         self.policy.renderer.stop_ids = ()  # type: ignore[misc]
         with tempfile.TemporaryDirectory() as folder:
             save(self.policy, folder)
-            self.module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+            self.module: Any = (
+                AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+            )
 
     def clock(self) -> float:
         if self.device == "cpu":
@@ -82,15 +96,29 @@ class Sides:
         torch.cuda.synchronize()
         return time.perf_counter()
 
-    def generate(self, ids: torch.Tensor, mask: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def generate(
+        self, ids: torch.Tensor, mask: torch.Tensor, num: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the new ids, their log-probabilities)"""
         with torch.inference_mode():
             out = self.module.generate(
-                ids, attention_mask=mask, max_new_tokens=num, min_new_tokens=num, do_sample=True, top_k=0, top_p=1.0,
-                temperature=1.0, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
-            )  # fmt: skip
+                ids,
+                attention_mask=mask,
+                max_new_tokens=num,
+                min_new_tokens=num,
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=1.0,
+                eos_token_id=None,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
             new = out.sequences[:, ids.shape[1] :]
-            logprobs = torch.stack(out.logits, 1).float().log_softmax(-1).gather(2, new[..., None])[..., 0]
+            logprobs = (
+                torch.stack(out.logits, 1).float().log_softmax(-1).gather(2, new[..., None])[..., 0]
+            )
         return new, logprobs.cpu()
 
 
@@ -105,7 +133,8 @@ def lengths(seed: int) -> list[list[int]]:
     return [[pick.randint(*REPLY) for _ in range(TURNS)] for _ in range(ROWS)]
 
 
-# --- the engine ------------------------------------------------------------------------------------------------------
+# --- the engine
+# ------------------------------------------------------------------------------------------------------
 
 
 async def reply(client: LocalClient, ids: list[int], num: int, call: str) -> list[int]:
@@ -121,7 +150,9 @@ async def reply(client: LocalClient, ids: list[int], num: int, call: str) -> lis
 def engine_once(sides: Sides, given: list[list[int]], num: int) -> None:
     async def run() -> None:
         client = LocalClient(sides.policy, slots=ROWS)
-        await asyncio.gather(*(reply(client, ids, num, str(index)) for index, ids in enumerate(given)))
+        await asyncio.gather(
+            *(reply(client, ids, num, str(index)) for index, ids in enumerate(given))
+        )
         await client.close()
 
     asyncio.run(run())
@@ -142,7 +173,8 @@ def engine_turns(sides: Sides, given: list[list[int]], replies: list[list[int]])
     asyncio.run(run())
 
 
-# --- transformers ----------------------------------------------------------------------------------------------------
+# --- transformers
+# ----------------------------------------------------------------------------------------------------
 
 
 def generate_once(sides: Sides, given: list[list[int]], num: int) -> None:
@@ -154,14 +186,21 @@ def generate_turns(sides: Sides, given: list[list[int]], replies: list[list[int]
     paths = [list(ids) for ids in given]
     for turn in range(TURNS):
         width = max(map(len, paths))
-        ids = torch.tensor([[0] * (width - len(path)) + path for path in paths], device=sides.device)
-        mask = torch.tensor([[0] * (width - len(path)) + [1] * len(path) for path in paths], device=sides.device)
+        ids = torch.tensor(
+            [[0] * (width - len(path)) + path for path in paths], device=sides.device
+        )
+        mask = torch.tensor(
+            [[0] * (width - len(path)) + [1] * len(path) for path in paths], device=sides.device
+        )
         new, _ = sides.generate(ids, mask, max(row[turn] for row in replies))
         for index, row in enumerate(new.tolist()):
-            paths[index] += row[: replies[index][turn]] + prompts(1, OBSERVATION, 1000 * index + turn)[0]
+            paths[index] += (
+                row[: replies[index][turn]] + prompts(1, OBSERVATION, 1000 * index + turn)[0]
+            )
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- figures
+# ---------------------------------------------------------------------------------------------------------
 
 
 def paired(
@@ -194,27 +233,45 @@ def measure(device: str = "cpu", *, quick: bool = False) -> list[Figure]:
     sides = Sides(device, window=1024)
     repeats = 3 if quick else 9
     single = paired(
-        sides, repeats, lambda seed: engine_once(sides, prompts(ROWS, 64, seed), 64),
-        lambda seed: generate_once(sides, prompts(ROWS, 64, seed), 64), lambda _: ROWS * 64,
-    )  # fmt: skip
+        sides,
+        repeats,
+        lambda seed: engine_once(sides, prompts(ROWS, 64, seed), 64),
+        lambda seed: generate_once(sides, prompts(ROWS, 64, seed), 64),
+        lambda _: ROWS * 64,
+    )
     multi = paired(
-        sides, repeats, lambda seed: engine_turns(sides, prompts(ROWS, 64, seed), lengths(seed)),
-        lambda seed: generate_turns(sides, prompts(ROWS, 64, seed), lengths(seed)), lambda seed: sum(map(sum, lengths(seed))),
-    )  # fmt: skip
+        sides,
+        repeats,
+        lambda seed: engine_turns(sides, prompts(ROWS, 64, seed), lengths(seed)),
+        lambda seed: generate_turns(sides, prompts(ROWS, 64, seed), lengths(seed)),
+        lambda seed: sum(map(sum, lengths(seed))),
+    )
     siblings = paired(
-        sides, repeats, lambda seed: engine_once(sides, prompts(1, SHARED, seed) * ROWS, 32),
-        lambda seed: generate_once(sides, prompts(1, SHARED, seed) * ROWS, 32), lambda _: ROWS * 32,
-    )  # fmt: skip
+        sides,
+        repeats,
+        lambda seed: engine_once(sides, prompts(1, SHARED, seed) * ROWS, 32),
+        lambda seed: generate_once(sides, prompts(1, SHARED, seed) * ROWS, 32),
+        lambda _: ROWS * 32,
+    )
     return [
         Figure("engine / generate, single turn", round(single[0], 2), "x", single[1], least=1.1),
         Figure("engine / generate, 8 turns", round(multi[0], 2), "x", multi[1], least=2.5),
-        Figure("engine / generate, siblings under 384 tokens", round(siblings[0], 2), "x", siblings[1]),
-        Figure("engine against a plain forward pass, worst logprob", agreement(sides), "nats", {}, floor=1e-5),
+        Figure(
+            "engine / generate, siblings under 384 tokens", round(siblings[0], 2), "x", siblings[1]
+        ),
+        Figure(
+            "engine against a plain forward pass, worst logprob",
+            agreement(sides),
+            "nats",
+            {},
+            floor=1e-5,
+        ),
     ]
 
 
 def agreement(sides: Sides) -> float:
-    """Largest difference of a log-probability over conversations of four turns, through reused slots."""
+    """Largest difference of a log-probability over conversations of four turns, through reused
+    slots."""
     worst = 0.0
 
     async def run() -> None:
@@ -223,7 +280,12 @@ def agreement(sides: Sides) -> float:
         paths = prompts(24, 40, 7)
         for turn in range(4):
             requests = [
-                Request((), Sampling(20, 1.0, seed=turn), affinity=str(index), known=KnownPrefix(0, tuple(path)))
+                Request(
+                    (),
+                    Sampling(20, 1.0, seed=turn),
+                    affinity=str(index),
+                    known=KnownPrefix(0, tuple(path)),
+                )
                 for index, path in enumerate(paths)
             ]
             done = await asyncio.gather(*map(client.complete, requests))
@@ -242,7 +304,9 @@ def agreement(sides: Sides) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--device", default="cpu")
@@ -250,9 +314,18 @@ def main() -> int:
     torch.set_num_threads(1)
     figures = measure(given.device, quick=given.quick)
     for each in figures:
-        bound = f">= {each.least}" if each.least is not None else f"<= {each.floor}" if each.floor is not None else ""
+        bound = (
+            f">= {each.least}"
+            if each.least is not None
+            else f"<= {each.floor}"
+            if each.floor is not None
+            else ""
+        )
         verdict = {True: "holds", False: "MISSED", None: ""}[each.holds]
-        print(f"{each.name:<52} {each.value:>8.3g} {each.unit:<5} {bound:<9} {verdict:<7} {each.against or ''}")
+        print(
+            f"{each.name:<52} {each.value:>8.3g} {each.unit:<5} {bound:<9} {verdict:<7} "
+            f"{each.against or ''}"
+        )
     if given.json:
         print(json.dumps({"figures": [each.as_json() for each in figures]}))
     return 0 if all(each.holds is not False for each in figures) else 1

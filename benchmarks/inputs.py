@@ -1,4 +1,5 @@
-"""The input of the benchmarks. Standard library only: every side makes it for itself, outside of what is timed."""
+"""The input of the benchmarks. Standard library only: every side makes it for itself, outside of
+what is timed."""
 
 from __future__ import annotations
 

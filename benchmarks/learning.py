@@ -1,13 +1,14 @@
-"""Does it learn? From nothing to a policy, three times; with children trained, untrained, and under credit of the root.
+"""Does it learn? From nothing to a policy, three times; with children trained, untrained, and under
+credit of the root.
 
     python benchmarks/learning.py            trains, and writes docs/learning.md, docs/learning.svg, results/learning.json
     python benchmarks/learning.py --quick    one seed of the single-document run, cut short; within five minutes
     python benchmarks/learning.py --json     also prints the figures as JSON, as benchmarks/engine.py does
 
-Each run is a process of its own with one thread of torch; what it used is processor time of that process (its sessions'
-is told apart), so that it depends less on what else the machine does. Runs that are there already (``--runs``) are not
-made again: after a kill, start it anew; ``--report`` makes none, and tells of those that are over. Exits with 1 where a
-figure misses what is promised.
+Each run is a process of its own with one thread of torch; what it used is processor time of that
+process (its sessions' is told apart), so that it depends less on what else the machine does. Runs
+that are there already (``--runs``) are not made again: after a kill, start it anew; ``--report``
+makes none, and tells of those that are over. Exits with 1 where a figure misses what is promised.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Trained(NamedTuple):
     rewards: dict[str, float]
     """``first test``, ``last test``, ``best test_formats count`` … -> reward."""
     cpu_s: float
-    """Of the process, from its start to the last step, validation included, reports of other splits not."""
+    """Of the process, from its start to the last step, validation included, reports of other splits
+    not."""
     validation_s: float
     """The part of it that went into validation."""
 
@@ -58,22 +60,41 @@ def trained(name: str, seed: int, folder: Path) -> Trained:
     steps = [row for row in rows if row.stage not in ("first", "last", "best")]
     began = next((row.values["cpu_s"] for row in rows if row.stage == "first"), 0.0)
     scores = [row for row in rows if "validation/reward" in row.values]
-    curve = [(max(row.values["cpu_s"] - began, 0.0), row.values["validation/reward"]) for row in scores]
+    curve = [
+        (max(row.values["cpu_s"] - began, 0.0), row.values["validation/reward"]) for row in scores
+    ]
     rewards = {
-        f"{row.stage} {key.replace('/', ' ')}": value for row in rows for key, value in row.values.items() if "/" in key
+        f"{row.stage} {key.replace('/', ' ')}": value
+        for row in rows
+        for key, value in row.values.items()
+        if "/" in key
     }
-    rewards = {key.removesuffix(" reward"): value for key, value in rewards.items() if not key.endswith(" failed")}
-    validated = spent(rows, lambda row: "validation/reward" in row.values and row.stage not in ("last", "best"))
-    reported = spent(rows, lambda row: row.stage == "first" and "validation/reward" not in row.values)
+    rewards = {
+        key.removesuffix(" reward"): value
+        for key, value in rewards.items()
+        if not key.endswith(" failed")
+    }
+    validated = spent(
+        rows, lambda row: "validation/reward" in row.values and row.stage not in ("last", "best")
+    )
+    reported = spent(
+        rows, lambda row: row.stage == "first" and "validation/reward" not in row.values
+    )
     return Trained(name, seed, curve, rewards, steps[-1].values["cpu_s"] - reported, validated)
 
 
 def spent(rows: Sequence[StepMetrics], on: Callable[[StepMetrics], bool]) -> float:
-    """Seconds of processor time between the measurements that ``on`` names and those before them."""
-    return sum(after.values["cpu_s"] - before.values["cpu_s"] for before, after in pairwise(rows) if on(after))
+    """Seconds of processor time between the measurements that ``on`` names and those before
+    them."""
+    return sum(
+        after.values["cpu_s"] - before.values["cpu_s"]
+        for before, after in pairwise(rows)
+        if on(after)
+    )
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
+# --- runs
+# ------------------------------------------------------------------------------------------------------------
 
 
 def single(runs: Path, seed: int, quick: bool) -> Iterator[Trained]:
@@ -89,10 +110,16 @@ def recursive(runs: Path, seed: int, variants: Sequence[str]) -> Iterator[Traine
     start = train(runs / f"{name}-sft", recipe, f"seed={seed}", "rl=null", "evaluate.final=[]")
     for variant in variants:
         folder = train(
-            runs / f"{name}-{variant}", recipe, f"seed={seed}", f"policy.path={start}/policy",
-            "warmup=null", "sft=null", f"rl.sample.first_item={FIRST_ITEM}", 'evaluate.first=["test", "test_formats"]',
+            runs / f"{name}-{variant}",
+            recipe,
+            f"seed={seed}",
+            f"policy.path={start}/policy",
+            "warmup=null",
+            "sft=null",
+            f"rl.sample.first_item={FIRST_ITEM}",
+            'evaluate.first=["test", "test_formats"]',
             *CREDITS[variant][1],
-        )  # fmt: skip
+        )
         yield trained_recursively(folder, start, variant, seed)
 
 
@@ -111,7 +138,8 @@ def there(runs: Path, seed: int) -> Iterator[Trained]:
             yield trained_recursively(folder, start, variant, seed)
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- figures
+# ---------------------------------------------------------------------------------------------------------
 
 
 def of(runs: Sequence[Trained], name: str, key: str) -> float | None:
@@ -126,16 +154,45 @@ def wrong(reward: float | None) -> float | None:
 def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
     """Shares of held-out tasks that are answered wrong, so that less is better."""
 
-    def figure(what: str, run: str, split: str, most: float | None, against: dict[str, float | None]) -> Figure:
+    def figure(
+        what: str, run: str, split: str, most: float | None, against: dict[str, float | None]
+    ) -> Figure:
         others = {name: value for name, value in against.items() if value is not None}
-        return Figure(what, wrong(of(runs, run, f"last {split}")), "wrong", dict(others), None if quick else most)
+        return Figure(
+            what,
+            wrong(of(runs, run, f"last {split}")),
+            "wrong",
+            dict(others),
+            None if quick else most,
+        )
 
-    before = {split: wrong(of(runs, "tiny", f"first {split}")) for split in ("test", "test_formats", "test_names")}
+    before = {
+        split: wrong(of(runs, "tiny", f"first {split}"))
+        for split in ("test", "test_formats", "test_names")
+    }
     yield figure("single documents, after RL", "tiny", "test", 0.10, {"after SFT": before["test"]})
-    yield figure("the same, in a held-out format", "tiny", "test_formats", 0.15, {"after SFT": before["test_formats"]})
-    yield figure("the same, about held-out names", "tiny", "test_names", None, {"after SFT": before["test_names"]})
+    yield figure(
+        "the same, in a held-out format",
+        "tiny",
+        "test_formats",
+        0.15,
+        {"after SFT": before["test_formats"]},
+    )
+    yield figure(
+        "the same, about held-out names",
+        "tiny",
+        "test_names",
+        None,
+        {"after SFT": before["test_names"]},
+    )
     seconds = [run.cpu_s for run in runs if run.name == "tiny"]
-    yield Figure("the whole run, one thread", median(seconds) if seconds else None, "CPU s", {}, None if quick else 300)
+    yield Figure(
+        "the whole run, one thread",
+        median(seconds) if seconds else None,
+        "CPU s",
+        {},
+        None if quick else 300,
+    )
     if quick:
         return
     for variant, (what, _) in CREDITS.items():
@@ -143,22 +200,36 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
         against = {"after SFT": wrong(of(runs, variant, "first test"))}
         yield figure(f"several documents, {what}", variant, "test", most, against)
     seconds = [run.cpu_s for run in runs if run.name == "per_role"]
-    yield Figure("the whole recursive run, one thread", median(seconds) if seconds else None, "CPU s", {}, 1200)
+    yield Figure(
+        "the whole recursive run, one thread",
+        median(seconds) if seconds else None,
+        "CPU s",
+        {},
+        1200,
+    )
 
 
-# --- what is written -------------------------------------------------------------------------------------------------
+# --- what is written
+# -------------------------------------------------------------------------------------------------
 
 
 def table(runs: Sequence[Trained]) -> str:
     """Markdown: a row per run."""
     lines = [
-        "| run | seed | after SFT | after RL | held-out format | held-out names | CPU s | of it validation |",
+        "| run | seed | after SFT | after RL | held-out format | held-out names | CPU s | of it "
+        "validation |",
         "|" + " --- |" * 8,
     ]
     for run in runs:
-        shown = [run.rewards.get(key) for key in ("first test", "last test", "last test_formats", "last test_names")]
+        shown = [
+            run.rewards.get(key)
+            for key in ("first test", "last test", "last test_formats", "last test_names")
+        ]
         cells = ["" if value is None else f"{value:.1%}" for value in shown]
-        lines.append(f"| {run.name} | {run.seed} | {' | '.join(cells)} | {run.cpu_s:.0f} | {run.validation_s:.0f} |")
+        lines.append(
+            f"| {run.name} | {run.seed} | {' | '.join(cells)} | {run.cpu_s:.0f} | "
+            f"{run.validation_s:.0f} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -166,12 +237,21 @@ def kinds(runs: Sequence[Trained]) -> str:
     """Markdown: medians by kind of question."""
     names = list(dict.fromkeys(run.name for run in runs))
     found = sorted(
-        {key.removeprefix("last test ") for run in runs for key in run.rewards if key.startswith("last test ")}
+        {
+            key.removeprefix("last test ")
+            for run in runs
+            for key in run.rewards
+            if key.startswith("last test ")
+        }
     )
     lines = ["| run | " + " | ".join(found) + " |", "|" + " --- |" * (len(found) + 1)]
     for name in names:
         values = [of(runs, name, f"last test {kind}") for kind in found]
-        lines.append(f"| {name} | " + " | ".join("" if value is None else f"{value:.0%}" for value in values) + " |")
+        lines.append(
+            f"| {name} | "
+            + " | ".join("" if value is None else f"{value:.0%}" for value in values)
+            + " |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -190,10 +270,16 @@ def picture(runs: Sequence[Trained]) -> str:
             f'<path d="M{left} {y:.0f}H{width - 20}" stroke="#ddd"/><text x="18" y="{y + 4:.0f}">{tenth * 10}%</text>'
         )
     for run in runs:
-        points = " ".join(f"{left + s / longest * 680:.1f},{bottom - r * 270:.1f}" for s, r in run.curve)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colours[run.name]}" stroke-width="1.5"/>')
+        points = " ".join(
+            f"{left + s / longest * 680:.1f},{bottom - r * 270:.1f}" for s, r in run.curve
+        )
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colours[run.name]}" stroke-width="1.5"/>'
+        )
     for index, name in enumerate(dict.fromkeys(run.name for run in runs)):
-        parts.append(f'<text x="{left + 110 * index}" y="{height - 6}" fill="{colours[name]}">{name}</text>')
+        parts.append(
+            f'<text x="{left + 110 * index}" y="{height - 6}" fill="{colours[name]}">{name}</text>'
+        )
     parts.append(
         f'<text x="{width - 20}" y="{height - 6}" text-anchor="end">'
         f"CPU seconds of rollouts and learning, 0 to {longest:.0f}</text></svg>"
@@ -203,14 +289,19 @@ def picture(runs: Sequence[Trained]) -> str:
 
 def write(runs: Sequence[Trained], found: Sequence[Figure]) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
-    data = {"figures": [figure.as_json() for figure in found], "runs": [run._asdict() for run in runs]}
+    data = {
+        "figures": [figure.as_json() for figure in found],
+        "runs": [run._asdict() for run in runs],
+    }
     RESULTS.write_text(json.dumps(data, indent=1) + "\n")
     PICTURE.write_text(picture(runs))
     fill(PAGE, {"runs": table(runs), "kinds": kinds(runs)})
 
 
 def main() -> int:
-    options_of = parser("Does it learn?", "one seed of the single-document run, cut short", "learning", 3)
+    options_of = parser(
+        "Does it learn?", "one seed of the single-document run, cut short", "learning", 3
+    )
     options_of.add_argument("--only", choices=["single", "recursive"], help="one of the two")
     options_of.add_argument(
         "--variants", nargs="+", choices=CREDITS, default=list(CREDITS), help="of the recursive run"

@@ -1,7 +1,8 @@
-"""Processes that the benchmarks start: the scripted server, one side's task, a whole command with its bill.
+"""Processes that the benchmarks start: the scripted server, one side's task, a whole command with
+its bill.
 
-Every measurement of a side happens in a process of its own, so that no library's threads, imports or garbage weigh on
-another's figure.
+Every measurement of a side happens in a process of its own, so that no library's threads, imports
+or garbage weigh on another's figure.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def scripted_server(latency_s: float = 0.0) -> Iterator[Server]:
 
 
 def peers_python() -> str | None:
-    """The Python that has the other libraries: that of benchmarks/.venv, else this one if it does."""
+    """The Python that has the other libraries: that of benchmarks/.venv, else this one if it
+    does."""
     for python in (str(HERE / ".venv/bin/python"), sys.executable):
         if (
             Path(python).exists()
@@ -59,7 +61,8 @@ def peers_python() -> str | None:
                 [
                     python,
                     "-c",
-                    "import importlib.util as u, sys; sys.exit(not (u.find_spec('rlm') and u.find_spec('droste')))",
+                    "import importlib.util as u, sys; sys.exit(not (u.find_spec('rlm') and "
+                    "u.find_spec('droste')))",
                 ]
             ).returncode
         ):
@@ -75,19 +78,34 @@ def quiet_env(**more: str) -> dict[str, str]:
         if not name.startswith(("RAMIFY_", "OPENAI_", "DROSTE_", "MODELRELAY_", "ANTHROPIC_"))
         and name.lower() not in ("http_proxy", "https_proxy", "all_proxy")
     }
-    return {**env, "OPENAI_API_KEY": "none", "XDG_CONFIG_HOME": tempfile.gettempdir() + "/ramify-benchmarks", **more}
+    return {
+        **env,
+        "OPENAI_API_KEY": "none",
+        "XDG_CONFIG_HOME": tempfile.gettempdir() + "/ramify-benchmarks",
+        **more,
+    }
 
 
 def run_side(
-    python: str, side: str, task: str, url: str, env: Mapping[str, str] | None = None, timeout_s: float = 240, **options: Any
-) -> dict[str, Any]:  # fmt: skip
-    """Run ``side_SIDE.py TASK`` in a process of its own and return what it measured, or ``{"error": …}``."""
+    python: str,
+    side: str,
+    task: str,
+    url: str,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 240,
+    **options: Any,
+) -> dict[str, Any]:
+    """Run ``side_SIDE.py TASK`` in a process of its own and return what it measured, or ``{"error":
+    …}``."""
     given = json.dumps({"url": url, **options})
     try:
         done = subprocess.run(
             [python, str(HERE / f"side_{side}.py"), task, given],
-            capture_output=True, text=True, timeout=timeout_s, env=quiet_env(OPENAI_BASE_URL=url, **env or {}),
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=quiet_env(OPENAI_BASE_URL=url, **env or {}),
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"{side} {task}: not done after {timeout_s:g} s"}
     if done.returncode:
@@ -108,7 +126,9 @@ def run_command(command: Sequence[str], **env: str) -> Bill:
     """Run a whole command and return its wall time and peak resident memory."""
     with tempfile.TemporaryFile("w+") as out:
         started = time.perf_counter()
-        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=quiet_env(**env))
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=quiet_env(**env)
+        )
         _, status, rusage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - started
         process.returncode = os.waitstatus_to_exitcode(status)

@@ -1,12 +1,13 @@
-"""Figures of the jail, beside code in this process, a bare Python, bubblewrap around one, and an IPython kernel.
+"""Figures of the jail, beside code in this process, a bare Python, bubblewrap around one, and an
+IPython kernel.
 
     python benchmarks/sandbox.py            a table; medians of interleaved rounds on this machine
     python benchmarks/sandbox.py --quick    fewer rounds and a short soak, within two minutes on two cores
     python benchmarks/sandbox.py --json     also prints, as its last line, the figures as JSON; see engine.py
 
-Absolute times belong to the machine and its load; quote ratios. What is promised as a rate stands here as time per
-piece: 10,000 cells/s are 100 µs each. Exits with 1 where a figure misses its floor. `--provider process` measures the
-sessions without walls.
+Absolute times belong to the machine and its load; quote ratios. What is promised as a rate stands
+here as time per piece: 10,000 cells/s are 100 µs each. Exits with 1 where a figure misses its
+floor. `--provider process` measures the sessions without walls.
 """
 
 from __future__ import annotations
@@ -90,11 +91,14 @@ def middle(values: Sequence[float | None], scale: float) -> float | None:
     return median(known) * scale if known else None
 
 
-# --- from nothing to the first cell --------------------------------------------------------------------------------
+# --- from nothing to the first cell
+# --------------------------------------------------------------------------------
 
 
 async def first_cell(b: Bench) -> Figures:
-    found: dict[str, list[float | None]] = {name: [] for name in ("jail", "exec here", "subprocess", "bubblewrap")}
+    found: dict[str, list[float | None]] = {
+        name: [] for name in ("jail", "exec here", "subprocess", "bubblewrap")
+    }
     sessions: list[Session] = []
     async with b.sandbox(pool=0) as sandbox:
 
@@ -110,14 +114,22 @@ async def first_cell(b: Bench) -> Figures:
             found["bubblewrap"].append(await asyncio.to_thread(bubblewrap))
     kernel = await asyncio.to_thread(ipykernel, 2 if b.quick else 5, 20)
     if kernel is None:
-        print(f"ipykernel is not installed, so its column stays empty: {INSTALL_IPYKERNEL}", file=sys.stderr)
+        print(
+            f"ipykernel is not installed, so its column stays empty: {INSTALL_IPYKERNEL}",
+            file=sys.stderr,
+        )
     ms = {name: middle(values, 1e3) for name, values in found.items()}
     ms["ipykernel"] = middle(kernel.first_s, 1e3) if kernel else None
     ours, bwrap = ms.pop("jail"), ms["bubblewrap"]
     if bwrap is None:
-        print(f"bubblewrap is not installed, so it is not compared: {INSTALL_BUBBLEWRAP}", file=sys.stderr)
+        print(
+            f"bubblewrap is not installed, so it is not compared: {INSTALL_BUBBLEWRAP}",
+            file=sys.stderr,
+        )
     yield Figure("a session and its first cell, no pool", ours, "ms", present(**ms))
-    yield Figure("the same, to bubblewrap + Python", ratio(ours, bwrap), "×", {}, 1 / 6 if bwrap else None)
+    yield Figure(
+        "the same, to bubblewrap + Python", ratio(ours, bwrap), "×", {}, 1 / 6 if bwrap else None
+    )
     yield Figure("the same from the pool", await from_pool(b), "ms", {}, 1.0)
     async with b.sandbox() as sandbox:
         session = await sandbox.open()
@@ -126,7 +138,9 @@ async def first_cell(b: Bench) -> Figures:
             for _ in range(b.times(5000)):
                 laps.append(await timed(lambda: run(session)))
                 bare.append(in_bare_loop(ask))
-    against = {"bare loop": median(bare) * 1e6} | present(ipykernel=middle(kernel.cell_s, 1e6) if kernel else None)
+    against = {"bare loop": median(bare) * 1e6} | present(
+        ipykernel=middle(kernel.cell_s, 1e6) if kernel else None
+    )
     yield Figure("`x = 1`, there and back", middle(laps, 1e6), "µs", against, 60)
 
 
@@ -149,7 +163,8 @@ async def from_pool(b: Bench) -> float | None:
     return middle(laps, 1e3)
 
 
-# --- many ----------------------------------------------------------------------------------------------------------
+# --- many
+# ----------------------------------------------------------------------------------------------------------
 
 
 async def many_sessions(b: Bench) -> Figures:
@@ -161,9 +176,14 @@ async def many_sessions(b: Bench) -> Figures:
 
     async with b.sandbox() as sandbox:
         sessions = [await sandbox.open() for _ in range(count)]
-        laps = [await timed(lambda: asyncio.gather(*map(work, sessions))) for _ in range(2 if b.quick else 3)]
+        laps = [
+            await timed(lambda: asyncio.gather(*map(work, sessions)))
+            for _ in range(2 if b.quick else 3)
+        ]
     each = min(laps) / (count * cells)
-    yield Figure(f"a cell, 64 sessions on one loop ({1 / each:,.0f} cells/s)", each * 1e6, "µs", {}, 100)
+    yield Figure(
+        f"a cell, 64 sessions on one loop ({1 / each:,.0f} cells/s)", each * 1e6, "µs", {}, 100
+    )
 
 
 async def lifecycle(sandbox: Sandbox) -> None:
@@ -185,7 +205,9 @@ async def throughput(b: Bench) -> Figures:
     count = b.times(2000)
     async with b.sandbox() as sandbox:
         seconds = await timed(lambda: lifecycles(sandbox, count)) / count
-    yield Figure(f"a lifecycle: open, 3 cells, close ({1 / seconds:,.0f}/s)", seconds * 1e3, "ms", {}, 5)
+    yield Figure(
+        f"a lifecycle: open, 3 cells, close ({1 / seconds:,.0f}/s)", seconds * 1e3, "ms", {}, 5
+    )
 
 
 async def soak(b: Bench) -> Figures:
@@ -194,10 +216,19 @@ async def soak(b: Bench) -> Figures:
         before = await settled()
         seconds = await timed(lambda: lifecycles(sandbox, b.soak))
         after = await settled()
-    print(f"soak: {b.soak:,} lifecycles in {seconds:.0f} s; before {before}, after {after}", file=sys.stderr)
+    print(
+        f"soak: {b.soak:,} lifecycles in {seconds:.0f} s; before {before}, after {after}",
+        file=sys.stderr,
+    )
     for name in before:
         value = float(max(after[name] - before[name], 0))
-        yield Figure(f"{b.soak:,} lifecycles: {name} left", value, "", {}, 10.0 if name == "MB of the host" else 0)
+        yield Figure(
+            f"{b.soak:,} lifecycles: {name} left",
+            value,
+            "",
+            {},
+            10.0 if name == "MB of the host" else 0,
+        )
 
 
 async def settled() -> dict[str, int]:
@@ -211,9 +242,12 @@ async def settled() -> dict[str, int]:
             continue
     mounts = {pid: _mounts(pid) for pid in _below(os.getpid())}
     return {
-        "processes": len(mounts), "descriptors": len(links), "memory files": sum("memfd:" in link for link in links),
-        "mounts": _mounts("self") + max(mounts.values(), default=0), "MB of the host": _resident_mb(),
-    }  # fmt: skip
+        "processes": len(mounts),
+        "descriptors": len(links),
+        "memory files": sum("memfd:" in link for link in links),
+        "mounts": _mounts("self") + max(mounts.values(), default=0),
+        "MB of the host": _resident_mb(),
+    }
 
 
 def _resident_mb() -> int:
@@ -225,7 +259,9 @@ def _below(root: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                tree[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                tree[int(entry.name)] = int(
+                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                )
             except OSError:
                 continue
     found = {root}
@@ -241,7 +277,8 @@ def _mounts(pid: int | str) -> int:
         return 0
 
 
-# --- forks and what is shared --------------------------------------------------------------------------------------
+# --- forks and what is shared
+# --------------------------------------------------------------------------------------
 
 
 async def forks(b: Bench) -> Figures:
@@ -275,7 +312,9 @@ async def children_share(b: Bench) -> Figures:
     known = [value for value in private if value is not None]
     if not known:
         print("the memory of sessions cannot be read by this user: run it as root", file=sys.stderr)
-    yield Figure("20 children over a 100 MB context: memory of each", max(known, default=None), "MB", {}, 2)  # type: ignore[type-var]
+    yield Figure(
+        "20 children over a 100 MB context: memory of each", max(known, default=None), "MB", {}, 2
+    )  # type: ignore[type-var]
 
 
 def _private_mb(session: Session) -> float | None:
@@ -284,12 +323,15 @@ def _private_mb(session: Session) -> float | None:
         told = Path(f"/proc/self/fdinfo/{session.process}").read_text()  # type: ignore[attr-defined]
         pid = next(int(line.split()[1]) for line in told.splitlines() if line.startswith("Pid:"))
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / MB
+        return (
+            sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / MB
+        )
     except (OSError, AttributeError, StopIteration):
         return None
 
 
-# --- calls ---------------------------------------------------------------------------------------------------------
+# --- calls
+# ---------------------------------------------------------------------------------------------------------
 
 
 CALLS = """
@@ -321,7 +363,7 @@ async def callbacks(b: Bench) -> Figures:
 FIGURES: dict[str, Callable[[Bench], Figures]] = {
     figure.__name__: figure
     for figure in (first_cell, many_sessions, throughput, forks, children_share, callbacks, soak)
-}  # fmt: skip
+}
 
 
 async def measure(bench: Bench, names: Sequence[str]) -> list[Figure]:
@@ -335,15 +377,25 @@ async def measure(bench: Bench, names: Sequence[str]) -> list[Figure]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Figures of the jail beside those of others.")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; within two minutes on two cores")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
-    parser.add_argument("--soak", type=int, metavar="N", help="lifecycles of the soak (100,000; quick: 1,000)")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds; within two minutes on two cores"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON on the last line"
+    )
+    parser.add_argument(
+        "--soak", type=int, metavar="N", help="lifecycles of the soak (100,000; quick: 1,000)"
+    )
     parser.add_argument("--provider", default="jail", help="whose sessions (jail)")
-    parser.add_argument("--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}")
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     bench = Bench(
-        SandboxSpec(provider=options.provider), options.quick, options.soak or (1000 if options.quick else 100_000)
+        SandboxSpec(provider=options.provider),
+        options.quick,
+        options.soak or (1000 if options.quick else 100_000),
     )
     figures = asyncio.run(measure(bench, options.only or list(FIGURES)))
     show(figures)

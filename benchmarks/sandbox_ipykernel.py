@@ -1,4 +1,5 @@
-"""An IPython kernel as a session: start it, run one cell, then many. Prints JSON; needs ipykernel and jupyter_client.
+"""An IPython kernel as a session: start it, run one cell, then many. Prints JSON; needs ipykernel
+and jupyter_client.
 
 python benchmarks/sandbox_ipykernel.py STARTS CELLS
 """

@@ -1,8 +1,9 @@
-"""What else could hold a session: code in this process, a bare Python, bubblewrap around one, an IPython kernel.
+"""What else could hold a session: code in this process, a bare Python, bubblewrap around one, an
+IPython kernel.
 
-Each is brought from nothing to the end of its first cell. A bare loop in a forked process, which does nothing but compile
-and run what a socket brings, is the least that any session in another process can cost on this machine. Decides how they
-are started; ``sandbox.py`` compares.
+Each is brought from nothing to the end of its first cell. A bare loop in a forked process, which
+does nothing but compile and run what a socket brings, is the least that any session in another
+process can cost on this machine. Decides how they are started; ``sandbox.py`` compares.
 """
 
 from __future__ import annotations
@@ -47,7 +48,16 @@ def bubblewrap() -> float | None:
     path = shutil.which("bwrap")
     if path is None:
         return None
-    walls = [path, "--unshare-all", "--die-with-parent", "--clearenv", "--dev", "/dev", "--tmpfs", "/tmp"]
+    walls = [
+        path,
+        "--unshare-all",
+        "--die-with-parent",
+        "--clearenv",
+        "--dev",
+        "/dev",
+        "--tmpfs",
+        "/tmp",
+    ]
     shown = [sys.base_prefix, "/usr", "/lib", "/lib64"]
     for folder in dict.fromkeys(os.path.realpath(each) for each in shown if os.path.exists(each)):
         walls += ["--ro-bind", folder, folder]

@@ -5,8 +5,9 @@
     python benchmarks/scale.py --part async    one part alone: ranks, weights, async, simulate
     python benchmarks/scale.py --compile       also compiles layers, which takes minutes
 
-Times are ratios of what was measured in turns on this machine. Exits with 1 where a figure misses what is promised. What takes
-longer has a command of its own: `scale_soak.py`, half an hour and more, and `scale_async.py --reward`.
+Times are ratios of what was measured in turns on this machine. Exits with 1 where a figure misses
+what is promised. What takes longer has a command of its own: `scale_soak.py`, half an hour and
+more, and `scale_async.py --reward`.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ def simulated(quick: bool, compiled: bool) -> Iterable[Figure]:
 
 
 PARTS: dict[str, Callable[[bool, bool], Iterable[Figure]]] = {
-    "ranks": ranks, "weights": weights, "async": asynchronous, "simulate": simulated,
-}  # fmt: skip
+    "ranks": ranks,
+    "weights": weights,
+    "async": asynchronous,
+    "simulate": simulated,
+}
 
 
 def main() -> int:
@@ -57,7 +61,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--part", choices=PARTS, help="one part alone")
     parser.add_argument("--compile", action="store_true", help="compiled layers too")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON on the last line"
+    )
     options = parser.parse_args()
     parts = [PARTS[options.part]] if options.part else list(PARTS.values())
     found = [figure for part in parts for figure in part(options.quick, options.compile)]

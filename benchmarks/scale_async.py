@@ -1,10 +1,12 @@
-"""Rollouts that do not wait against rollouts that do: wall time of a step, and the reward that is reached.
+"""Rollouts that do not wait against rollouts that do: wall time of a step, and the reward that is
+reached.
 
     python benchmarks/scale_async.py            wall per step over a scripted engine, a tenth of rollouts ten times as slow
     python benchmarks/scale_async.py --reward   also the tiny recipe, synchronous and one step ahead, three seeds; minutes
 
-The engine answers after 50 ms, or 500, by the rollout's seed; everything else is real: the loop, the queue, rollouts of one
-turn without a session, the trainer over a policy of some thousand parameters. Rewards are of runs that begin from one policy.
+The engine answers after 50 ms, or 500, by the rollout's seed; everything else is real: the loop,
+the queue, rollouts of one turn without a session, the trainer over a policy of some thousand
+parameters. Rewards are of runs that begin from one policy.
 """
 
 from __future__ import annotations
@@ -50,10 +52,19 @@ from ramify.types.message import Reply
 STEPS, WARM = 20, 4
 FAST_S, SLOW_S, SLOW = 0.05, 0.5, 0.1
 SHAPE = Qwen3Config(
-    vocab_size=NUM_IDS, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, max_position_embeddings=4096, bos_token_id=None,
-    eos_token_id=3, pad_token_id=0,
-)  # fmt: skip
+    vocab_size=NUM_IDS,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    tie_word_embeddings=True,
+    max_position_embeddings=4096,
+    bos_token_id=None,
+    eos_token_id=3,
+    pad_token_id=0,
+)
 SIDES = {
     "synchronous": StepSampleSpec(items=8),
     "staleness 1": StepSampleSpec(items=8, max_staleness=1),
@@ -64,7 +75,10 @@ SIDES = {
 
 def figures(quick: bool) -> Iterator[Figure]:
     torch.set_num_threads(1)
-    rounds = [{name: measured(sample, seed) for name, sample in SIDES.items()} for seed in range(1 if quick else 3)]
+    rounds = [
+        {name: measured(sample, seed) for name, sample in SIDES.items()}
+        for seed in range(1 if quick else 3)
+    ]
     wall = {name: median(each[name]["wall_s"] for each in rounds) for name in SIDES}
     beside: dict[str, float | str] = {"synchronous, s": f"{wall['synchronous']:.3g}"}
     for name in list(SIDES)[1:]:
@@ -76,14 +90,18 @@ def figures(quick: bool) -> Iterator[Figure]:
         yield Figure(figure, ratio, "×", about, least=2.0 if name == "staleness 1" else None)
 
 
-# --- wall time ---------------------------------------------------------------------------------------------------------
+# --- wall time
+# ---------------------------------------------------------------------------------------------------------
 
 
 class LongTailed(ScriptedClient):
-    """One rollout in ten takes ten times as long, whichever its seed says; so does what it answers."""
+    """One rollout in ten takes ten times as long, whichever its seed says; so does what it
+    answers."""
 
     async def complete(self, request: Request) -> Reply:
-        await asyncio.sleep(SLOW_S if random.Random(request.sampling.seed).random() < SLOW else FAST_S)
+        await asyncio.sleep(
+            SLOW_S if random.Random(request.sampling.seed).random() < SLOW else FAST_S
+        )
         return await super().complete(request)
 
 
@@ -128,20 +146,39 @@ async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetr
     ids = ByteTokenIds()
     answers = iter(random.Random(seed).choices(("heads", "tails"), k=1_000_000))
     client = LongTailed(lambda messages: next(answers), ids=ids)
-    task = SimpleTask("coin", {"train": [Item("heads or tails?", gold="heads", id=str(n)) for n in range(64)]}, right)
+    task = SimpleTask(
+        "coin",
+        {"train": [Item("heads or tails?", gold="heads", id=str(n)) for n in range(64)]},
+        right,
+    )
     torch.manual_seed(seed)
     model = DenseModel(SHAPE)
     model.load_state_dict(AutoModelForCausalLM.from_config(SHAPE).state_dict())
     policy = Policy(model.eval(), None, None, SHAPE, 0, "dense")  # type: ignore[arg-type]
     backend = SingleBackend(policy, OptimizerSpec(lr=1e-4), ComputeSpec(precision="fp32"))
-    async with RLM(client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess") as rlm:
+    async with RLM(
+        client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess"
+    ) as rlm:
         rollouts = Rollouter(rlm, task, RolloutOptions(group=4), seed=seed)
         stage = RlStage(
-            STEPS, OptimizerSpec(), LossSpec(), task=task, items=task.splits["train"], rollouts=rollouts, algorithm=DrGRPO(),
-            sample=sample, temperature=1.0,
-        )  # fmt: skip
+            STEPS,
+            OptimizerSpec(),
+            LossSpec(),
+            task=task,
+            items=task.splits["train"],
+            rollouts=rollouts,
+            algorithm=DrGRPO(),
+            sample=sample,
+            temperature=1.0,
+        )
         loop = TrainingLoop(
-            out, [stage], lambda _: backend, Published(ids), nothing, schedule=Schedule(evaluate_every=0), say=print
+            out,
+            [stage],
+            lambda _: backend,
+            Published(ids),
+            nothing,
+            schedule=Schedule(evaluate_every=0),
+            say=print,
         )
         await loop.run()
     return [row for row in read(out) if "loss" in row.values]
@@ -155,21 +192,31 @@ async def nothing(split: str) -> Mapping[str, float]:
     return {}
 
 
-# --- reward ------------------------------------------------------------------------------------------------------------
+# --- reward
+# ------------------------------------------------------------------------------------------------------------
 
 
 def rewards(folder: Path, steps: int = 15) -> Iterator[Figure]:
-    """The test reward after ``steps`` steps of rollouts from one policy, which saw few demonstrations. What ``folder`` holds
-    already is not done again."""
+    """The test reward after ``steps`` steps of rollouts from one policy, which saw few
+    demonstrations. What ``folder`` holds already is not done again."""
     tiny = recipe(Path(__file__).parents[1] / "recipes/tiny.py")
     assert tiny.sft is not None
     if not (folder / "sft/policy").is_dir():
         few = msgspec.structs.replace(tiny.evaluate, num=64, validation=64, final=())
         sft = msgspec.structs.replace(tiny.sft, num=DEMONSTRATIONS)
-        train(msgspec.structs.replace(tiny, sft=sft, rl=None, evaluate=few), folder / "sft", say=lambda _: None)
+        train(
+            msgspec.structs.replace(tiny, sft=sft, rl=None, evaluate=few),
+            folder / "sft",
+            say=lambda _: None,
+        )
     sides = {"synchronous": 0, "staleness 1": 1}
-    reached = {side: [reward(tiny, folder, ahead, seed, steps) for seed in range(3)] for side, ahead in sides.items()}
-    differences = [a - b for a, b in zip(reached["staleness 1"], reached["synchronous"], strict=True)]
+    reached = {
+        side: [reward(tiny, folder, ahead, seed, steps) for seed in range(3)]
+        for side, ahead in sides.items()
+    }
+    differences = [
+        a - b for a, b in zip(reached["staleness 1"], reached["synchronous"], strict=True)
+    ]
     margin = T95 * stdev(differences) / math.sqrt(len(differences))
     beside: dict[str, float | str] = {
         side: " ".join(f"{each:.3f}" for each in found) for side, found in reached.items()
@@ -180,7 +227,8 @@ def rewards(folder: Path, steps: int = 15) -> Iterator[Figure]:
 
 
 DEMONSTRATIONS = 6500
-"""Enough for the language that the task is answered in: most of what is right, rollouts have to find."""
+"""Enough for the language that the task is answered in: most of what is right, rollouts have to
+find."""
 T95 = 4.303
 """Of Student's distribution with two degrees of freedom: three seeds in pairs."""
 
@@ -190,23 +238,36 @@ def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
     assert tiny.rl is not None
     out = folder / f"ahead-{ahead}-seed-{seed}"
     if not (out / "policy").is_dir():
-        sample = msgspec.structs.replace(tiny.rl.sample, max_staleness=ahead, first_item=DEMONSTRATIONS)
+        sample = msgspec.structs.replace(
+            tiny.rl.sample, max_staleness=ahead, first_item=DEMONSTRATIONS
+        )
         run = msgspec.structs.replace(
-            tiny, seed=seed, policy=PolicySpec(path=str(folder / "sft/policy")), warmup=None, sft=None,
-            rl=msgspec.structs.replace(tiny.rl, steps=steps, sample=sample), schedule=Schedule(evaluate_every=0),
-            evaluate=msgspec.structs.replace(tiny.evaluate, num=256, validation=64, final=("test",)),
-        )  # fmt: skip
+            tiny,
+            seed=seed,
+            policy=PolicySpec(path=str(folder / "sft/policy")),
+            warmup=None,
+            sft=None,
+            rl=msgspec.structs.replace(tiny.rl, steps=steps, sample=sample),
+            schedule=Schedule(evaluate_every=0),
+            evaluate=msgspec.structs.replace(
+                tiny.evaluate, num=256, validation=64, final=("test",)
+            ),
+        )
         train(run, out, say=lambda _: None)
     assert group_records.accounts(out).balanced
     return next(row.values["test/reward"] for row in read(out) if "test/reward" in row.values)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Rollouts that do not wait against rollouts that do.")
+    parser = argparse.ArgumentParser(
+        description="Rollouts that do not wait against rollouts that do."
+    )
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--reward", action="store_true", help="the reward that is reached, too")
     parser.add_argument("--keep", type=Path, help="a folder for its runs, which are not done again")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON on the last line"
+    )
     options = parser.parse_args()
     found = list(figures(options.quick))
     if options.reward:

@@ -1,7 +1,9 @@
-"""Two ranks against one process: the same numbers, the same bits after a resume, and what a step takes.
+"""Two ranks against one process: the same numbers, the same bits after a resume, and what a step
+takes.
 
-Ranks are processes of this machine over gloo. The dense policy has half a million parameters; the checkpoint is one of
-transformers that runs as a module of its own (GPT-2). Gradients are compared by norm over the whole model, before each step.
+Ranks are processes of this machine over gloo. The dense policy has half a million parameters; the
+checkpoint is one of transformers that runs as a module of its own (GPT-2). Gradients are compared
+by norm over the whole model, before each step.
 """
 
 from __future__ import annotations
@@ -36,15 +38,31 @@ from ramify.types.sequence import Batch
 STEPS = 20
 LOSS = LossSpec(entropy=0.01)
 OPTIM = OptimizerSpec(lr=2e-5, weight_decay=0.1)
-"""A rate of fine-tuning. At higher ones AdamW makes rounding grow, within one process too: see ``rounding``."""
+"""A rate of fine-tuning. At higher ones AdamW makes rounding grow, within one process too: see
+``rounding``."""
 FAST = OptimizerSpec(lr=1e-3, weight_decay=0.1)
 DENSE = Qwen3Config(
-    vocab_size=trees.VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=8192, bos_token_id=None,
-    eos_token_id=3, pad_token_id=0,
-)  # fmt: skip
+    vocab_size=trees.VOCAB,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    tie_word_embeddings=True,
+    max_position_embeddings=8192,
+    bos_token_id=None,
+    eos_token_id=3,
+    pad_token_id=0,
+)
 GPT2 = GPT2Config(
-    vocab_size=trees.VOCAB, n_embd=128, n_layer=3, n_head=4, n_positions=2048, bos_token_id=1, eos_token_id=2
+    vocab_size=trees.VOCAB,
+    n_embd=128,
+    n_layer=3,
+    n_head=4,
+    n_positions=2048,
+    bos_token_id=1,
+    eos_token_id=2,
 )
 
 
@@ -83,7 +101,8 @@ def batches(max_tokens: int, prompt: int = 64) -> list[Batch]:
     return pack(rows, PackingSpec(max_tokens=max_tokens))
 
 
-# --- the same numbers --------------------------------------------------------------------------------------------------
+# --- the same numbers
+# --------------------------------------------------------------------------------------------------
 
 
 def same_numbers(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
@@ -95,21 +114,34 @@ def same_numbers(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     start = dense().model.state_dict()
     sides = {
         "dense policy, AdamW": (OPTIM, dense(), ranks.spread(DENSE, start)),
-        "dense policy, Muon": (OptimizerSpec(kind="muon", lr=1e-4), dense(), ranks.spread(DENSE, start)),
-        "two replicas": (OPTIM, dense(), ranks.spread(DENSE, start, compute=computed(2, replicas=2))),
+        "dense policy, Muon": (
+            OptimizerSpec(kind="muon", lr=1e-4),
+            dense(),
+            ranks.spread(DENSE, start),
+        ),
+        "two replicas": (
+            OPTIM,
+            dense(),
+            ranks.spread(DENSE, start, compute=computed(2, replicas=2)),
+        ),
         "checkpoint of transformers": (OPTIM, given, ranks.spread(GPT2, checkpoint)),
     }
     for name, (optim, policy, model) in sides.items():
         loss, gradient, tensor = apart(model, SingleBackend(policy, optim, computed(1)), optim)
-        yield Figure(f"{name}: loss of two ranks off by, {STEPS} steps, relative", loss, "", {}, 1e-5)
+        yield Figure(
+            f"{name}: loss of two ranks off by, {STEPS} steps, relative", loss, "", {}, 1e-5
+        )
         beside: dict[str, float | str] = {"one tensor at worst": tensor}
         yield Figure(f"{name}: gradient off by, by norm", gradient, "", beside, 1e-5)
 
 
 def rounding(ranks: FsdpRanks) -> Iterator[Figure]:
-    """At a rate of training from nothing: beside one process whose batches come in the opposite order."""
+    """At a rate of training from nothing: beside one process whose batches come in the opposite
+    order."""
     _, gradient, _ = apart(
-        ranks.spread(DENSE, dense().model.state_dict()), SingleBackend(dense(), FAST, computed(1)), FAST
+        ranks.spread(DENSE, dense().model.state_dict()),
+        SingleBackend(dense(), FAST, computed(1)),
+        FAST,
     )
     forth, back = (SingleBackend(dense(), FAST, computed(1)) for _ in range(2))
     work, control = batches(300), 0.0
@@ -120,17 +152,28 @@ def rounding(ranks: FsdpRanks) -> Iterator[Figure]:
         for each in (forth, back):
             each.optim_step()
     beside: dict[str, float | str] = {"one process, its batches in the opposite order": control}
-    yield Figure(f"learning rate {FAST.lr:g}: gradient off by after {STEPS} steps, by norm", gradient, "", beside)
+    yield Figure(
+        f"learning rate {FAST.lr:g}: gradient off by after {STEPS} steps, by norm",
+        gradient,
+        "",
+        beside,
+    )
 
 
-def apart(model: FsdpModel, single: SingleBackend, optim: OptimizerSpec) -> tuple[float, float, float]:
-    """Largest differences over the steps: of the loss, of the whole gradient by norm, of one tensor's by norm."""
+def apart(
+    model: FsdpModel, single: SingleBackend, optim: OptimizerSpec
+) -> tuple[float, float, float]:
+    """Largest differences over the steps: of the loss, of the whole gradient by norm, of one
+    tensor's by norm."""
     fsdp, work = model.backend(optim), batches(300)
     work = work[: len(work) - 1 + len(work) % 2]  # an odd number: one rank has an idle round
     worst = [0.0, 0.0, 0.0]
     for _ in range(STEPS):
         ours, theirs = (each.forward_backward(work, LOSS)["loss"] for each in (fsdp, single))
-        found = abs(ours - theirs) / abs(theirs), *off_by(dict(model.gradients()), gradients(single))
+        found = (
+            abs(ours - theirs) / abs(theirs),
+            *off_by(dict(model.gradients()), gradients(single)),
+        )
         worst = [max(pair) for pair in zip(worst, found, strict=True)]
         for each in (fsdp, single):
             each.optim_step()
@@ -139,7 +182,9 @@ def apart(model: FsdpModel, single: SingleBackend, optim: OptimizerSpec) -> tupl
 
 
 def gradients(single: SingleBackend) -> dict[str, torch.Tensor]:
-    return {name: each.grad for name, each in single._model.named_parameters() if each.grad is not None}
+    return {
+        name: each.grad for name, each in single._model.named_parameters() if each.grad is not None
+    }
 
 
 def off_by(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, float]:
@@ -150,7 +195,8 @@ def off_by(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tu
     return whole, max(off[name] / norm for name, norm in norms.items() if norm)
 
 
-# --- the same bits -----------------------------------------------------------------------------------------------------
+# --- the same bits
+# -----------------------------------------------------------------------------------------------------
 
 
 def same_bits(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
@@ -167,7 +213,8 @@ def same_bits(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     again.load(folder / "state")
     steps(again, 5)
     differ = sum(
-        not torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(resumed.weights(), whole.weights(), strict=True)
+        not torch.equal(ours, theirs)
+        for (_, ours), (_, theirs) in zip(resumed.weights(), whole.weights(), strict=True)
     )
     yield Figure("tensors that differ after a resume", float(differ), "tensors", {}, 0)
 
@@ -179,7 +226,8 @@ def steps(backend: FsdpBackend, num: int) -> None:
         backend.optim_step()
 
 
-# --- times -------------------------------------------------------------------------------------------------------------
+# --- times
+# -------------------------------------------------------------------------------------------------------------
 
 
 def times(ranks: FsdpRanks, rounds: int) -> Iterator[Figure]:
@@ -191,7 +239,9 @@ def times(ranks: FsdpRanks, rounds: int) -> Iterator[Figure]:
     single = SingleBackend(dense(), OPTIM, computed(1))
     sides: dict[str, Callable[[], object]] = {"single": lambda: step(single, work)}
     for gather in ("layer", "step"):
-        backend = ranks.spread(DENSE, dense().model.state_dict(), compute=computed(2, gather=gather)).backend(OPTIM)
+        backend = ranks.spread(
+            DENSE, dense().model.state_dict(), compute=computed(2, gather=gather)
+        ).backend(OPTIM)
         sides[gather] = lambda backend=backend: step(backend, work)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for round in range(rounds + 1):
@@ -201,7 +251,8 @@ def times(ranks: FsdpRanks, rounds: int) -> Iterator[Figure]:
             if round:
                 seconds[name].append(time.perf_counter() - started)
     ratio = {
-        name: median(a / b for a, b in zip(seconds[name], seconds["single"], strict=True)) for name in ("layer", "step")
+        name: median(a / b for a, b in zip(seconds[name], seconds["single"], strict=True))
+        for name in ("layer", "step")
     }
     beside: dict[str, float | str] = {
         "gathered once per step": ratio["step"],
@@ -218,10 +269,13 @@ def step(backend: SingleBackend | FsdpBackend, work: list[Batch]) -> None:
 def compiling(ranks: FsdpRanks) -> Iterator[Figure]:
     model = ranks.spread(DENSE, dense().model.state_dict(), compute=computed(2, compile=True))
     loss, gradient, _ = apart(model, SingleBackend(dense(), OPTIM, computed(1)), OPTIM)
-    yield Figure("compiled layers: loss off by, relative", loss, "", {"gradient, by norm": gradient}, 1e-5)
+    yield Figure(
+        "compiled layers: loss off by, relative", loss, "", {"gradient, by norm": gradient}, 1e-5
+    )
 
 
-# --- failure -----------------------------------------------------------------------------------------------------------
+# --- failure
+# -----------------------------------------------------------------------------------------------------------
 
 
 def loss_of_a_rank(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
@@ -242,7 +296,9 @@ def loss_of_a_rank(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     except TrainError as error:
         told = str(error)
     seconds = time.perf_counter() - started
-    yield Figure("a killed rank is an error that names it, after", seconds, "s", {}, None, "rank 1 " in told)
+    yield Figure(
+        "a killed rank is an error that names it, after", seconds, "s", {}, None, "rank 1 " in told
+    )
     ranks.close()
     alone = FsdpRanks(computed(1))
     try:
@@ -254,4 +310,6 @@ def loss_of_a_rank(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     finally:
         alone.close()
     off = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found, wanted, strict=True))
-    yield Figure("two steps by one rank from the checkpoint of two: loss off by, relative", off, "", {}, 1e-5)
+    yield Figure(
+        "two steps by one rank from the checkpoint of two: loss off by, relative", off, "", {}, 1e-5
+    )

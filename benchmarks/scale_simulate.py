@@ -1,4 +1,5 @@
-"""Whether the simulator tells the truth: what it predicts of one run from the measurements of another, over what was measured.
+"""Whether the simulator tells the truth: what it predicts of one run from the measurements of
+another, over what was measured.
 
     python benchmarks/scale_simulate.py             some ten minutes, nearly all of it asleep
     python benchmarks/scale_simulate.py --quick     fewer steps and settings
@@ -6,12 +7,13 @@
     python benchmarks/scale_simulate.py --embedded  also runs whose engine shares two cores with everything else
     python benchmarks/scale_simulate.py --blind     only such runs, of settings that were drawn before any was measured
 
-Runs of the real loop with engines, a trainer and a publication that take time by sleeping (``scale_stepped.py``), so that a
-busy machine changes little. The first is synchronous, on one engine; every other has another number of engines, of rollouts
-at once, or another staleness, and is predicted from the first alone. Figures are predicted over measured seconds of a step.
-The embedded engine's steps are bound on a quiet machine alone: on a busy one they wait for others. Processor seconds (engine,
-loop and sessions of a step's rollouts) are counted without that wait, though a busy machine's caches make them more; they
-are told beside.
+Runs of the real loop with engines, a trainer and a publication that take time by sleeping
+(``scale_stepped.py``), so that a busy machine changes little. The first is synchronous, on one
+engine; every other has another number of engines, of rollouts at once, or another staleness, and is
+predicted from the first alone. Figures are predicted over measured seconds of a step. The embedded
+engine's steps are bound on a quiet machine alone: on a busy one they wait for others. Processor
+seconds (engine, loop and sessions of a step's rollouts) are counted without that wait, though a
+busy machine's caches make them more; they are told beside.
 """
 
 from __future__ import annotations
@@ -50,12 +52,17 @@ _FULL = ("rl.sample.items=8", "rl.rollout.concurrency=32")
 EMBEDDED = {
     "the embedded engine (itself)": _FULL,
     "the embedded engine, more and smaller groups": (
-        "rl.sample.items=12", "rl.rollout.group=4", "rl.rollout.concurrency=32",
+        "rl.sample.items=12",
+        "rl.rollout.group=4",
+        "rl.rollout.concurrency=32",
     ),
-    "the embedded engine, a quarter of the rollouts at once": ("rl.sample.items=8", "rl.rollout.concurrency=8"),
+    "the embedded engine, a quarter of the rollouts at once": (
+        "rl.sample.items=8",
+        "rl.rollout.concurrency=8",
+    ),
     "the embedded engine, 16 slots": (*_FULL, "policy.slots=16"),
     "the embedded engine, 4 slots": (*_FULL, "policy.slots=4"),
-}  # fmt: skip
+}
 BLIND_SEED = 20_261_122
 """Of settings that nothing was tuned on; the model was settled before the first of them was run."""
 _STEPS = 60
@@ -83,7 +90,9 @@ def ran(out: Path, shape: Shape) -> SimulationInputs:
     return measured(out)
 
 
-def figure(what: str, by: SimulationInputs, other: SimulationInputs, *, floor: bool = True) -> Figure:
+def figure(
+    what: str, by: SimulationInputs, other: SimulationInputs, *, floor: bool = True
+) -> Figure:
     """The mean seconds of a step of ``other`` as ``by`` predicts them, over those measured."""
     predicted = at(by, other)
     stale = other.sizes.staleness
@@ -94,7 +103,14 @@ def figure(what: str, by: SimulationInputs, other: SimulationInputs, *, floor: b
         "predicted": f"{predicted.step_mean_s:.3g} s",
     }
     bound = 1 + MOST_OFF if floor else None
-    return Figure(f"predicted step, {what}", ratio, "×", against, floor=bound, least=1 - MOST_OFF if floor else None)
+    return Figure(
+        f"predicted step, {what}",
+        ratio,
+        "×",
+        against,
+        floor=bound,
+        least=1 - MOST_OFF if floor else None,
+    )
 
 
 def freshness(what: str, by: SimulationInputs, other: SimulationInputs, out: Path) -> Figure:
@@ -102,19 +118,37 @@ def freshness(what: str, by: SimulationInputs, other: SimulationInputs, out: Pat
     from ramify.train.metrics import read
 
     stale = other.sizes.staleness
-    seen = [each.values["staleness"] for each in read(out) if "staleness" in each.values][stale : -stale or None]
+    seen = [each.values["staleness"] for each in read(out) if "staleness" in each.values][
+        stale : -stale or None
+    ]
     predicted = at(by, other).staleness
-    return Figure(f"predicted staleness, {what}", predicted, "versions", {"measured": f"{fmean(seen):.3g} versions"})
+    return Figure(
+        f"predicted staleness, {what}",
+        predicted,
+        "versions",
+        {"measured": f"{fmean(seen):.3g} versions"},
+    )
 
 
 def at(by: SimulationInputs, other: SimulationInputs) -> SimulationResult:
     """What ``by`` predicts for the setting of ``other``."""
     sizes = other.sizes
     setting = SimulationSetting(
-        engines=sizes.engines, slots=sizes.slots, ranks=sizes.ranks, staleness=sizes.staleness, items=sizes.items,
-        max_items=sizes.max_items, straggler_factor=sizes.straggler_factor, grace_steps=sizes.grace_steps, group=sizes.group, concurrency=sizes.concurrency,
-        on_wire=sizes.on_wire, keeps=sizes.keeps, cache_tokens=sizes.cache_tokens, embedded=sizes.embedded,
-    )  # fmt: skip
+        engines=sizes.engines,
+        slots=sizes.slots,
+        ranks=sizes.ranks,
+        staleness=sizes.staleness,
+        items=sizes.items,
+        max_items=sizes.max_items,
+        straggler_factor=sizes.straggler_factor,
+        grace_steps=sizes.grace_steps,
+        group=sizes.group,
+        concurrency=sizes.concurrency,
+        on_wire=sizes.on_wire,
+        keeps=sizes.keeps,
+        cache_tokens=sizes.cache_tokens,
+        embedded=sizes.embedded,
+    )
     return simulate(by, setting, steps=_STEPS)
 
 
@@ -126,8 +160,12 @@ def drawn() -> dict[str, tuple[str, ...]]:
         at_once, slots = draw.choice([4, 6, 12, 20, 48]), draw.choice([6, 12, 24, 128])
         items, group = draw.choice([(4, 8), (6, 8), (10, 6), (16, 4)])
         what = f"blind: {items} groups of {group}, {at_once} rollouts at once, {slots} slots"
-        found[what] = (f"rl.sample.items={items}", f"rl.rollout.group={group}", f"rl.rollout.concurrency={at_once}",
-                       f"policy.slots={slots}")  # fmt: skip
+        found[what] = (
+            f"rl.sample.items={items}",
+            f"rl.rollout.group={group}",
+            f"rl.rollout.concurrency={at_once}",
+            f"policy.slots={slots}",
+        )
     return found
 
 
@@ -139,7 +177,8 @@ def blind_figures(*, steps: int = 4) -> Iterator[Figure]:
 
 
 def _embedded(folder: Path, runs: dict[str, tuple[str, ...]], steps: int) -> Iterator[Figure]:
-    """The packaged policy on its recursive task, in processes of their own, each predicted from the first."""
+    """The packaged policy on its recursive task, in processes of their own, each predicted from the
+    first."""
     first: SimulationInputs | None = None
     for index, (what, fields) in enumerate(runs.items()):
         out = folder / f"embedded-{index}"
@@ -148,28 +187,62 @@ def _embedded(folder: Path, runs: dict[str, tuple[str, ...]], steps: int) -> Ite
         first = first or found
         yield figure(what, first, found, floor=False)
         computed, predicted = fmean(found.computed_s), at(first, found).computed_s
-        against: dict[str, float | str] = {"measured": f"{computed:.3g} s", "predicted": f"{predicted:.3g} s"}
-        yield Figure(f"predicted processor seconds of a step, {what}", predicted / computed, "×", against)
+        against: dict[str, float | str] = {
+            "measured": f"{computed:.3g} s",
+            "predicted": f"{predicted:.3g} s",
+        }
+        yield Figure(
+            f"predicted processor seconds of a step, {what}", predicted / computed, "×", against
+        )
 
 
 def _train(out: Path, *fields: str) -> None:
     root = Path(__file__).parents[1]
     fixed = (
-        "policy.path=ramify/models/tiny", "policy.shape={}", "warmup=null", "sft=null", "rl.sample.minibatches=1",
-        "evaluate.num=2", "evaluate.validation=2", "evaluate.final=[]", "schedule.save_rollouts_every=1", "schedule.evaluate_every=0",
-    )  # fmt: skip
-    command = [sys.executable, "-m", "ramify", "train", "recipes/tiny_recursive.py", "--out", str(out), "--quiet"]
+        "policy.path=ramify/models/tiny",
+        "policy.shape={}",
+        "warmup=null",
+        "sft=null",
+        "rl.sample.minibatches=1",
+        "evaluate.num=2",
+        "evaluate.validation=2",
+        "evaluate.final=[]",
+        "schedule.save_rollouts_every=1",
+        "schedule.evaluate_every=0",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "ramify",
+        "train",
+        "recipes/tiny_recursive.py",
+        "--out",
+        str(out),
+        "--quiet",
+    ]
     subprocess.run([*command, *fixed, *fields], cwd=root, check=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What the simulator predicts, over what was measured.")
+    parser = argparse.ArgumentParser(
+        description="What the simulator predicts, over what was measured."
+    )
     parser.add_argument("--quick", action="store_true", help="fewer steps and settings")
     parser.add_argument("--embedded", action="store_true", help="also the engine of this process")
-    parser.add_argument("--blind", action="store_true", help="only settings that were drawn before they were measured")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    parser.add_argument(
+        "--blind",
+        action="store_true",
+        help="only settings that were drawn before they were measured",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON on the last line"
+    )
     options = parser.parse_args()
-    figures = blind_figures() if options.blind else simulate_figures(quick=options.quick, embedded=options.embedded)
+    figures = (
+        blind_figures()
+        if options.blind
+        else simulate_figures(quick=options.quick, embedded=options.embedded)
+    )
     found = list(figures)
     show(found)
     if options.json:

@@ -1,18 +1,20 @@
-"""A soak: asynchronous training of a small policy while parts of it are killed, over and over, and what is left at the end.
+"""A soak: asynchronous training of a small policy while parts of it are killed, over and over, and
+what is left at the end.
 
     python benchmarks/scale_soak.py                  30 minutes, a kill every 20 s; then five undisturbed runs to compare with
     python benchmarks/scale_soak.py --quick          three minutes
     python benchmarks/scale_soak.py --json           also prints {"figures": […]} as engine.py does
     python benchmarks/scale_soak.py --steps 60 --every 40 --keep runs/soak     another length, and everything stays there
 
-Trained is the packaged policy, spoilt by noise, on questions over one document, with rollouts one step off, sessions in the
-default sandbox and an engine in a process of its own, by ``ramify train THIS-FILE --restarts``. Killed (SIGKILL) is one of:
-the engine, a session, the sandbox's supervisor, the trainer; which one follows from ``--seed``. A step takes about a second;
-what is being started is not killed before it is there.
+Trained is the packaged policy, spoilt by noise, on questions over one document, with rollouts one
+step off, sessions in the default sandbox and an engine in a process of its own, by ``ramify train
+THIS-FILE --restarts``. Killed (SIGKILL) is one of: the engine, a session, the sandbox's supervisor,
+the trainer; which one follows from ``--seed``. A step takes about a second; what is being started
+is not killed before it is there.
 
-A single run is one more draw of what five undisturbed ones are draws of: its score is to lie in their 95 % prediction
-interval, mean ± t(4) · s · √(1 + 1/5). They are made in this process, one after the other, with the engine in it. Groups are
-counted in OUT/groups.jsonl.
+A single run is one more draw of what five undisturbed ones are draws of: its score is to lie in
+their 95 % prediction interval, mean ± t(4) · s · √(1 + 1/5). They are made in this process, one
+after the other, with the engine in it. Groups are counted in OUT/groups.jsonl.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def run() -> Run:
             optim=OptimizerSpec(lr=3e-4, warmup_steps=3, max_grad_norm=0.5),
         ),
         scaffold="tiny",
-        limits=Limits(max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=600, max_concurrency=512),
+        limits=Limits(
+            max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=600, max_concurrency=512
+        ),
         evaluate=EvaluateSpec(num=96, final=()),
         schedule=Schedule(evaluate_every=0, checkpoint_every=2),
         compute=ComputeSpec(precision="fp32"),
@@ -75,7 +79,8 @@ def run() -> Run:
     )
 
 
-# --- the soak ------------------------------------------------------------------------------------------------------------
+# --- the soak
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Soaked(NamedTuple):
@@ -99,7 +104,11 @@ def soak(out: Path, policy: Path, steps: int, every_s: float, seed: int) -> Soak
                 time.sleep(0.2)  # it is being started
             if process.poll() is None:
                 kills[wanted] += 1
-                print(f"{(time.monotonic() - started) / 60:5.1f} min: killed {wanted}", file=sys.stderr, flush=True)
+                print(
+                    f"{(time.monotonic() - started) / 60:5.1f} min: killed {wanted}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     finally:
         if process.poll() is None:
             process.terminate()
@@ -111,7 +120,12 @@ def kill(above: int, part: str, rng: random.Random) -> bool:
     """Kill a part of the run that the process ``above`` looks after; whether it was there."""
     below = children()
     trainers = [pid for pid in below.get(above, ()) if " train " in command_of(pid)]
-    found: dict[str, list[int]] = {"trainer": trainers, "engine": [], "supervisor": [], "session": []}
+    found: dict[str, list[int]] = {
+        "trainer": trainers,
+        "engine": [],
+        "supervisor": [],
+        "session": [],
+    }
     for trainer in trainers:
         for pid in below.get(trainer, ()):
             command = command_of(pid)
@@ -139,7 +153,12 @@ def children() -> dict[int, list[int]]:
 
 def command_of(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode("utf-8", "replace")
+        )
     return ""
 
 
@@ -149,7 +168,8 @@ def _under(pid: int, below: dict[int, list[int]]) -> Iterator[int]:
         yield from _under(child, below)
 
 
-# --- what is compared ----------------------------------------------------------------------------------------------------
+# --- what is compared
+# ----------------------------------------------------------------------------------------------------
 
 
 def _started(out: Path, policy: Path, steps: int, seed: int, *more: str) -> subprocess.Popen[bytes]:
@@ -168,7 +188,9 @@ def score(out: Path) -> float | None:
     """On the validation stream, at the end."""
     from ramify.train.metrics import read
 
-    found = [each.values["validation/reward"] for each in read(out) if "validation/reward" in each.values]
+    found = [
+        each.values["validation/reward"] for each in read(out) if "validation/reward" in each.values
+    ]
     return found[-1] if len(found) > 1 else None
 
 
@@ -217,18 +239,35 @@ def measured(folder: Path, steps: int, every_s: float, seed: int) -> list[object
     half = T_4 * stdev(scores) * (1 + 1 / len(scores)) ** 0.5
     low, high = mean(scores) - half, mean(scores) + half
     whole = ended.status == 0 and learnt == steps * ITEMS and not found.pending
-    first = next((each.values["validation/reward"] for each in read(out) if "validation/reward" in each.values), 0.0)
+    first = next(
+        (
+            each.values["validation/reward"]
+            for each in read(out)
+            if "validation/reward" in each.values
+        ),
+        0.0,
+    )
     kills: dict[str, float | str] = {name: float(num) for name, num in sorted(ended.kills.items())}
     return [
         Figure("soak: minutes", ended.minutes, "min", kills),
         Figure(
-            "soak: final validation reward", score(out), "", {"before": first, "low": low, "high": high}, high, whole, low
+            "soak: final validation reward",
+            score(out),
+            "",
+            {"before": first, "low": low, "high": high},
+            high,
+            whole,
+            low,
         ),
         Figure(
-            "soak: groups lost or duplicated", float(len(found.missing) + len(found.duplicated)), "groups",
-            {"accounted for": float(learnt)}, 0.0, whole,
+            "soak: groups lost or duplicated",
+            float(len(found.missing) + len(found.duplicated)),
+            "groups",
+            {"accounted for": float(learnt)},
+            0.0,
+            whole,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def main() -> int:
@@ -236,12 +275,20 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description="Training while parts of it are killed.")
     parser.add_argument("--quick", action="store_true", help="three minutes")
-    parser.add_argument("--minutes", type=float, default=30.0, help="about how long the soak is to last")
-    parser.add_argument("--steps", type=int, default=0, help="steps of training, instead of minutes")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="about how long the soak is to last"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=0, help="steps of training, instead of minutes"
+    )
     parser.add_argument("--every", type=float, default=20.0, help="seconds between kills")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", default="", help="a new folder for all that is written; else it is removed")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    parser.add_argument(
+        "--keep", default="", help="a new folder for all that is written; else it is removed"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON on the last line"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends too
     steps = options.steps or round(STEPS_PER_MINUTE * (3 if options.quick else options.minutes))

@@ -1,10 +1,12 @@
-"""A training run whose engines, trainer and publication take time by sleeping alone: what a simulation is checked against.
+"""A training run whose engines, trainer and publication take time by sleeping alone: what a
+simulation is checked against.
 
     items ── the real loop, its rollouts, sessions in this process ── replies by ``Stepped`` engines, token by token
                       └── a trainer that sleeps for each token that it is given
 
-So the order of things is the package's own, waits are real, and the machine's load hardly counts. A rollout looks, asks
-plain questions or children, and answers; how long its replies are is drawn from its seed, one in ten many times longer.
+So the order of things is the package's own, waits are real, and the machine's load hardly counts. A
+rollout looks, asks plain questions or children, and answers; how long its replies are is drawn from
+its seed, one in ten many times longer.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ class _Sequence:
 
 
 class Engine:
-    """One engine: every tick gives each sequence in a slot one token, and takes as long as it has work. Ticks are timed from
-    the one before, not from when it was noticed."""
+    """One engine: every tick gives each sequence in a slot one token, and takes as long as it has
+    work. Ticks are timed from the one before, not from when it was noticed."""
 
     def __init__(self, slots: int, version: Callable[[], int]) -> None:
         self.in_flight = self.trees = 0
@@ -98,7 +100,9 @@ class Engine:
             await asyncio.sleep(max(0.0, at - time.monotonic()))
             for each in self._running:
                 each.versions.append(self._version())
-                if len(each.versions) >= each.tokens and not each.ended.done():  # cut as a straggler
+                if (
+                    len(each.versions) >= each.tokens and not each.ended.done()
+                ):  # cut as a straggler
                     each.ended.set_result(None)
             self._running = [each for each in self._running if not each.ended.done()]
 
@@ -112,7 +116,8 @@ class Engine:
 
 
 class Stepped:
-    """A client over such engines: a tree's calls at one of them, a new tree at the one with least to do."""
+    """A client over such engines: a tree's calls at one of them, a new tree at the one with least
+    to do."""
 
     name, window = "stepped:test", 100_000
     price: Price | None = Price(0.0, 0.0)
@@ -132,10 +137,16 @@ class Stepped:
         assert reply.token_ids is not None
         engine = self._of_tree.get(seed)
         if engine is None:
-            engine = self._of_tree[seed] = min(self.engines, key=lambda each: (each.in_flight, each.trees))
+            engine = self._of_tree[seed] = min(
+                self.engines, key=lambda each: (each.in_flight, each.trees)
+            )
             engine.trees += 1
         call = (seed, request.affinity)
-        cached = len(request.known.ids) if request.known and self._cached.get(call) == self.version else 0
+        cached = (
+            len(request.known.ids)
+            if request.known and self._cached.get(call) == self.version
+            else 0
+        )
         self._cached[call] = self.version
         engine.in_flight += 1
         try:
@@ -152,22 +163,34 @@ class Stepped:
 
 
 def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    cuts = [0, *(i for i in range(1, len(versions)) if versions[i] != versions[i - 1]), len(versions)]
+    cuts = [
+        0,
+        *(i for i in range(1, len(versions)) if versions[i] != versions[i - 1]),
+        len(versions),
+    ]
     return tuple(VersionSpan(a, b, versions[a]) for a, b in itertools.pairwise(cuts))
 
 
 def said(request: Request) -> str:
     """The reply: code, and a comment that makes it as long as was drawn."""
     turn = sum(message.role == "assistant" for message in request.messages)
-    draw = random.Random(f"{request.sampling.seed}/{request.affinity}/{turn}/{len(request.messages[0].content)}")
+    draw = random.Random(
+        f"{request.sampling.seed}/{request.affinity}/{turn}/{len(request.messages[0].content)}"
+    )
     is_slow = random.Random(f"slow/{request.sampling.seed}").random() < 0.1
     num = min(int(draw.lognormvariate(2.5, 0.5)) * (5 if is_slow else 1), 250)
     depth = request.affinity.count(".")
     if depth:
-        code = "FINAL(1)" if turn or "plain" in request.messages[-1].content else "x=len(str(context))"
+        code = (
+            "FINAL(1)" if turn or "plain" in request.messages[-1].content else "x=len(str(context))"
+        )
     else:
         fan = draw.choice([1, 2, 3])
-        asks = [f"r=rlm_query_batched(['ask']*{fan})", f"r=llm_query_batched(['plain']*{fan})", "r=1"]
+        asks = [
+            f"r=rlm_query_batched(['ask']*{fan})",
+            f"r=llm_query_batched(['plain']*{fan})",
+            "r=1",
+        ]
         code = draw.choice(asks) if turn == 1 else "FINAL(1)" if turn > 1 else "x=len(context)"
     return code + "#" + "." * num
 
@@ -230,14 +253,18 @@ async def _run(out: Path, shape: Shape, seed: int) -> None:
     client = Stepped(shape)
     task = SimpleTask("stepped", generated("stepped", _item), WholeTrajectoryReward(_worth))
     sample = StepSampleSpec(
-        items=shape.items, max_staleness=shape.staleness, grace_steps=shape.grace_steps, straggler_factor=shape.straggler_factor
-    )  # fmt: skip
+        items=shape.items,
+        max_staleness=shape.staleness,
+        grace_steps=shape.grace_steps,
+        straggler_factor=shape.straggler_factor,
+    )
     options = RolloutOptions(group=shape.group, concurrency=shape.concurrency)
     limits = Limits(max_turns=6, max_reply_tokens=500, max_seconds=300, max_concurrency=1000)
     config = {
         "rl": {"sample": msgspec.to_builtins(sample), "rollout": msgspec.to_builtins(options)},
-        "policy": {"slots": shape.slots}, "inference": {"num": shape.engines},
-    }  # fmt: skip
+        "policy": {"slots": shape.slots},
+        "inference": {"num": shape.engines},
+    }
 
     async def evaluate(split: str) -> Mapping[str, float]:
         return {"validation/reward": 0.0}
@@ -245,14 +272,27 @@ async def _run(out: Path, shape: Shape, seed: int) -> None:
     sandbox = SandboxSpec(provider="inprocess", allow_weaker=True)
     async with RLM(client, scaffold="tiny", limits=limits, sandbox=sandbox) as rlm:
         stage = RlStage(
-            shape.steps, OptimizerSpec(), LossSpec(), task=task, items=task.splits["train"],
-            rollouts=Rollouter(rlm, task, options, seed=seed), algorithm=DrGRPO(), sample=sample, temperature=1.0,
-        )  # fmt: skip
+            shape.steps,
+            OptimizerSpec(),
+            LossSpec(),
+            task=task,
+            items=task.splits["train"],
+            rollouts=Rollouter(rlm, task, options, seed=seed),
+            algorithm=DrGRPO(),
+            sample=sample,
+            temperature=1.0,
+        )
         backend: Any = Sleeper()
         loop = TrainingLoop(
-            out, [stage], lambda _: backend, Publisher(client), evaluate, schedule=Schedule(evaluate_every=0, save_rollouts_every=1),
-            config=config, say=lambda _: None,
-        )  # fmt: skip
+            out,
+            [stage],
+            lambda _: backend,
+            Publisher(client),
+            evaluate,
+            schedule=Schedule(evaluate_every=0, save_rollouts_every=1),
+            config=config,
+            say=lambda _: None,
+        )
         await loop.run()
 
 

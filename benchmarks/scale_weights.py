@@ -1,13 +1,15 @@
-"""What a weight sync costs: a model of 100M parameters from a trainer to an engine in a process of its own, by each carrier.
+"""What a weight sync costs: a model of 100M parameters from a trainer to an engine in a process of
+its own, by each carrier.
 
     python benchmarks/scale_weights.py            a table; medians of rounds, as ratios to a plain copy of the same bytes
     python benchmarks/scale_weights.py --quick    three rounds of five
     python benchmarks/scale_weights.py --json     also prints {"figures": […]} as engine.py does
 
-The engine is `ramify serve-policy`'s own server over a model without attention to speak of; timed is the whole update as the
-trainer sees it: pause, chunks, end, resume. Copies and syncs take turns, so that both meet the same load of the machine, and
-a sync finds the caches as a step of training leaves them. The fingerprint that follows every sync is a figure of its own. One
-thread on each side.
+The engine is `ramify serve-policy`'s own server over a model without attention to speak of; timed
+is the whole update as the trainer sees it: pause, chunks, end, resume. Copies and syncs take turns,
+so that both meet the same load of the machine, and a sync finds the caches as a step of training
+leaves them. The fingerprint that follows every sync is a figure of its own. One thread on each
+side.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ async def _measured(folder: Path, rounds: int) -> list[Figure]:
     figures = [Figure("a plain copy", num_bytes / copy_s / 1e9, "GB/s", {})]
     started = time.perf_counter()
     fingerprint(policy.model)
-    figures.append(Figure("the fingerprint, each side", (time.perf_counter() - started) / copy_s, "copies", {}))
+    figures.append(
+        Figure("the fingerprint, each side", (time.perf_counter() - started) / copy_s, "copies", {})
+    )
     save(policy, folder / "model")
     with _server(folder) as url:
         for name, options in WEIGHT_SYNCS.items():
@@ -81,13 +85,20 @@ def _copied(into: list[Any], given: list[Any]) -> float:
 
 
 async def _of_carrier(
-    name: str, options: dict[str, Any], policy: Any, url: str, copy: Callable[[], float], rounds: int
-) -> list[Figure]:  # fmt: skip
+    name: str,
+    options: dict[str, Any],
+    policy: Any,
+    url: str,
+    copy: Callable[[], float],
+    rounds: int,
+) -> list[Figure]:
     from ramify.inference.http.http_engines import HttpEngines
     from ramify.inference.http.inference_spec import InferenceSpec
 
     engines = HttpEngines(
-        policy, InferenceSpec(urls=(url,), weight_sync=name, weight_sync_options=options, probe_s=60), name="bench"
+        policy,
+        InferenceSpec(urls=(url,), weight_sync=name, weight_sync_options=options, probe_s=60),
+        name="bench",
     )
     await engines.start(Path("unused"), lambda _: None)
     label = "file in memory" if name == "file" else name
@@ -95,7 +106,9 @@ async def _of_carrier(
         first_s = await _sync(engines, policy, 1)
         if name == "delta":
             return await _deltas(engines, policy, copy, rounds)
-        pairs = [(copy(), await _sync(engines, policy, version)) for version in range(2, 2 + rounds)]
+        pairs = [
+            (copy(), await _sync(engines, policy, version)) for version in range(2, 2 + rounds)
+        ]
         first = {"the first": first_s / median(copied for copied, _ in pairs)}
         whole = Figure(f"sync by {label}", _ratio(pairs), "copies", first, FLOORS.get(label))
         return [whole._replace(valid=await _agrees(engines, policy))]
@@ -105,8 +118,11 @@ async def _of_carrier(
             shutil.rmtree(options["folder"], ignore_errors=True)
 
 
-async def _deltas(engines: Any, policy: Any, copy: Callable[[], float], rounds: int) -> list[Figure]:
-    """A step that moves 1 % of the parameters while the rest is held still; one that moves 1 % of all values."""
+async def _deltas(
+    engines: Any, policy: Any, copy: Callable[[], float], rounds: int
+) -> list[Figure]:
+    """A step that moves 1 % of the parameters while the rest is held still; one that moves 1 % of
+    all values."""
     import torch
 
     parameters = list(policy.model.parameters())
@@ -133,14 +149,20 @@ async def _deltas(engines: Any, policy: Any, copy: Callable[[], float], rounds: 
 
     found = []
     for name, change, floor in (
-        (f"delta, {sum(p.numel() for p in moved) / total:.1%} of the parameters trained", step, DELTA_FLOOR),
+        (
+            f"delta, {sum(p.numel() for p in moved) / total:.1%} of the parameters trained",
+            step,
+            DELTA_FLOOR,
+        ),
         ("delta, 1% of the values anywhere", scattered, None),
     ):
         if change is scattered:
             for parameter in parameters:
                 parameter.requires_grad_(True)
         pairs = []
-        for _ in range(3 * rounds):  # they are short, and one that met something else is half of a median of three
+        for _ in range(
+            3 * rounds
+        ):  # they are short, and one that met something else is half of a median of three
             change()
             version += 1
             pairs.append((copy(), await _sync(engines, policy, version)))
@@ -176,10 +198,19 @@ def _policy(millions: int) -> Any:
     width = 512
     layer = 4 * width * width + 3 * width * 4 * width
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=4 * width, num_attention_heads=8,
-        num_key_value_heads=8, head_dim=64, num_hidden_layers=max(1, millions * 1_000_000 // layer), tie_word_embeddings=True,
-        max_position_embeddings=256, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_hidden_layers=max(1, millions * 1_000_000 // layer),
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=0,
+    )
     return from_config(config, tokenizer, 0)
 
 
@@ -215,7 +246,9 @@ def _ratio(pairs: list[tuple[float, float]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()

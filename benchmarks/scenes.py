@@ -1,9 +1,10 @@
 """What the scripted model says in each benchmark, and the server process that says it.
 
-A request carries the marker ``<<scene:NAME>>`` in its question; the reply is the scene's next line, by the number of
-replies that the conversation already has. So one server serves any engine, any number of times, side by side, and the
-work is the same for all: the same code in the same order. All three engines take an answer by ``answer``; they differ in
-the fence they read, which a scene name's suffix chooses (``three.python``). A request without a marker is a child's.
+A request carries the marker ``<<scene:NAME>>`` in its question; the reply is the scene's next line,
+by the number of replies that the conversation already has. So one server serves any engine, any
+number of times, side by side, and the work is the same for all: the same code in the same order.
+All three engines take an answer by ``answer``; they differ in the fence they read, which a scene
+name's suffix chooses (``three.python``). A request without a marker is a child's.
 
     python benchmarks/scenes.py --latency 0.05        prints the base URL; GET /served has the server's own counts
 """
@@ -29,18 +30,21 @@ LONG_WORDS = "[f'<<scene:word>> {i} ' + 'x' * 4000 for i in range(200)]"
 
 
 def calls(count: int) -> tuple[str, ...]:
-    """``count`` plain calls in one batch; the answer is the batch's seconds, or -1 where a reply is wrong."""
+    """``count`` plain calls in one batch; the answer is the batch's seconds, or -1 where a reply is
+    wrong."""
     batch = (
         "import time\nstarted = time.perf_counter()\n"
         f"replies = llm_query_batched({WORDS.format(count)})\n"
-        "seconds = time.perf_counter() - started if replies == ['ok'] * len(replies) else -1\nprint(seconds)"
+        "seconds = time.perf_counter() - started if replies == ['ok'] * len(replies) else "
+        "-1\nprint(seconds)"
     )
     return batch, FINISH.format("str(seconds)")
 
 
 def children(count: int) -> tuple[str, ...]:
     return (
-        f"replies = rlm_query_batched([f'Say done. {{i}}' for i in range({count})])\nprint(len(replies))",
+        f"replies = rlm_query_batched([f'Say done. {{i}}' for i in "
+        f"range({count})])\nprint(len(replies))",
         FINISH.format("str(replies.count('done'))"),
     )
 

@@ -1,6 +1,8 @@
-"""`droste` as a library, doing the one piece of work that it can take part in. It runs in the peers' environment.
+"""`droste` as a library, doing the one piece of work that it can take part in. It runs in the
+peers' environment.
 
-Its batches are limited to 50 prompts and started 50 ms apart, and its children take no batch, so the rest is left out.
+Its batches are limited to 50 prompts and started 50 ms apart, and its children take no batch, so
+the rest is left out.
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ def big(url: str, repeats: int, chars: int) -> Result:
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder, engine(store=ramify.Store(folder)) as rlm:
             seconds += timed(rlm, "<<scene:three>>", context, 1)["seconds"]
-            written.append(sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()))
+            written.append(
+                sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+            )
     return {"seconds": seconds, "bytes": written}
 
 
@@ -86,7 +88,10 @@ def loop(url: str, limit_s: float) -> Result:
     """How long the endless cell ran, and whether its variable was there afterwards."""
     with engine(sandbox=ramify.SandboxSpec(cell_s=limit_s)) as rlm:
         result = rlm.completion("c", "<<scene:loop>>")
-    return {"seconds": [result.trajectory.root.turns[0].cells[0].seconds], "kept": result.response == "42"}
+    return {
+        "seconds": [result.trajectory.root.turns[0].cells[0].seconds],
+        "kept": result.response == "42",
+    }
 
 
 def deadline(url: str, limit_s: float) -> Result:
@@ -126,13 +131,16 @@ def counted(result: Any) -> Result:
 
 
 def many(url: str, count: int) -> Result:
-    """Resident memory of this process while ``count`` runs are under way at once, over what it was after one run."""
+    """Resident memory of this process while ``count`` runs are under way at once, over what it was
+    after one run."""
 
     async def measure() -> Result:
         async with engine(ramify.Limits(max_concurrency=count)) as rlm:
             await rlm.acompletion("warm up", "<<scene:wait>>")
             before = resident_mb()
-            runs = [rlm.acompletion(f"context {i} " * 100, f"<<scene:wait>> {i}") for i in range(count)]
+            runs = [
+                rlm.acompletion(f"context {i} " * 100, f"<<scene:wait>> {i}") for i in range(count)
+            ]
             started = time.perf_counter()
             work = asyncio.gather(*runs)
             most = before
@@ -154,9 +162,18 @@ def resident_mb() -> float:
 
 
 TASKS: dict[str, Callable[..., Result]] = {
-    "three": three, "children": children, "calls": calls, "cell": cell, "big": big, "loop": loop, "usage": usage,
-    "deadline": deadline, "lost": lost, "budget": budget, "many": many,
-}  # fmt: skip
+    "three": three,
+    "children": children,
+    "calls": calls,
+    "cell": cell,
+    "big": big,
+    "loop": loop,
+    "usage": usage,
+    "deadline": deadline,
+    "lost": lost,
+    "budget": budget,
+    "many": many,
+}
 
 if __name__ == "__main__":
     print("\n" + json.dumps(TASKS[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -14,7 +14,9 @@ PROMPT = "x" * 4000
 """About as long as a system prompt."""
 
 
-async def ask(session: aiohttp.ClientSession, url: str, content: str, gate: asyncio.Semaphore) -> str:
+async def ask(
+    session: aiohttp.ClientSession, url: str, content: str, gate: asyncio.Semaphore
+) -> str:
     body = {"model": "test", "messages": [{"role": "user", "content": content}], "max_tokens": 8192}
     async with gate, session.post(f"{url}/chat/completions", json=body) as response:
         return str((await response.json())["choices"][0]["message"]["content"])
@@ -40,7 +42,9 @@ async def at_once(url: str, count: int, limit: int, repeats: int) -> list[float]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=limit)) as session:
         for _ in range(repeats):
             started = time.perf_counter()
-            replies = await asyncio.gather(*(ask(session, url, f"<<scene:word>> {i}", gate) for i in range(count)))
+            replies = await asyncio.gather(
+                *(ask(session, url, f"<<scene:word>> {i}", gate) for i in range(count))
+            )
             seconds.append(time.perf_counter() - started)
             assert replies == ["ok"] * count
     return seconds

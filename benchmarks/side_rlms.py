@@ -1,4 +1,5 @@
-"""The reference library, `rlms`, doing the same work. Standard library and `rlm` only: it runs in the peers' environment."""
+"""The reference library, `rlms`, doing the same work. Standard library and `rlm` only: it runs in
+the peers' environment."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def big(url: str, repeats: int, chars: int) -> Result:
         with tempfile.TemporaryDirectory() as folder:
             rlm = engine(url, logger=RLMLogger(log_dir=folder))
             seconds += timed(rlm, "<<scene:three>>", context, 1)["seconds"]
-            written.append(sum(os.path.getsize(os.path.join(folder, name)) for name in os.listdir(folder)))
+            written.append(
+                sum(os.path.getsize(os.path.join(folder, name)) for name in os.listdir(folder))
+            )
     return {"seconds": seconds, "bytes": written}
 
 
@@ -75,7 +78,9 @@ def loop(url: str, limit_s: float) -> Result:
 
 
 def usage(url: str) -> Result:
-    summary = engine(url, max_depth=2).completion("c", root_prompt="<<scene:children>>").usage_summary
+    summary = (
+        engine(url, max_depth=2).completion("c", root_prompt="<<scene:children>>").usage_summary
+    )
     models = summary.model_usage_summaries.values()
     return {
         "input": sum(model.total_input_tokens for model in models),
@@ -94,9 +99,15 @@ def tokens(url: str, limit: int) -> Result:
 
 
 TASKS: dict[str, Callable[..., Result]] = {
-    "three": three, "children": children, "calls": calls, "cell": cell, "big": big, "loop": loop, "usage": usage,
+    "three": three,
+    "children": children,
+    "calls": calls,
+    "cell": cell,
+    "big": big,
+    "loop": loop,
+    "usage": usage,
     "tokens": tokens,
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     print("\n" + json.dumps(TASKS[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -1,12 +1,14 @@
-"""TRL's ``GRPOTrainer`` as a side of ``training.py``, in an environment of its own (``requirements-trl.txt``).
+"""TRL's ``GRPOTrainer`` as a side of ``training.py``, in an environment of its own
+(``requirements-trl.txt``).
 
     side_trl.py MODEL once FILE SIBLINGS REPLY    it generates SIBLINGS replies of REPLY tokens to each prompt, a line of
                                                   JSON each, and learns from them
     side_trl.py MODEL rows FILE SIBLINGS          it learns from given rows, a line of JSON each: {"prompt": [ids],
                                                   "reply": [ids], "logprobs": [numbers]}
 
-Makes one optimizer step for each line on its standard input, and answers with its CPU seconds; says "ready" before the
-first. fp32, no KL, no gradient checkpointing, batches of 32 replies or of 8 rows, as many as fill the step.
+Makes one optimizer step for each line on its standard input, and answers with its CPU seconds; says
+"ready" before the first. fp32, no KL, no gradient checkpointing, batches of 32 replies or of 8
+rows, as many as fill the step.
 """
 
 from __future__ import annotations
@@ -22,7 +24,11 @@ from pathlib import Path
 from typing import Any
 
 warnings.filterwarnings("ignore")
-os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
@@ -53,11 +59,24 @@ class OnDemand(TrainerCallback):
 
 def options(rows: int, batch: int, siblings: int, **more: Any) -> GRPOConfig:
     return GRPOConfig(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=batch, gradient_accumulation_steps=rows // batch,
-        num_generations=siblings, max_steps=STEPS, learning_rate=1e-3, beta=0.0, bf16=False, fp16=False, use_cpu=True,
-        gradient_checkpointing=False, logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
-        optim="adamw_torch_fused", **more,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=rows // batch,
+        num_generations=siblings,
+        max_steps=STEPS,
+        learning_rate=1e-3,
+        beta=0.0,
+        bf16=False,
+        fp16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        optim="adamw_torch_fused",
+        **more,
+    )
 
 
 def main() -> None:
@@ -65,7 +84,10 @@ def main() -> None:
     os.dup2(2, 1)  # whatever else is printed goes to stderr
     torch.set_num_threads(1)
     folder, kind, file, *rest = sys.argv[1:]
-    siblings, given = int(rest[0]), [json.loads(line) for line in Path(file).read_text().splitlines()]
+    siblings, given = (
+        int(rest[0]),
+        [json.loads(line) for line in Path(file).read_text().splitlines()],
+    )
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     pick = random.Random(0)
@@ -74,7 +96,12 @@ def main() -> None:
         texts, reply = given, int(rest[1])
         fixed = {"min_new_tokens": reply}
         args = options(
-            len(given) * siblings, 32, siblings, max_completion_length=reply, generation_kwargs=fixed, temperature=1.0
+            len(given) * siblings,
+            32,
+            siblings,
+            max_completion_length=reply,
+            generation_kwargs=fixed,
+            temperature=1.0,
         )
     else:
         texts = ["a"] * (len(given) // siblings)
@@ -86,9 +113,13 @@ def main() -> None:
 
         extra = {"rollout_func": rollout}
     trainer = GRPOTrainer(
-        model=model, processing_class=tokenizer, args=args, train_dataset=Dataset.from_dict({"prompt": texts}),
-        reward_funcs=lambda completions, **kwargs: [pick.random() for _ in completions], **extra,
-    )  # fmt: skip
+        model=model,
+        processing_class=tokenizer,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+        reward_funcs=lambda completions, **kwargs: [pick.random() for _ in completions],
+        **extra,
+    )
     trainer.add_callback(OnDemand(out))
     trainer.train()
 

@@ -1,13 +1,16 @@
-"""What a hindsight teacher adds to a step: its scoring as a share of one forward pass over the step's rollouts.
+"""What a hindsight teacher adds to a step: its scoring as a share of one forward pass over the
+step's rollouts.
 
     python benchmarks/signals.py            a table: rollouts of the study, and longer ones by length of the prompt
     python benchmarks/signals.py --json     also prints {"figures": […]} as its last line, in the form of engine.py
 
-Groups of eight rollouts, three of them hinted (35 to 40 % is what a judge hints), through the scorer that training uses.
-A group is scored in one pass with what training compares its rollouts with (the reference, for a KL), of which a teacher's
-rows share the prompt; what the teacher adds is that pass less the pass without it. Beside it stands the teacher by itself,
-as where no KL is asked for. Processor time of the thread that computes, so that other work on the machine does not count;
-tokens are those that were computed. Shapes of policies are those of `recipes/programs.py` and `recipes/tiny.py`.
+Groups of eight rollouts, three of them hinted (35 to 40 % is what a judge hints), through the
+scorer that training uses. A group is scored in one pass with what training compares its rollouts
+with (the reference, for a KL), of which a teacher's rows share the prompt; what the teacher adds is
+that pass less the pass without it. Beside it stands the teacher by itself, as where no KL is asked
+for. Processor time of the thread that computes, so that other work on the machine does not count;
+tokens are those that were computed. Shapes of policies are those of `recipes/programs.py` and
+`recipes/tiny.py`.
 """
 
 from __future__ import annotations
@@ -49,13 +52,25 @@ class Case(NamedTuple):
 
 
 PROGRAMS = {
-    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
-    "intermediate_size": 192, "max_position_embeddings": 256, "tie_word_embeddings": True,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 192,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
 TINY = {
-    "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "intermediate_size": 256, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-}  # fmt: skip
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
 CASES = (
     Case("the study's rollouts", 22, 2, 20, 3, 6, PROGRAMS),
     *(Case(f"prompt of {num} tokens", num, 4, 60, 40, 25, TINY) for num in (64, 512, 2048)),
@@ -72,8 +87,14 @@ def scorer(shape: dict[str, Any]) -> PolicyScorer:
 
     torch.set_num_threads(1)
     tokenizer = train_tokenizer(["what is the sum of all that is red, said the code"] * 50, 280)
-    made = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    config = AutoConfig.for_model("qwen3", **{**made, "pad_token_id": tokenizer.pad_token_id, **shape})
+    made = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    config = AutoConfig.for_model(
+        "qwen3", **{**made, "pad_token_id": tokenizer.pad_token_id, **shape}
+    )
     policy = from_config(config, tokenizer, 0)
     backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
 
@@ -119,19 +140,26 @@ def figures(rounds: int) -> Iterator[Figure]:
         plain, hinted = [plain for plain, _ in groups], [hinted for _, hinted in groups]
         both = [[*plain, *hinted] for plain, hinted in groups]
         measured(scores, both)
-        costs = [tuple(measured(scores, each) for each in (plain, both, hinted)) for _ in range(rounds)]
+        costs = [
+            tuple(measured(scores, each) for each in (plain, both, hinted)) for _ in range(rounds)
+        ]
         added = median((b.cpu_s - a.cpu_s) / a.cpu_s for a, b, _ in costs)
         alone = median(c.cpu_s / a.cpu_s for a, _, c in costs)
         a, b, c = costs[0]
         tokens, tokens_alone = (b.tokens - a.tokens) / a.tokens, c.tokens / a.tokens
         yield Figure(
-            f"teacher scoring, {case.name}, with the reference's pass", round(added, 3), "of a forward pass",
-            {"of its tokens": round(tokens, 3)}, FLOOR,
-        )  # fmt: skip
+            f"teacher scoring, {case.name}, with the reference's pass",
+            round(added, 3),
+            "of a forward pass",
+            {"of its tokens": round(tokens, 3)},
+            FLOOR,
+        )
         yield Figure(
-            f"teacher scoring, {case.name}, by itself", round(alone, 3), "of a forward pass",
+            f"teacher scoring, {case.name}, by itself",
+            round(alone, 3),
+            "of a forward pass",
             {"of its tokens": round(tokens_alone, 3)},
-        )  # fmt: skip
+        )
 
 
 def main() -> int:

@@ -1,6 +1,8 @@
-"""What studies of many training runs have in common: runs that are made once, a page that is filled in, and what is told.
+"""What studies of many training runs have in common: runs that are made once, a page that is filled
+in, and what is told.
 
-A run is a process of its own with one thread of torch. One that is over is not made again; one that was cut short goes on.
+A run is a process of its own with one thread of torch. One that is over is not made again; one that
+was cut short goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ ROOT = Path(__file__).parents[1]
 def python(*arguments: str) -> None:
     """Run a command of this Python with one thread. Raises where it fails."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed with {done.returncode}")
 
@@ -36,7 +40,9 @@ def train(folder: Path, recipe: str, *overrides: str) -> Path:
     """The folder of a run that is over; carried out, or gone on with, where it is not."""
     if not is_trained(folder):
         path = (
-            ["--resume", str(folder)] if CheckpointStore(folder).all() else [recipe, *overrides, "--out", str(folder)]
+            ["--resume", str(folder)]
+            if CheckpointStore(folder).all()
+            else [recipe, *overrides, "--out", str(folder)]
         )
         python("-m", "ramify", "train", *path, "--plain")
     return folder
@@ -46,10 +52,16 @@ def parser(question: str, quick: str, name: str, num_seeds: int) -> argparse.Arg
     """The options of a study called ``name``."""
     found = argparse.ArgumentParser(description=question)
     found.add_argument("--quick", action="store_true", help=quick)
-    found.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    found.add_argument(
+        "--json", action="store_true", help="print the figures as JSON on the last line"
+    )
     found.add_argument("--seeds", type=int, nargs="+", default=list(range(num_seeds)))
-    found.add_argument("--report", action="store_true", help="make no runs: write what those say that are over")
-    found.add_argument("--runs", type=Path, default=ROOT / "runs" / name, help="where runs are kept")
+    found.add_argument(
+        "--report", action="store_true", help="make no runs: write what those say that are over"
+    )
+    found.add_argument(
+        "--runs", type=Path, default=ROOT / "runs" / name, help="where runs are kept"
+    )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Figures of the trainer: trees against rows, against TRL, its growth; and of the engine that it samples with.
+"""Figures of the trainer: trees against rows, against TRL, its growth; and of the engine that it
+samples with.
 
     python benchmarks/training.py            a table; every figure comes from paired repeats in this run
     python benchmarks/training.py --quick    fewer repeats, within five minutes on two cores
@@ -11,10 +12,11 @@
     merged rows      each path a row of its own, nothing shared
     forest           what the trainer does: shared tokens once, where that pays
 
-All three go through the same trainer on the same model (0.5M parameters), in CPU seconds of one thread. Replies have 16
-tokens, observations 8; prompt : response 16 : 1 means a prompt of 16 times the sampled tokens of one sibling. A step is
-packing, forward and backward. Exits with 1 where a figure misses its bound. TRL lives in an environment of its own
-(requirements-trl.txt); without it its figures stay empty.
+All three go through the same trainer on the same model (0.5M parameters), in CPU seconds of one
+thread. Replies have 16 tokens, observations 8; prompt : response 16 : 1 means a prompt of 16 times
+the sampled tokens of one sibling. A step is packing, forward and backward. Exits with 1 where a
+figure misses its bound. TRL lives in an environment of its own (requirements-trl.txt); without it
+its figures stay empty.
 """
 
 from __future__ import annotations
@@ -56,10 +58,19 @@ GROUP = 8
 def small_policy(window: int = 8192) -> Policy:
     """The model of half a million parameters that the recipes begin with, its weights random."""
     config = Qwen3Config(
-        vocab_size=trees.VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=window,
-        bos_token_id=None, eos_token_id=3, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=trees.VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=window,
+        bos_token_id=None,
+        eos_token_id=3,
+        pad_token_id=0,
+    )
     rng = np.random.default_rng(0)
     texts = ["".join(rng.choice(list("abcdefghij "), 60)) for _ in range(2000)]
     return from_config(config, train_tokenizer(texts, trees.VOCAB), 0)
@@ -84,7 +95,9 @@ class Bench(NamedTuple):
     def stepwise(self, rows: list[TokenSequence]) -> list[Batch]:
         return trees.stepwise_batches(rows, self.backend.packing)
 
-    def ratios(self, rounds: int, ours: Callable[[], Any], *others: Callable[[], Any]) -> list[list[float]]:
+    def ratios(
+        self, rounds: int, ours: Callable[[], Any], *others: Callable[[], Any]
+    ) -> list[list[float]]:
         """For each of ``others`` its time over ours, by round; first and last take turns."""
         found: list[list[float]] = [[] for _ in others]
         for round in range(rounds):
@@ -103,12 +116,13 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
     return time.process_time() - started
 
 
-# --- trees against rows ----------------------------------------------------------------------------------------------
+# --- trees against rows
+# ----------------------------------------------------------------------------------------------
 
 
 def sixteen_turns(b: Bench) -> Iterator[Figure]:
-    """Siblings under one prompt. The step-wise side is timed on as many siblings as the run has time for, and counted
-    for all; rows fill their batches either way."""
+    """Siblings under one prompt. The step-wise side is timed on as many siblings as the run has
+    time for, and counted for all; rows fill their batches either way."""
     for ratio, least, timed, rounds in ((1, 10, 8, 2), (4, 25, 2, 2), (16, 50, 1, 1)):
         rows = trees.group(16, GROUP, 16 * 16 * ratio)
         timed = timed if b.quick else GROUP
@@ -116,27 +130,44 @@ def sixteen_turns(b: Bench) -> Iterator[Figure]:
         some = rows[:timed]
         b.learn(b.forest(rows))
         stepwise, merged = b.ratios(
-            rounds, lambda rows=rows: b.learn(b.forest(rows)), lambda some=some: b.learn(b.stepwise(some)),
+            rounds,
+            lambda rows=rows: b.learn(b.forest(rows)),
+            lambda some=some: b.learn(b.stepwise(some)),
             lambda rows=rows: b.learn(b.merged(rows)),
-        )  # fmt: skip
+        )
         tokens = trees.num_tokens(b.stepwise(rows)) / trees.num_tokens(b.forest(rows))
-        off = max(differences(b, b.forest(rows), b.merged(rows)), differences(b, b.forest(some), b.stepwise(some)))
+        off = max(
+            differences(b, b.forest(rows), b.merged(rows)),
+            differences(b, b.forest(some), b.stepwise(some)),
+        )
         value = median(stepwise) * GROUP / timed
         against = {"merged rows": median(merged), "fewer tokens": tokens}
         valid = max(off) <= 1e-5
         yield Figure(
-            f"16 turns, 8 siblings, {ratio}:1: step-wise rows to forest", value, "×", against, None, valid, least
+            f"16 turns, 8 siblings, {ratio}:1: step-wise rows to forest",
+            value,
+            "×",
+            against,
+            None,
+            valid,
+            least,
         )
         yield Figure(f"the same, {ratio}:1: logprobs off by", off[0], "", {}, 1e-5)
         yield Figure(f"the same, {ratio}:1: gradient off by, relative", off[1], "", {}, 1e-5)
 
 
 def differences(b: Bench, left: list[Batch], right: list[Batch]) -> tuple[float, float]:
-    """(largest difference of a log-probability; of a parameter's gradient, by norms: |one - other| / |other|)"""
+    """(largest difference of a log-probability; of a parameter's gradient, by norms: |one - other|
+    / |other|)"""
     logprobs = [_logprobs(b, side) for side in (left, right)]
-    off = max(abs(logprobs[0][key] - logprobs[1][key]) for key in logprobs[0].keys() | logprobs[1].keys())
+    off = max(
+        abs(logprobs[0][key] - logprobs[1][key]) for key in logprobs[0].keys() | logprobs[1].keys()
+    )
     gradients = [_gradient(b, side) for side in (left, right)]
-    return off, max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(*gradients, strict=True))
+    return off, max(
+        float((one - other).abs().max() / other.abs().max())
+        for one, other in zip(*gradients, strict=True)
+    )
 
 
 def _logprobs(b: Bench, batches: list[Batch]) -> dict[tuple[str, int], float]:
@@ -155,16 +186,32 @@ def _gradient(b: Bench, batches: list[Batch]) -> list[torch.Tensor]:
 
 
 def anywhere(b: Bench) -> Iterator[Figure]:
-    """Forests where there is little to share, down to nothing: what is decided by cost must never lose much."""
-    shapes = [(8, 2, 1, 12), (16, 4, 1, 12), (16, 8, 1, 6), (48, 2, 2, 6), (48, 8, 2, 2), (200, 2, 4, 2), (4, 1, 3, 32)]
-    shapes += [] if b.quick else [(15, 8, 2, 4), (32, 4, 4, 3), (64, 8, 1, 5), (500, 3, 8, 1), (1000, 8, 1, 1)]
+    """Forests where there is little to share, down to nothing: what is decided by cost must never
+    lose much."""
+    shapes = [
+        (8, 2, 1, 12),
+        (16, 4, 1, 12),
+        (16, 8, 1, 6),
+        (48, 2, 2, 6),
+        (48, 8, 2, 2),
+        (200, 2, 4, 2),
+        (4, 1, 3, 32),
+    ]
+    shapes += (
+        []
+        if b.quick
+        else [(15, 8, 2, 4), (32, 4, 4, 3), (64, 8, 1, 5), (500, 3, 8, 1), (1000, 8, 1, 1)]
+    )
     worst, against = 0.0, {}
     for prompt, siblings, turns, groups in shapes:
         rows = [row for seed in range(groups) for row in trees.group(turns, siblings, prompt, seed)]
         for row in rows:
             row.name = f"{prompt}/{id(row)}"
         b.learn(b.forest(rows))
-        sides = (lambda rows=rows: b.learn(b.merged(rows)), lambda rows=rows: b.learn(b.forest(rows)))
+        sides = (
+            lambda rows=rows: b.learn(b.merged(rows)),
+            lambda rows=rows: b.learn(b.forest(rows)),
+        )
         (found,) = b.ratios(7 if b.quick else 15, *sides)
         against[f"prompt {prompt}, {siblings} × {turns} turns"] = median(found)
         worst = max(worst, median(found))
@@ -188,16 +235,20 @@ def two_levels(b: Bench) -> Iterator[Figure]:
         forest = trees.num_tokens(pack(rows, whole))
         tokens = {
             "fewer tokens": trees.num_tokens(b.stepwise(rows)) / forest,
-            "merged rows": median(merged), "fewer tokens than merged": trees.num_tokens(b.merged(rows)) / forest,
-        }  # fmt: skip
+            "merged rows": median(merged),
+            "fewer tokens than merged": trees.num_tokens(b.merged(rows)) / forest,
+        }
         off = differences(b, pack(rows, whole), b.merged(rows))
         value = median(stepwise) * len(rows) / len(some)
-        name = f"forks at two levels and children, 16 turns, prompt {prompt}: step-wise rows to forest"
+        name = (
+            f"forks at two levels and children, 16 turns, prompt {prompt}: step-wise rows to forest"
+        )
         yield Figure(name, value, "×", tokens, None, max(off) <= 1e-5, 3)
 
 
 def growth(b: Bench) -> Iterator[Figure]:
-    """Exponents of the step's time, fitted over all points: 1 is linear. Attention to a prompt is quadratic in it."""
+    """Exponents of the step's time, fitted over all points: 1 is linear. Attention to a prompt is
+    quadratic in it."""
     sweeps: dict[str, tuple[list[int], Callable[[int], list[TokenSequence]], float | None]] = {
         "siblings": ([4, 8, 16, 32], lambda num: trees.group(4, num, 256), 1.1),
         "turns": ([4, 8, 16, 32], lambda num: trees.group(num, 8, 256), 1.4),
@@ -225,12 +276,22 @@ def speed(b: Bench) -> Iterator[Figure]:
         zeros = np.zeros(128, np.float32)
         ids = rng.integers(0, trees.VOCAB, 128)
         streams = dict.fromkeys(("sampler_logprobs", "advantages", "rl"), zeros)
-        rows.append(TokenSequence(name=f"{index}", token_ids=ids, mask=mask, ce=mask.astype(np.float32), **streams))
+        rows.append(
+            TokenSequence(
+                name=f"{index}", token_ids=ids, mask=mask, ce=mask.astype(np.float32), **streams
+            )
+        )
     seconds = [cpu_seconds(lambda: b.learn(b.forest(rows))) for _ in range(12)]
-    yield Figure("SFT rows of 128 tokens", 32 * 128 / median(seconds), "tok/CPU-s", {"best": 32 * 128 / min(seconds)})
+    yield Figure(
+        "SFT rows of 128 tokens",
+        32 * 128 / median(seconds),
+        "tok/CPU-s",
+        {"best": 32 * 128 / min(seconds)},
+    )
 
 
-# --- others ----------------------------------------------------------------------------------------------------------
+# --- others
+# ----------------------------------------------------------------------------------------------------------
 
 
 def trl(b: Bench) -> Iterator[Figure]:
@@ -239,21 +300,35 @@ def trl(b: Bench) -> Iterator[Figure]:
 
 def sampling(b: Bench) -> Iterator[Figure]:
     for each in inference_part.measure(quick=b.quick):
-        yield Figure(each.name, each.value, each.unit, dict(each.against), each.floor, True, each.least)
+        yield Figure(
+            each.name, each.value, each.unit, dict(each.against), each.floor, True, each.least
+        )
 
 
-FIGURES = {figure.__name__: figure for figure in (sixteen_turns, anywhere, two_levels, growth, speed, trl, sampling)}
+FIGURES = {
+    figure.__name__: figure
+    for figure in (sixteen_turns, anywhere, two_levels, growth, speed, trl, sampling)
+}
 
 
-# --- on a GPU --------------------------------------------------------------------------------------------------------
+# --- on a GPU
+# --------------------------------------------------------------------------------------------------------
 
 
 def on_gpu(quick: bool) -> Iterator[Figure]:
-    """Half a billion parameters in bf16: speed, share of the device's peak, memory, and what the forest gains."""
+    """Half a billion parameters in bf16: speed, share of the device's peak, memory, and what the
+    forest gains."""
     config = Qwen3Config(
-        vocab_size=32768, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=40960,
-    )  # fmt: skip
+        vocab_size=32768,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=40960,
+    )
     policy = small_policy()
     policy = from_config(config, policy.tokenizer, 0, device="cuda")
     backend = SingleBackend(policy, compute=ComputeSpec(precision="bf16"))
@@ -264,7 +339,8 @@ def on_gpu(quick: bool) -> Iterator[Figure]:
         "step-wise rows": trees.stepwise_batches(rows, backend.packing),
     }
     off = [
-        np.concatenate([np.sort(each) for each in backend.logprobs(sides[name])]) for name in ("forest", "merged rows")
+        np.concatenate([np.sort(each) for each in backend.logprobs(sides[name])])
+        for name in ("forest", "merged rows")
     ]
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     torch.cuda.reset_peak_memory_stats()
@@ -281,12 +357,23 @@ def on_gpu(quick: bool) -> Iterator[Figure]:
     flops = 6 * policy.num_parameters * tokens + 14 * 28 * 16 * 128 * pairs(sides["forest"])
     speeds = {name: trees.num_tokens(sides[name]) / each for name, each in took.items()}
     yield Figure("0.5B, bf16: tokens computed per second", speeds.pop("forest"), "tok/s", speeds)
-    peak = 989e12 if "H100" in torch.cuda.get_device_name() or "H200" in torch.cuda.get_device_name() else math.nan
-    yield Figure("0.5B, bf16: share of the peak (989 TFLOP/s)", flops / took["forest"] / peak, "", {})
+    peak = (
+        989e12
+        if "H100" in torch.cuda.get_device_name() or "H200" in torch.cuda.get_device_name()
+        else math.nan
+    )
+    yield Figure(
+        "0.5B, bf16: share of the peak (989 TFLOP/s)", flops / took["forest"] / peak, "", {}
+    )
     yield Figure("0.5B, bf16: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB", {})
     gains = {name: took[name] / took["forest"] for name in ("step-wise rows", "merged rows")}
     yield Figure("0.5B, bf16: step-wise rows to forest", gains.pop("step-wise rows"), "×", gains)
-    yield Figure("0.5B, bf16: logprobs off merged rows by, mean", float(np.abs(off[0] - off[1]).mean()), "", {})
+    yield Figure(
+        "0.5B, bf16: logprobs off merged rows by, mean",
+        float(np.abs(off[0] - off[1]).mean()),
+        "",
+        {},
+    )
 
 
 def pairs(batches: list[Batch]) -> int:
@@ -294,15 +381,26 @@ def pairs(batches: list[Batch]) -> int:
     return sum(int((batch.positions + 1).sum()) for batch in batches)
 
 
-# --- the command line ------------------------------------------------------------------------------------------------
+# --- the command line
+# ------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Figures of the trainer beside rows, and beside TRL.")
-    parser.add_argument("--quick", action="store_true", help="fewer repeats; within five minutes on two cores")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
-    parser.add_argument("--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}")
-    parser.add_argument("--write", action="store_true", help="put the figures into docs/training.md")
+    parser = argparse.ArgumentParser(
+        description="Figures of the trainer beside rows, and beside TRL."
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer repeats; within five minutes on two cores"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON on the last line"
+    )
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="put the figures into docs/training.md"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -314,7 +412,10 @@ def main() -> int:
         for name in options.only or FIGURES:
             started = time.monotonic()
             for figure in FIGURES[name](bench):
-                print(f"{figure.name}: {figure.value} {figure.unit} {figure.against or ''}", file=sys.stderr)
+                print(
+                    f"{figure.name}: {figure.value} {figure.unit} {figure.against or ''}",
+                    file=sys.stderr,
+                )
                 figures.append(figure)
             print(f"({name} took {time.monotonic() - started:.0f} s)", file=sys.stderr)
     show(figures)

@@ -15,11 +15,15 @@ WIDTH, HEIGHT, PANEL, TOP, BOTTOM = 760, 300, 240, 30, 250
 
 def write(figures: Sequence[Figure]) -> None:
     """Into the page, between its marks, and beside it."""
-    (DOCS / "training.svg").write_text(picture([figure for figure in figures if figure.name.startswith(GROWTH)]))
+    (DOCS / "training.svg").write_text(
+        picture([figure for figure in figures if figure.name.startswith(GROWTH)])
+    )
     page = (DOCS / "training.md").read_text(encoding="utf-8")
     begin, end = "<!-- begin figures -->\n", "<!-- end figures -->"
     head, _, rest = page.partition(begin)
-    (DOCS / "training.md").write_text(head + begin + table(figures) + end + rest.partition(end)[2], encoding="utf-8")
+    (DOCS / "training.md").write_text(
+        head + begin + table(figures) + end + rest.partition(end)[2], encoding="utf-8"
+    )
 
 
 def table(figures: Sequence[Figure]) -> str:
@@ -38,10 +42,12 @@ def short(value: float | str) -> str:
 
 
 def picture(growths: Sequence[Figure]) -> str:
-    """Seconds of a step against siblings, turns and length of the prompt, all on logarithmic scales."""
+    """Seconds of a step against siblings, turns and length of the prompt, all on logarithmic
+    scales."""
     curves = {
         figure.name.removeprefix(GROWTH).partition(",")[0]: {
-            int(place): float(str(seconds).removesuffix(" s")) for place, seconds in figure.against.items()
+            int(place): float(str(seconds).removesuffix(" s"))
+            for place, seconds in figure.against.items()
         }
         for figure in growths
     }
@@ -61,10 +67,18 @@ def picture(growths: Sequence[Figure]) -> str:
             points.append((x, y))
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="#1f77b4"/>')
             parts.append(f'<text x="{x:.1f}" y="{BOTTOM + 16}" text-anchor="middle">{place}</text>')
-            parts.append(f'<text x="{x:.1f}" y="{y - 7:.1f}" text-anchor="middle" fill="#555">{seconds:.2g}</text>')
+            parts.append(
+                f'<text x="{x:.1f}" y="{y - 7:.1f}" text-anchor="middle" fill="#555">{seconds:.2g}</text>'
+            )
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>')
-        parts.append(f'<path d="M{left - 12} {TOP}V{BOTTOM}H{right + 8}" fill="none" stroke="#888"/>')
-        parts.append(f'<text x="{(left + right) / 2}" y="{BOTTOM + 36}" text-anchor="middle">{name}</text>')
-    parts.append(f'<text x="{WIDTH / 2}" y="16" text-anchor="middle">CPU seconds of a step, one thread</text></svg>')
+        parts.append(
+            f'<path d="M{left - 12} {TOP}V{BOTTOM}H{right + 8}" fill="none" stroke="#888"/>'
+        )
+        parts.append(
+            f'<text x="{(left + right) / 2}" y="{BOTTOM + 36}" text-anchor="middle">{name}</text>'
+        )
+    parts.append(
+        f'<text x="{WIDTH / 2}" y="16" text-anchor="middle">CPU seconds of a step, one thread</text></svg>'
+    )
     return "\n".join(parts) + "\n"

@@ -1,10 +1,12 @@
-"""Trees of token sequences with given shapes, and the rows that trainers without a tree make of them.
+"""Trees of token sequences with given shapes, and the rows that trainers without a tree make of
+them.
 
     group      siblings under one prompt, each of several turns:  prompt [reply observation] [reply observation] … [reply]
     two_level  siblings that fork again half way; a child call under each, which begins with the system prompt of its parent
     stepwise   each turn a row of its own: all before it is given again
 
-Ids are random, so that siblings share nothing by chance. Replies are sampled and carry loss, all else is given.
+Ids are random, so that siblings share nothing by chance. Replies are sampled and carry loss, all
+else is given.
 """
 
 from __future__ import annotations
@@ -24,22 +26,33 @@ def group(turns: int, siblings: int, prompt: int, seed: int = 0) -> list[TokenSe
     return [_row(f"{index}", [given], turns, rng) for index in range(siblings)]
 
 
-def two_level(turns: int, siblings: int, prompt: int, forks: int = 3, seed: int = 0) -> list[TokenSequence]:
-    """Each sibling's first half of turns is shared by ``forks`` continuations; each continuation has a child whose prompt
-    begins with the first half of the root's and goes on with its own task, and which runs half as many turns."""
+def two_level(
+    turns: int, siblings: int, prompt: int, forks: int = 3, seed: int = 0
+) -> list[TokenSequence]:
+    """Each sibling's first half of turns is shared by ``forks`` continuations; each continuation
+    has a child whose prompt begins with the first half of the root's and goes on with its own task,
+    and which runs half as many turns."""
     rng = np.random.default_rng(seed)
     given = _ids(rng, prompt)
     rows = []
     for index in range(siblings):
         trunk = _row(f"{index}", [given], turns // 2, rng)
         for fork in range(forks):
-            whole = _row(f"{index}.{fork}", [trunk.token_ids, _ids(rng, OBSERVATION)], turns - turns // 2, rng)
+            whole = _row(
+                f"{index}.{fork}",
+                [trunk.token_ids, _ids(rng, OBSERVATION)],
+                turns - turns // 2,
+                rng,
+            )
             if fork == 0:  # the turns that all forks share are learnt from once
                 whole.rl[: len(trunk)], whole.mask[: len(trunk)] = trunk.rl, trunk.mask
                 whole.sampler_logprobs[: len(trunk)] = trunk.sampler_logprobs
                 whole.advantages[: len(trunk)] = trunk.advantages
             task = _ids(rng, prompt // 4)
-            rows += [whole, _row(f"{index}.{fork}.child", [given[: prompt // 2], task], turns // 2, rng)]
+            rows += [
+                whole,
+                _row(f"{index}.{fork}.child", [given[: prompt // 2], task], turns // 2, rng),
+            ]
     return rows
 
 
@@ -53,10 +66,13 @@ def stepwise(rows: list[TokenSequence]) -> list[list[TokenSequence]]:
         for turn, (start, end) in enumerate(zip(starts, ends, strict=True)):
             here = np.arange(end + 1) >= start
             part = TokenSequence(
-                name=row.name, token_ids=row.token_ids[: end + 1], mask=row.mask[: end + 1],
-                sampler_logprobs=row.sampler_logprobs[: end + 1], advantages=row.advantages[: end + 1],
+                name=row.name,
+                token_ids=row.token_ids[: end + 1],
+                mask=row.mask[: end + 1],
+                sampler_logprobs=row.sampler_logprobs[: end + 1],
+                advantages=row.advantages[: end + 1],
                 rl=row.rl[: end + 1] * here,
-            )  # fmt: skip
+            )
             turns += [[] for _ in range(turn + 1 - len(turns))]
             turns[turn].append(part)
     return turns
@@ -85,7 +101,10 @@ def _row(name: str, given: list[Ints], turns: int, rng: np.random.Generator) -> 
     mask = (places >= 0) & (places % between < REPLY)
     random = rng.normal(size=length).astype(np.float32)
     return TokenSequence(
-        name=name, token_ids=np.concatenate([*given, _ids(rng, length - start)]), mask=mask,
+        name=name,
+        token_ids=np.concatenate([*given, _ids(rng, length - start)]),
+        mask=mask,
         sampler_logprobs=np.where(mask, -6 + 0.1 * random, 0).astype(np.float32),
-        advantages=np.where(mask, random, 0).astype(np.float32), rl=mask.astype(np.float32),
-    )  # fmt: skip
+        advantages=np.where(mask, random, 0).astype(np.float32),
+        rl=mask.astype(np.float32),
+    )

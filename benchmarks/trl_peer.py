@@ -1,10 +1,12 @@
-"""Whole steps beside TRL's: the same model, lengths and group on both sides, step after step in turns.
+"""Whole steps beside TRL's: the same model, lengths and group on both sides, step after step in
+turns.
 
     single turn    16 prompts of about 43 tokens, 8 replies of 64 tokens each: sampling, loss and AdamW
     trees          8 siblings of 8 turns: TRL is given each turn as a row, in batches of 8; ours gets the paths. Without
                    sampling on either side
 
-TRL runs in a process of its own (``side_trl.py``) and makes a step when it is told to; both count CPU seconds of one thread.
+TRL runs in a process of its own (``side_trl.py``) and makes a step when it is told to; both count
+CPU seconds of one thread.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from ramify.types.message import Reply
 from ramify.types.sequence import TokenSequence
 
 INSTALL = (
-    "python -m venv benchmarks/.venv-trl && benchmarks/.venv-trl/bin/pip install -c constraints.txt "
+    "python -m venv benchmarks/.venv-trl && benchmarks/.venv-trl/bin/pip install -c "
+    "constraints.txt "
     "-r benchmarks/requirements-trl.txt"
 )
 PYTHON = HERE / ".venv-trl/bin/python"
@@ -74,13 +77,23 @@ def _single_turn(policy: Policy, folder: Path, rounds: int) -> Iterator[Figure]:
     ):
         loop = asyncio.new_event_loop()
         steps = iter(range(1000))
-        yield _compared(name, rounds, lambda: _whole_step(loop, client, backend, prompts, next(steps)), theirs, 1.1)
+        yield _compared(
+            name,
+            rounds,
+            lambda: _whole_step(loop, client, backend, prompts, next(steps)),
+            theirs,
+            1.1,
+        )
         loop.run_until_complete(client.close())
         loop.close()
 
 
 def _whole_step(
-    loop: asyncio.AbstractEventLoop, client: LocalClient, backend: SingleBackend, prompts: list[list[int]], step: int
+    loop: asyncio.AbstractEventLoop,
+    client: LocalClient,
+    backend: SingleBackend,
+    prompts: list[list[int]],
+    step: int,
 ) -> float:
     started = time.process_time()
     replies = loop.run_until_complete(_replies(client, prompts, step))
@@ -88,7 +101,10 @@ def _whole_step(
     for index, reply in enumerate(replies):
         reward = (index * 7919 + step) % 5  # any; the mean of each group is taken off
         mean = (
-            sum((other * 7919 + step) % 5 for other in range(index - index % SIBLINGS, index - index % SIBLINGS + 8))
+            sum(
+                (other * 7919 + step) % 5
+                for other in range(index - index % SIBLINGS, index - index % SIBLINGS + 8)
+            )
             / 8
         )
         rows.append(_row(f"{index}", prompts[index // SIBLINGS], reply, reward - mean))
@@ -120,7 +136,12 @@ def _row(name: str, prompt: list[int], reply: Reply, advantage: float) -> TokenS
     logprobs[len(prompt) :] = reply.logprobs
     weights = mask.astype(np.float32)
     return TokenSequence(
-        name=name, token_ids=ids, mask=mask, sampler_logprobs=logprobs, advantages=advantage * weights, rl=weights
+        name=name,
+        token_ids=ids,
+        mask=mask,
+        sampler_logprobs=logprobs,
+        advantages=advantage * weights,
+        rl=weights,
     )
 
 
@@ -131,7 +152,9 @@ def _trees(policy: Policy, folder: Path, ratio: int, rounds: int) -> Iterator[Fi
     for part in parts:
         start = int(np.flatnonzero(part.rl)[0])
         ids, logprobs = part.token_ids.tolist(), part.sampler_logprobs.tolist()
-        lines.append(json.dumps({"prompt": ids[:start], "reply": ids[start:], "logprobs": logprobs[start:]}))
+        lines.append(
+            json.dumps({"prompt": ids[:start], "reply": ids[start:], "logprobs": logprobs[start:]})
+        )
     (folder / "rows").write_text("\n".join(lines))
     backend = SingleBackend(policy, OptimizerSpec(lr=1e-3), FP32)
 
@@ -156,13 +179,19 @@ def _compared(name: str, rounds: int, ours: Step, theirs: Step | None, least: fl
         times = [side() for side in ((ours, theirs) if round % 2 else (theirs, ours))]
         pairs.append(times if round % 2 else times[::-1])
     value = median(trl / own for own, trl in pairs)
-    against = {"ours, s": median(own for own, _ in pairs), "TRL, s": median(trl for _, trl in pairs)}
+    against = {
+        "ours, s": median(own for own, _ in pairs),
+        "TRL, s": median(trl for _, trl in pairs),
+    }
     return Figure(name, value, "×", against, None, True, least)
 
 
 @contextmanager
 def ours(policy: Policy) -> Iterator[tuple[LocalClient, SingleBackend]]:
-    yield LocalClient(policy, slots=PROMPTS * SIBLINGS), SingleBackend(policy, OptimizerSpec(lr=1e-3), FP32)
+    yield (
+        LocalClient(policy, slots=PROMPTS * SIBLINGS),
+        SingleBackend(policy, OptimizerSpec(lr=1e-3), FP32),
+    )
 
 
 @contextmanager
@@ -176,7 +205,12 @@ def peer(*arguments: Any) -> Iterator[Step | None]:
     with (
         tempfile.TemporaryFile() as errors,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
         ) as process,
     ):
         assert process.stdin is not None

@@ -6,9 +6,10 @@
     python examples/demo.py --train rl.steps=20       the same, with fields of the recipe overridden
     python examples/demo.py --model local:DIR         asks another policy
 
-The ledger is several documents in one file, each in its own format, far longer than the policy's window of 512 tokens: it
-looks, splits them, and hands each to a child. The right answer is known from the rows that the ledger was made of; another
-answer, or none, is an exit code other than 0. So is a policy that answers fewer than nine in ten held-out questions.
+The ledger is several documents in one file, each in its own format, far longer than the policy's
+window of 512 tokens: it looks, splits them, and hands each to a child. The right answer is known
+from the rows that the ledger was made of; another answer, or none, is an exit code other than 0. So
+is a policy that answers fewer than nine in ten held-out questions.
 """
 
 from __future__ import annotations
@@ -38,13 +39,25 @@ ENDED = (0, 3, 4)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Ask a small policy over ten million characters, and show the tree.")
-    parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help=f"of {RECIPE}, with --train")
+    parser = argparse.ArgumentParser(
+        description="Ask a small policy over ten million characters, and show the tree."
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="FIELD=VALUE", help=f"of {RECIPE}, with --train"
+    )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--train", action="store_true", help="train the policy from scratch first: minutes")
-    which.add_argument("--model", default="tiny", help="ask this model (default: tiny, the policy of the package)")
-    parser.add_argument("--out", type=Path, help=f"folder of the training run (default: {OUT}); needs --train")
-    parser.add_argument("--questions", type=int, default=256, help="held-out questions to measure, with --train")
+    which.add_argument(
+        "--train", action="store_true", help="train the policy from scratch first: minutes"
+    )
+    which.add_argument(
+        "--model", default="tiny", help="ask this model (default: tiny, the policy of the package)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help=f"folder of the training run (default: {OUT}); needs --train"
+    )
+    parser.add_argument(
+        "--questions", type=int, default=256, help="held-out questions to measure, with --train"
+    )
     options = parser.parse_args()
     if not options.train and (options.overrides or options.out):
         parser.error("fields of the recipe and --out need --train")
@@ -60,7 +73,8 @@ def main() -> int:
 
 
 def trained(out: Path, num: int, overrides: list[str]) -> Path:
-    """The policy that the recipe leaves. A finished one is used again; training that was cut off continues."""
+    """The policy that the recipe leaves. A finished one is used again; training that was cut off
+    continues."""
     policy = out / "policy"
     if (policy / "config.json").is_file():
         print(f"{policy} was trained before; remove {out} to train again\n", flush=True)
@@ -68,37 +82,63 @@ def trained(out: Path, num: int, overrides: list[str]) -> Path:
     words = ["--resume", str(out)]
     if not any(out.glob("checkpoints/step-*")):
         print(
-            "A transformer of half a million parameters with random weights: it imitates demonstrations, few of which"
+            "A transformer of half a million parameters with random weights: it imitates "
+            "demonstrations, few of which"
         )
-        print("are right, then finds out in its own sessions and those of its children what works.\n", flush=True)
-        words = [RECIPE, 'evaluate.first=["test"]', f"evaluate.num={num}", *overrides, "--out", str(out)]
+        print(
+            "are right, then finds out in its own sessions and those of its children what works.\n",
+            flush=True,
+        )
+        words = [
+            RECIPE,
+            'evaluate.first=["test"]',
+            f"evaluate.num={num}",
+            *overrides,
+            "--out",
+            str(out),
+        ]
     with tempfile.TemporaryDirectory() as folder:
         ramify("train", *words, env=environment(folder))
     return policy.resolve()
 
 
 def measured(out: Path, policy: Path, num: int) -> bool:
-    """Say how many held-out questions were answered right before and after reinforcement learning; whether enough are."""
+    """Say how many held-out questions were answered right before and after reinforcement learning;
+    whether enough are."""
     rows = [row for row in read(out) if "test/reward" in row.values]
     with tempfile.TemporaryDirectory() as folder:
-        place: dict[str, Any] = {"cwd": folder, "env": environment(folder), "stdout": subprocess.PIPE, "text": True}
+        place: dict[str, Any] = {
+            "cwd": folder,
+            "env": environment(folder),
+            "stdout": subprocess.PIPE,
+            "text": True,
+        }
         question = ("eval", "ledger", "multi=1.0", "--items", str(num))
         done = ramify(*question, "--model", f"local:{policy}", "--json", **place)
     report = json.loads(done.stdout)
     right = report["rows"][0]["average"]["value"]
     print("\nQuestions about documents that training never saw, answered right:")
-    for name, stage in (("before reinforcement learning", "first"), ("after it, the last step", "last")):
+    for name, stage in (
+        ("before reinforcement learning", "first"),
+        ("after it, the last step", "last"),
+    ):
         for row in rows:
             if row.stage == stage:
-                print(f"  {name + ', sampled at temperature 1':<60}{row.values['test/reward']:>7.1%}")
+                print(
+                    f"  {name + ', sampled at temperature 1':<60}{row.values['test/reward']:>7.1%}"
+                )
     print(f"  {'the policy that is asked below, at temperature 0':<60}{right:>7.1%}\n", flush=True)
     if right < FLOOR:
-        print(f"demo: {right:.1%} right is below {FLOOR:.0%}: training did not succeed", file=sys.stderr)
+        print(
+            f"demo: {right:.1%} right is below {FLOOR:.0%}: training did not succeed",
+            file=sys.stderr,
+        )
     return bool(right >= FLOOR)
 
 
 def asked(model: str) -> int:
-    """Ask ``model`` over a ledger, show the tree, and compare with the right answer; the exit code."""
+    """Ask ``model`` over a ledger, show the tree, and compare with the right answer; the exit
+    code."""
     with tempfile.TemporaryDirectory() as folder:
         item = written(Path(folder, "ledger.txt"))
         place: dict[str, Any] = {"cwd": folder, "env": environment(folder)}
@@ -113,7 +153,10 @@ def asked(model: str) -> int:
     if answer != str(item.gold):
         print(f"demo: {model} answered {answer or 'nothing'!r}, which is wrong", file=sys.stderr)
         return int(done.returncode) or 1
-    print("Everything above was real: the weights, the sessions and what they computed. A model that you know better:")
+    print(
+        "Everything above was real: the weights, the sessions and what they computed. A model that "
+        "you know better:"
+    )
     print(
         '  export OPENAI_API_KEY=…\n  .venv/bin/ramify ask "Which host failed first, and why?" logs/ --model openai:gpt-5-mini'
     )
@@ -128,13 +171,15 @@ def written(path: Path) -> Item:
 
 
 def ramify(*words: str, check: bool = True, **place: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user would, after showing it. Raises CalledProcessError if it fails and ``check`` is set."""
+    """Run the command as a user would, after showing it. Raises CalledProcessError if it fails and
+    ``check`` is set."""
     print(f"$ ramify {shlex.join(words)}", flush=True)
     return subprocess.run([sys.executable, "-m", "ramify", *words], check=check, **place)
 
 
 def environment(folder: str) -> dict[str, str]:
-    """This process's environment without a user's settings and runs: the demo neither reads nor adds any."""
+    """This process's environment without a user's settings and runs: the demo neither reads nor
+    adds any."""
     settings = Path(folder, "config.toml")
     settings.touch()
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAMIFY_")}

@@ -1,8 +1,10 @@
-"""Ask a recursive language model about Python's own standard library: tens of megabytes, no key, no network.
+"""Ask a recursive language model about Python's own standard library: tens of megabytes, no key, no
+network.
 
-The model is a script behind a real HTTP server on this machine that speaks the OpenAI API, so everything else is what
-a real model would meet: the folder is read, sessions run its code, sub-calls and children go over the wire, and the
-run is recorded. Only the thinking is canned; the numbers are computed by the code that it writes.
+The model is a script behind a real HTTP server on this machine that speaks the OpenAI API, so
+everything else is what a real model would meet: the folder is read, sessions run its code,
+sub-calls and children go over the wire, and the run is recorded. Only the thinking is canned; the
+numbers are computed by the code that it writes.
 
     python examples/scripted.py
 """
@@ -22,7 +24,9 @@ from pathlib import Path
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.types.message import Message
 
-QUESTION = "How many public functions in asyncio lack a docstring, and in which module are most of them?"
+QUESTION = (
+    "How many public functions in asyncio lack a docstring, and in which module are most of them?"
+)
 
 LOOK = """\
 The context is a dict of files. First, how large it is and what of it is asyncio.
@@ -86,11 +90,16 @@ NOT_SOURCE = shutil.ignore_patterns(
 async def main() -> int:
     stdlib = Path(sysconfig.get_path("stdlib"))
     with tempfile.TemporaryDirectory() as folder:
-        # A copy, without the packages that are installed beside it: the figures are then those of Python alone.
-        shutil.copytree(stdlib, Path(folder, stdlib.name), ignore=NOT_SOURCE, ignore_dangling_symlinks=True)
+        # A copy, without the packages that are installed beside it: the figures are then those of
+        # Python alone.
+        shutil.copytree(
+            stdlib, Path(folder, stdlib.name), ignore=NOT_SOURCE, ignore_dangling_symlinks=True
+        )
         # A reply takes a moment, as a model's would, so that there is something to watch.
         async with ScriptedServer(model, latency_s=0.3) as server:
-            shell = functools.partial(ramify, folder=folder, environment=environment(folder, server.url))
+            shell = functools.partial(
+                ramify, folder=folder, environment=environment(folder, server.url)
+            )
             status = await shell("ask", QUESTION, f"{stdlib.name}/", "--model", "openai:demo")
             if status == 0:
                 print(flush=True)
@@ -103,15 +112,22 @@ async def main() -> int:
 async def ramify(*words: str, folder: str, environment: dict[str, str]) -> int:
     """Run the command as a user would, after showing it."""
     print(f"$ ramify {shlex.join(words)}", flush=True)
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "ramify", *words, cwd=folder, env=environment)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "ramify", *words, cwd=folder, env=environment
+    )
     return await process.wait()
 
 
 def environment(folder: str, url: str) -> dict[str, str]:
-    """This process's, but for a user's settings, proxies and runs: a demonstration neither depends on them nor adds any."""
+    """This process's, but for a user's settings, proxies and runs: a demonstration neither depends
+    on them nor adds any."""
     settings = Path(folder, "config.toml")
     settings.touch()
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAMIFY_", "OPENAI_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RAMIFY_", "OPENAI_"))
+    }
     own = {"RAMIFY_HOME": f"{folder}/runs", "RAMIFY_CONFIG": str(settings)}
     return kept | own | {"OPENAI_BASE_URL": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 

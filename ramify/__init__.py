@@ -4,7 +4,8 @@
     >>> rlm = ramify.RLM("openai:gpt-5-mini")
     >>> rlm.completion(open("huge.log").read(), "Which host failed first, and why?").response
 
-Names are loaded when they are first used, so that ``import ramify`` stays fast and needs no optional package.
+Names are loaded when they are first used, so that ``import ramify`` stays fast and needs no
+optional package.
 """
 
 from __future__ import annotations

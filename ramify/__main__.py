@@ -1,6 +1,7 @@
 """The command, from its first moment: Ctrl-C while its modules are imported ends it without a word.
 
-Nothing is imported here before that is so; ``signal`` itself would take as long as all else in this file.
+Nothing is imported here before that is so; ``signal`` itself would take as long as all else in this
+file.
 """
 
 from __future__ import annotations

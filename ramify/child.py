@@ -1,9 +1,10 @@
-"""Processes that this one starts: in sessions of their own, with a log, and gone when whoever started them is.
+"""Processes that this one starts: in sessions of their own, with a log, and gone when whoever
+started them is.
 
     Child(command, log=…)  ->  poll: how it ended    said: the end of its log    end: SIGTERM, then SIGKILL
 
-What a child starts itself ends with it. Leaves out what is started, and who starts it again. Sessions of a sandbox, which obey
-no signal and are forked, have a way of their own (``sandbox/``).
+What a child starts itself ends with it. Leaves out what is started, and who starts it again.
+Sessions of a sandbox, which obey no signal and are forked, have a way of their own (``sandbox/``).
 """
 
 from __future__ import annotations
@@ -42,12 +43,18 @@ class ChildProcess:
     """One process. For any thread, but the one that makes it must last: the child ends with it."""
 
     def __init__(
-        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, log: Path | None = None,
-        folder: Path | None = None, follow: signal.Signals = signal.SIGKILL,
-    ) -> None:  # fmt: skip
-        """``environment`` is added to this process's. ``log`` is appended to, and made with its folder; without one only what
-        it says on stderr is seen, on this process's. It works in ``folder``, where that is there. ``follow`` is sent to it when
-        its starter ends. Raises OSError where it cannot be started."""
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        folder: Path | None = None,
+        follow: signal.Signals = signal.SIGKILL,
+    ) -> None:
+        """``environment`` is added to this process's. ``log`` is appended to, and made with its
+        folder; without one only what it says on stderr is seen, on this process's. It works in
+        ``folder``, where that is there. ``follow`` is sent to it when its starter ends. Raises
+        OSError where it cannot be started."""
         self._log = log
         self._environment = {**os.environ, **(environment or {})}
         with contextlib.ExitStack() as stack:
@@ -56,15 +63,19 @@ class ChildProcess:
                 log.parent.mkdir(parents=True, exist_ok=True)
                 out = stack.enter_context(log.open("ab"))
             self._process = subprocess.Popen(
-                following(command, follow), env=self._environment, stdin=subprocess.DEVNULL, stderr=out,
-                stdout=subprocess.DEVNULL if out is None else out, start_new_session=True,
+                following(command, follow),
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stderr=out,
+                stdout=subprocess.DEVNULL if out is None else out,
+                start_new_session=True,
                 cwd=folder if folder is not None and folder.is_dir() else None,
-            )  # fmt: skip
+            )
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs. It is not reaped: its number still stands for what it
-        started itself."""
+        """Its exit status, negative for a signal; None while it runs. It is not reaped: its number
+        still stands for what it started itself."""
         if self._process.returncode is not None or not hasattr(os, "waitid"):
             return self._process.poll()
         try:
@@ -85,7 +96,9 @@ class ChildProcess:
             return ""
         with contextlib.suppress(OSError), self._log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _READ))
-            text = SecretRedactor(environ=self._environment).redact(file.read().decode(errors="replace"))[-_QUOTED:]
+            text = SecretRedactor(environ=self._environment).redact(
+                file.read().decode(errors="replace")
+            )[-_QUOTED:]
             return " | ".join(line.strip() for line in text.splitlines() if line.strip())
         return ""
 
@@ -120,11 +133,12 @@ def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
 
 
 def following(command: Sequence[str], number: signal.Signals) -> list[str]:
-    """``command`` so that the kernel sends it ``number`` when the thread that starts it ends; where there is no Linux, as it
-    is. Raises FileNotFoundError where there is none.
+    """``command`` so that the kernel sends it ``number`` when the thread that starts it ends; where
+    there is no Linux, as it is. Raises FileNotFoundError where there is none.
 
-    A small program asks for that and becomes the command. Asked for between fork and exec (``preexec_fn``), a process of
-    several threads stands still for ever now and then: what another thread had locked stays locked in the child."""
+    A small program asks for that and becomes the command. Asked for between fork and exec
+    (``preexec_fn``), a process of several threads stands still for ever now and then: what another
+    thread had locked stays locked in the child."""
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
     if sys.platform != "linux":

@@ -129,7 +129,8 @@ class SessionDied(SandboxError):
 
 
 class WeakSandboxWarning(UserWarning):
-    """Code of a model runs where it could do harm; ``SandboxSpec(allow_weaker=True)`` says that this is accepted."""
+    """Code of a model runs where it could do harm; ``SandboxSpec(allow_weaker=True)`` says that
+    this is accepted."""
 
 
 class OldNameWarning(DeprecationWarning):
@@ -145,7 +146,8 @@ class UnknownRun(StoreError):
 
 
 class RunInUse(StoreError):
-    """Another process is writing what this one would write: a run, an evaluation or a training folder."""
+    """Another process is writing what this one would write: a run, an evaluation or a training
+    folder."""
 
 
 class ReplayDiverged(StoreError):
@@ -153,7 +155,8 @@ class ReplayDiverged(StoreError):
 
 
 class TrainError(RamifyError):
-    """Training cannot go on: a loss or gradient that is not finite. The message names the sequence and the dump."""
+    """Training cannot go on: a loss or gradient that is not finite. The message names the sequence
+    and the dump."""
 
 
 class LimitReached(RamifyError):
@@ -181,9 +184,15 @@ def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> Confi
     """Why a server does not start, and which option to change."""
     if isinstance(error, OverflowError):
         return ConfigError(f"--port {port}: ports go from 1 to 65535, and 0 takes a free one")
-    if (error.errno or -1) < 0 or error.errno == errno.EADDRNOTAVAIL:  # a name that nobody knows, or of another machine
-        return ConfigError(f"cannot listen on {host}: {error.strerror}: give an address of this machine as --host")
-    return ConfigError(f"cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}): choose another --port")
+    if (
+        error.errno or -1
+    ) < 0 or error.errno == errno.EADDRNOTAVAIL:  # a name that nobody knows, or of another machine
+        return ConfigError(
+            f"cannot listen on {host}: {error.strerror}: give an address of this machine as --host"
+        )
+    return ConfigError(
+        f"cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}): choose another --port"
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

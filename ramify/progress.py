@@ -6,9 +6,10 @@
     moved()                                             a part of it too small to be told, as a batch of a step, is done
     with felt(pulse): …                                 for who must know that nothing stands still: ``train/watchdog.py``
 
-It is for the whole process, as logging is, so that no floor passes a listener on to the next. Where nobody listens it costs
-an attribute and a comparison, and whoever works need not count calls: a listener thins out what it is told. What happens in
-a run (``types/event.py``) and what a step of training measures (``train/metrics.py``) have streams of their own.
+It is for the whole process, as logging is, so that no floor passes a listener on to the next. Where
+nobody listens it costs an attribute and a comparison, and whoever works need not count calls: a
+listener thins out what it is told. What happens in a run (``types/event.py``) and what a step of
+training measures (``train/metrics.py``) have streams of their own.
 """
 
 from __future__ import annotations
@@ -52,7 +53,12 @@ class ProgressTask:
     """One piece of work, for whoever does it."""
 
     def __init__(
-        self, what: str, total: float | None = None, unit: str = "", note: str = "", first: float = 0.0
+        self,
+        what: str,
+        total: float | None = None,
+        unit: str = "",
+        note: str = "",
+        first: float = 0.0,
     ) -> None:
         self.id, self.what, self.total, self.unit, self.note = next(_ids), what, total, unit, note
         self.done = self.first = first
@@ -70,7 +76,9 @@ class ProgressTask:
         self.at(self.done + num, note)
 
     def _tell(self, is_over: bool = False) -> None:
-        now = ProgressState(self.id, self.what, self.done, self.total, self.unit, self.note, is_over, self.first)
+        now = ProgressState(
+            self.id, self.what, self.done, self.total, self.unit, self.note, is_over, self.first
+        )
         for listener in _listeners:
             listener(now)
 
@@ -79,7 +87,8 @@ class ProgressTask:
 def report_progress(
     what: str, total: float | None = None, unit: str = "", note: str = "", first: float = 0.0
 ) -> Iterator[ProgressTask]:
-    """A piece of work that lasts as long as the block, however it ends; ``first`` of it was done before."""
+    """A piece of work that lasts as long as the block, however it ends; ``first`` of it was done
+    before."""
     work = ProgressTask(what, total, unit, note, first)
     work._tell()
     try:
@@ -107,7 +116,8 @@ def heartbeat() -> None:
 
 @contextlib.contextmanager
 def on_heartbeat(pulse: Callable[[], object]) -> Iterator[None]:
-    """``pulse`` is called whenever something ``heartbeat``, as long as the block lasts; it must be quick."""
+    """``pulse`` is called whenever something ``heartbeat``, as long as the block lasts; it must be
+    quick."""
     global _pulses
     _pulses = (*_pulses, pulse)
     try:

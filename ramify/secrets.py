@@ -1,8 +1,10 @@
-"""The last line of defence against keys on the disk: known secret values are cut out of what a journal writes.
+"""The last line of defence against keys on the disk: known secret values are cut out of what a
+journal writes.
 
-Nothing that Ramify writes itself holds a key; a session's output or a tool's result might. Secrets are the values of
-environment variables whose names end in ``_KEY``, ``_TOKEN``, ``_SECRET`` or ``_PASSWORD``, and those given by name.
-Leaves out encoded forms (base64 …) and the contexts that a user points at: those are stored as they are.
+Nothing that Ramify writes itself holds a key; a session's output or a tool's result might. Secrets
+are the values of environment variables whose names end in ``_KEY``, ``_TOKEN``, ``_SECRET`` or
+``_PASSWORD``, and those given by name. Leaves out encoded forms (base64 …) and the contexts that a
+user points at: those are stored as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ MIN_CHARS = 12
 class SecretRedactor:
     """The secret values of this process, ready to be looked for in encoded JSON."""
 
-    def __init__(self, given: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, given: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
+    ) -> None:
         environ = os.environ if environ is None else environ
         found = {value: name for name, value in environ.items() if name.upper().endswith(ENDINGS)}
         found.update({value: name for name, value in (given or {}).items()})
@@ -41,9 +45,14 @@ class SecretRedactor:
 
 def _is_secret(value: str) -> bool:
     """Not short words, plain numbers or the path of a key file: those occur in any text."""
-    return len(value) >= MIN_CHARS and not value.isdigit() and not (value[0] in "/~." and os.path.exists(value))
+    return (
+        len(value) >= MIN_CHARS
+        and not value.isdigit()
+        and not (value[0] in "/~." and os.path.exists(value))
+    )
 
 
 def _clean(value: str) -> str:
-    """Environment variables that are not UTF-8 hold lone surrogates, which no encoded line can hold."""
+    """Environment variables that are not UTF-8 hold lone surrogates, which no encoded line can
+    hold."""
     return value.encode("utf-8", "replace").decode()

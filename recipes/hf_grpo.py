@@ -4,10 +4,11 @@
     ramify train recipes/hf_grpo.py policy.path=Qwen/Qwen3-8B 'policy.lora={"rank": 32, "alpha": 64}'
     ramify train recipes/hf_grpo.py policy.path=… task.name=my_task.py:task rl.algorithm.credit=root
 
-The checkpoint must be on disk (``hf download NAME``); its own chat template is used. On a GPU the engine answers in the
-checkpoint's precision from a copy of the weights, and the trainer keeps them in fp32 and multiplies in bf16. Sizes to
-look at first: ``policy.cache_bytes`` (keys and values of the engine), ``compute.max_tokens`` (activations of a batch),
-``rl.rollout.concurrency``, ``limits.max_reply_tokens``.
+The checkpoint must be on disk (``hf download NAME``); its own chat template is used. On a GPU the
+engine answers in the checkpoint's precision from a copy of the weights, and the trainer keeps them
+in fp32 and multiplies in bf16. Sizes to look at first: ``policy.cache_bytes`` (keys and values of
+the engine), ``compute.max_tokens`` (activations of a batch), ``rl.rollout.concurrency``,
+``limits.max_reply_tokens``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ def run() -> Run:
         ),
         scaffold="default",
         limits=Limits(
-            max_turns=8, max_depth=1, max_children=16, max_reply_tokens=1024, max_seconds=86_400, max_concurrency=512
+            max_turns=8,
+            max_depth=1,
+            max_children=16,
+            max_reply_tokens=1024,
+            max_seconds=86_400,
+            max_concurrency=512,
         ),
         evaluate=EvaluateSpec(num=64, first=("test",), final=("test",)),
         schedule=Schedule(evaluate_every=10, keep_last=1),

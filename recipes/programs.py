@@ -1,11 +1,13 @@
-"""The math agent in small: from nothing to a policy that writes programs, calls its tool, and mends what an error names.
+"""The math agent in small: from nothing to a policy that writes programs, calls its tool, and mends
+what an error names.
 
     ramify train recipes/programs.py --out runs/programs                          demonstrations, then outcome reward alone
     ramify train recipes/programs.py rl=null --out runs/programs-sft              demonstrations alone
     ramify train recipes/programs.py policy.path=runs/programs-sft/policy sft=null --out runs/programs-outcome
 
-A transformer of 170,000 parameters imitates a demonstrator that half knows what 24 words mean, and then finds out by
-itself. See ``docs/hybrid.md`` for what other signals add, and ``benchmarks/hybrid.py``, which compares them.
+A transformer of 170,000 parameters imitates a demonstrator that half knows what 24 words mean, and
+then finds out by itself. See ``docs/hybrid.md`` for what other signals add, and
+``benchmarks/hybrid.py``, which compares them.
 """
 
 from __future__ import annotations
@@ -23,10 +25,18 @@ from ramify.train.stages import StepSampleSpec
 from ramify.train.training_loop import Schedule
 
 SHAPE = {
-    "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 192, "max_position_embeddings": 256,
-    "rope_theta": 10_000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 192,
+    "max_position_embeddings": 256,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def run() -> Run:

@@ -1,13 +1,15 @@
-"""The math agent in small, taught by hindsight: outcome reward says whether, a teacher shown a short hint says how.
+"""The math agent in small, taught by hindsight: outcome reward says whether, a teacher shown a
+short hint says how.
 
     ramify train recipes/programs_hybrid.py policy.path=runs/programs-sft/policy --out runs/programs-hybrid
     … rl.signals.teacher.hints.judge=ramify.train.signals.programs:OracleJudge      hints from facts: an upper bound
     … rl.signals.teacher.source=ema                                                 a teacher that follows the policy
 
-After each rollout a rule reads the errors that the policy was shown and says in one sentence what would have helped. The
-frozen policy that rollouts began with reads the same tokens again, with that sentence in the prompt; where it finds a token
-likelier than the policy did, the token's advantage rises. Its weight goes to zero: what it can teach is limited by what it
-was itself. ``benchmarks/hybrid.py`` compares this with its variants and controls.
+After each rollout a rule reads the errors that the policy was shown and says in one sentence what
+would have helped. The frozen policy that rollouts began with reads the same tokens again, with that
+sentence in the prompt; where it finds a token likelier than the policy did, the token's advantage
+rises. Its weight goes to zero: what it can teach is limited by what it was itself.
+``benchmarks/hybrid.py`` compares this with its variants and controls.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ def run() -> Run:
                 outcome=GRPO(),
                 terms=(
                     HybridTerm(
-                        signal="teacher", weight=AnnealSchedule(1.0, 0.0, steps=steps), clip=2.0, route="hinted"
+                        signal="teacher",
+                        weight=AnnealSchedule(1.0, 0.0, steps=steps),
+                        clip=2.0,
+                        route="hinted",
                     ),
                 ),
             ),

@@ -1,11 +1,13 @@
-"""A math agent with a Python tool, by outcome alone: GRPO on DAPO-Math-17k, from the checkpoint that ``retool_sft`` left.
+"""A math agent with a Python tool, by outcome alone: GRPO on DAPO-Math-17k, from the checkpoint
+that ``retool_sft`` left.
 
     ramify train recipes/retool_grpo.py policy.path=runs/retool-sft/policy task.options.train=dapo-math-17k.parquet \\
         task.options.validation=aime-2025.parquet task.options.test=aime-2024.parquet --out runs/retool-grpo
 
-Settings are those of the tool-calling study at 4B: an outcome of 1 where it is right, and where it is wrong of -1.1 to -0.6
-by how often the tool was used; 32 problems with 8 rollouts each in two optimizer steps, learning rate
-1e-6, clip 0.2 and 0.28, a KL of 0.01 to where it began, 16 turns, AIME with 16 samples every 20 steps.
+Settings are those of the tool-calling study at 4B: an outcome of 1 where it is right, and where it
+is wrong of -1.1 to -0.6 by how often the tool was used; 32 problems with 8 rollouts each in two
+optimizer steps, learning rate 1e-6, clip 0.2 and 0.28, a KL of 0.01 to where it began, 16 turns,
+AIME with 16 samples every 20 steps.
 """
 
 from __future__ import annotations

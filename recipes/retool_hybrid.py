@@ -1,14 +1,16 @@
-"""A math agent with a Python tool, by outcome, by step, and by hindsight: as ``retool_grpo``, with two more signals.
+"""A math agent with a Python tool, by outcome, by step, and by hindsight: as ``retool_grpo``, with
+two more signals.
 
     ramify train recipes/retool_hybrid.py policy.path=runs/retool-sft/policy task.options.train=dapo-math-17k.parquet \\
         task.options.validation=aime-2025.parquet task.options.test=aime-2024.parquet --out runs/retool-hybrid
     … rl.signals.process.judge.model=vllm:Qwen/Qwen3-4B@http://127.0.0.1:8001/v1
       rl.signals.teacher.hints.judge.model=vllm:Qwen/Qwen3-4B@http://127.0.0.1:8001/v1       judges of their own
 
-A judge marks each turn from what came back for it (``process``); another reads the finished attempt and says in a sentence
-what would have helped, or abstains; the frozen policy that rollouts began with, shown that sentence, says token by token how
-(``teacher``). Judges are the policy itself unless others are named. The gap of the teacher is clipped at 2, and its weight
-goes to zero in the first four fifths of the run: constant weights held the tiny analogue back (``docs/hybrid.md``).
+A judge marks each turn from what came back for it (``process``); another reads the finished attempt
+and says in a sentence what would have helped, or abstains; the frozen policy that rollouts began
+with, shown that sentence, says token by token how (``teacher``). Judges are the policy itself
+unless others are named. The gap of the teacher is clipped at 2, and its weight goes to zero in the
+first four fifths of the run: constant weights held the tiny analogue back (``docs/hybrid.md``).
 """
 
 from __future__ import annotations
@@ -46,7 +48,12 @@ def run() -> Run:
                 outcome=GRPO(),
                 terms=(
                     HybridTerm(signal="process", weight=0.3, norm="step_index"),
-                    HybridTerm(signal="teacher", weight=AnnealSchedule(1.0, 0.0, steps=200), clip=2.0, route="hinted"),
+                    HybridTerm(
+                        signal="teacher",
+                        weight=AnnealSchedule(1.0, 0.0, steps=200),
+                        clip=2.0,
+                        route="hinted",
+                    ),
                 ),
             ),
         ),

@@ -1,11 +1,13 @@
-"""A math agent with a Python tool, by imitation: ReTool's demonstrations, for any checkpoint that can call tools.
+"""A math agent with a Python tool, by imitation: ReTool's demonstrations, for any checkpoint that
+can call tools.
 
     ramify train recipes/retool_sft.py sft.options.source=ReTool-SFT.parquet task.options.test=aime-2024.parquet \\
         task.options.validation=aime-2025.parquet policy.path=Qwen/Qwen3-4B-Instruct-2507 --out runs/retool-sft
 
-Files are the public sets as they are published (JoeYing/ReTool-SFT, BytedTsinghua-SIA/AIME-2024, …), on disk. Settings are
-those of the published recipe: 3 epochs, 1e-5 with a cosine to a tenth, some 128 demonstrations a step; what came back from
-the tool is context, and never learnt. Without native calls in the template: ``scaffold=retool``, which writes tags.
+Files are the public sets as they are published (JoeYing/ReTool-SFT, BytedTsinghua-SIA/AIME-2024,
+…), on disk. Settings are those of the published recipe: 3 epochs, 1e-5 with a cosine to a tenth,
+some 128 demonstrations a step; what came back from the tool is context, and never learnt. Without
+native calls in the template: ``scaffold=retool``, which writes tags.
 """
 
 from __future__ import annotations
@@ -18,8 +20,13 @@ from ramify.train.training_loop import Schedule
 
 DATA = {"validation": "data/aime-2025.parquet", "test": "data/aime-2024.parquet"}
 LIMITS = Limits(
-    max_turns=16, max_depth=0, max_reply_tokens=8192, max_seconds=86_400, max_tokens=400_000, max_concurrency=256
-)  # fmt: skip
+    max_turns=16,
+    max_depth=0,
+    max_reply_tokens=8192,
+    max_seconds=86_400,
+    max_tokens=400_000,
+    max_concurrency=256,
+)
 SANDBOX = SandboxSpec(cell_s=120.0, memory_bytes=4 << 30, pool=8)
 """Whole Python in the jail; ``sandbox.packages=["sympy", "numpy"]`` where they are installed."""
 

@@ -3,8 +3,8 @@
     python recipes/rl_loop.py CHECKPOINT [STEPS [ITEMS]]    a Hugging Face folder; the last of `ramify train recipes/tiny.py
                                                             rl=null`, say
 
-What ``ramify train`` does besides, step for step, is in ``ramify/train/training_loop.py``: checkpoints and resuming, validation,
-self-checks, work that is begun ahead of its turn.
+What ``ramify train`` does besides, step for step, is in ``ramify/train/training_loop.py``:
+checkpoints and resuming, validation, self-checks, work that is begun ahead of its turn.
 """
 
 from __future__ import annotations
@@ -31,15 +31,22 @@ async def main(checkpoint: str, num_steps: int = 45, num_items: int = 24) -> Non
     torch.set_num_threads(1)
     policy = load(checkpoint)  # model, tokenizer, renderer
     client = LocalClient(policy, name="local:policy")  # an engine that shares the policy's weights
-    backend = SingleBackend(policy, OptimizerSpec(lr=1e-3, schedule="linear", num_steps=num_steps, max_grad_norm=0.5))
+    backend = SingleBackend(
+        policy, OptimizerSpec(lr=1e-3, schedule="linear", num_steps=num_steps, max_grad_norm=0.5)
+    )
     task, algorithm, loss = task_of("ledger"), DrGRPO(), LossSpec()
     limits = Limits(max_turns=6, max_reply_tokens=100, max_seconds=86_400, max_concurrency=512)
 
-    async with RLM(client, scaffold="tiny", limits=limits) as rlm:  # jailed sessions, children, the tree
+    async with RLM(
+        client, scaffold="tiny", limits=limits
+    ) as rlm:  # jailed sessions, children, the tree
         rollouts = Rollouter(rlm, task, RolloutOptions(group=8))
         for step in range(num_steps):
-            # Ask. Each rollout is a tree of calls with every token id that was given and sampled, and its rewards.
-            groups = await rollouts.groups(task.splits["train"][step * num_items : (step + 1) * num_items], step)
+            # Ask. Each rollout is a tree of calls with every token id that was given and sampled,
+            # and its rewards.
+            groups = await rollouts.groups(
+                task.splits["train"][step * num_items : (step + 1) * num_items], step
+            )
 
             # Judge. Rewards of a tree become an advantage and a weight for each sampled token.
             assigned = algorithm.assign_advantages(groups, task.weights)
@@ -53,7 +60,9 @@ async def main(checkpoint: str, num_steps: int = 45, num_items: int = 24) -> Non
 
             # Publish. The engine forgets what it had cached of the old weights.
             await client.update(policy.model, backend.version)
-            print(f"step {step}: reward {assigned.metrics['reward']:.3f}  loss {measured['loss']:.4f}")
+            print(
+                f"step {step}: reward {assigned.metrics['reward']:.3f}  loss {measured['loss']:.4f}"
+            )
 
     await client.close()
     policy.defaults = SamplingDefaults(temperature=0.0)  # for requests that do not set one

@@ -2,10 +2,10 @@
 
     ramify train recipes/tiny_recursive.py --out runs/tiny-recursive
 
-Each document has a format of its own, so that no single piece of code reads them all. Half of the demonstrations are about
-one document: that is what a child has to do. Rollouts ask about several alone, so that whatever is learnt of single
-documents there, children learn. Their tokens are trained, with credit for what they answered themselves and for what
-their parent made of it.
+Each document has a format of its own, so that no single piece of code reads them all. Half of the
+demonstrations are about one document: that is what a child has to do. Rollouts ask about several
+alone, so that whatever is learnt of single documents there, children learn. Their tokens are
+trained, with credit for what they answered themselves and for what their parent made of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def run() -> Run:
         single,
         name="tiny-recursive",
         task=TaskSpec(name="ledger", options={"multi": 1.0}),
-        sft=msgspec.structs.replace(single.sft, task=TaskSpec(name="ledger", options={"multi": 0.5})),
+        sft=msgspec.structs.replace(
+            single.sft, task=TaskSpec(name="ledger", options={"multi": 0.5})
+        ),
         rl=RlSpec(
             steps=25,
             sample=StepSampleSpec(items=20, minibatches=2),

@@ -1,8 +1,9 @@
-"""Writes the tables of `docs/algorithms.md` from what is registered: `scripts/algorithms_page.py [--check]`.
+"""Writes the tables of `docs/algorithms.md` from what is registered: `scripts/algorithms_page.py
+[--check]`.
 
-Each row says what one estimator, loss, correction, KL or reduction does to the same small batch, by running it. With `--check`
-nothing is written, and a page that is not current is an error. Decides the batch and what a row shows; the text around the
-tables is the page's own.
+Each row says what one estimator, loss, correction, KL or reduction does to the same small batch, by
+running it. With `--check` nothing is written, and a page that is not current is an error. Decides
+the batch and what a row shows; the text around the tables is the page's own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
 PAGE = Path(__file__).parents[1] / "docs/algorithms.md"
 
-# --- the batch: two items, four and two rollouts of one call each ----------------------------------------------------
+# --- the batch: two items, four and two rollouts of one call each
+# ----------------------------------------------------
 
 REWARDS, LENGTHS = ((1.0, 0.5, 0.0, 0.0), (1.0, 1.0)), ((2, 1, 3, 2), (1, 1))
 GREEDY, VALUE, MEMORY = 0.25, 0.25, 0.4
@@ -63,7 +65,10 @@ def groups() -> list[Group]:
     return [
         Group(
             f"item {item}",
-            [_trajectory(f"{item}{n}", r, k) for n, (r, k) in enumerate(zip(rewards, lengths, strict=True))],
+            [
+                _trajectory(f"{item}{n}", r, k)
+                for n, (r, k) in enumerate(zip(rewards, lengths, strict=True))
+            ],
             _trajectory(f"{item}greedy", GREEDY, 1),
         )
         for item, rewards, lengths in zip("ab", REWARDS, LENGTHS, strict=True)
@@ -71,7 +76,12 @@ def groups() -> list[Group]:
 
 
 def _trajectory(id: str, reward: float, num: int) -> Trajectory:
-    reply = Reply(Message("assistant", "…"), prompt_ids=(1, 2), token_ids=tuple(range(num)), logprobs=(-0.5,) * num)
+    reply = Reply(
+        Message("assistant", "…"),
+        prompt_ids=(1, 2),
+        token_ids=tuple(range(num)),
+        logprobs=(-0.5,) * num,
+    )
     turn = Turn(0, (Message("user", "…"),), reply)
     call = Call("0", "rlm", "test:m", 0, "?", turns=[turn], stop=Stop.FINAL)
     return Trajectory(id, "?", calls=[call], rewards={"correct": reward})
@@ -88,11 +98,17 @@ def advantages_of(name: str) -> list[float]:
             row.streams["values"] = np.full(len(row), VALUE, np.float32)
     finish(algorithm, rows)
     found = {row.name.partition("/")[0]: float(row.advantages[row.rl != 0][0]) for row in rows}
-    return [found.get(f"{item}{n}", 0.0) for item, each in zip("ab", REWARDS, strict=True) for n in range(len(each))]
+    return [
+        found.get(f"{item}{n}", 0.0)
+        for item, each in zip("ab", REWARDS, strict=True)
+        for n in range(len(each))
+    ]
 
 
 def tokens(chosen: Any = None) -> LossTokens:
-    now, old, sampler = (torch.tensor(p, dtype=torch.float64).log() for p in (P_NOW, P_OLD, P_SAMPLER))
+    now, old, sampler = (
+        torch.tensor(p, dtype=torch.float64).log() for p in (P_NOW, P_OLD, P_SAMPLER)
+    )
     advantages, lag = (torch.tensor(each, dtype=torch.float64) for each in (ADVANTAGES, LAGS))
     whole = SequenceSums(torch.tensor(OWNERS), 2, torch.ones(5) > 0)
     return LossTokens(now.requires_grad_(), old, sampler, advantages, whole, chosen, lag)
@@ -102,7 +118,9 @@ def loss_of(name: str) -> tuple[list[float], list[float]]:
     """(value, derivative by l) of each token."""
     loss, given = POLICY_LOSSES.of(name)(**OPTIONS.get(name, {})), tokens()
     if isinstance(loss, TokenSelectingLoss):
-        now, old, advantages = (each.detach().numpy() for each in (given.now, given.old, given.advantages))
+        now, old, advantages = (
+            each.detach().numpy() for each in (given.now, given.old, given.advantages)
+        )
         chosen = loss.choose(LossStep(now, old, advantages, np.arange(5, dtype=np.uint64)))
         given = given._replace(chosen=torch.from_numpy(chosen))
     value = loss.per_token(given)
@@ -115,21 +133,32 @@ def factors_of(name: str) -> list[float]:
     return found
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- tables
+# ----------------------------------------------------------------------------------------------------------
 
 
 def estimators() -> Iterator[Sequence[str]]:
     yield "name", "advantages: 1, ½, 0, 0 · 1, 1", "what it is"
     for name in ALGORITHMS:
         if name not in OTHERS:
-            yield f"`{name}`", _numbers(advantages_of(name), 4), _first_sentence(_module_doc(ALGORITHMS[name]))
+            yield (
+                f"`{name}`",
+                _numbers(advantages_of(name), 4),
+                _first_sentence(_module_doc(ALGORITHMS[name])),
+            )
 
 
 def losses() -> Iterator[Sequence[str]]:
     yield "name", "loss of each token", "its derivative by l", "formula", "options"
     for name in POLICY_LOSSES:
         kind, (value, slope) = POLICY_LOSSES.of(name), loss_of(name)
-        yield f"`{name}`", _numbers(value), _numbers(slope), _first_sentence(kind.__doc__), _options(kind)
+        yield (
+            f"`{name}`",
+            _numbers(value),
+            _numbers(slope),
+            _first_sentence(kind.__doc__),
+            _options(kind),
+        )
 
 
 def corrections() -> Iterator[Sequence[str]]:
@@ -151,7 +180,9 @@ def kls() -> Iterator[Sequence[str]]:
 def values() -> Iterator[Sequence[str]]:
     yield "V", "V at the step's start", "return", "½ max((V - R)², (clip(V, V_old ± 0.2) - R)²)"
     for now, old, returns in ((0.5, 0.0, 1.0), (0.5, 0.0, 0.0), (0.1, 0.0, 1.0)):
-        given = CriticTokens(*(torch.tensor([each], dtype=torch.float64) for each in (now, old, returns)))
+        given = CriticTokens(
+            *(torch.tensor([each], dtype=torch.float64) for each in (now, old, returns))
+        )
         yield str(now), str(old), str(returns), _numbers(ValueLoss().per_token(given).tolist(), 4)
 
 
@@ -162,13 +193,22 @@ def reductions() -> Iterator[Sequence[str]]:
     for name in ("rollout", "token", "constant", "group", "prompt", "sum"):
         found, denominator = weights(counts, name, max_tokens=10)  # type: ignore[arg-type]
         column = [each["0"] for group in found for each in group]
-        yield f"`{name}`", f"`{others[name]}`" if name in others else "", _numbers(column), f"{denominator:g}"
+        yield (
+            f"`{name}`",
+            f"`{others[name]}`" if name in others else "",
+            _numbers(column),
+            f"{denominator:g}",
+        )
 
 
 TABLES: dict[str, Callable[[], Iterator[Sequence[str]]]] = {
-    "estimators": estimators, "losses": losses, "corrections": corrections, "kl": kls, "critic": values,
+    "estimators": estimators,
+    "losses": losses,
+    "corrections": corrections,
+    "kl": kls,
+    "critic": values,
     "reductions": reductions,
-}  # fmt: skip
+}
 
 
 def written(text: str) -> str:
@@ -176,7 +216,9 @@ def written(text: str) -> str:
     for name, rows in TABLES.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if begin not in text or end not in text:
-            raise SystemExit(f"{PAGE.name} has no place for the table '{name}': put {begin} and {end} there")
+            raise SystemExit(
+                f"{PAGE.name} has no place for the table '{name}': put {begin} and {end} there"
+            )
         head, _, rest = text.partition(begin)
         text = f"{head}{begin}\n{_table(list(rows()))}\n{end}{rest.partition(end)[2]}"
     return text
@@ -204,7 +246,8 @@ def _module_doc(entry: Any) -> str:
 
 
 def _first_sentence(doc: str | None) -> str:
-    """The first paragraph up to its first full stop at a line's or sentence's end, safe within a table."""
+    """The first paragraph up to its first full stop at a line's or sentence's end, safe within a
+    table."""
     paragraph = " ".join((doc or "").strip().split("\n\n")[0].split())
     sentence = re.split(r"(?<=[^.])\.(?:\s|$)", paragraph)[0]
     return sentence.replace("``", "`").replace("|", "\\|").rstrip(".:")
@@ -215,7 +258,10 @@ def main() -> int:
     fresh = written(text)
     if "--check" in sys.argv[1:]:
         if fresh != text:
-            print(f"{PAGE.name} is not current: run python scripts/algorithms_page.py", file=sys.stderr)
+            print(
+                f"{PAGE.name} is not current: run python scripts/algorithms_page.py",
+                file=sys.stderr,
+            )
         return int(fresh != text)
     PAGE.write_text(fresh, encoding="utf-8")
     return 0

@@ -1,8 +1,10 @@
-"""Checks the Markdown pages: links lead somewhere, code parses, commands have the options shown, CONTRIBUTING is short.
+"""Checks the Markdown pages: links lead somewhere, code parses, commands have the options shown,
+CONTRIBUTING is short.
 
-Decides nothing about what the pages say. Blocks marked ``python`` are compiled, ``json`` and ``toml`` are parsed, and
-``bash`` or ``sh`` blocks are given to ``bash -n``; each line of code that calls ``ramify`` is read by the command's own
-parser. Nothing is run, and links to the web are not followed.
+Decides nothing about what the pages say. Blocks marked ``python`` are compiled, ``json`` and
+``toml`` are parsed, and ``bash`` or ``sh`` blocks are given to ``bash -n``; each line of code that
+calls ``ramify`` is read by the command's own parser. Nothing is run, and links to the web are not
+followed.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ MAX_LINES = {"CONTRIBUTING.md": 79}
 
 
 def main() -> int:
-    tracked = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     faults = [fault for name in tracked.stdout.splitlines() for fault in check_page(ROOT / name)]
     print(*faults, sep="\n", end="\n" if faults else "")
     return 1 if faults else 0
@@ -43,7 +47,8 @@ def check_page(page: Path) -> list[str]:
     faults = [
         f"{name}: link to {target}, which does not exist"
         for target in LINK.findall(BLOCK.sub("", text))
-        if not re.match(r"[a-z]+:|#", target) and not (page.parent / target.partition("#")[0]).exists()
+        if not re.match(r"[a-z]+:|#", target)
+        and not (page.parent / target.partition("#")[0]).exists()
     ]
     for block in BLOCK.finditer(text):
         line = text.count("\n", 0, block.start()) + 1
@@ -71,7 +76,9 @@ def parse_error(language: str, code: str) -> str:
             case "toml":
                 tomllib.loads(code)
             case "bash" | "sh":
-                subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, check=True)
+                subprocess.run(
+                    ["bash", "-n"], input=code, capture_output=True, text=True, check=True
+                )
     except subprocess.CalledProcessError as error:
         return str(error.stderr).strip()
     except (SyntaxError, ValueError) as error:
@@ -80,11 +87,16 @@ def parse_error(language: str, code: str) -> str:
 
 
 def call_error(call: str) -> str:
-    """Why the command line would refuse ``call``, whose words are not looked at; empty where it would not."""
+    """Why the command line would refuse ``call``, whose words are not looked at; empty where it
+    would not."""
     try:
         lexer = shlex.shlex(call, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
-        words = [word for word in takewhile(lambda word: word not in OPERATORS, lexer) if word not in ("--help", "-h")]
+        words = [
+            word
+            for word in takewhile(lambda word: word not in OPERATORS, lexer)
+            if word not in ("--help", "-h")
+        ]
         name, rest = cli.split(words)
         if name in cli.COMMANDS:
             command = cli.command(name)

@@ -1,8 +1,9 @@
 """Check that a commit only renamed: `scripts/check_renames.py BEFORE AFTER`, two commits.
 
-Every Python file of BEFORE must be in AFTER, under the name that ``docs/renames.tsv`` gives it, with the same syntax
-tree: docstrings are left out, imports may be in another order, and an identifier or text may differ only as the table
-says. Prints each difference that the table does not explain, and the number of names that were mapped.
+Every Python file of BEFORE must be in AFTER, under the name that ``docs/renames.tsv`` gives it,
+with the same syntax tree: docstrings are left out, imports may be in another order, and an
+identifier or text may differ only as the table says. Prints each difference that the table does not
+explain, and the number of names that were mapped.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ def statements(source: str) -> ast.Module:
 
 
 def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 class Comparison:
@@ -84,7 +89,9 @@ class Comparison:
         elif isinstance(old, str) and isinstance(new, str):
             self._texts(old, new, line)
         elif old != new or type(old) is not type(new):
-            self.faults.append(f"{self.path}:{line}: {ast.dump(old) if isinstance(old, ast.AST) else old!r}")
+            self.faults.append(
+                f"{self.path}:{line}: {ast.dump(old) if isinstance(old, ast.AST) else old!r}"
+            )
 
     def _texts(self, old: str, new: str, line: int) -> None:
         if old == new:
@@ -100,17 +107,29 @@ class Comparison:
         """Whether texts differ by names alone: dotted modules and classes within them."""
         if len(before) != len(after):
             return False
-        return all(one == other or (one, other) in self.pairs for one, other in zip(before, after, strict=True))
+        return all(
+            one == other or (one, other) in self.pairs
+            for one, other in zip(before, after, strict=True)
+        )
 
     def _without_imports(self, old: list[Any], new: list[Any]) -> tuple[list[Any], list[Any]]:
         imports = (ast.Import, ast.ImportFrom)
-        before = sorted(name for node in old if isinstance(node, imports) for name in self._imported(node, True))
-        after = sorted(name for node in new if isinstance(node, imports) for name in self._imported(node, False))
+        before = sorted(
+            name for node in old if isinstance(node, imports) for name in self._imported(node, True)
+        )
+        after = sorted(
+            name
+            for node in new
+            if isinstance(node, imports)
+            for name in self._imported(node, False)
+        )
         if before != after:
             missing, added = set(before) - set(after), set(after) - set(before)
             if len(missing) != len(added):
                 self.faults.append(f"{self.path}: imports {sorted(missing)} became {sorted(added)}")
-        return [n for n in old if not isinstance(n, imports)], [n for n in new if not isinstance(n, imports)]
+        return [n for n in old if not isinstance(n, imports)], [
+            n for n in new if not isinstance(n, imports)
+        ]
 
     def _imported(self, node: ast.AST, is_old: bool) -> Iterator[str]:
         if isinstance(node, ast.Import):
@@ -131,7 +150,9 @@ def main(before: str, after: str) -> int:
             continue
         is_package = path.endswith("/__init__.py")
         dotted = path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
-        target = moved(dotted, modules).replace(".", "/") + ("/__init__.py" if is_package else ".py")
+        target = moved(dotted, modules).replace(".", "/") + (
+            "/__init__.py" if is_package else ".py"
+        )
         if path == "ramify/__init__.py" or not path.startswith("ramify/"):
             target = path
         if target not in new_files:
@@ -139,13 +160,17 @@ def main(before: str, after: str) -> int:
             continue
         comparison = Comparison(target, modules, pairs)
         comparison.compare(
-            statements(git("show", f"{before}:{path}")).body, statements(git("show", f"{after}:{target}")).body
+            statements(git("show", f"{before}:{path}")).body,
+            statements(git("show", f"{after}:{target}")).body,
         )
         faults += comparison.faults
         num_mapped += comparison.num_mapped
         num_files += 1
     print(*faults, sep="\n", end="\n" if faults else "")
-    print(f"{num_files} files, {num_mapped} names mapped, {len(faults)} differences that the table does not explain")
+    print(
+        f"{num_files} files, {num_mapped} names mapped, {len(faults)} differences that the table "
+        "does not explain"
+    )
     return 1 if faults else 0
 
 

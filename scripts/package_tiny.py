@@ -1,7 +1,8 @@
-"""Put the policy of a training run into the package as the model `tiny`: `scripts/package_tiny.py RUN`.
+"""Put the policy of a training run into the package as the model `tiny`: `scripts/package_tiny.py
+RUN`.
 
-RUN is what `ramify train recipes/tiny_recursive.py --out RUN` left. Decides how the weights are stored (bfloat16) and what
-the model card says, all of it read from the run.
+RUN is what `ramify train recipes/tiny_recursive.py --out RUN` left. Decides how the weights are
+stored (bfloat16) and what the model card says, all of it read from the run.
 """
 
 from __future__ import annotations
@@ -55,10 +56,15 @@ def main(run: Path) -> None:
     config = read_state(find(run)).config
     shape = policy.config
     card = CARD.format(
-        parameters=policy.num_parameters, layers=shape.num_hidden_layers, width=shape.hidden_size,
-        vocabulary=shape.vocab_size, seed=config["seed"], num=config["evaluate"]["num"],
-        minutes=rows[-1].values["cpu_s"] / 60, rows="".join(_tested(rows)),
-    )  # fmt: skip
+        parameters=policy.num_parameters,
+        layers=shape.num_hidden_layers,
+        width=shape.hidden_size,
+        vocabulary=shape.vocab_size,
+        seed=config["seed"],
+        num=config["evaluate"]["num"],
+        minutes=rows[-1].values["cpu_s"] / 60,
+        rows="".join(_tested(rows)),
+    )
     (TINY / "README.md").write_text(card, "utf-8")
     for path in TINY.iterdir():
         path.chmod(0o644)
@@ -66,7 +72,8 @@ def main(run: Path) -> None:
 
 
 def _tested(rows: list[metrics.StepMetrics]) -> Iterator[str]:
-    """A row of the table for each split that was reported at the end, and for each kind of the first."""
+    """A row of the table for each split that was reported at the end, and for each kind of the
+    first."""
     for row in rows:
         if row.stage != "last":
             continue

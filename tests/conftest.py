@@ -1,5 +1,5 @@
-"""What holds for all tests: their order, and that rooms whose sessions live in the default sandbox are skipped, aloud, where
-there is none."""
+"""What holds for all tests: their order, and that rooms whose sessions live in the default sandbox
+are skipped, aloud, where there is none."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from ramify.sandbox.base import SandboxSpec, open_sandbox
 IN_THE_DEFAULT = ("engine", "cli", "docs", "real")
 """Rooms of tests whose runs name no sandbox."""
 FIRST = ("sandbox", "viewer", "docs", "train", "cli", "inference", "serve")
-"""Rooms whose files take longest. They come first, so that no process of many is left alone with one at the end."""
+"""Rooms whose files take longest. They come first, so that no process of many is left alone with
+one at the end."""
 _HERE = Path(__file__).parent
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in scripts/test: sums of two threads are rounded otherwise
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # as in scripts/test: sums of two threads are rounded otherwise
 
 
 @functools.cache
@@ -38,18 +41,26 @@ def room(path: Path) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FIRST.index(room(item.path)) if room(item.path) in FIRST else len(FIRST))
+    items.sort(
+        key=lambda item: FIRST.index(room(item.path)) if room(item.path) in FIRST else len(FIRST)
+    )
     affected = [item for item in items if room(item.path) in IN_THE_DEFAULT]
     if affected and why_not():
         for item in affected:
             item.add_marker(pytest.mark.skip(reason=f"NO DEFAULT SANDBOX HERE: {why_not()}"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    was_split = bool(getattr(config.option, "numprocesses", None))  # the tests were in other processes
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    was_split = bool(
+        getattr(config.option, "numprocesses", None)
+    )  # the tests were in other processes
     if (was_split or why_not.cache_info().currsize) and why_not():
         terminalreporter.write_sep("=", "NOT TESTED HERE", red=True)
-        terminalreporter.write_line(f"tests of {', '.join(IN_THE_DEFAULT)} need the default sandbox: {why_not()}")
+        terminalreporter.write_line(
+            f"tests of {', '.join(IN_THE_DEFAULT)} need the default sandbox: {why_not()}"
+        )
     if was_split:
         importlib.import_module("tests.viewer.browser")
     browser = sys.modules.get("tests.viewer.browser")  # where its tests were asked for

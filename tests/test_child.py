@@ -1,4 +1,5 @@
-"""Processes that this one starts: told how they end, quoted, ended with all that is theirs, and with who started them."""
+"""Processes that this one starts: told how they end, quoted, ended with all that is theirs, and
+with who started them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ time.sleep(600)
 
 def test_a_command_is_what_it_was() -> None:
     command = following(
-        [sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(3)", "a b", ""], signal.SIGTERM
+        [sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(3)", "a b", ""],
+        signal.SIGTERM,
     )
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (3, "['a b', '']\n", "")
@@ -100,7 +102,9 @@ def test_what_it_said_last_is_short_and_without_secrets(tmp_path: Path) -> None:
     says = "import os; print('x' * 5000); print('with', os.environ['ENGINE_KEY']); print(' and\\n\\n', os.getcwd())"
     (tmp_path / "here").mkdir()
     given = {"ENGINE_KEY": "abc-def-123-456"}
-    child = ChildProcess([sys.executable, "-c", says], environment=given, log=log, folder=tmp_path / "here")
+    child = ChildProcess(
+        [sys.executable, "-c", says], environment=given, log=log, folder=tmp_path / "here"
+    )
     assert child.wait() == 0
     assert child.said().endswith(f"x | with «redacted ENGINE_KEY» | and | {tmp_path / 'here'}")
     assert len(child.said()) <= 600 + 10

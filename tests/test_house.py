@@ -1,7 +1,8 @@
 """The floors of the house: who may import whom, and that ``import ramify`` stays light.
 
-A room imports lower floors; on its own floor only another room's ``base``. Imports inside functions count, and so do
-those under ``TYPE_CHECKING``, except in ``ramify/__init__.py``, whose public names come from every floor.
+A room imports lower floors; on its own floor only another room's ``base``. Imports inside functions
+count, and so do those under ``TYPE_CHECKING``, except in ``ramify/__init__.py``, whose public names
+come from every floor.
 """
 
 from __future__ import annotations
@@ -30,24 +31,41 @@ FLOORS = [
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ALSO = {("inference", "models"), ("child", "secrets")}
 STANDARD_LIBRARY_ONLY = [
-    "__init__.py", *(f"sandbox/{name}" for name in ("guest", "shared_buffers.py", "forkserver.py", "session_supervisor.py")),
-    *(f"sandbox/jail/{name}.py" for name in ("confine", "hooks", "primitives", "seccomp", "walls", "zygote")),
-]  # fmt: skip
-"""Files, and folders whose modules may import each other, by relative names: they are loaded under another one too."""
+    "__init__.py",
+    *(
+        f"sandbox/{name}"
+        for name in ("guest", "shared_buffers.py", "forkserver.py", "session_supervisor.py")
+    ),
+    *(
+        f"sandbox/jail/{name}.py"
+        for name in ("confine", "hooks", "primitives", "seccomp", "walls", "zygote")
+    ),
+]
+"""Files, and folders whose modules may import each other, by relative names: they are loaded under
+another one too."""
 HEAVY = {"torch", "transformers", "aiohttp", "httpx", "pydantic", "jsonschema", "typer", "rich"}
 
 
 def imports(tree: ast.AST, package: str) -> Iterator[str]:
-    """Dotted names of all that is imported anywhere in ``tree``; ``from a import b`` gives ``a.b``."""
+    """Dotted names of all that is imported anywhere in ``tree``; ``from a import b`` gives
+    ``a.b``."""
     for node in ast.walk(tree):
         match node:
             case ast.Import():
                 yield from (alias.name for alias in node.names)
             case ast.ImportFrom():
-                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-                yield from (".".join([*above, *filter(None, [node.module]), alias.name]) for alias in node.names)
+                above = (
+                    package.split(".")[: len(package.split(".")) - node.level + 1]
+                    if node.level
+                    else []
+                )
+                yield from (
+                    ".".join([*above, *filter(None, [node.module]), alias.name])
+                    for alias in node.names
+                )
             case ast.Call(
-                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__"),
+                func=ast.Attribute(attr="import_module")
+                | ast.Name(id="import_module" | "__import__"),
                 args=[ast.Constant(value=str(name)), *_],
             ):
                 yield name
@@ -60,15 +78,25 @@ def is_allowed(importer: str, name: str) -> bool:
         return True
     if room not in FLOOR_OF or FLOOR_OF[room] > FLOOR_OF[importer]:
         return False
-    return FLOOR_OF[room] < FLOOR_OF[importer] or rest.split(".")[0] == "base" or (importer, room) in ALSO
+    return (
+        FLOOR_OF[room] < FLOOR_OF[importer]
+        or rest.split(".")[0] == "base"
+        or (importer, room) in ALSO
+    )
 
 
 def without_type_checking(tree: ast.Module) -> ast.Module:
-    guarded = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    guarded = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
     return ast.Module([node for node in tree.body if node not in guarded], [])
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_imports_go_down(path: Path) -> None:
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     tree = ast.parse(path.read_bytes())
@@ -88,9 +116,10 @@ def files_of(each: str) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    "path", [path for each in STANDARD_LIBRARY_ONLY for path in files_of(each)],
+    "path",
+    [path for each in STANDARD_LIBRARY_ONLY for path in files_of(each)],
     ids=lambda path: str(path.relative_to(PACKAGE)),
-)  # fmt: skip
+)
 def test_standard_library_only(path: Path) -> None:
     names = imports(without_type_checking(ast.parse(path.read_bytes())), "")
     own = {""} if path.parent.name == "guest" else set()  # ``.module.name``
@@ -117,5 +146,7 @@ def test_the_rule_itself(importer: str, name: str, allowed: bool) -> None:
 
 def test_import_is_light() -> None:
     script = f"import ramify, sys; print(sorted({HEAVY!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"

@@ -14,13 +14,20 @@ from ramify.sources.load_sources import load
 
 def test_work_is_told_from_beginning_to_end() -> None:
     told: list[ProgressState] = []
-    with subscribe(told.append), contextlib.suppress(ValueError), report_progress("counting", 3, "items") as work:
+    with (
+        subscribe(told.append),
+        contextlib.suppress(ValueError),
+        report_progress("counting", 3, "items") as work,
+    ):
         work.more()
         work.at(2, note="b")
         raise ValueError("it ends in the middle")
     assert [(each.done, each.note, each.is_over) for each in told] == [
-        (0, "", False), (1, "", False), (2, "b", False), (2, "b", True),
-    ]  # fmt: skip
+        (0, "", False),
+        (1, "", False),
+        (2, "b", False),
+        (2, "b", True),
+    ]
     assert {(each.what, each.total, each.unit) for each in told} == {("counting", 3, "items")}
     work.more()
     assert len(told) == 4  # nobody listens any more
@@ -48,8 +55,11 @@ def test_reading_says_how_much(tmp_path: Path) -> None:
     with subscribe(told.append):
         load(tmp_path)
     assert [(each.done, each.note, each.is_over) for each in told] == [
-        (0, "", False), (1000, "a.txt", False), (1500, "b.txt", False), (1500, "b.txt", True),
-    ]  # fmt: skip
+        (0, "", False),
+        (1000, "a.txt", False),
+        (1500, "b.txt", False),
+        (1500, "b.txt", True),
+    ]
     assert {(each.what, each.unit) for each in told} == {("reading", "bytes")}
 
 

@@ -1,4 +1,5 @@
-"""What supervised fine-tuning learns from: demonstrations and stored trajectories, as sequences of tokens."""
+"""What supervised fine-tuning learns from: demonstrations and stored trajectories, as sequences of
+tokens."""
 
 from __future__ import annotations
 
@@ -40,10 +41,15 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> Iterator[Traj
 
 
 def rows_of(
-    spec: SftSpec, demonstrations: Sequence[Trajectory], policy: Policy, scaffold: Scaffold, weights: Mapping[str, float],
+    spec: SftSpec,
+    demonstrations: Sequence[Trajectory],
+    policy: Policy,
+    scaffold: Scaffold,
+    weights: Mapping[str, float],
     say: Callable[[str], None],
-) -> list[Row]:  # fmt: skip
-    """The sequences of ``demonstrations`` that fit the policy's window. Raises ConfigError where nothing is left to learn."""
+) -> list[Row]:
+    """The sequences of ``demonstrations`` that fit the policy's window. Raises ConfigError where
+    nothing is left to learn."""
     tokeniser = TrajectoryTokenizer(policy.renderer, scaffold.tools(NATIVE_TOOLS))
     groups = []
     with report_progress("tokenising", len(demonstrations), "trajectories") as work:
@@ -58,7 +64,8 @@ def rows_of(
     if len(fitting) < len(rows):
         longest = max(map(len, rows))
         say(
-            f"{len(rows) - len(fitting)} of {len(rows)} sequences to be imitated are left out: the longest has {longest} "
+            f"{len(rows) - len(fitting)} of {len(rows)} sequences to be imitated are left out: the "
+            f"longest has {longest} "
             f"tokens, the policy's window {policy.window}"
         )
     return fitting

@@ -1,8 +1,9 @@
 """What an evaluation during training comes to, by name.
 
-A score is of attempts that could be judged. One that failed for reasons not the policy's own (no session, an engine that
-went, a score that raised; see ``evaluate/attempt.py``) is counted in ``SPLIT/failed`` and left out of every mean; where too
-many did, the others are not the split any more, and there is no score: no checkpoint can become the best by it.
+A score is of attempts that could be judged. One that failed for reasons not the policy's own (no
+session, an engine that went, a score that raised; see ``evaluate/attempt.py``) is counted in
+``SPLIT/failed`` and left out of every mean; where too many did, the others are not the split any
+more, and there is no score: no checkpoint can become the best by it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ from ramify.types.trajectory import Group, Trajectory
 
 
 def report(
-    split: str, items: Sequence[Item], groups: Sequence[Group], weights: Mapping[str, float], *,
-    max_failed: float, say: Callable[[str], None],
-) -> dict[str, float]:  # fmt: skip
-    """Mean reward of the rollouts that were scored, and of those by kind of item. With n > 1 at each item also pass@k up
-    to k = n, and in any case the metrics of the task's score. Where more than the share ``max_failed`` failed, only how
-    many. ``say`` is told of failures."""
+    split: str,
+    items: Sequence[Item],
+    groups: Sequence[Group],
+    weights: Mapping[str, float],
+    *,
+    max_failed: float,
+    say: Callable[[str], None],
+) -> dict[str, float]:
+    """Mean reward of the rollouts that were scored, and of those by kind of item. With n > 1 at
+    each item also pass@k up to k = n, and in any case the metrics of the task's score. Where more
+    than the share ``max_failed`` failed, only how many. ``say`` is told of failures."""
     trees = [trajectory for group in groups for trajectory in group.trajectories]
     failed = [trajectory for trajectory in trees if not trajectory.rewards]
     found = {f"{split}/failed": float(len(failed))}
@@ -57,5 +63,8 @@ def _told(split: str, failed: Sequence[Trajectory], num: int, passed: float | No
 def _metrics(split: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Mean of each metric over the rollouts that have it."""
     names = dict.fromkeys(name for each in trajectories for name in each.metrics)
-    values = {name: [each.metrics[name] for each in trajectories if name in each.metrics] for name in names}
+    values = {
+        name: [each.metrics[name] for each in trajectories if name in each.metrics]
+        for name in names
+    }
     return {f"{split}/metric {name}": fmean(each) for name, each in values.items()}

@@ -26,39 +26,64 @@ from ramify.train.trackers.base import RunTrackers
 from ramify.train.training_loop import TrainingLoop
 
 FREE = (
-    "schedule.", "compute.shard.", "evaluate.", "guard.", "inference", "name", "placement", "sft.task.validate", "stall_s",
-    "task.validate", "tracker",
-)  # fmt: skip
-"""Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it is trained."""
+    "schedule.",
+    "compute.shard.",
+    "evaluate.",
+    "guard.",
+    "inference",
+    "name",
+    "placement",
+    "sft.task.validate",
+    "stall_s",
+    "task.validate",
+    "tracker",
+)
+"""Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it
+is trained."""
 _PARTS = ("teachers", "rollout_workers", "client", "trained", "services", "hosts")
 """Of ``RunParts``, in the order in which they are closed: who asks before who is asked."""
 _SWITCH_S = 5e-4
-"""How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
-after each system call. At Python's 5 ms a step of rollouts takes a fifth longer."""
+"""How long one thread may keep the interpreter from another: the loop's, which speaks to sessions,
+waits for the engine's after each system call. At Python's 5 ms a step of rollouts takes a fifth
+longer."""
 
 
 def train(
-    run: Run, out: str | Path, *, resume: str | Path | None = None,
-    listener: Callable[[StepMetrics], None] | None = None, say: Callable[[str], None] = print,
-    on_stall: Callable[[str], None] | None = None, inform: Callable[[str], None] = print,
-) -> CheckpointState:  # fmt: skip
-    """Carry ``run`` out in the folder ``out``, from the beginning or from a checkpoint; where it stands at the end.
+    run: Run,
+    out: str | Path,
+    *,
+    resume: str | Path | None = None,
+    listener: Callable[[StepMetrics], None] | None = None,
+    say: Callable[[str], None] = print,
+    on_stall: Callable[[str], None] | None = None,
+    inform: Callable[[str], None] = print,
+) -> CheckpointState:
+    """Carry ``run`` out in the folder ``out``, from the beginning or from a checkpoint; where it
+    stands at the end.
 
-    ``resume`` is a run's folder or one of its checkpoints. Raises RunInUse while another process trains in ``out``,
-    ConfigError for what is wrong with the run before anything is trained, StoreError for a damaged checkpoint, and
-    TrainError where training cannot go on. ``on_stall`` is told where nothing moves for ``run.stall_s``: an error
-    follows, but a stuck thread may keep this from returning. ``say`` is told what a person should know, ``inform`` what
-    is worth knowing where all is well."""
+    ``resume`` is a run's folder or one of its checkpoints. Raises RunInUse while another process
+    trains in ``out``, ConfigError for what is wrong with the run before anything is trained,
+    StoreError for a damaged checkpoint, and TrainError where training cannot go on. ``on_stall`` is
+    told where nothing moves for ``run.stall_s``: an error follows, but a stuck thread may keep this
+    from returning. ``say`` is told what a person should know, ``inform`` what is worth knowing
+    where all is well."""
     launch.follow_if_told()
     out = Path(out)
     with locked(out):
-        return _train(run, out, Path(resume) if resume is not None else None, listener, say, on_stall, inform)
+        return _train(
+            run, out, Path(resume) if resume is not None else None, listener, say, on_stall, inform
+        )
 
 
 def _train(
-    run: Run, out: Path, resume: Path | None, listener: Callable[[StepMetrics], None] | None,
-    say: Callable[[str], None], on_stall: Callable[[str], None] | None, inform: Callable[[str], None],
-) -> CheckpointState:  # fmt: skip
+    run: Run,
+    out: Path,
+    resume: Path | None,
+    listener: Callable[[StepMetrics], None] | None,
+    say: Callable[[str], None],
+    on_stall: Callable[[str], None] | None,
+    inform: Callable[[str], None],
+) -> CheckpointState:
     """``train`` for the process that holds the folder's lock."""
     checkpoint = find(resume) if resume is not None else None
     if checkpoint is not None:
@@ -80,7 +105,9 @@ def _train(
             listener(each)
 
     async def carry_out() -> CheckpointState:
-        async with building(run, out, checkpoint, listener=measured, say=say, on_stall=on_stall, inform=inform) as loop:
+        async with building(
+            run, out, checkpoint, listener=measured, say=say, on_stall=on_stall, inform=inform
+        ) as loop:
             with trackers.opened(run.name, out, plain(run), resumed_at):
                 return await loop.run(checkpoint)
 
@@ -89,12 +116,17 @@ def _train(
 
 @contextlib.asynccontextmanager
 async def building(
-    run: Run, out: Path, checkpoint: Path | None = None, *,
-    listener: Callable[[StepMetrics], None] | None = None, say: Callable[[str], None] = print,
-    on_stall: Callable[[str], None] | None = None, inform: Callable[[str], None] = print,
-) -> AsyncIterator[TrainingLoop]:  # fmt: skip
-    """The loop of ``run``, with all that it needs open as long as the block lasts. All checks are done here, also that it can
-    go on from ``checkpoint``."""
+    run: Run,
+    out: Path,
+    checkpoint: Path | None = None,
+    *,
+    listener: Callable[[StepMetrics], None] | None = None,
+    say: Callable[[str], None] = print,
+    on_stall: Callable[[str], None] | None = None,
+    inform: Callable[[str], None] = print,
+) -> AsyncIterator[TrainingLoop]:
+    """The loop of ``run``, with all that it needs open as long as the block lasts. All checks are
+    done here, also that it can go on from ``checkpoint``."""
     made = RunParts(run, say)
     interval = sys.getswitchinterval()
     async with closing({part: partial(_close, made, part) for part in _PARTS}, say):
@@ -102,7 +134,9 @@ async def building(
             made.check_fits(checkpoint)
         sys.setswitchinterval(_SWITCH_S)
         gc.collect()
-        gc.freeze()  # demonstrations and their rows stay: to look through them again and again would cost a tenth of a step
+        # demonstrations and their rows stay: to look through them again and again would cost a
+        # tenth of a step
+        gc.freeze()
         try:
             await made.start(out)
             async with made.rlm:
@@ -113,9 +147,11 @@ async def building(
 
 
 @contextlib.asynccontextmanager
-async def closing(parts: Mapping[str, Callable[[], object]], say: Callable[[str], None]) -> AsyncIterator[None]:
-    """Close ``parts`` when the block is over, in their order, whatever becomes of it and of each of them. What failed first
-    is raised; what fails after it is said."""
+async def closing(
+    parts: Mapping[str, Callable[[], object]], say: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Close ``parts`` when the block is over, in their order, whatever becomes of it and of each of
+    them. What failed first is raised; what fails after it is said."""
     async with contextlib.AsyncExitStack() as stack:
         for part, close in reversed([*parts.items()]):
             await stack.enter_async_context(_closed(part, close, say))
@@ -123,7 +159,9 @@ async def closing(parts: Mapping[str, Callable[[], object]], say: Callable[[str]
 
 
 @contextlib.asynccontextmanager
-async def _closed(part: str, close: Callable[[], object], say: Callable[[str], None]) -> AsyncIterator[None]:
+async def _closed(
+    part: str, close: Callable[[], object], say: Callable[[str], None]
+) -> AsyncIterator[None]:
     try:
         yield
     except BaseException:

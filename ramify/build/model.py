@@ -34,7 +34,9 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
     if spec.path:
         packaged = spec.path == "tiny" and not Path("tiny").exists()
         return load(
-            TINY if packaged else spec.path, None if spec.dtype == "auto" else getattr(torch, spec.dtype), device
+            TINY if packaged else spec.path,
+            None if spec.dtype == "auto" else getattr(torch, spec.dtype),
+            device,
         )
     if spec.tokenizer:
         tokenizer = load_tokenizer(Path(spec.tokenizer))
@@ -44,13 +46,18 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
         with report_progress("tokenizer", note="trained on the demonstrations"):
             tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
     else:
-        raise ConfigError("policy: a model made from nothing needs a tokenizer, or demonstrations to train one on")
+        raise ConfigError(
+            "policy: a model made from nothing needs a tokenizer, or demonstrations to train one on"
+        )
     config = AutoConfig.for_model(
         **{
-            "vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id, **spec.shape,
+            "vocab_size": len(tokenizer),
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            **spec.shape,
         }
-    )  # fmt: skip
+    )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     policy = from_config(config, tokenizer, run.seed, device=device)
     if spec.dtype != "auto":
@@ -59,8 +66,9 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
 
 
 def serving_of(run: Run, policy: Policy, is_here: bool, say: Callable[[str], None]) -> Policy:
-    """The policy that the engine holds: the trained one itself, or where that is kept in another precision, with
-    adapters, or is trained while rollouts go on, a copy that each publication renews."""
+    """The policy that the engine holds: the trained one itself, or where that is kept in another
+    precision, with adapters, or is trained while rollouts go on, a copy that each publication
+    renews."""
     from ramify.train.lora import attach
 
     lora = run.policy.lora
@@ -72,7 +80,10 @@ def serving_of(run: Run, policy: Policy, is_here: bool, say: Callable[[str], Non
     serving = dataclasses.replace(policy, model=copy.deepcopy(policy.model))
     if lora is not None:
         num = attach(policy.model, lora.rank, lora.alpha, lora.targets, run.seed)
-        say(f"adapters of rank {lora.rank}: {num:,} of {policy.num_parameters:,} parameters are trained")
+        say(
+            f"adapters of rank {lora.rank}: {num:,} of {policy.num_parameters:,} parameters are "
+            "trained"
+        )
     return serving
 
 

@@ -22,7 +22,11 @@ class PolicyPublisher:
     """The policy as the loop sees it: to be given to the engine, saved, and gone back to."""
 
     def __init__(
-        self, trained: Policy, serving: Policy, client: LocalClient | HttpEngines, model: TrainedModel | None = None
+        self,
+        trained: Policy,
+        serving: Policy,
+        client: LocalClient | HttpEngines,
+        model: TrainedModel | None = None,
     ) -> None:
         """``model``: what is trained; None for ``trained`` itself."""
         self._trained, self._serving, self._client = trained, serving, client
@@ -45,7 +49,9 @@ class PolicyPublisher:
 
         dtype = self._serving.dtype
         if self._is_loaded:
-            return ((name, weight.detach()) for name, weight in self._serving.model.named_parameters())
+            return (
+                (name, weight.detach()) for name, weight in self._serving.model.named_parameters()
+            )
         found = merged(self._trained.model) if self._model is None else self._model.weights()
         return ((name, weight.to(dtype)) for name, weight in found)
 
@@ -55,11 +61,16 @@ class PolicyPublisher:
         self._trained.version += 1
         if not isinstance(self._client, LocalClient):
             return await self._client.update(self._sources(), self._trained.version)
-        given = self._serving.model if self._shares else await asyncio.to_thread(lambda: dict(self.weights()))
+        given = (
+            self._serving.model
+            if self._shares
+            else await asyncio.to_thread(lambda: dict(self.weights()))
+        )
         return await self._client.update(given, self._trained.version)
 
     async def sleep(self) -> bool:
-        """Let engines that share the trainer's devices give their memory back until ``publish``; whether any do."""
+        """Let engines that share the trainer's devices give their memory back until ``publish``;
+        whether any do."""
         from ramify.inference.local.local_client import LocalClient
 
         return False if isinstance(self._client, LocalClient) else await self._client.sleep()
@@ -80,7 +91,10 @@ class PolicyPublisher:
     def _sources(self) -> list[WeightSource]:
         from ramify.inference.weight_sync.layout import source
 
-        return [source(name, tensor, self._serving.dtype, make) for name, tensor, make in self._unmerged()]
+        return [
+            source(name, tensor, self._serving.dtype, make)
+            for name, tensor, make in self._unmerged()
+        ]
 
     def _unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
         """As ``lora.unmerged``, wherever the weights are."""
@@ -91,8 +105,9 @@ class PolicyPublisher:
         return unmerged(self._serving.model if self._is_loaded else self._trained.model)
 
     def save(self, folder: Path) -> None:
-        """What the engine answers with, in its precision; the trainer's is in the checkpoint. It says temperature 0,
-        which holds for requests that do not set one: rollouts explore, users want the likeliest answer."""
+        """What the engine answers with, in its precision; the trainer's is in the checkpoint. It
+        says temperature 0, which holds for requests that do not set one: rollouts explore, users
+        want the likeliest answer."""
         from ramify.models.load import SamplingDefaults, save
         from ramify.models.weights import load_weights
 

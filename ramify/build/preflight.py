@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def check_task(run: Run, task: Task, say: Callable[[str], None] = print) -> None:
-    """The task has the splits that the run asks, its gold answers score 1 where it has any, and its options can be learnt
-    by. ``say`` is told where scores were not checked."""
+    """The task has the splits that the run asks, its gold answers score 1 where it has any, and its
+    options can be learnt by. ``say`` is told where scores were not checked."""
     splits = dict.fromkeys(("train", "validation", *run.evaluate.first, *run.evaluate.final))
     for split in splits:
         items_of(task, split)
@@ -37,13 +37,15 @@ def check_task(run: Run, task: Task, say: Callable[[str], None] = print) -> None
         say(skipped if run.task.validate else f"{skipped} (task.validate=false)")
     if run.rl is not None and run.rl.rollout.group == 1 and run.rl.algorithm.has_group_baseline:
         warnings.warn(
-            "a group of one has nothing to be compared with: every advantage is 0, and nothing will be learnt; set "
+            "a group of one has nothing to be compared with: every advantage is 0, and nothing "
+            "will be learnt; set "
             "rl.rollout.group to 2 or more",
             stacklevel=2,
         )
     if run.rl is not None and run.rl.loss.kl_beta and run.rl.loss.kl == "k1":
         warnings.warn(
-            "rl.loss.kl=k1: the gradient of k1 does not know the reference, so that it holds the policy nowhere; use k2 or "
+            "rl.loss.kl=k1: the gradient of k1 does not know the reference, so that it holds the "
+            "policy nowhere; use k2 or "
             "k3+, or rl.algorithm.kl_reward, which is by k1",
             stacklevel=2,
         )
@@ -58,36 +60,45 @@ def check_device(run: Run) -> None:
     if kind == "cuda" and int(index or 0) >= num:
         told = f"{num} GPUs" if num else "no GPU, or torch was built without CUDA"
         raise ConfigError(
-            f"policy.device={run.policy.device}: this machine has {told}: set policy.device=cpu, or leave it out"
+            f"policy.device={run.policy.device}: this machine has {told}: set policy.device=cpu, "
+            "or leave it out"
         )
 
 
 def check_inference(run: Run) -> None:
-    """Another engine does not say what top-p and top-k left, so nobody could compute the same probabilities. What starts
-    engines is there, as far as they are to be on this machine."""
+    """Another engine does not say what top-p and top-k left, so nobody could compute the same
+    probabilities. What starts engines is there, as far as they are to be on this machine."""
     spec, rl = run.inference, run.rl
     if spec is None:
         return
-    if rl is not None and spec.engine != "ramify" and ((rl.rollout.top_p or 1) < 1 or rl.rollout.top_k):
+    if (
+        rl is not None
+        and spec.engine != "ramify"
+        and ((rl.rollout.top_p or 1) < 1 or rl.rollout.top_k)
+    ):
         raise ConfigError(
-            f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be trained on with "
-            f"inference.engine={spec.engine}, which does not say what they left to draw from: leave them out"
+            f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be trained "
+            "on with "
+            f"inference.engine={spec.engine}, which does not say what they left to draw from: "
+            "leave them out"
         )
     if run.placement is None or run.placement.kind == "local":
         check_program(spec)
 
 
 def check_signals(run: Run) -> None:
-    """What was drawn from a kept set has the log-probability within it, and a teacher says that over the whole vocabulary:
-    each gap would be off by the logarithm of what was cut off."""
+    """What was drawn from a kept set has the log-probability within it, and a teacher says that
+    over the whole vocabulary: each gap would be off by the logarithm of what was cut off."""
     rl = run.rl
     if rl is None or not ((rl.rollout.top_p or 1) < 1 or rl.rollout.top_k):
         return
     for name, signal in rl.signals.items():
         if needed({name: signal}):
             raise ConfigError(
-                f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be had with the teacher "
-                f"rl.signals.{name}: it scores over the whole vocabulary what was drawn from a part of it; leave them out"
+                f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be had "
+                "with the teacher "
+                f"rl.signals.{name}: it scores over the whole vocabulary what was drawn from a "
+                "part of it; leave them out"
             )
 
 
@@ -104,7 +115,8 @@ def check_schedules(run: Run) -> None:
 
 
 def check_folder(out: Path) -> None:
-    """Files can be written in the run's folder, or where it is to be made. Nothing is left there."""
+    """Files can be written in the run's folder, or where it is to be made. Nothing is left
+    there."""
     missing: list[Path] = []
     try:
         missing += [each for each in (out, *out.parents) if not each.exists()]
@@ -113,7 +125,8 @@ def check_folder(out: Path) -> None:
             file.write(b"\0")
     except OSError as error:
         raise ConfigError(
-            f"nothing can be written in the run's folder {out} ({error.strerror}): give another with --out DIR"
+            f"nothing can be written in the run's folder {out} ({error.strerror}): give another "
+            "with --out DIR"
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -128,7 +141,8 @@ def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> N
         tokens = len(policy.renderer.prompt(first_prompt(scaffold, run, item), tools))
         if tokens > room:
             raise ConfigError(
-                f"item {item.id} does not fit the policy: its prompt has {tokens} tokens and the window {room + 1}; "
+                f"item {item.id} does not fit the policy: its prompt has {tokens} tokens and the "
+                f"window {room + 1}; "
                 "use a scaffold that shows less of the context, or a policy with a larger window"
             )
 

@@ -1,4 +1,5 @@
-"""The parts of one run, made and checked in the order that finds mistakes before anything is spent."""
+"""The parts of one run, made and checked in the order that finds mistakes before anything is
+spent."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ _TOLERANCE = 1e-4
 _FOREIGN_TOLERANCE = 1e-3
 """The same if another engine's kernels computed them."""
 _COARSE = 0.3
-"""The same if either computes in half precision; more on paths of unlikely tokens (``ROUNDING``)."""
+"""The same if either computes in half precision; more on paths of unlikely tokens
+(``ROUNDING``)."""
 
 
 class RunParts:
@@ -103,26 +105,40 @@ class RunParts:
         self.serving = serving_of(run, self.policy, self._kind.is_here, say)
         check_prompts(run, self.task, self.scaffold, self.policy)
         weights = self.task.weights
-        self.rows = rows_of(run.sft, shown, self.policy, self.scaffold, weights, say) if run.sft is not None else []
+        self.rows = (
+            rows_of(run.sft, shown, self.policy, self.scaffold, weights, say)
+            if run.sft is not None
+            else []
+        )
         self._given = self._given_stages()
         self.client = self._client()
-        self.seen = AuditedClient(self.client, run.rl.sample.max_token_staleness if run.rl is not None else 0)
+        self.seen = AuditedClient(
+            self.client, run.rl.sample.max_token_staleness if run.rl is not None else 0
+        )
         self.rlm = RLM(self.seen, limits=run.limits, scaffold=self.scaffold, sandbox=run.sandbox)
 
-    # --- parts ---------------------------------------------------------------------------------------------------
+    # --- parts
+    # ---------------------------------------------------------------------------------------------------
 
     def _client(self) -> LocalClient | HttpEngines:
         if self._engines is not None:
             from ramify.inference.http.http_engines import HttpEngines
 
-            if not self._engines.urls:  # engines that are started answer to those alone that have it
+            if (
+                not self._engines.urls
+            ):  # engines that are started answer to those alone that have it
                 os.environ.setdefault(self._engines.key_variable, secrets.token_urlsafe(24))
             name = f"{self._engines.engine}:{self.run.name}"
             return HttpEngines(self.serving, self._engines, name=name, say=self._say)
         from ramify.inference.local.local_client import LocalClient
 
         spec = self.run.policy
-        return LocalClient(self.serving, name=f"local:{self.run.name}", slots=spec.slots, cache_bytes=spec.cache_bytes)
+        return LocalClient(
+            self.serving,
+            name=f"local:{self.run.name}",
+            slots=spec.slots,
+            cache_bytes=spec.cache_bytes,
+        )
 
     def _trained(self, out: Path) -> TrainedModel:
         """What is trained: the policy of this process, or a copy of it over ranks."""
@@ -134,26 +150,38 @@ class RunParts:
 
         spec, lora = run.policy, run.policy.lora
         adapters = (
-            None if lora is None else AdapterSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=run.seed)
+            None
+            if lora is None
+            else AdapterSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=run.seed)
         )
-        is_folder = bool(spec.path) and type(self.policy.model).__name__ == "Dense" and Path(spec.path).is_dir()
+        is_folder = (
+            bool(spec.path)
+            and type(self.policy.model).__name__ == "Dense"
+            and Path(spec.path).is_dir()
+        )
         source = Path(spec.path) if is_folder else self.policy.model.state_dict()
-        critic = run.rl is not None and needs_of(run.rl.algorithm).values and run.rl.critic.model == "shared"
+        critic = (
+            run.rl is not None
+            and needs_of(run.rl.algorithm).values
+            and run.rl.critic.model == "shared"
+        )
         hosts = {} if self.hosts is None else {"hosts": self.hosts}
         spread: TrainedModel = self._kind(
             self.policy, self.compute, out, lora=adapters, source=source, critic=critic, **hosts
-        )  # fmt: skip
+        )
         return spread
 
     def check_fits(self, checkpoint: Path) -> None:
-        """Raises ConfigError with the first tensor that a checkpoint's policy has otherwise than this one."""
+        """Raises ConfigError with the first tensor that a checkpoint's policy has otherwise than
+        this one."""
         from ramify.models.weights import check_weights, read_weights
 
         folder = checkpoint / "policy"
         check_weights(self.serving.model, read_weights(folder), str(folder))
 
     async def start(self, out: Path) -> None:
-        """Take the seats of the placement, and bring up the engines that are not in this process."""
+        """Take the seats of the placement, and bring up the engines that are not in this
+        process."""
         from ramify.inference.local.local_client import LocalClient
         from ramify.models.load import save
 
@@ -161,12 +189,18 @@ class RunParts:
         if self.run.placement is not None and self.run.placement.services:
             placement = self.run.placement
             self.services = RunServices(
-                self.hosts or LocalLauncher(), placement.services, out, restarts=placement.restarts, say=self._say
+                self.hosts or LocalLauncher(),
+                placement.services,
+                out,
+                restarts=placement.restarts,
+                say=self._say,
             )
             await self.services.start()
         launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
-            await self.client.start(out / "inference", lambda folder: save(self.serving, folder), launch)
+            await self.client.start(
+                out / "inference", lambda folder: save(self.serving, folder), launch
+            )
             await self._start_runners(out)
 
     async def _start_runners(self, out: Path) -> None:
@@ -209,18 +243,29 @@ class RunParts:
         assert run.inference is not None
         assert run.rl is not None
         return RolloutWorkerSpec(
-            name=self.client.name, task=run.task.name, options=run.task.options, scaffold=run.scaffold, limits=run.limits,
-            sandbox=run.sandbox, inference=attached(run.inference, urls), checkpoint=str(checkpoint.resolve()),
-            dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s, direct=run.rl.rollout.direct,
-            variables=tuple(each.variable for each in run.placement.services.values()) if run.placement else (),
-        )  # fmt: skip
+            name=self.client.name,
+            task=run.task.name,
+            options=run.task.options,
+            scaffold=run.scaffold,
+            limits=run.limits,
+            sandbox=run.sandbox,
+            inference=attached(run.inference, urls),
+            checkpoint=str(checkpoint.resolve()),
+            dtype=str(self.serving.dtype).removeprefix("torch."),
+            grace_s=run.rl.rollout.grace_s,
+            direct=run.rl.rollout.direct,
+            variables=tuple(each.variable for each in run.placement.services.values())
+            if run.placement
+            else (),
+        )
 
     @property
     def _is_placed(self) -> bool:
         return self.run.placement is not None and self.run.placement.kind == "ray"
 
     def _placed(self) -> Launcher | None:
-        """What starts processes, where it is not this machine. Raises ConfigError where the seats cannot be had."""
+        """What starts processes, where it is not this machine. Raises ConfigError where the seats
+        cannot be had."""
         import torch
 
         from ramify.train.placement.ray_launcher import RayLauncher
@@ -228,7 +273,9 @@ class RunParts:
         if not self._is_placed:
             return None
         assert self.run.placement is not None
-        hosts = RayLauncher(self.run.placement, self._placement_slots, num_gpus=torch.cuda.device_count())
+        hosts = RayLauncher(
+            self.run.placement, self._placement_slots, num_gpus=torch.cuda.device_count()
+        )
         try:
             num = sum(
                 member.role == "inference"
@@ -242,7 +289,8 @@ class RunParts:
         return hosts
 
     def _canary_limits(self) -> CanaryLimits:
-        """How much log-probabilities of engine and trainer may differ by: by the coarser precision."""
+        """How much log-probabilities of engine and trainer may differ by: by the coarser
+        precision."""
         spec, dtype = self.run.inference, str(self.serving.dtype).removeprefix("torch.")
         is_exact = dtype == "float32" and self.compute.precision == "fp32"
         hint = f"the engine computes in {dtype} and the trainer in {self.compute.precision}"
@@ -263,12 +311,18 @@ class RunParts:
             spec = self.run.rl.critic
             if spec.model == "shared":
                 return trained.with_critic(stage.optim, None)
-            own = scheduled("rl.critic", spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
+            own = (
+                scheduled("rl.critic", spec.optim, stage.optim.num_steps)
+                if spec.optim is not None
+                else stage.optim
+            )
             return trained.with_critic(stage.optim, own)
 
         return backend
 
-    def _signals(self, out: Path, trained: TrainedModel, published: PolicyPublisher) -> RunSignals | None:
+    def _signals(
+        self, out: Path, trained: TrainedModel, published: PolicyPublisher
+    ) -> RunSignals | None:
         """What is read off rollouts besides their reward; None for nothing."""
         from ramify.inference.local.local_client import LocalClient
         from ramify.train.backends.single import SingleBackend
@@ -279,22 +333,44 @@ class RunParts:
         sources = needed(rl.signals)
         if "live" in sources and rl.sample.max_staleness:
             raise ConfigError(
-                "a signal scores with the policy as it is (teacher source=live, student=recomputed, choose=overlap or "
-                "support=student), which is being trained meanwhile where rl.sample.max_staleness is above 0: set it to 0"
+                "a signal scores with the policy as it is (teacher source=live, "
+                "student=recomputed, choose=overlap or "
+                "support=student), which is being trained meanwhile where rl.sample.max_staleness "
+                "is above 0: set it to 0"
             )
         in_engine = None
         if isinstance(self.client, LocalClient) and self.serving is self.policy and trained.is_here:
             in_engine = self.client.run
-        teachers = self.teachers = RunTeachers(
-            sources, self.policy, lambda policy: SingleBackend(policy, None, self.compute, dumps=out), out, published.save,
-            trained.weights, self._engine_of, self.run.seed, in_engine, is_copy=not trained.is_here,
-        ) if sources else None  # fmt: skip
+        teachers = self.teachers = (
+            RunTeachers(
+                sources,
+                self.policy,
+                lambda policy: SingleBackend(policy, None, self.compute, dumps=out),
+                out,
+                published.save,
+                trained.weights,
+                self._engine_of,
+                self.run.seed,
+                in_engine,
+                is_copy=not trained.is_here,
+            )
+            if sources
+            else None
+        )
         return RunSignals(
-            rl.signals, rl.algorithm, pool=self.rlm.pool, budget=rl.judges, policy=self.seen, teachers=teachers,
-            cache=CallCache(Store(rl.judge_cache)) if rl.judge_cache else None, writing=self.policy.renderer,
-            weights=self.task.weights, temperature=rl.rollout.temperature, say=self._say,
+            rl.signals,
+            rl.algorithm,
+            pool=self.rlm.pool,
+            budget=rl.judges,
+            policy=self.seen,
+            teachers=teachers,
+            cache=CallCache(Store(rl.judge_cache)) if rl.judge_cache else None,
+            writing=self.policy.renderer,
+            weights=self.task.weights,
+            temperature=rl.rollout.temperature,
+            say=self._say,
             wants_reference="ref_logprobs" in streams_of(rl.loss) | needs_of(rl.algorithm).streams,
-        )  # fmt: skip
+        )
 
     def _engine_of(self, name: str) -> object:
         """An engine that scores, by its name."""
@@ -303,40 +379,63 @@ class RunParts:
         return connect(name)
 
     def _given_stages(self) -> list[TrainingStage]:
-        """The stages that sample nothing; made early, since only they know how many steps they have for their schedules."""
+        """The stages that sample nothing; made early, since only they know how many steps they have
+        for their schedules."""
         run = self.run
         stages: list[TrainingStage] = []
         if run.warmup is not None:
             special = set(self.policy.tokenizer.all_special_ids)
             ids = [index for index in range(len(self.policy.tokenizer)) if index not in special]
-            stages.append(WarmUpStage(run.warmup.steps, run.warmup.optim, ids, run.warmup.batch_tokens, run.seed))
+            stages.append(
+                WarmUpStage(
+                    run.warmup.steps, run.warmup.optim, ids, run.warmup.batch_tokens, run.seed
+                )
+            )
         if run.sft is not None:
-            stages.append(SftStage(self.rows, run.sft.optim, run.sft.batch_tokens, run.sft.epochs, run.seed))
+            stages.append(
+                SftStage(self.rows, run.sft.optim, run.sft.batch_tokens, run.sft.epochs, run.seed)
+            )
         return stages
 
-    def _stages(self, out: Path, trained: TrainedModel, published: PolicyPublisher) -> list[TrainingStage]:
+    def _stages(
+        self, out: Path, trained: TrainedModel, published: PolicyPublisher
+    ) -> list[TrainingStage]:
         run = self.run
         stages = list(self._given)
         if run.rl is not None:
             rl = run.rl
             stages.append(
                 RlStage(
-                    rl.steps, rl.optim, rl.loss, task=self.task, items=items_of(self.task, "train"),
+                    rl.steps,
+                    rl.optim,
+                    rl.loss,
+                    task=self.task,
+                    items=items_of(self.task, "train"),
                     rollouts=Rollouter(
-                        self.rlm, self.task, rl.rollout, seed=run.seed, on_stall=self._say,
-                        greedy=needs_of(rl.algorithm).greedy, gauge=getattr(self.client, "pressure", None),
+                        self.rlm,
+                        self.task,
+                        rl.rollout,
+                        seed=run.seed,
+                        on_stall=self._say,
+                        greedy=needs_of(rl.algorithm).greedy,
+                        gauge=getattr(self.client, "pressure", None),
                         rollout_worker=self.rollout_workers,
                     ),
-                    algorithm=rl.algorithm, sample=rl.sample, temperature=rl.rollout.temperature,
+                    algorithm=rl.algorithm,
+                    sample=rl.sample,
+                    temperature=rl.rollout.temperature,
                     signals=self._signals(out, trained, published),
                 )
-            )  # fmt: skip
+            )
         return stages
 
     def loop(
-        self, out: Path, listener: Callable[[StepMetrics], None] | None, on_stall: Callable[[str], None] | None = None,
+        self,
+        out: Path,
+        listener: Callable[[StepMetrics], None] | None,
+        on_stall: Callable[[str], None] | None = None,
         inform: Callable[[str], None] = print,
-    ) -> TrainingLoop:  # fmt: skip
+    ) -> TrainingLoop:
         from ramify.inference.local.local_client import LocalClient
 
         run = self.run
@@ -346,37 +445,63 @@ class RunParts:
         starts_at_base = run.warmup is None and run.sft is None
         check = SelfCheck(self.seen, published.weights, prompt, *self._canary_limits())
         loop = TrainingLoop(
-            out, self._stages(out, trained, published), self._backend_of(trained), published, self.evaluate,
-            first=run.evaluate.first, final=run.evaluate.final, schedule=run.schedule, guard=run.guard,
-            config=plain(run), check=check, reference_of=lambda folder: trained.reference(folder, starts_at_base),
-            listener=listener, say=self._say, inform=inform,
-            watch=RunWatchdog(out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall),
-        )  # fmt: skip
+            out,
+            self._stages(out, trained, published),
+            self._backend_of(trained),
+            published,
+            self.evaluate,
+            first=run.evaluate.first,
+            final=run.evaluate.final,
+            schedule=run.schedule,
+            guard=run.guard,
+            config=plain(run),
+            check=check,
+            reference_of=lambda folder: trained.reference(folder, starts_at_base),
+            listener=listener,
+            say=self._say,
+            inform=inform,
+            watch=RunWatchdog(
+                out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall
+            ),
+        )
         self.seen.on_reply = loop.watch.moved
         if not isinstance(self.client, LocalClient):
             self.client.membership.came = lambda: loop.rejoin(published.rejoin)
             loop.measures = self.client.metrics
-        elif self._kind.is_here and self.rollout_workers is None:  # else processes below this one do more than sessions
+        elif (
+            self._kind.is_here and self.rollout_workers is None
+        ):  # else processes below this one do more than sessions
             loop.meter = CpuMeter(self.client.engine.paces.taken)
         first = run.rl.sample.first_item if run.rl is not None else 0
-        loop.state.next_item = max(first, run.sft.num if run.sft is not None and run.sft.demos else 0)
+        loop.state.next_item = max(
+            first, run.sft.num if run.sft is not None and run.sft.demos else 0
+        )
         return loop
 
     async def evaluate(self, split: str) -> dict[str, float]:
-        """The mean reward on the first items of ``split``, of all and by kind, where enough attempts could be judged."""
+        """The mean reward on the first items of ``split``, of all and by kind, where enough
+        attempts could be judged."""
         spec = self.run.evaluate
         options = msgspec.structs.replace(
             self.run.rl.rollout if self.run.rl is not None else RolloutOptions(),
-            group=spec.attempts, temperature=spec.temperature,
-        )  # fmt: skip
+            group=spec.attempts,
+            temperature=spec.temperature,
+        )
         rollouts = Rollouter(
-            self.rlm, self.task, options, seed=self.run.seed, on_stall=self._say, rollout_worker=self.rollout_workers
-        )  # fmt: skip
+            self.rlm,
+            self.task,
+            options,
+            seed=self.run.seed,
+            on_stall=self._say,
+            rollout_worker=self.rollout_workers,
+        )
         found = items_of(self.task, split)
         num = spec.num if split != "validation" or spec.validation is None else spec.validation
         items = [found[index] for index in range(min(num, len(found)))]
         groups = await rollouts.groups(items, -1, f"evaluating {split}")
-        return report(split, items, groups, self.task.weights, max_failed=spec.max_failed, say=self._say)
+        return report(
+            split, items, groups, self.task.weights, max_failed=spec.max_failed, say=self._say
+        )
 
 
 def _device_of(run: Run) -> str:

@@ -1,7 +1,8 @@
-"""``ramify ask``: its options, and how they become an ``RLM`` and a question. ``ask_runner.py`` runs it.
+"""``ramify ask``: its options, and how they become an ``RLM`` and a question. ``ask_runner.py``
+runs it.
 
-``SETTINGS`` is the one list of settings: the command line, the configuration file and the ``RAMIFY_*`` variables take
-their names and types from it.
+``SETTINGS`` is the one list of settings: the command line, the configuration file and the
+``RAMIFY_*`` variables take their names and types from it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ _PATIENCE_S = 1.0
 SETTINGS = (
     OptionSpec("model", str, "provider:model that drives the session", "MODEL", "-m"),
     OptionSpec(
-        "sub_model", list, "model below the root (default: the model); repeat it to offer more by name", "MODEL"
+        "sub_model",
+        list,
+        "model below the root (default: the model); repeat it to offer more by name",
+        "MODEL",
     ),
     OptionSpec("max_cost", float, "dollars (default: 5, where prices are known)"),
     OptionSpec("max_seconds", float, "from question to answer (default: 1800)"),
@@ -56,8 +60,14 @@ SETTINGS = (
     OptionSpec("max_tokens", int, "in and out, in all (default: 20000000)"),
     OptionSpec("max_reply_tokens", int, "of one reply (default: 8192)"),
     OptionSpec("max_concurrency", int, "requests at once (default: 64)"),
-    OptionSpec("patience", float, "seconds to try again while a model cannot be reached (default: 300)"),
-    OptionSpec("branches", int, "first turns to go on from, each to an answer; most of them win (default: 1)"),
+    OptionSpec(
+        "patience", float, "seconds to try again while a model cannot be reached (default: 300)"
+    ),
+    OptionSpec(
+        "branches",
+        int,
+        "first turns to go on from, each to an answer; most of them win (default: 1)",
+    ),
     OptionSpec("cite", bool, "ask for citations and check them"),
     OptionSpec(
         "scaffold",
@@ -70,16 +80,25 @@ SETTINGS = (
     OptionSpec("allow_weaker", bool, "accept less isolation, or none where there is no jail"),
     OptionSpec("memory", str, "of one session (default: 2GiB)", "SIZE"),
     OptionSpec("package", list, "of this Python, which sessions may import; repeat it for more"),
-    OptionSpec("mount", list, "file or folder that sessions may read, where they see it; repeat it", "PATH:PLACE"),
     OptionSpec(
-        "mcp", list, "MCP server whose tools sessions get, a command or an address; repeat it for more", "COMMAND"
+        "mount",
+        list,
+        "file or folder that sessions may read, where they see it; repeat it",
+        "PATH:PLACE",
+    ),
+    OptionSpec(
+        "mcp",
+        list,
+        "MCP server whose tools sessions get, a command or an address; repeat it for more",
+        "COMMAND",
     ),
     OptionSpec("temperature", float, "of sampling (default: the provider's)"),
     OptionSpec("direct", bool, "answer by one plain call what fits easily (default: yes)"),
     OptionSpec(
         "cache",
         bool,
-        "keep replies in a cache, and use those that earlier runs with --cache kept for the same requests",
+        "keep replies in a cache, and use those that earlier runs with --cache kept for the same "
+        "requests",
     ),
     OptionSpec("store", bool, "keep the run (default: yes)"),
     OptionSpec("json", bool, "print one JSON object"),
@@ -93,11 +112,15 @@ OF_ONE_QUESTION = (
     OptionSpec("answer_schema", str, "JSON schema that the answer must meet", "FILE|JSON"),
     OptionSpec("resume", str, "go on with a run that was cut off, as it began", "RUN"),
 )
-KINDS: dict[str, Any] = {option.name: list[str] if option.kind is list else option.kind for option in SETTINGS}
+KINDS: dict[str, Any] = {
+    option.name: list[str] if option.kind is list else option.kind for option in SETTINGS
+}
 """Setting -> its type."""
 
 
-def ask(words: list[str], answer_schema: str | None = None, resume: str | None = None, **given: Any) -> int:
+def ask(
+    words: list[str], answer_schema: str | None = None, resume: str | None = None, **given: Any
+) -> int:
     if resume is not None:
         _refuse_settings(words, answer_schema, given)
     settings = fill(given, KINDS)
@@ -111,7 +134,9 @@ def ask(words: list[str], answer_schema: str | None = None, resume: str | None =
 
         allow_weaker = bool(settings.get("allow_weaker"))
         with exporting(notes), ProgressScreen(notes, form) as screen:
-            return run_again(resume, screen, as_json=bool(settings.get("json")), allow_weaker=allow_weaker)
+            return run_again(
+                resume, screen, as_json=bool(settings.get("json")), allow_weaker=allow_weaker
+            )
     if not words or not words[0].strip():
         raise UsageError("say what you want to know: ramify ask QUESTION PATH…")
     if not settings.get("model"):
@@ -122,7 +147,11 @@ def ask(words: list[str], answer_schema: str | None = None, resume: str | None =
 
 
 def _ask(
-    question: str, paths: list[str], answer_schema: str | None, settings: dict[str, Any], screen: ProgressScreen
+    question: str,
+    paths: list[str],
+    answer_schema: str | None,
+    settings: dict[str, Any],
+    screen: ProgressScreen,
 ) -> int:
     spec = sandbox_spec(settings)
     _warm_up(settings["model"], spec if _needs_session(paths, settings) else None)
@@ -147,8 +176,9 @@ def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[Mcp
 
 
 def _warm_up(model: str, spec: SandboxSpec | None) -> None:
-    """Begin to start the sandbox's server, in its own process, and to import what a model's client needs for TLS (much
-    of that is reading certificates, without Python's lock), while this thread imports the rest and reads files."""
+    """Begin to start the sandbox's server, in its own process, and to import what a model's client
+    needs for TLS (much of that is reading certificates, without Python's lock), while this thread
+    imports the rest and reads files."""
     from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve, split_name
     from ramify.sandbox.base import launch
 
@@ -168,13 +198,17 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
     given = settings.get("sandbox") or SandboxSpec().provider
     if given not in PROVIDERS:
         raise ConfigError(f"unknown sandbox '{given}': {nearest(given, PROVIDERS)}")
-    more = {name: settings[name] for name in ("tier", "allow_weaker") if settings.get(name) is not None}
+    more = {
+        name: settings[name] for name in ("tier", "allow_weaker") if settings.get(name) is not None
+    }
     if memory := settings.get("memory"):
         more["memory_bytes"] = parse_size(memory, "--memory")
     return SandboxSpec(
-        provider=given, packages=tuple(settings.get("package") or ()),
-        mounts=tuple(read_mount(each) for each in settings.get("mount") or ()), **more,
-    )  # fmt: skip
+        provider=given,
+        packages=tuple(settings.get("package") or ()),
+        mounts=tuple(read_mount(each) for each in settings.get("mount") or ()),
+        **more,
+    )
 
 
 def read_mount(given: str) -> tuple[str, str]:
@@ -194,7 +228,10 @@ def _needs_session(paths: list[str], settings: dict[str, Any]) -> bool:
 
 
 def make_rlm(
-    settings: dict[str, Any], spec: SandboxSpec, store: Store | None, tools: Mapping[str, Any] | None = None
+    settings: dict[str, Any],
+    spec: SandboxSpec,
+    store: Store | None,
+    tools: Mapping[str, Any] | None = None,
 ) -> RLM:
     from ramify.clients.base import Sampling
     from ramify.engine.limits import Limits
@@ -202,7 +239,9 @@ def make_rlm(
 
     temperature = settings.get("temperature")
     if temperature is not None and not 0 <= temperature < math.inf:
-        raise ConfigError(f"temperature={temperature:g} is none that can be sampled at: give 0 or more")
+        raise ConfigError(
+            f"temperature={temperature:g} is none that can be sampled at: give 0 or more"
+        )
     given = {name: value for name, value in settings.items() if name in Limits.__struct_fields__}
     if settings.get("patience") is not None:
         given["patience_s"] = settings["patience"]
@@ -211,10 +250,16 @@ def make_rlm(
     if settings.get("direct") is False:
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)
     return RLM(
-        settings["model"], sub_model=settings.get("sub_model") or None, limits=limits, scaffold=scaffold, sandbox=spec,
-        store=store, sampling=Sampling(temperature=temperature), branches=settings.get("branches", 1),
+        settings["model"],
+        sub_model=settings.get("sub_model") or None,
+        limits=limits,
+        scaffold=scaffold,
+        sandbox=spec,
+        store=store,
+        sampling=Sampling(temperature=temperature),
+        branches=settings.get("branches", 1),
         tools=tools,
-    )  # fmt: skip
+    )
 
 
 def open_store(settings: dict[str, Any]) -> Store | None:
@@ -248,7 +293,9 @@ def read_schema(given: str | None) -> dict[str, Any] | None:
     is_inline = given.lstrip().startswith("{")
     schema = _decoded(given.encode() if is_inline else _read(given, "the answer's schema"), given)
     if not isinstance(schema, dict):
-        raise ConfigError(f"the answer's schema in {given} is a {type(schema).__name__}: give a JSON object")
+        raise ConfigError(
+            f"the answer's schema in {given} is a {type(schema).__name__}: give a JSON object"
+        )
     return schema
 
 
@@ -279,11 +326,14 @@ def _decoded(data: bytes, name: str) -> Any:
             return tomllib.loads(data.decode())
         return msgspec.json.decode(data)
     except ValueError as error:  # msgspec's, tomllib's and Unicode's errors are ones
-        raise ConfigError(f"{name if len(name) < 80 else name[:79] + '…'} does not parse: {error}") from None
+        raise ConfigError(
+            f"{name if len(name) < 80 else name[:79] + '…'} does not parse: {error}"
+        ) from None
 
 
 def _is_piped(notes: StderrNotes) -> bool:
-    """Whether something was piped or redirected in and has at least one byte; waits for that byte."""
+    """Whether something was piped or redirected in and has at least one byte; waits for that
+    byte."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, ValueError, OSError):
@@ -298,13 +348,15 @@ def _is_piped(notes: StderrNotes) -> bool:
 
 
 def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[str, Any]) -> None:
-    """A resumed run goes on as it began: only what concerns the output and this machine may be said again."""
+    """A resumed run goes on as it began: only what concerns the output and this machine may be said
+    again."""
     named = [option.long for option in SETTINGS if given[option.name] is not None]
     other = [name for name in named if name not in _SAID_AGAIN]
     other += ["--answer-schema"] if answer_schema else []
     if words or other:
         raise UsageError(
-            f"--resume: the run goes on as it began; leave out {', '.join(['QUESTION'] * bool(words) + other)}"
+            "--resume: the run goes on as it began; leave out "
+            f"{', '.join(['QUESTION'] * bool(words) + other)}"
         )
 
 

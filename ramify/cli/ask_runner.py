@@ -1,4 +1,5 @@
-"""A question from the command line, from its start to its exit code: Ctrl-C, what is shown meanwhile, what is printed.
+"""A question from the command line, from its start to its exit code: Ctrl-C, what is shown
+meanwhile, what is printed.
 
 run ──> start an RLM's run ──> watch its events (``progress_screen.py``) ──> print the answer ──> exit code
            ^
@@ -53,13 +54,19 @@ class AskRequest(msgspec.Struct, frozen=True):
     def start(self, rlm: RLM, on_event: Callable[[AnyEvent], None]) -> RunHandle:
         given = (self.question, None) if self.loaded is None else (self.loaded, self.question)
         return rlm.start(
-            *given, answer_type=self.schema, cite=self.cite, cache=self.cache, on_event=on_event,
+            *given,
+            answer_type=self.schema,
+            cite=self.cite,
+            cache=self.cache,
+            on_event=on_event,
             metadata=source_record(self.loaded, self.paths),
-        )  # fmt: skip
+        )
 
 
 def run(rlm: RLM, asked: AskRequest, screen: ProgressScreen, *, as_json: bool) -> ExitCode:
-    return _finish(lambda on_event: asked.start(rlm, on_event), rlm, screen, as_json, bool(asked.schema))
+    return _finish(
+        lambda on_event: asked.start(rlm, on_event), rlm, screen, as_json, bool(asked.schema)
+    )
 
 
 def run_again(run: str, screen: ProgressScreen, *, as_json: bool, allow_weaker: bool) -> ExitCode:
@@ -71,27 +78,42 @@ def run_again(run: str, screen: ProgressScreen, *, as_json: bool, allow_weaker: 
     if recorded.ended is None:
         store.check_free(run)
     has_schema = bool(recorded.started.config.get("answer_schema"))
-    rlm = resume.rebuild(recorded.started, store, with_tools=recorded.ended is None, allow_weaker=allow_weaker)
+    rlm = resume.rebuild(
+        recorded.started, store, with_tools=recorded.ended is None, allow_weaker=allow_weaker
+    )
     if recorded.ended is not None:
         notes.say(f"run {recorded.started.id} had ended; this is its answer")
         result = asyncio.run(rlm.aresume(run))
         screen.clear()
         return _print(result, notes, as_json, has_schema, is_stored=True)
-    notes.say(f"going on with run {recorded.started.id}: {terminal_text.one_line(recorded.started.question)}")
-    return _finish(lambda on_event: rlm.restart(run, on_event=on_event), rlm, screen, as_json, has_schema)
+    notes.say(
+        f"going on with run {recorded.started.id}: "
+        f"{terminal_text.one_line(recorded.started.question)}"
+    )
+    return _finish(
+        lambda on_event: rlm.restart(run, on_event=on_event), rlm, screen, as_json, has_schema
+    )
 
 
 def source_record(loaded: LoadedContext | None, paths: list[str]) -> dict[str, Any]:
     """What a resume needs to load again what does not live in the context: tools over files."""
     if loaded is None:
         return {}
-    return {"sources": {"paths": [p if p == "-" else str(Path(p).absolute()) for p in paths], "tools": [*loaded.tools]}}
+    return {
+        "sources": {
+            "paths": [p if p == "-" else str(Path(p).absolute()) for p in paths],
+            "tools": [*loaded.tools],
+        }
+    }
 
 
-# --- running ---------------------------------------------------------------------------------------------------
+# --- running
+# ---------------------------------------------------------------------------------------------------
 
 
-def _finish(start: Start, rlm: RLM, screen: ProgressScreen, as_json: bool, has_schema: bool) -> ExitCode:
+def _finish(
+    start: Start, rlm: RLM, screen: ProgressScreen, as_json: bool, has_schema: bool
+) -> ExitCode:
     notes = screen.notes
     interrupts = RunInterrupts(notes)
     gc.freeze()  # what start-up made stays; ``main`` had turned collection off for it
@@ -105,7 +127,9 @@ def _finish(start: Start, rlm: RLM, screen: ProgressScreen, as_json: bool, has_s
     return _print(result, notes, as_json, has_schema, is_stored=rlm.store is not None)
 
 
-async def _watched(start: Start, rlm: RLM, screen: ProgressScreen, interrupts: RunInterrupts) -> Result:
+async def _watched(
+    start: Start, rlm: RLM, screen: ProgressScreen, interrupts: RunInterrupts
+) -> Result:
     async with rlm:
         watcher = _watcher(rlm, screen)
         running = start(watcher.apply)
@@ -155,10 +179,13 @@ class RunInterrupts:
         running.cancel()
 
 
-# --- printing --------------------------------------------------------------------------------------------------
+# --- printing
+# --------------------------------------------------------------------------------------------------
 
 
-def _print(result: Result, notes: StderrNotes, as_json: bool, has_schema: bool, *, is_stored: bool) -> ExitCode:
+def _print(
+    result: Result, notes: StderrNotes, as_json: bool, has_schema: bool, *, is_stored: bool
+) -> ExitCode:
     code = exit_of(result.stop, result.answer)
     run_id = result.run_id if is_stored else None
     if as_json:
@@ -187,10 +214,15 @@ def _why(result: Result) -> str:
 def _print_json(result: Result, run_id: str | None) -> None:
     """The fields of ``docs/cli.md``: always all of them, in this order."""
     fields = {
-        "answer": jsonable(result.answer), "stop": result.stop, "error": result.error,
-        "citations": result.citations, "usage": {name: getattr(result.usage, name) for name in Usage.__struct_fields__},
-        "cost": result.cost, "seconds": result.trajectory.seconds, "run": run_id,
-    }  # fmt: skip
+        "answer": jsonable(result.answer),
+        "stop": result.stop,
+        "error": result.error,
+        "citations": result.citations,
+        "usage": {name: getattr(result.usage, name) for name in Usage.__struct_fields__},
+        "cost": result.cost,
+        "seconds": result.trajectory.seconds,
+        "run": run_id,
+    }
     try:
         print(msgspec.json.encode(fields).decode())
     except UnicodeEncodeError:  # halves of characters, for which only escapes will do
@@ -204,7 +236,8 @@ def _print_answer(result: Result, notes: StderrNotes, has_schema: bool) -> None:
     is_terminal = sys.stdout.isatty()
     print(terminal_text.clean(result.response) if is_terminal else result.response)
     lines = [
-        f"[{number}] {each.source}:{each.first_line}-{each.last_line} {terminal_text.one_line(each.quote, 160)!r}"
+        f"[{number}] {each.source}:{each.first_line}-{each.last_line} "
+        f"{terminal_text.one_line(each.quote, 160)!r}"
         for number, each in enumerate(result.citations, 1)
     ]
     if has_schema:  # stdout must stay JSON
@@ -215,14 +248,17 @@ def _print_answer(result: Result, notes: StderrNotes, has_schema: bool) -> None:
 
 
 def summary(trajectory: Trajectory, run_id: str | None, unfinished: str = "running") -> str:
-    """``final · 3 turns, 12 calls · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``; ``unfinished`` is for one without end."""
+    """``final · 3 turns, 12 calls · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``;
+    ``unfinished`` is for one without end."""
     usage = trajectory.usage
     turns = len(trajectory.root.turns) if trajectory.calls else 0
     bound = "at most " if usage.unknown_calls else ""
     parts = [
-        str(trajectory.stop or unfinished), f"{terminal_text.many(turns, 'turn')}, {terminal_text.many(usage.calls, 'call')}",
+        str(trajectory.stop or unfinished),
+        f"{terminal_text.many(turns, 'turn')}, {terminal_text.many(usage.calls, 'call')}",
         f"{bound}{terminal_text.count(usage.total_tokens)} tokens",
         *([bound + terminal_text.dollars(trajectory.cost)] if trajectory.cost is not None else []),
-        terminal_text.seconds(trajectory.seconds), *([f"run {run_id}"] if run_id else []),
-    ]  # fmt: skip
+        terminal_text.seconds(trajectory.seconds),
+        *([f"run {run_id}"] if run_id else []),
+    ]
     return " · ".join(parts)

@@ -55,15 +55,23 @@ def recipe_of(words: list[str]) -> str:
 PLAN = CommandSpec(
     name="cluster plan",
     about="Print where the processes of a recipe would go, what memory each would take and how long a step would be.\n\n"
-    "Nothing is started. FIELD=VALUE overrides a field of the recipe, as in placement.pools.main.gpus=8.",
+    "Nothing is started. FIELD=VALUE overrides a field of the recipe, as in "
+    "placement.pools.main.gpus=8.",
     run=plan,
     words="RECIPE [FIELD=VALUE…]",
     min_words=1,
     max_words=None,
     options=(
-        OptionSpec("nodes", int, "nodes of the recipe's pool, where it has one (default: as the recipe says)"),
         OptionSpec(
-            "device", str, "cpu, l4, a100, h100, … (default: h100 where roles ask for GPUs, else cpu)", "DEVICE"
+            "nodes",
+            int,
+            "nodes of the recipe's pool, where it has one (default: as the recipe says)",
+        ),
+        OptionSpec(
+            "device",
+            str,
+            "cpu, l4, a100, h100, … (default: h100 where roles ask for GPUs, else cpu)",
+            "DEVICE",
         ),
         OptionSpec("mfu", float, "share of the device's speed that training gets (default: 0.35)"),
         OptionSpec("measured", str, "take speeds and tokens from this run's metrics.jsonl", "RUN"),

@@ -39,7 +39,9 @@ class TerminalCurves(msgspec.Struct):
             if measured.stage == "first" and "validation/reward" in values:
                 self.scores.append((measured.step, values["validation/reward"]))
             rewards = {name: value for name, value in values.items() if name.endswith("/reward")}
-            self.final.update({f"{measured.stage} {name}": value for name, value in rewards.items()})
+            self.final.update(
+                {f"{measured.stage} {name}": value for name, value in rewards.items()}
+            )
             return
         if measured.stage != self.stage:
             self.stage, self.curves = measured.stage, {}
@@ -54,13 +56,22 @@ class TerminalCurves(msgspec.Struct):
         head = f"{self.name} · {self.stage} · step {self.step:,} · {self.seconds:,.0f} s"
         rows = [
             head,
-            *(f"{name:<13} {self._curve(values, width - 28)} {values[-1]:.4g}" for name, values in self.curves.items()),
+            *(
+                f"{name:<13} {self._curve(values, width - 28)} {values[-1]:.4g}"
+                for name, values in self.curves.items()
+            ),
         ]
         if self.scores:
             step, best = max(self.scores, key=lambda pair: pair[1])
             shown = self._curve([score for _, score in self.scores], width - 60)
-            rows.append(f"{'validation':<13} {shown} {self.scores[-1][1]:.4g}   (best {best:.4g} at step {step})")
-        return [row[:width] for row in [*rows, *(f"{name}: {value:.4g}" for name, value in self.final.items())]]
+            rows.append(
+                f"{'validation':<13} {shown} {self.scores[-1][1]:.4g}   (best {best:.4g} at step "
+                f"{step})"
+            )
+        return [
+            row[:width]
+            for row in [*rows, *(f"{name}: {value:.4g}" for name, value in self.final.items())]
+        ]
 
     @staticmethod
     def _curve(values: Sequence[float], width: int) -> str:
@@ -84,7 +95,9 @@ def curve(values: Sequence[float], width: int) -> str:
 def line(measured: StepMetrics) -> str:
     """One measurement in a line, for a log."""
     wanted = {
-        name: value for name, value in measured.values.items() if "/" in name or name in SHOWN or name == "silent"
+        name: value
+        for name, value in measured.values.items()
+        if "/" in name or name in SHOWN or name == "silent"
     }
     return f"{measured.at_s:8.1f} s  {measured.stage} {measured.step}  " + "  ".join(
         f"{name} {value:.4g}" for name, value in wanted.items()

@@ -1,4 +1,5 @@
-"""``ramify doctor``: what this installation has and lacks. Names of keys are shown, never their values."""
+"""``ramify doctor``: what this installation has and lacks. Names of keys are shown, never their
+values."""
 
 from __future__ import annotations
 
@@ -24,12 +25,28 @@ from ramify.errors import RamifyError
 from ramify.sandbox.base import open_sandbox
 
 EXTRAS = {
-    "anthropic": "anthropic", "litellm": "litellm", "pdf": "pypdf", "ipython": "IPython", "mcp": "mcp",
-    "monty": "pydantic_monty", "modal": "modal", "e2b": "e2b", "daytona": "daytona", "prime": "prime_sandboxes",
-    "math": "math_verify", "train": "torch", "datasets": "datasets", "ray": "ray", "tensorboard": "tensorboardX",
-    "lora": "peft", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "otel": "opentelemetry.sdk",
+    "anthropic": "anthropic",
+    "litellm": "litellm",
+    "pdf": "pypdf",
+    "ipython": "IPython",
+    "mcp": "mcp",
+    "monty": "pydantic_monty",
+    "modal": "modal",
+    "e2b": "e2b",
+    "daytona": "daytona",
+    "prime": "prime_sandboxes",
+    "math": "math_verify",
+    "train": "torch",
+    "datasets": "datasets",
+    "ray": "ray",
+    "tensorboard": "tensorboardX",
+    "lora": "peft",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "otel": "opentelemetry.sdk",
     "cluster": "simpy",
-}  # fmt: skip
+}
 """Extra -> the module that it brings."""
 _KEYS_OF_OTHERS = {"anthropic": ("ANTHROPIC_API_KEY",)}
 
@@ -62,8 +79,13 @@ def _config() -> Iterator[str]:
 
 def found_keys(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Provider -> the variable that holds its key, where one does."""
-    variables = {name: provider.key_variables for name, provider in PROVIDERS.items()} | _KEYS_OF_OTHERS
-    found = {name: next((each for each in keys if environ.get(each)), "") for name, keys in variables.items()}
+    variables = {
+        name: provider.key_variables for name, provider in PROVIDERS.items()
+    } | _KEYS_OF_OTHERS
+    found = {
+        name: next((each for each in keys if environ.get(each)), "")
+        for name, keys in variables.items()
+    }
     return {name: variable for name, variable in found.items() if variable}
 
 
@@ -127,12 +149,18 @@ def _store() -> Iterator[str]:
 
 
 _PARTS = {
-    "ramify": _version, "config": _config, "keys": _keys, "prices": _prices, "sandbox": _sandbox,
-    "extras": _extras, "store": _store,
-}  # fmt: skip
+    "ramify": _version,
+    "config": _config,
+    "keys": _keys,
+    "prices": _prices,
+    "sandbox": _sandbox,
+    "extras": _extras,
+    "store": _store,
+}
 
 COMMAND = CommandSpec(
     "doctor",
-    "Show keys found, the sandbox and its strength, extras, store and configuration. Exit code 1 if something\nis wrong.",
+    "Show keys found, the sandbox and its strength, extras, store and configuration. Exit code 1 "
+    "if something\nis wrong.",
     doctor,
 )

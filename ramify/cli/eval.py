@@ -1,8 +1,9 @@
-"""``ramify eval``: a model on a task, and what it came to. ``evaluate/`` does it; this reads, shows and goes on.
+"""``ramify eval``: a model on a task, and what it came to. ``evaluate/`` does it; this reads, shows
+and goes on.
 
-ramify eval ledger --model openai:gpt-5-mini --items 50 --n 4
-ramify eval my_task.py:task chars=100000 --model …         a task of one's own, with an option that it takes
-ramify eval questions.jsonl question=q gold=a reward=f1 --model …
+ramify eval ledger --model openai:gpt-5-mini --items 50 --n 4 ramify eval my_task.py:task
+chars=100000 --model …         a task of one's own, with an option that it takes ramify eval
+questions.jsonl question=q gold=a reward=f1 --model …
 """
 
 from __future__ import annotations
@@ -46,26 +47,52 @@ OF_AN_EVALUATION = (
     OptionSpec("k", int, "of pass@k and majority@k (default: n)"),
     OptionSpec("seed", int, "of sampling (default: 0)"),
     OptionSpec("concurrency", int, "attempts at once (default: 16)"),
-    OptionSpec("validate", bool, "prove first that right answers score 1 and wrong ones do not (default: yes)"),
-    OptionSpec("resume", str, "go on with an evaluation that was cut off, as it began; last is the latest", "ID"),
-    OptionSpec("against", str, "also the difference from another evaluation, over the same items", "ID"),
     OptionSpec(
-        "track", list, "also send the figures to tensorboard, wandb, mlflow, trackio or module:Class; repeat it"
+        "validate",
+        bool,
+        "prove first that right answers score 1 and wrong ones do not (default: yes)",
+    ),
+    OptionSpec(
+        "resume",
+        str,
+        "go on with an evaluation that was cut off, as it began; last is the latest",
+        "ID",
+    ),
+    OptionSpec(
+        "against", str, "also the difference from another evaluation, over the same items", "ID"
+    ),
+    OptionSpec(
+        "track",
+        list,
+        "also send the figures to tensorboard, wandb, mlflow, trackio or module:Class; repeat it",
     ),
 )
 _PLANNED = ("split", "items", "n", "seed", "validate")
 _NOT_HERE = ("cite", "cache")
 _DIRECT = OptionSpec(
-    "direct", bool, "answer by one plain call what fits easily (default: no, each attempt has a session)"
+    "direct",
+    bool,
+    "answer by one plain call what fits easily (default: no, each attempt has a session)",
 )
-_SETTINGS = tuple(_DIRECT if option.name == "direct" else option for option in SETTINGS if option.name not in _NOT_HERE)
+_SETTINGS = tuple(
+    _DIRECT if option.name == "direct" else option
+    for option in SETTINGS
+    if option.name not in _NOT_HERE
+)
 _KINDS = {name: kind for name, kind in KINDS.items() if name not in _NOT_HERE}
 
 
 def evaluate(
-    words: list[str], k: int | None, resume: str | None, against: str | None, track: list[str] | None, **given: Any
+    words: list[str],
+    k: int | None,
+    resume: str | None,
+    against: str | None,
+    track: list[str] | None,
+    **given: Any,
 ) -> int:
-    about = {option.name: given.pop(option.name) for option in OF_AN_EVALUATION if option.name in given}
+    about = {
+        option.name: given.pop(option.name) for option in OF_AN_EVALUATION if option.name in given
+    }
     concurrency = about.pop("concurrency")
     concurrency = 16 if concurrency is None else concurrency
     if resume is not None:
@@ -84,18 +111,34 @@ def evaluate(
         raise UsageError(f"--concurrency {concurrency}: give at least 1")
     if resume is not None and settings.get("store") is False:
         raise UsageError("--resume goes on with what is stored: leave out --no-store")
-    with exporting(notes), ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen:
-        return _Command(settings, screen, k, against, concurrency, track or []).run(words, resume, about)
+    with (
+        exporting(notes),
+        ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen,
+    ):
+        return _Command(settings, screen, k, against, concurrency, track or []).run(
+            words, resume, about
+        )
 
 
 class _Command:
     """One evaluation from the command line."""
 
     def __init__(
-        self, settings: dict[str, Any], screen: ProgressScreen, k: int | None, against: str | None, concurrency: int,
+        self,
+        settings: dict[str, Any],
+        screen: ProgressScreen,
+        k: int | None,
+        against: str | None,
+        concurrency: int,
         track: list[str],
-    ) -> None:  # fmt: skip
-        self._settings, self._screen, self._notes, self._k, self._against = settings, screen, screen.notes, k, against
+    ) -> None:
+        self._settings, self._screen, self._notes, self._k, self._against = (
+            settings,
+            screen,
+            screen.notes,
+            k,
+            against,
+        )
         self._concurrency = concurrency
         self._store = open_store(settings)
         self._trackers: RunTrackers | None = None
@@ -116,7 +159,9 @@ class _Command:
             check_k(self._k, plan.attempts)
         if other is not None:
             check_same_items(plan, other.plan)
-        task = _task(plan, bool(about.get("validate", True) is not False and resume is None), self._notes)
+        task = _task(
+            plan, bool(about.get("validate", True) is not False and resume is None), self._notes
+        )
         if record is None and records is not None:
             record = records.create(plan)
         try:
@@ -129,12 +174,15 @@ class _Command:
     def _tracked(
         self, plan: EvaluationPlan, record: EvaluationRecord | None, is_resumed: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """The trackers, open from the beginning, so that what is wrong with one is known before anything is spent."""
+        """The trackers, open from the beginning, so that what is wrong with one is known before
+        anything is spent."""
         if self._trackers is None:
             return contextlib.nullcontext()
         id = record.id if record is not None else time.strftime("%Y%m%d-%H%M%S")
         name, config = f"eval {plan.task}/{plan.split} {plan.model}", msgspec.to_builtins(plan)
-        return self._trackers.opened(name, Path("runs/evaluations") / id, config, 0 if is_resumed else None)
+        return self._trackers.opened(
+            name, Path("runs/evaluations") / id, config, 0 if is_resumed else None
+        )
 
     def _other(self, records: Any) -> Evaluation | None:
         """The evaluation to compare with, read before anything is spent."""
@@ -148,29 +196,52 @@ class _Command:
     def _plan(self, words: list[str], about: dict[str, Any]) -> EvaluationPlan:
         from ramify.evaluate.run import EvaluationPlan
 
-        fields = {"split": about["split"], "items": about["items"], "attempts": about["n"], "seed": about["seed"]}
-        settings = {name: value for name, value in self._settings.items() if name not in (*_OUTPUT, "model")}
-        settings.setdefault("direct", False)  # a plan without it is older, and was begun with direct calls
+        fields = {
+            "split": about["split"],
+            "items": about["items"],
+            "attempts": about["n"],
+            "seed": about["seed"],
+        }
+        settings = {
+            name: value for name, value in self._settings.items() if name not in (*_OUTPUT, "model")
+        }
+        settings.setdefault(
+            "direct", False
+        )  # a plan without it is older, and was begun with direct calls
         if settings.get("mcp"):
             from ramify.engine.mcp_tools import recorded
 
             settings["mcp"] = [recorded(server) for server in settings["mcp"]]
         return EvaluationPlan(
-            model=self._settings["model"], task=words[0], options=dict(map(_option, words[1:])), settings=settings,
+            model=self._settings["model"],
+            task=words[0],
+            options=dict(map(_option, words[1:])),
+            settings=settings,
             **{name: value for name, value in fields.items() if value is not None},
-        )  # fmt: skip
+        )
 
     def _evaluated(
-        self, task: Task, plan: EvaluationPlan, record: EvaluationRecord | None, other: Evaluation | None
+        self,
+        task: Task,
+        plan: EvaluationPlan,
+        record: EvaluationRecord | None,
+        other: Evaluation | None,
     ) -> ExitCode:
         settings = {**plan.settings, "model": plan.model}
-        given = self._settings.get("mcp") or settings.get("mcp")  # in the plan without the values of variables
+        given = self._settings.get("mcp") or settings.get(
+            "mcp"
+        )  # in the plan without the values of variables
         with mcp_tools({"mcp": given}) as tools:
             rlm = make_rlm(settings, sandbox_spec(settings), self._store, tools)
             return self._attempted(rlm, task, plan, record, other)
 
     def _attempted(
-        self, rlm: RLM, task: Task, plan: EvaluationPlan, record: EvaluationRecord | None, other: Evaluation | None
+        self,
+        rlm: RLM,
+        task: Task,
+        plan: EvaluationPlan,
+        record: EvaluationRecord | None,
+        other: Evaluation | None,
     ) -> ExitCode:
         from ramify.clients.base import Sampling
         from ramify.evaluate.run import evaluate
@@ -180,25 +251,38 @@ class _Command:
         with report_progress(f"evaluating {plan.split}", num, "attempts", first=done) as work:
             progress = _Progress(self._screen, work, num, record)
             evaluating = evaluate(
-                rlm, task, plan, sampling=Sampling(temperature=plan.settings.get("temperature")), record=record,
-                concurrency=self._concurrency, on_outcome=progress, direct=plan.settings.get("direct") is not False,
-            )  # fmt: skip
+                rlm,
+                task,
+                plan,
+                sampling=Sampling(temperature=plan.settings.get("temperature")),
+                record=record,
+                concurrency=self._concurrency,
+                on_outcome=progress,
+                direct=plan.settings.get("direct") is not False,
+            )
             return self._run(evaluating, progress, record, other)
 
     def _run(
-        self, evaluating: Coroutine[Any, Any, Evaluation], progress: _Progress, record: EvaluationRecord | None,
+        self,
+        evaluating: Coroutine[Any, Any, Evaluation],
+        progress: _Progress,
+        record: EvaluationRecord | None,
         other: Evaluation | None,
-    ) -> ExitCode:  # fmt: skip
+    ) -> ExitCode:
         try:
             found = asyncio.run(evaluating)
         except KeyboardInterrupt:
-            again = f"; go on with it: ramify eval --resume {record.id}" if record is not None else ""
+            again = (
+                f"; go on with it: ramify eval --resume {record.id}" if record is not None else ""
+            )
             self._notes.say(f"ramify: stopped after {progress.done:,} attempts{again}")
             return ExitCode.STOPPED
         self._screen.clear()
         return self._shown(found, record, other)
 
-    def _shown(self, found: Evaluation, record: EvaluationRecord | None, other: Evaluation | None) -> ExitCode:
+    def _shown(
+        self, found: Evaluation, record: EvaluationRecord | None, other: Evaluation | None
+    ) -> ExitCode:
         from ramify.evaluate.report import difference, report, table
 
         figures = report(found, k=self._k)
@@ -209,7 +293,9 @@ class _Command:
             self._trackers(_measured(figures))
         if self._settings.get("json"):
             named = (
-                None if against is None else {"evaluation": self._against, "items": against[1], "average": against[0]}
+                None
+                if against is None
+                else {"evaluation": self._against, "items": against[1], "average": against[0]}
             )
             data = msgspec.to_builtins(figures)
             print(msgspec.json.encode({"evaluation": id, **data, "against": named}).decode())
@@ -218,7 +304,8 @@ class _Command:
             if against is not None:
                 figure, num = against
                 print(
-                    f"average less that of {self._against}: {figure.value:+.3f} [{figure.low:+.3f} {figure.high:+.3f}] "
+                    f"average less that of {self._against}: {figure.value:+.3f} [{figure.low:+.3f} "
+                    f"{figure.high:+.3f}] "
                     f"over {num:,} items"
                 )
             if id is not None:
@@ -226,32 +313,48 @@ class _Command:
         if is_judged:
             return ExitCode.ANSWERED
         error_line(
-            f"no attempt could be judged: all {figures.attempts:,} failed, the first with: {figures.first_error}"
+            f"no attempt could be judged: all {figures.attempts:,} failed, the first with: "
+            f"{figures.first_error}"
         )
         return ExitCode.ERROR
 
 
 def _measured(figures: EvaluationReport) -> StepMetrics:
-    """The figures as trackers take them: ``{"all/average": 0.81, "all/pass@4": 0.9, "cost": 0.12, …}``"""
+    """The figures as trackers take them: ``{"all/average": 0.81, "all/pass@4": 0.9, "cost": 0.12,
+    …}``"""
     from ramify.train.metrics import StepMetrics
 
     values: dict[str, float | None] = {
-        "attempts": figures.attempts, "failed": figures.failed, "cost": figures.spent.cost,
-        "input_tokens": figures.spent.input_tokens, "output_tokens": figures.spent.output_tokens,
+        "attempts": figures.attempts,
+        "failed": figures.failed,
+        "cost": figures.spent.cost,
+        "input_tokens": figures.spent.input_tokens,
+        "output_tokens": figures.spent.output_tokens,
         "seconds_mean": figures.spent.seconds_mean,
         **{f"rewards/{name}": value for name, value in figures.rewards.items()},
         **{f"metrics/{name}": value for name, value in figures.metrics.items()},
-    }  # fmt: skip
+    }
     for row in figures.rows:
-        shown = (("average", row.average), (f"pass@{figures.k}", row.passes), (f"majority@{figures.k}", row.majority))
-        values |= {f"{row.kind}/{name}": None if figure is None else figure.value for name, figure in shown}
-    return StepMetrics(0, "eval", 0.0, {name: float(value) for name, value in values.items() if value is not None})
+        shown = (
+            ("average", row.average),
+            (f"pass@{figures.k}", row.passes),
+            (f"majority@{figures.k}", row.majority),
+        )
+        values |= {
+            f"{row.kind}/{name}": None if figure is None else figure.value for name, figure in shown
+        }
+    return StepMetrics(
+        0, "eval", 0.0, {name: float(value) for name, value in values.items() if value is not None}
+    )
 
 
 class _Progress:
-    """Says how far it is: on the bar, or in lines each tenth; and each attempt to those who asked for more."""
+    """Says how far it is: on the bar, or in lines each tenth; and each attempt to those who asked
+    for more."""
 
-    def __init__(self, screen: ProgressScreen, work: ProgressTask, num: int, record: EvaluationRecord | None) -> None:
+    def __init__(
+        self, screen: ProgressScreen, work: ProgressTask, num: int, record: EvaluationRecord | None
+    ) -> None:
         before = record.outcomes if record is not None else []
         self.done = len(before)
         self._screen, self._notes, self._work, self._num = screen, screen.notes, work, num
@@ -266,13 +369,21 @@ class _Progress:
         self._cost += outcome.cost or 0.0
         worth = "failed: " + outcome.error if outcome.reward is None else f"{outcome.reward:g}"
         if self._notes.verbose:
-            self._notes.say(f"{outcome.item} attempt {outcome.attempt}: {worth} {outcome.run}".rstrip())
+            self._notes.say(
+                f"{outcome.item} attempt {outcome.attempt}: {worth} {outcome.run}".rstrip()
+            )
         self._screen.event(
-            "attempt", item=outcome.item, attempt=outcome.attempt, reward=outcome.reward, error=outcome.error,
+            "attempt",
+            item=outcome.item,
+            attempt=outcome.attempt,
+            reward=outcome.reward,
+            error=outcome.error,
             run=outcome.run,
-        )  # fmt: skip
+        )
         self._work.at(self.done, self._note())
-        is_tenth = 10 * self.done // self._num > 10 * (self.done - 1) // self._num and self._num >= 10
+        is_tenth = (
+            10 * self.done // self._num > 10 * (self.done - 1) // self._num and self._num >= 10
+        )
         if self._screen.form == "lines" and is_tenth:
             self._notes.say(f"{self.done:,} of {self._num:,} attempts, {self._note()}")
 
@@ -311,10 +422,17 @@ def _option(word: str) -> tuple[str, Any]:
 def _refuse_more(words: list[str], given: dict[str, Any]) -> None:
     """A resumed evaluation goes on as it began: only what concerns the output may be said again."""
     known = (*_SETTINGS, *OF_AN_EVALUATION)
-    named = [option.long for option in known if given.get(option.name) is not None and option.name not in _OUTPUT]
+    named = [
+        option.long
+        for option in known
+        if given.get(option.name) is not None and option.name not in _OUTPUT
+    ]
     named = [name for name in named if name != "--concurrency"]
     if words or named:
-        raise UsageError(f"--resume: it goes on as it began; leave out {', '.join(['TASK'] * bool(words) + named)}")
+        raise UsageError(
+            "--resume: it goes on as it began; leave out "
+            f"{', '.join(['TASK'] * bool(words) + named)}"
+        )
 
 
 COMMAND = CommandSpec(

@@ -1,5 +1,5 @@
-"""What is said of a run while it goes on, where no live view is drawn: a line for each step with ``--verbose``, a JSON object
-for each where that is the form, else nothing.
+"""What is said of a run while it goes on, where no live view is drawn: a line for each step with
+``--verbose``, a JSON object for each where that is the form, else nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from ramify.cli.progress_screen import ProgressScreen
 from ramify.cli.stderr_notes import StderrNotes
 from ramify.cli.terminal_text import count, dollars, one_line, seconds
 from ramify.engine.run_handle import RunHandle
-from ramify.types.event import AnyEvent, AttemptFailed, CallEnded, CallStarted, CellRan, NoteAdded, ReplyReceived
+from ramify.types.event import (
+    AnyEvent,
+    AttemptFailed,
+    CallEnded,
+    CallStarted,
+    CellRan,
+    NoteAdded,
+    ReplyReceived,
+)
 
 
 class EventWatcher(Protocol):
@@ -34,7 +42,11 @@ class StepLines:
     def apply(self, event: AnyEvent) -> None:
         if self._screen.form == "json":
             if line := line_of(event):
-                call = event.id if isinstance(event, CallStarted | CallEnded) else getattr(event, "call", "")
+                call = (
+                    event.id
+                    if isinstance(event, CallStarted | CallEnded)
+                    else getattr(event, "call", "")
+                )
                 self._screen.event("step", kind=event.__struct_config__.tag, call=call, text=line)
         elif self._notes.verbose and (line := line_of(event)):
             self._notes.say(f"{event.at_s:7.2f} s  {line}")
@@ -52,9 +64,7 @@ def line_of(event: AnyEvent) -> str:
         case ReplyReceived(reply=reply):
             cost = f", {dollars(reply.cost)}" if reply.cost else ""
             paid = ", from the record" if event.cached else ""
-            return (
-                f"call {event.call}, turn {event.turn + 1}: reply, {count(reply.usage.total_tokens)} tokens{cost}{paid}"
-            )
+            return f"call {event.call}, turn {event.turn + 1}: reply, {count(reply.usage.total_tokens)} tokens{cost}{paid}"
         case CellRan(result=cell):
             error = cell.error.strip().splitlines()[0 if cell.died else -1] if cell.error else None
             end = one_line(error or cell.value or cell.stdout)
@@ -64,6 +74,8 @@ def line_of(event: AnyEvent) -> str:
         case NoteAdded():
             return f"call {event.call}: {event.text}"
         case CallEnded():
-            return f"call {event.id} ended: {event.stop}" + (f": {event.error}" if event.error else "")
+            return f"call {event.id} ended: {event.stop}" + (
+                f": {event.error}" if event.error else ""
+            )
         case _:
             return ""

@@ -47,4 +47,6 @@ def exit_of(stop: Stop, answer: Any) -> ExitCode:
 
 def epilog() -> str:
     """The codes for ``--help``."""
-    return "\n".join(["exit codes:", *(f"  {code.value:<4}{meaning}" for code, meaning in MEANINGS.items())])
+    return "\n".join(
+        ["exit codes:", *(f"  {code.value:<4}{meaning}" for code, meaning in MEANINGS.items())]
+    )

@@ -1,7 +1,8 @@
-"""The picture of a run on a terminal: the tree, the last code, what is spent of the budget. ``progress_screen.py`` draws it.
+"""The picture of a run on a terminal: the tree, the last code, what is spent of the budget.
+``progress_screen.py`` draws it.
 
-Everything that a model or a document said is cleaned of escape sequences and put into ``Text`` objects, which know no
-markup: ``[bold]`` is shown as it was written.
+Everything that a model or a document said is cleaned of escape sequences and put into ``Text``
+objects, which know no markup: ``[bold]`` is shown as it was written.
 """
 
 from __future__ import annotations
@@ -48,8 +49,14 @@ class LiveView:
         elapsed_s = time.monotonic() - self._began
         room = max(height - 1, 4)
         nodes, hidden = self._tree.shown(max(room // 3, 1))
-        rows = [row for node in nodes for row in self._node_rows(node, elapsed_s, with_code=room >= 12)]
-        rows = [*rows[: room - 1], Text(f"  … and {hidden:,} more sessions", "dim")] if hidden else rows[:room]
+        rows = [
+            row for node in nodes for row in self._node_rows(node, elapsed_s, with_code=room >= 12)
+        ]
+        rows = (
+            [*rows[: room - 1], Text(f"  … and {hidden:,} more sessions", "dim")]
+            if hidden
+            else rows[:room]
+        )
         if self._tree.notice:
             rows.append(Text(f"  {one_line(self._tree.notice, width - 4)}", "yellow"))
         standing = self._running.state() if self._running is not None else []
@@ -73,11 +80,14 @@ class LiveView:
             shown = lines if len(lines) <= _CODE_LINES else [*lines[: _CODE_LINES - 1], "…"]
             rows += [Text(f"{indent}  │ {line}", "cyan") for line in shown]
         tallies = (("llm_query", node.plain), ("rlm_query", node.children))
-        return rows + [Text(f"{indent}  {tally.text(name)}") for name, tally in tallies if tally.started]
+        return rows + [
+            Text(f"{indent}  {tally.text(name)}") for name, tally in tallies if tally.started
+        ]
 
 
 def budget_row(standing: list[tuple[str, float, float]]) -> Text:
-    """``calls 312/1,000 · tokens 45.2k/20M · $0.12/$5.00 · 12.0 s/30 min``; red from nine tenths on."""
+    """``calls 312/1,000 · tokens 45.2k/20M · $0.12/$5.00 · 12.0 s/30 min``; red from nine tenths
+    on."""
     row = Text()
     for name, spent, limit in standing:
         style = "red" if spent >= 0.9 * limit else "yellow" if spent >= 0.7 * limit else "dim"

@@ -1,7 +1,8 @@
 """The command ``ramify``: which commands there are, and how every one of them ends.
 
-A command's module is imported when it is called, and nothing is imported that it does not use: starting up is a good
-part of a short question's time. Errors are one line on stderr; exit codes are in ``exit_codes.py``.
+A command's module is imported when it is called, and nothing is imported that it does not use:
+starting up is a good part of a short question's time. Errors are one line on stderr; exit codes are
+in ``exit_codes.py``.
 """
 
 from __future__ import annotations
@@ -25,10 +26,19 @@ COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
     "eval": ("ramify.cli.eval", "evaluate a model on a task"),
     "train": ("ramify.cli.train", "carry out a recipe: train a policy"),
-    "cluster plan": ("ramify.cli.cluster", "print where a recipe's processes would go, their memory and a step's time"),
-    "cluster simulate": ("ramify.cli.simulate_command", "predict how a measured run would do on other devices"),
+    "cluster plan": (
+        "ramify.cli.cluster",
+        "print where a recipe's processes would go, their memory and a step's time",
+    ),
+    "cluster simulate": (
+        "ramify.cli.simulate_command",
+        "predict how a measured run would do on other devices",
+    ),
     "serve": ("ramify.cli.serve", "serve recursive runs as an OpenAI-compatible API"),
-    "mcp": ("ramify.cli.mcp_command", "offer questions over files as a tool of the Model Context Protocol"),
+    "mcp": (
+        "ramify.cli.mcp_command",
+        "offer questions over files as a tool of the Model Context Protocol",
+    ),
     "serve-policy": ("ramify.cli.serve_policy", "serve a policy as an OpenAI-compatible API"),
     "view": ("ramify.cli.view_command", "show runs, training and comparisons on a page, live"),
     "runs": ("ramify.cli.runs_command", "list stored runs"),
@@ -43,13 +53,16 @@ COMMANDS = {
 
 def main() -> None:
     """What the command does, whatever was typed. Never returns."""
-    gc.disable()  # nearly all that start-up makes stays; who has more to do than that turns it on again
+    # nearly all that start-up makes stays; who has more to do than that turns it on again
+    gc.disable()
     for name in ("stdout", "stderr"):  # None where the caller closed it, as by >&-
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 -- open to the end
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # what the terminal has no sign for must not end a run
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # what the terminal has no sign for must not end a run
     arguments = sys.argv[1:]
     code = run(arguments)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done and said
@@ -87,10 +100,17 @@ def overview() -> str:
     """What ``ramify --help`` says."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
-    return "\n".join([
-        "usage: ramify COMMAND …", "", "Answer questions over inputs of any size with recursive language models.", "",
-        *lines, "", "ramify COMMAND --help says more; ramify --version says which version this is.",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "usage: ramify COMMAND …",
+            "",
+            "Answer questions over inputs of any size with recursive language models.",
+            "",
+            *lines,
+            "",
+            "ramify COMMAND --help says more; ramify --version says which version this is.",
+        ]
+    )
 
 
 def _run(arguments: list[str]) -> int:
@@ -111,7 +131,9 @@ def _run(arguments: list[str]) -> int:
     else:
         longer = [each for each in COMMANDS if each.startswith(f"{name} ")]
         close = ["' or '".join(longer)] if longer else get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"to ask a question: ramify ask {name!r} …"
+        hint = (
+            f"did you mean '{close[0]}'?" if close else f"to ask a question: ramify ask {name!r} …"
+        )
         raise UsageError(f"there is no command '{name[:40]}': {hint}")
     sys.stdout.flush()
     return code
@@ -120,7 +142,11 @@ def _run(arguments: list[str]) -> int:
 def split(arguments: list[str]) -> tuple[str, list[str]]:
     """The command, of one or two words, and the rest."""
     two = " ".join(arguments[:2])
-    return (two, arguments[2:]) if two in COMMANDS and len(arguments) > 1 else ("".join(arguments[:1]), arguments[1:])
+    return (
+        (two, arguments[2:])
+        if two in COMMANDS and len(arguments) > 1
+        else ("".join(arguments[:1]), arguments[1:])
+    )
 
 
 def _give_up_stdout() -> None:
@@ -128,7 +154,8 @@ def _give_up_stdout() -> None:
 
 
 def _unforeseen(error: Exception) -> str:
-    """A line for what nobody caught; a disk that is full and a folder that may not be written are no bugs of ours."""
+    """A line for what nobody caught; a disk that is full and a folder that may not be written are
+    no bugs of ours."""
     if isinstance(error, OSError) and error.strerror:
         if error.errno == errno.ENOSPC and not error.filename:
             _give_up_stdout()

@@ -1,4 +1,5 @@
-"""``ramify mcp``: questions over files as a tool for any client of the Model Context Protocol, over stdin and stdout."""
+"""``ramify mcp``: questions over files as a tool for any client of the Model Context Protocol, over
+stdin and stdout."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ def mcp(words: list[str], **given: Any) -> int:
     from ramify.serve.mcp_server import run
 
     with exporting(notes), mcp_tools(settings) as tools:
-        asyncio.run(run(make_rlm(settings, sandbox_spec(settings), open_store(settings), tools), words or ["."]))
+        asyncio.run(
+            run(
+                make_rlm(settings, sandbox_spec(settings), open_store(settings), tools),
+                words or ["."],
+            )
+        )
     return ExitCode.ANSWERED
 
 

@@ -7,7 +7,16 @@ import re
 from ramify.errors import ConfigError
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_BYTES = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+}
 _MEASURE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -25,7 +34,9 @@ def parse_size(text: str, option: str) -> int:
     return int(_parse(text, option, _BYTES, "b", "2GB or 500MB"))
 
 
-def _parse(text: str, option: str, units: dict[str, float] | dict[str, int], default: str, examples: str) -> float:
+def _parse(
+    text: str, option: str, units: dict[str, float] | dict[str, int], default: str, examples: str
+) -> float:
     found = _MEASURE.fullmatch(text)
     factor = units.get((found[2] or default).lower()) if found else None
     if found is None or factor is None:

@@ -1,8 +1,9 @@
 """The command line as data: options in a table, and a parser that says what is wrong in one line.
 
-On the standard library's ``argparse``, since starting up counts: the frameworks on top of it take as long to read an
-option as a whole short question takes (see ``docs/log.md``). Options may stand before, between and after the words;
-they are never abbreviated; an unknown one is answered with the nearest that exists.
+On the standard library's ``argparse``, since starting up counts: the frameworks on top of it take
+as long to read an option as a whole short question takes (see ``docs/log.md``). Options may stand
+before, between and after the words; they are never abbreviated; an unknown one is answered with the
+nearest that exists.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class OptionSpec(NamedTuple):
     name: str
     """As a Python name: ``max_cost`` is ``--max-cost``."""
     kind: type
-    """``str``, ``int``, ``float``, ``bool`` for a switch, ``list`` for texts that may be given several times."""
+    """``str``, ``int``, ``float``, ``bool`` for a switch, ``list`` for texts that may be given
+    several times."""
     help: str
     metavar: str = ""
     short: str = ""
@@ -43,9 +45,13 @@ class OptionSpec(NamedTuple):
             action: Any = argparse.BooleanOptionalAction if self.has_no else "store_true"
             parser.add_argument(*names, dest=self.name, action=action, default=None, help=self.help)
         elif self.kind is list:
-            parser.add_argument(*names, dest=self.name, action="append", metavar=self.shown_as, help=self.help)
+            parser.add_argument(
+                *names, dest=self.name, action="append", metavar=self.shown_as, help=self.help
+            )
         else:
-            parser.add_argument(*names, dest=self.name, type=self.kind, metavar=self.shown_as, help=self.help)
+            parser.add_argument(
+                *names, dest=self.name, type=self.kind, metavar=self.shown_as, help=self.help
+            )
 
     @property
     def shown_as(self) -> str:
@@ -81,9 +87,13 @@ class CommandSpec(NamedTuple):
 
     def parser(self) -> CommandParser:
         parser = CommandParser(
-            prog=f"ramify {self.name}", description=self.about, epilog=self.epilog, allow_abbrev=False,
-            formatter_class=_Format, usage=" ".join(filter(None, ["ramify", self.name, self.words, "[OPTIONS]"])),
-        )  # fmt: skip
+            prog=f"ramify {self.name}",
+            description=self.about,
+            epilog=self.epilog,
+            allow_abbrev=False,
+            formatter_class=_Format,
+            usage=" ".join(filter(None, ["ramify", self.name, self.words, "[OPTIONS]"])),
+        )
         parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
         for option in self.options:
             option.add_to(parser)

@@ -1,13 +1,15 @@
-"""What a command shows while it works: one place for every command, fed by ``ramify.progress`` and by what it shows itself.
+"""What a command shows while it works: one place for every command, fed by ``ramify.progress`` and
+by what it shows itself.
 
     live     a view on the terminal, ten times a second: the command's own picture, and a bar for each piece of work
     lines    what each command says in lines, for pipes and logs; no control character
     json     a JSON object a line, for programs: {"event": "progress", "at_s": 1.2, "what": "reading", "done": 12000, …}
     none     nothing
 
-Decides when something is drawn and how the terminal is left: by a thread of its own, so that it goes on while the main one
-loads or computes, and only once there is something to wait for, so that what is over at once costs nothing. Leaves out the
-pictures (``terminal_tree.py``, ``live.py``, ``curves.py``). Everything goes to stderr; stdout is the command's answer.
+Decides when something is drawn and how the terminal is left: by a thread of its own, so that it
+goes on while the main one loads or computes, and only once there is something to wait for, so that
+what is over at once costs nothing. Leaves out the pictures (``terminal_tree.py``, ``live.py``,
+``curves.py``). Everything goes to stderr; stdout is the command's answer.
 """
 
 from __future__ import annotations
@@ -39,7 +41,12 @@ if TYPE_CHECKING:
 
 Form = Literal["live", "lines", "json", "none"]
 FORMS: tuple[Form, ...] = ("live", "lines", "json", "none")
-OPTION = OptionSpec("progress", str, "how it is shown: live, lines, json or none (default: live on a terminal)", "FORM")
+OPTION = OptionSpec(
+    "progress",
+    str,
+    "how it is shown: live, lines, json or none (default: live on a terminal)",
+    "FORM",
+)
 INTERVAL_S = 0.1
 """Between two pictures, and between two JSON lines on one piece of work."""
 PATIENCE_S = 0.3
@@ -79,7 +86,8 @@ class ProgressScreen:
         self._drawer: _Drawer | None = None
         self._stack = contextlib.ExitStack()
 
-    # --- beginning and end -------------------------------------------------------------------------------------
+    # --- beginning and end
+    # -------------------------------------------------------------------------------------
 
     def __enter__(self) -> ProgressScreen:
         if self.form == "json":
@@ -103,7 +111,8 @@ class ProgressScreen:
         self._stack.close()
 
     def clear(self) -> None:
-        """Take a live view away, so that what is printed now stands alone; the other forms go on."""
+        """Take a live view away, so that what is printed now stands alone; the other forms go
+        on."""
         if self.form == "live":
             self.close()
 
@@ -124,7 +133,8 @@ class ProgressScreen:
             sys.stderr.write(f"{data.decode()}\n")  # in one piece: several threads say things
             sys.stderr.flush()
 
-    # --- work --------------------------------------------------------------------------------------------------
+    # --- work
+    # --------------------------------------------------------------------------------------------------
 
     def _told_as_json(self, doing: ProgressState) -> None:
         now = time.monotonic()
@@ -136,9 +146,14 @@ class ProgressScreen:
             if doing.is_over:
                 del self._told[doing.id]
             self.event(
-                "progress", what=doing.what, done=doing.done, total=doing.total, unit=doing.unit, note=clean(doing.note),
+                "progress",
+                what=doing.what,
+                done=doing.done,
+                total=doing.total,
+                unit=doing.unit,
+                note=clean(doing.note),
                 over=doing.is_over,
-            )  # fmt: skip
+            )
 
     def _told_as_picture(self, doing: ProgressState) -> None:
         with self.lock:
@@ -160,7 +175,9 @@ class ProgressScreen:
             bars = [bar(work, now - self._since[work.id], width) for work in self._works.values()][
                 : max(height // 3, 1)
             ]
-            own = list(self._picture(width, height - len(bars))) if self._picture is not None else []
+            own = (
+                list(self._picture(width, height - len(bars))) if self._picture is not None else []
+            )
         rows = [*own, *(Text(row, "dim" if own else "") for row in bars)]
         for row in rows:
             row.no_wrap, row.overflow = True, "ellipsis"
@@ -185,7 +202,9 @@ class _Drawer:
             return
         with self._lock:
             if self._thread is None and not self._stopped.is_set():
-                self._thread = threading.Thread(target=self._run, args=(patience_s,), daemon=True, name="ramify view")
+                self._thread = threading.Thread(
+                    target=self._run, args=(patience_s,), daemon=True, name="ramify view"
+                )
                 self._thread.start()
 
     def stop(self) -> None:
@@ -222,7 +241,13 @@ class _Drawer:
         def drawn() -> Group:
             return Group(*screen.rows(console.width, max(console.height - 3, 4)))
 
-        view = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
+        view = Live(
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         with view:
             with self._lock:
                 self._print = lambda text: console.print(Text(clean(text)))
@@ -238,8 +263,12 @@ class _Drawer:
 
 @contextlib.contextmanager
 def _ending_in_order() -> Iterator[None]:
-    """SIGTERM ends the command by an exception, so that the cursor comes back. A command with a handler of its own has it."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    """SIGTERM ends the command by an exception, so that the cursor comes back. A command with a
+    handler of its own has it."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
         yield
         return
 
@@ -269,7 +298,11 @@ def _ending_in_order() -> Iterator[None]:
 def bar(work: ProgressState, since_s: float, width: int) -> str:
     """``evaluating   ━━━━━━━━──────── 312 of 1,000 attempts · average 0.81 · 1 min 5 s left``"""
     amount = _amount(work)
-    parts = [part for part in (amount, one_line(work.note, max(width // 2, 20)), _time(work, since_s)) if part]
+    parts = [
+        part
+        for part in (amount, one_line(work.note, max(width // 2, 20)), _time(work, since_s))
+        if part
+    ]
     text = f"{clean(work.what):<12} {_drawn(work, since_s)} {' · '.join(parts)}"
     return text[:width]
 
@@ -278,7 +311,9 @@ def _drawn(work: ProgressState, since_s: float) -> str:
     if work.total:
         full = min(round(_BAR_CHARS * work.done / work.total), _BAR_CHARS)
         return "━" * full + "─" * (_BAR_CHARS - full)
-    at = int(since_s / INTERVAL_S) % (2 * _BAR_CHARS - 6)  # no end is known: a piece that goes to and fro
+    at = int(since_s / INTERVAL_S) % (
+        2 * _BAR_CHARS - 6
+    )  # no end is known: a piece that goes to and fro
     at = min(at, 2 * _BAR_CHARS - 6 - at)
     return "─" * at + "━━━" + "─" * (_BAR_CHARS - 3 - at)
 

@@ -1,7 +1,8 @@
-"""The tables of ``docs/cli.md``, written from the commands themselves: ``python -m ramify.cli.reference``.
+"""The tables of ``docs/cli.md``, written from the commands themselves: ``python -m
+ramify.cli.reference``.
 
-Between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` the page holds the options of command NAME, or the exit codes. A
-test compares them.
+Between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` the page holds the options of command
+NAME, or the exit codes. A test compares them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ def written(page: str) -> str:
 
 def part(name: str) -> str:
     if name == "exit codes":
-        return _table(("code", "meaning"), [(str(code.value), meaning) for code, meaning in MEANINGS.items()])
-    return _table(("option", "what"), [(_name(option), option.help) for option in command(name).options])
+        return _table(
+            ("code", "meaning"), [(str(code.value), meaning) for code, meaning in MEANINGS.items()]
+        )
+    return _table(
+        ("option", "what"), [(_name(option), option.help) for option in command(name).options]
+    )
 
 
 def _name(option: OptionSpec) -> str:

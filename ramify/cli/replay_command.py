@@ -1,4 +1,5 @@
-"""``ramify replay``: run a stored run's cells again against its recorded replies, and say whether all came out the same.
+"""``ramify replay``: run a stored run's cells again against its recorded replies, and say whether
+all came out the same.
 
 No model is asked and nothing is paid or written. What differs is named by call, turn and cell.
 """
@@ -35,7 +36,9 @@ def replay(words: list[str], json: bool | None, allow_weaker: bool | None) -> in
     new, old = asyncio.run(repeat()), store.load(run)
     found = list(differences(old, new))
     if json:
-        print(msgspec.json.encode({"run": old.id, "same": not found, "differences": found}).decode())
+        print(
+            msgspec.json.encode({"run": old.id, "same": not found, "differences": found}).decode()
+        )
     else:
         print(_verdict(old, found))
     return ExitCode.ERROR if found else ExitCode.ANSWERED
@@ -74,7 +77,13 @@ def _verdict(old: Trajectory, found: list[str]) -> str:
         return f"same: {many(len(old.calls), 'call')}, {many(cells, 'cell')}, and the answer"
     more = [f"… and {len(found) - _SHOWN:,} more"] if len(found) > _SHOWN else []
     return clean(
-        "\n".join([f"different in {many(len(found), 'place')}:", *(f"  {line}" for line in found[:_SHOWN]), *more])
+        "\n".join(
+            [
+                f"different in {many(len(found), 'place')}:",
+                *(f"  {line}" for line in found[:_SHOWN]),
+                *more,
+            ]
+        )
     )
 
 
@@ -84,7 +93,8 @@ def _shown(value: Any) -> str:
 
 COMMAND = CommandSpec(
     "replay",
-    "Run a stored run's code again against its recorded replies, and compare. No model is asked. Exit code 0\n"
+    "Run a stored run's code again against its recorded replies, and compare. No model is asked. "
+    "Exit code 0\n"
     "if everything came out the same, 1 if not.",
     replay,
     "RUN",

@@ -1,7 +1,8 @@
 """A stored run made ready to go on or to be repeated: the ``RLM`` that its journal describes.
 
-Models, limits, prompts, sandbox and sampling are taken as they were recorded. Tools over files (``sql``) are loaded again
-from the recorded paths, and MCP servers are started again. A replay asks nobody, so its models are stand-ins that need no key.
+Models, limits, prompts, sandbox and sampling are taken as they were recorded. Tools over files
+(``sql``) are loaded again from the recorded paths, and MCP servers are started again. A replay asks
+nobody, so its models are stand-ins that need no key.
 """
 
 from __future__ import annotations
@@ -29,11 +30,16 @@ def find(run: str) -> tuple[Store, RecordedReplies]:
 
 
 def rebuild(
-    started: RunStarted, store: Store, *, stand_ins: bool = False, with_tools: bool = True, allow_weaker: bool = False
+    started: RunStarted,
+    store: Store,
+    *,
+    stand_ins: bool = False,
+    with_tools: bool = True,
+    allow_weaker: bool = False,
 ) -> RLM:
-    """The RLM that ``started`` recorded; ``allow_weaker`` is for a machine whose sandbox is weaker than the recorded
-    one's. Raises ConfigError where this version cannot read what was recorded, SourceError
-    where files that its tools read are gone."""
+    """The RLM that ``started`` recorded; ``allow_weaker`` is for a machine whose sandbox is weaker
+    than the recorded one's. Raises ConfigError where this version cannot read what was recorded,
+    SourceError where files that its tools read are gone."""
     config = started.config
     models = [*config.get("model", [])]
     subs = [*config.get("sub_model", [])]
@@ -46,13 +52,17 @@ def rebuild(
             sub_model=([PlaceholderClient(name) for name in subs] if stand_ins else subs) or None,
             limits=msgspec.convert(config.get("limits", {}), Limits),
             scaffold=msgspec.convert(config.get("scaffold", {}), Scaffold),
-            sandbox=msgspec.structs.replace(sandbox, allow_weaker=sandbox.allow_weaker or allow_weaker),
+            sandbox=msgspec.structs.replace(
+                sandbox, allow_weaker=sandbox.allow_weaker or allow_weaker
+            ),
             sampling=msgspec.convert(config.get("sampling", {}), Sampling),
             tools=(_tools(started) if with_tools else None) or None,
             store=store,
         )
     except msgspec.ValidationError as error:
-        raise ConfigError(f"run {started.id} was recorded with settings that do not fit: {error}; ask anew") from None
+        raise ConfigError(
+            f"run {started.id} was recorded with settings that do not fit: {error}; ask anew"
+        ) from None
 
 
 def _tools(started: RunStarted) -> dict[str, Any]:
@@ -68,7 +78,8 @@ def _tools(started: RunStarted) -> dict[str, Any]:
 
     if "-" in sources["paths"]:
         raise SourceError(
-            f"run {started.id} used {', '.join(sources['tools'])} over standard input, which is gone: ask anew"
+            f"run {started.id} used {', '.join(sources['tools'])} over standard input, which is "
+            "gone: ask anew"
         )
     return {**tools, **load(sources["paths"]).tools}
 

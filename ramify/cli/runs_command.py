@@ -15,7 +15,8 @@ from ramify.store.index import RunSummary
 from ramify.store.store import Store
 
 _SHORT = len("20260301-142501-5gk0x7m")
-"""The part of an id that is shown in a table: unique, and enough to name the run by. What follows are the question's words."""
+"""The part of an id that is shown in a table: unique, and enough to name the run by. What follows
+are the question's words."""
 _COLUMNS = ("run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds")
 
 
@@ -53,15 +54,18 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
     store = Store()
     before = store.size()
     removed = store.prune(
-        parse_age(older_than, "--older-than") if older_than else None, keep,
+        parse_age(older_than, "--older-than") if older_than else None,
+        keep,
         parse_size(max_size, "--max-size") if max_size else None,
-    )  # fmt: skip
+    )
     for id in removed.runs:
         print(f"deleted {id}")
     for id in removed.evaluations:
         print(f"deleted evaluation {id}")
     after = store.size()
-    evaluations = f" and {many(len(removed.evaluations), 'evaluation')}" if removed.evaluations else ""
+    evaluations = (
+        f" and {many(len(removed.evaluations), 'evaluation')}" if removed.evaluations else ""
+    )
     freed = f"{size(max(before - after, 0))} freed, {size(after)} left"
     print(f"{many(len(removed.runs), 'run')}{evaluations} deleted, {freed}")
     return ExitCode.ANSWERED
@@ -70,17 +74,25 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
 def _as_dict(summary: RunSummary) -> dict[str, object]:
     """Every field, also those that have their default."""
     fields = {name: getattr(summary, name) for name in summary.__struct_fields__}
-    fields["usage"] = {name: getattr(summary.usage, name) for name in summary.usage.__struct_fields__}
+    fields["usage"] = {
+        name: getattr(summary.usage, name) for name in summary.usage.__struct_fields__
+    }
     return {"run": fields.pop("id"), **fields}
 
 
 def _cells(summary: RunSummary, width: int) -> list[str]:
     state = "running" if summary.alive else "damaged" if summary.problem else "cut off"
     return [
-        summary.id, moment(summary.started_at), one_line(summary.question, width), clean(summary.model),
-        str(summary.stop or state), f"{summary.usage.calls:,}", count(summary.usage.total_tokens),
-        dollars(summary.cost), seconds(summary.seconds),
-    ]  # fmt: skip
+        summary.id,
+        moment(summary.started_at),
+        one_line(summary.question, width),
+        clean(summary.model),
+        str(summary.stop or state),
+        f"{summary.usage.calls:,}",
+        count(summary.usage.total_tokens),
+        dollars(summary.cost),
+        seconds(summary.seconds),
+    ]
 
 
 def _draw(found: list[RunSummary]) -> None:
@@ -92,8 +104,12 @@ def _draw(found: list[RunSummary]) -> None:
     rows = [[row[0][:_SHORT], row[1][5:], *row[2:]] for row in rows]  # the year is in the id
     table = Table(box=None, header_style="bold", pad_edge=False)
     for index, name in enumerate(_COLUMNS):
-        least = {"question": 20, "model": 12}.get(name) or max([len(name), *(len(row[index]) for row in rows)])
-        justify: Literal["left", "right"] = "right" if name in ("calls", "tokens", "cost", "seconds") else "left"
+        least = {"question": 20, "model": 12}.get(name) or max(
+            [len(name), *(len(row[index]) for row in rows)]
+        )
+        justify: Literal["left", "right"] = (
+            "right" if name in ("calls", "tokens", "cost", "seconds") else "left"
+        )
         table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
     for row in rows:
         table.add_row(*map(Text, row))
@@ -119,8 +135,12 @@ but the newest go.""",
         prune,
         options=(
             OptionSpec("older_than", str, "delete what ended longer ago: 30d, 12h", "AGE"),
-            OptionSpec("keep", int, "keep this many newest runs in any case, and as many evaluations"),
-            OptionSpec("max_size", str, "delete the oldest until the store fits: 2GB, 500MB", "SIZE"),
+            OptionSpec(
+                "keep", int, "keep this many newest runs in any case, and as many evaluations"
+            ),
+            OptionSpec(
+                "max_size", str, "delete the oldest until the store fits: 2GB, 500MB", "SIZE"
+            ),
         ),
     ),
 )

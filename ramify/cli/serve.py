@@ -1,6 +1,7 @@
 """``ramify serve``: whole recursive runs behind an OpenAI-compatible address, until it is stopped.
 
-Ctrl-C or SIGTERM once: no more requests are taken, and runs may end for a while. Twice: it ends at once.
+Ctrl-C or SIGTERM once: no more requests are taken, and runs may end for a while. Twice: it ends at
+once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ OF_A_SERVER = (
     OptionSpec("host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"),
     OptionSpec("port", int, "port to listen on; 0 takes a free one (default: 8000)"),
     OptionSpec("api_key", str, f"key that callers must send (default: ${_KEY})", "KEY"),
-    OptionSpec("keys", str, "keys of several callers, each with limits of its own; a TOML file", "FILE"),
+    OptionSpec(
+        "keys", str, "keys of several callers, each with limits of its own; a TOML file", "FILE"
+    ),
     OptionSpec("name", str, "the model's name in answers (default: that of --model)"),
     OptionSpec("max_runs", int, "questions answered at once (default: 256)"),
     OptionSpec("max_body", str, "of one request (default: 64MB)", "SIZE"),
@@ -56,17 +59,23 @@ def serve(words: list[str], **given: Any) -> int:
     return ExitCode.ANSWERED
 
 
-def _server(settings: dict[str, Any], own: dict[str, Any], store: Store | None, tools: McpTools | None) -> RunServer:
+def _server(
+    settings: dict[str, Any], own: dict[str, Any], store: Store | None, tools: McpTools | None
+) -> RunServer:
     from ramify.clients.base import Sampling
     from ramify.serve.run_server import RunServer
 
     rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
     return RunServer(
-        rlm, name=own["name"] or settings["model"], host=own["host"] or "127.0.0.1",
-        port=8000 if own["port"] is None else own["port"], keys=_keys(own, store.root if store is not None else None),
-        max_body_bytes=own["max_body"], max_runs=own["max_runs"] or 256,
+        rlm,
+        name=own["name"] or settings["model"],
+        host=own["host"] or "127.0.0.1",
+        port=8000 if own["port"] is None else own["port"],
+        keys=_keys(own, store.root if store is not None else None),
+        max_body_bytes=own["max_body"],
+        max_runs=own["max_runs"] or 256,
         sampling=Sampling(temperature=settings.get("temperature")),
-    )  # fmt: skip
+    )
 
 
 def _keys(own: dict[str, Any], root: Path | None) -> ApiKeys:
@@ -74,11 +83,16 @@ def _keys(own: dict[str, Any], root: Path | None) -> ApiKeys:
 
     keys = read_keys(own["keys"]) if own["keys"] else {}
     if own["keys"] and not keys:
-        raise ConfigError(f'the file of keys {own["keys"]} has none: add a table [NAME] with key = "…"')
+        raise ConfigError(
+            f'the file of keys {own["keys"]} has none: add a table [NAME] with key = "…"'
+        )
     single = own["api_key"] or os.environ.get(_KEY)
     if single:
         if "default" in keys:
-            raise ConfigError("the file of keys has one called 'default', which is the name of --api-key: rename it")
+            raise ConfigError(
+                "the file of keys has one called 'default', which is the name of --api-key: rename "
+                "it"
+            )
         keys = {**keys, "default": ApiKey(key=single)}
     return ApiKeys(keys, root / "served.json" if root is not None and keys else None)
 
@@ -91,13 +105,21 @@ async def _serve(server: RunServer, grace_s: float, notes: StderrNotes) -> None:
 
     on_stop(stop)
     async with contextlib.AsyncExitStack() as stack:
-        with ProgressScreen(notes, form_of(None, notes)):  # a policy of this machine's is loaded now
+        with ProgressScreen(
+            notes, form_of(None, notes)
+        ):  # a policy of this machine's is loaded now
             await stack.enter_async_context(server)
         write(f"{server.name} at {server.url} (Ctrl-C to stop)")
         await asked.wait()
-        draining, at_once = asyncio.ensure_future(server.drain(grace_s)), asyncio.ensure_future(again.wait())
+        draining, at_once = (
+            asyncio.ensure_future(server.drain(grace_s)),
+            asyncio.ensure_future(again.wait()),
+        )
         if server.num_runs:
-            notes.say(f"ramify: {server.num_runs} runs go on for {grace_s:g} s at most; Ctrl-C again to end now")
+            notes.say(
+                f"ramify: {server.num_runs} runs go on for {grace_s:g} s at most; Ctrl-C again to "
+                "end now"
+            )
         await asyncio.wait({draining, at_once}, return_when=asyncio.FIRST_COMPLETED)
         for each in (draining, at_once):
             each.cancel()

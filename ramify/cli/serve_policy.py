@@ -22,11 +22,19 @@ _KEY = "RAMIFY_SERVE_KEY"
 
 
 def serve_policy(
-    words: list[str], host: str | None = None, port: int | None = None, api_key: str | None = None,
-    name: str | None = None, slots: int | None = None, device: str | None = None, dtype: str | None = None,
-    thinking: bool | None = None, weight_transfer: bool | None = None, weight_sync: str | None = None,
+    words: list[str],
+    host: str | None = None,
+    port: int | None = None,
+    api_key: str | None = None,
+    name: str | None = None,
+    slots: int | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    thinking: bool | None = None,
+    weight_transfer: bool | None = None,
+    weight_sync: str | None = None,
     weights_root: str | None = None,
-) -> int:  # fmt: skip
+) -> int:
     from ramify.inference.base import TINY, need_train_extra
 
     need_train_extra("serve-policy")
@@ -51,10 +59,15 @@ def serve_policy(
         policy = load(folder, chosen, device, thinking=thinking)
     client = LocalClient(policy, slots=slots)
     server = PolicyServer(
-        client, name=name or words[0], host=host or "127.0.0.1", port=8000 if port is None else port,
-        key=api_key or os.environ.get(_KEY) or None, weight_transfer=bool(weight_transfer),
-        weight_syncs=[weight_sync] if weight_sync else [], weights_root=Path(weights_root) if weights_root else None,
-    )  # fmt: skip
+        client,
+        name=name or words[0],
+        host=host or "127.0.0.1",
+        port=8000 if port is None else port,
+        key=api_key or os.environ.get(_KEY) or None,
+        weight_transfer=bool(weight_transfer),
+        weight_syncs=[weight_sync] if weight_sync else [],
+        weights_root=Path(weights_root) if weights_root else None,
+    )
     asyncio.run(_serve(server, client))
     return ExitCode.ANSWERED
 
@@ -76,21 +89,44 @@ COMMAND = CommandSpec(
     min_words=1,
     max_words=1,
     options=(
-        OptionSpec("host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"),
+        OptionSpec(
+            "host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"
+        ),
         OptionSpec("port", int, "port to listen on; 0 takes a free one (default: 8000)"),
         OptionSpec("api_key", str, f"key that callers must send (default: ${_KEY})", "KEY"),
         OptionSpec("name", str, "the model's name in requests (default: FOLDER)"),
         OptionSpec("slots", int, "replies at once (default: 128 on a CPU, 256 on a GPU)"),
-        OptionSpec("device", str, "cpu, cuda, cuda:1 (default: a GPU where there is one)", "DEVICE"),
-        OptionSpec("dtype", str, "float32, bfloat16 or float16 (default: float32 on a CPU, else as stored)", "TYPE"),
         OptionSpec(
-            "weight_transfer", bool, "let whoever may ask also replace the weights, as a trainer does (default: no)"
+            "device", str, "cpu, cuda, cuda:1 (default: a GPU where there is one)", "DEVICE"
         ),
         OptionSpec(
-            "weight_sync", str, "a carrier of weights of your own that a trainer may use, as module:Class", "CLASS"
+            "dtype",
+            str,
+            "float32, bfloat16 or float16 (default: float32 on a CPU, else as stored)",
+            "TYPE",
         ),
-        OptionSpec("weights_root", str, "read files of weights below FOLDER alone (default: anywhere)", "FOLDER"),
-        OptionSpec("thinking", bool, "switch a hybrid model's thinking on or off (default: as its template has it)"),
+        OptionSpec(
+            "weight_transfer",
+            bool,
+            "let whoever may ask also replace the weights, as a trainer does (default: no)",
+        ),
+        OptionSpec(
+            "weight_sync",
+            str,
+            "a carrier of weights of your own that a trainer may use, as module:Class",
+            "CLASS",
+        ),
+        OptionSpec(
+            "weights_root",
+            str,
+            "read files of weights below FOLDER alone (default: anywhere)",
+            "FOLDER",
+        ),
+        OptionSpec(
+            "thinking",
+            bool,
+            "switch a hybrid model's thinking on or off (default: as its template has it)",
+        ),
     ),
     epilog="FOLDER is a checkpoint in Hugging Face's layout, a model in Hugging Face's cache, or tiny.",
 )

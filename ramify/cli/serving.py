@@ -1,4 +1,5 @@
-"""What the commands that serve have in common: which options of ask they take, how they begin, and what stops them."""
+"""What the commands that serve have in common: which options of ask they take, how they begin, and
+what stops them."""
 
 from __future__ import annotations
 

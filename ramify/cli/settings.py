@@ -1,4 +1,5 @@
-"""Where the settings of ``ask`` come from: an option, else a ``RAMIFY_*`` variable, else the configuration file.
+"""Where the settings of ``ask`` come from: an option, else a ``RAMIFY_*`` variable, else the
+configuration file.
 
     --max-cost 2      RAMIFY_MAX_COST=2      max-cost = 2
                                              [prices]
@@ -35,7 +36,10 @@ def config_path(environ: Mapping[str, str] = os.environ) -> Path:
     if given:
         path = Path(given).expanduser()
         if not path.is_file():
-            raise ConfigError(f"RAMIFY_CONFIG names {path}, which is not a file: create it, or unset RAMIFY_CONFIG")
+            raise ConfigError(
+                f"RAMIFY_CONFIG names {path}, which is not a file: create it, or unset "
+                "RAMIFY_CONFIG"
+            )
         return path
     from platformdirs import user_config_path
 
@@ -43,17 +47,28 @@ def config_path(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def fill(
-    given: Mapping[str, Any], kinds: Mapping[str, Any], environ: MutableMapping[str, str] = os.environ
+    given: Mapping[str, Any],
+    kinds: Mapping[str, Any],
+    environ: MutableMapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """``given`` options, and what variables and the file say about those that were not given (None or empty).
+    """``given`` options, and what variables and the file say about those that were not given (None
+    or empty).
 
-    ``kinds`` has the type of each setting that may come from there. Variables for other rooms are set from the file."""
-    settings = {**_from_file(config_path(environ), kinds, environ), **_from_variables(environ, kinds)}
-    settings.update({name: value for name, value in given.items() if value is not None and value != []})
+    ``kinds`` has the type of each setting that may come from there. Variables for other rooms are
+    set from the file."""
+    settings = {
+        **_from_file(config_path(environ), kinds, environ),
+        **_from_variables(environ, kinds),
+    }
+    settings.update(
+        {name: value for name, value in given.items() if value is not None and value != []}
+    )
     return settings
 
 
-def unknown_variables(kinds: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+def unknown_variables(
+    kinds: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> Iterator[str]:
     """A line for each ``RAMIFY_*`` variable that nothing reads."""
     known = {*map(variable, kinds), *OTHER_VARIABLES}
     for name in sorted(environ):
@@ -75,7 +90,9 @@ def _from_variables(environ: Mapping[str, str], kinds: Mapping[str, Any]) -> dic
     return found
 
 
-def _from_file(path: Path, kinds: Mapping[str, Any], environ: MutableMapping[str, str]) -> dict[str, Any]:
+def _from_file(
+    path: Path, kinds: Mapping[str, Any], environ: MutableMapping[str, str]
+) -> dict[str, Any]:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -103,15 +120,20 @@ def _from_file(path: Path, kinds: Mapping[str, Any], environ: MutableMapping[str
 
 
 def _apply_table(path: Path, table: str, content: Any, environ: MutableMapping[str, str]) -> None:
-    """What other rooms read from the environment. It is set for this process and those that it starts."""
+    """What other rooms read from the environment. It is set for this process and those that it
+    starts."""
     keys = TABLES[table]
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: {table} is a table: write [{table}] and below it {' and '.join(keys)} = …")
+        raise ConfigError(
+            f"{path}: {table} is a table: write [{table}] and below it {' and '.join(keys)} = …"
+        )
     for key, value in content.items():
         if key not in keys:
             raise ConfigError(f"{path}: unknown key '{key}' in [{table}]: {nearest(key, keys)}")
         if key == "path":
-            value = str(path.parent / Path(_convert(value, str, f"{path}: [{table}] {key}")).expanduser())
+            value = str(
+                path.parent / Path(_convert(value, str, f"{path}: [{table}] {key}")).expanduser()
+            )
         environ.setdefault(keys[key], str(value))
 
 
@@ -119,7 +141,9 @@ def _convert(value: Any, kind: Any, where: str, lax: bool = False) -> Any:
     try:
         return msgspec.convert(value, kind, strict=not lax)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where} = {value!r} does not fit: {str(error)[:1].lower()}{str(error)[1:]}") from None
+        raise ConfigError(
+            f"{where} = {value!r} does not fit: {str(error)[:1].lower()}{str(error)[1:]}"
+        ) from None
 
 
 def _is_list(kind: Any) -> bool:

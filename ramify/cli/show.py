@@ -32,7 +32,9 @@ _PLAIN_SHOWN = 3
 """Plain sub-calls of a cell that are shown one by one; more are counted."""
 
 
-def show(words: list[str], call: str | None, full: bool | None, json: bool | None, events: bool | None) -> int:
+def show(
+    words: list[str], call: str | None, full: bool | None, json: bool | None, events: bool | None
+) -> int:
     run = words[0]
     store = Store()
     if events:
@@ -77,7 +79,11 @@ def _call_lines(trajectory: Trajectory, call: Call, indent: str, full: bool) -> 
             yield f"{indent}  turn {number + 1}{_bill(turn)}"
         for index, cell in enumerate(turn.cells):
             yield from _cell_lines(cell, indent + "    ", full)
-            made = [c for c in children if c.parent and (c.parent.turn, c.parent.cell) == (number, index)]
+            made = [
+                c
+                for c in children
+                if c.parent and (c.parent.turn, c.parent.cell) == (number, index)
+            ]
             yield from _children_lines(trajectory, made, indent + "    ", full)
         if not turn.cells and call.kind == "rlm":
             yield from _block(turn.reply.message.content, f"{indent}    ", full)
@@ -89,11 +95,15 @@ def _origin(call: Call) -> str:
     if call.fork is None:
         return ""
     return (
-        f", from turn {call.fork.turn + 1} of {call.fork.call}" if call.fork.turn >= 0 else f", beside {call.fork.call}"
+        f", from turn {call.fork.turn + 1} of {call.fork.call}"
+        if call.fork.turn >= 0
+        else f", beside {call.fork.call}"
     )
 
 
-def _children_lines(trajectory: Trajectory, made: list[Call], indent: str, full: bool) -> Iterator[str]:
+def _children_lines(
+    trajectory: Trajectory, made: list[Call], indent: str, full: bool
+) -> Iterator[str]:
     plain = [call for call in made if call.kind != "rlm"]
     for call in plain if full or len(plain) <= _PLAIN_SHOWN else []:
         answer = call.error or _as_text(call.answer)
@@ -111,7 +121,10 @@ def _children_lines(trajectory: Trajectory, made: list[Call], indent: str, full:
 def _cell_lines(cell: Cell, indent: str, full: bool) -> Iterator[str]:
     yield from _block(cell.code, f"{indent}| ", True)
     shown = "\n".join(
-        filter(None, [cell.stdout.rstrip("\n"), f"=> {cell.value}" if cell.value else "", cell.error or ""])
+        filter(
+            None,
+            [cell.stdout.rstrip("\n"), f"=> {cell.value}" if cell.value else "", cell.error or ""],
+        )
     )
     yield from _block(shown, f"{indent}> ", full)
 
@@ -120,7 +133,11 @@ def _block(text: str, prefix: str, full: bool) -> Iterator[str]:
     lines = clean(text).rstrip("\n").split("\n") if text else []
     kept: Iterable[str] = lines
     if not full and len(lines) > _OUTPUT_LINES:
-        kept = [*lines[: _OUTPUT_LINES - 3], f"… {len(lines) - _OUTPUT_LINES + 1:,} more lines: --full", *lines[-2:]]
+        kept = [
+            *lines[: _OUTPUT_LINES - 3],
+            f"… {len(lines) - _OUTPUT_LINES + 1:,} more lines: --full",
+            *lines[-2:],
+        ]
     for line in kept:
         yield prefix + (line if full or len(line) <= 300 else line[:299] + "…")
 
@@ -160,7 +177,13 @@ def _call_of(trajectory: Trajectory, id: str) -> Call:
 
 
 def _as_text(answer: Any) -> str:
-    return answer if isinstance(answer, str) else "" if answer is None else msgspec.json.encode(answer).decode()
+    return (
+        answer
+        if isinstance(answer, str)
+        else ""
+        if answer is None
+        else msgspec.json.encode(answer).decode()
+    )
 
 
 def _write(line: bytes) -> None:
@@ -169,7 +192,8 @@ def _write(line: bytes) -> None:
 
 COMMAND = CommandSpec(
     "show",
-    "Show what happened in a run: turns, code, output, sub-calls, answer. RUN is an id, the beginning of one,\n"
+    "Show what happened in a run: turns, code, output, sub-calls, answer. RUN is an id, the "
+    "beginning of one,\n"
     "a journal's path, or: last.",
     show,
     "RUN",

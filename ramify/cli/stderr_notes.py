@@ -11,7 +11,8 @@ from ramify.errors import OldNameWarning
 
 
 class StderrNotes:
-    """Lines on stderr. ``quiet`` leaves out all but errors; ``above`` is where they go while a live view is drawn."""
+    """Lines on stderr. ``quiet`` leaves out all but errors; ``above`` is where they go while a live
+    view is drawn."""
 
     def __init__(self, quiet: bool = False, verbose: bool = False) -> None:
         self.quiet = quiet
@@ -29,8 +30,11 @@ class StderrNotes:
             self.say(text)
 
     def take_warnings(self) -> None:
-        """Say the warnings of libraries in a line each, without file and line; our own old names, too."""
-        warnings.simplefilter("default", OldNameWarning)  # Python hides a DeprecationWarning outside of __main__
+        """Say the warnings of libraries in a line each, without file and line; our own old names,
+        too."""
+        warnings.simplefilter(
+            "default", OldNameWarning
+        )  # Python hides a DeprecationWarning outside of __main__
         warnings.showwarning = lambda message, *_, **__: self.say(f"ramify: warning: {message}")
 
 

@@ -3,9 +3,10 @@
     signal ── the loop's next round ──> what the command does then: wrap up, stop, drain
        └── no round within PATIENCE_S ──> KeyboardInterrupt or SystemExit in the main thread
 
-The loop's own handlers wait for its next round, which never comes while a callback does not return. One SIGTERM is enough;
-a first Ctrl-C asks for an answer with what there is, so a blocked loop is left by the second. Not here: code that stays in
-a C function. Python runs no handler before it returns.
+The loop's own handlers wait for its next round, which never comes while a callback does not return.
+One SIGTERM is enough; a first Ctrl-C asks for an answer with what there is, so a blocked loop is
+left by the second. Not here: code that stays in a C function. Python runs no handler before it
+returns.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ PATIENCE_S = 3.0
 
 
 def on_signal(number: int, do: Callable[[], object]) -> None:
-    """Call ``do`` in the running loop for each signal ``number``; if the loop is blocked, end the command."""
+    """Call ``do`` in the running loop for each signal ``number``; if the loop is blocked, end the
+    command."""
     loop, watch = asyncio.get_running_loop(), SignalWatch(number)
 
     def act() -> None:
@@ -31,7 +33,9 @@ def on_signal(number: int, do: Callable[[], object]) -> None:
         do()
 
     loop.add_signal_handler(number, act)
-    signal.signal(number, watch.arrived)  # the loop is woken all the same: that is done below Python
+    signal.signal(
+        number, watch.arrived
+    )  # the loop is woken all the same: that is done below Python
 
 
 class SignalWatch:
@@ -61,4 +65,6 @@ class SignalWatch:
     def _insist(self, num_acted: int) -> None:
         if self._num_acted == num_acted:
             self._is_overdue = True
-            signal.pthread_kill(threading.main_thread().ident or 0, self._number)  # also ends a wait for a lock
+            signal.pthread_kill(
+                threading.main_thread().ident or 0, self._number
+            )  # also ends a wait for a lock

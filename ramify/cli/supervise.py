@@ -1,11 +1,13 @@
-"""``ramify train --restarts N``: the trainer in a process of its own, started again where it ends by a fault.
+"""``ramify train --restarts N``: the trainer in a process of its own, started again where it ends
+by a fault.
 
     trainer ends ── well, or by whoever stopped it ─────────────────────────────▶ so do we
                  ├─ before it measured anything at all: the run itself is wrong ─▶ its exit code
                  └─ killed, lost a rank, stood still, an error ─▶ from the last checkpoint again, after a pause; given up
                                                                   after N times in a row without getting further
 
-Decides when it is worth trying again. What a resumed run does over is in its checkpoint (``train/checkpoint.py``).
+Decides when it is worth trying again. What a resumed run does over is in its checkpoint
+(``train/checkpoint.py``).
 """
 
 from __future__ import annotations
@@ -29,10 +31,15 @@ _LONGEST_PAUSE_S = 30.0
 
 
 def supervise(
-    words: Sequence[str], options: Sequence[str], folder: Path, resume: str | None, restarts: int,
+    words: Sequence[str],
+    options: Sequence[str],
+    folder: Path,
+    resume: str | None,
+    restarts: int,
     say: Callable[[str], None],
-) -> int:  # fmt: skip
-    """Carry a run out in the folder ``folder``; the exit code of the trainer that ended it. ``options`` are passed on."""
+) -> int:
+    """Carry a run out in the folder ``folder``; the exit code of the trainer that ended it.
+    ``options`` are passed on."""
     if restarts < 1:
         raise UsageError(f"--restarts {restarts}: give at least 1, or leave it out")
     if os.environ.get("WORLD_SIZE"):
@@ -42,8 +49,14 @@ def supervise(
     with _Trainer() as trainer:
         while True:
             code = trainer.run([*command, *(("--resume", resume) if resume else ())])
-            if code == ExitCode.ANSWERED or trainer.was_stopped or code in (ExitCode.STOPPED, -signal.SIGINT):
-                return ExitCode.STOPPED if code == -signal.SIGINT else 128 - code if code < 0 else code
+            if (
+                code == ExitCode.ANSWERED
+                or trainer.was_stopped
+                or code in (ExitCode.STOPPED, -signal.SIGINT)
+            ):
+                return (
+                    ExitCode.STOPPED if code == -signal.SIGINT else 128 - code if code < 0 else code
+                )
             if code == ExitCode.USAGE and holder(folder) is not None:
                 return code  # another run has the folder: what is written there is not of this one
             step = _step(folder, since)
@@ -54,13 +67,17 @@ def supervise(
             how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
             if failed > restarts:
                 error_line(
-                    f"the trainer {how} at step {furthest}, for the {failed}th time without getting further; it is not started "
+                    f"the trainer {how} at step {furthest}, for the {failed}th time without "
+                    "getting further; it is not started "
                     "again (--restarts)"
                 )
                 return ExitCode.ERROR
             checkpoint = _checkpoint(folder, since)
             resume = str(checkpoint) if checkpoint is not None else resume
-            say(f"the trainer {how} after step {furthest}; it goes on from {resume or 'the beginning'}")
+            say(
+                f"the trainer {how} after step {furthest}; it goes on from "
+                f"{resume or 'the beginning'}"
+            )
             trainer.pause(min(_LONGEST_PAUSE_S, 2.0**failed / 2))
 
 
@@ -111,6 +128,11 @@ def _step(folder: Path, since: float) -> int | None:
 
 
 def _checkpoint(folder: Path, since: float) -> Path | None:
-    """The latest whole one that was written since then. Those before may be of a run that was gone back from."""
-    states = [path for path in folder.glob("checkpoints/step-*/state.json") if path.stat().st_mtime >= since]
+    """The latest whole one that was written since then. Those before may be of a run that was gone
+    back from."""
+    states = [
+        path
+        for path in folder.glob("checkpoints/step-*/state.json")
+        if path.stat().st_mtime >= since
+    ]
     return max((path.parent for path in states), default=None)

@@ -1,9 +1,11 @@
-"""Spans of the commands' runs, sent where OpenTelemetry's own variables say: nothing else turns them on.
+"""Spans of the commands' runs, sent where OpenTelemetry's own variables say: nothing else turns
+them on.
 
     OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 ramify ask …      OTLP over HTTP
     OTEL_TRACES_EXPORTER=console ramify ask …                           JSON on stderr
 
-What spans say is ``engine/spans.py``'s. A program of one's own that has set OpenTelemetry up needs none of this.
+What spans say is ``engine/spans.py``'s. A program of one's own that has set OpenTelemetry up needs
+none of this.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 
 @contextlib.contextmanager
 def exporting(notes: StderrNotes, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Send the spans of all runs in this block, if the environment says where to. Nothing here ends a command."""
+    """Send the spans of all runs in this block, if the environment says where to. Nothing here ends
+    a command."""
     wanted = _wanted(environ)
     provider = _provider(wanted, environ, notes) if wanted else None
     if provider is None:
@@ -54,14 +57,22 @@ def _provider(wanted: str, environ: Mapping[str, str], notes: StderrNotes) -> An
         exporter = _exporter(wanted)
     except ImportError as error:
         notes.say(
-            f"ramify: warning: OpenTelemetry's variables ask for spans: pip install 'ramify[otel]' ({error.name})"
+            "ramify: warning: OpenTelemetry's variables ask for spans: pip install 'ramify[otel]' "
+            f"({error.name})"
         )
         return None
     if exporter is None:
-        notes.say(f"ramify: warning: OTEL_TRACES_EXPORTER={wanted} is not known here: give otlp, console or none")
+        notes.say(
+            f"ramify: warning: OTEL_TRACES_EXPORTER={wanted} is not known here: give otlp, console "
+            "or none"
+        )
         return None
-    is_named = "OTEL_SERVICE_NAME" in environ or "service.name=" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    provider = TracerProvider(resource=Resource.create({} if is_named else {"service.name": "ramify"}))
+    is_named = "OTEL_SERVICE_NAME" in environ or "service.name=" in environ.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    )
+    provider = TracerProvider(
+        resource=Resource.create({} if is_named else {"service.name": "ramify"})
+    )
     provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
     _say_once(notes)
@@ -87,7 +98,10 @@ def _say_once(notes: StderrNotes) -> None:
         def emit(self, record: logging.LogRecord) -> None:
             if record.levelno >= logging.ERROR:
                 log.setLevel(logging.CRITICAL + 1)
-                notes.say(f"ramify: warning: spans could not be sent: {' '.join(record.getMessage().split())[:200]}")
+                notes.say(
+                    "ramify: warning: spans could not be sent: "
+                    f"{' '.join(record.getMessage().split())[:200]}"
+                )
 
     log = logging.getLogger("opentelemetry")
     log.addHandler(Once())

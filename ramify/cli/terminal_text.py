@@ -1,7 +1,8 @@
 """Text for a terminal: made harmless, cut to a width, numbers made readable.
 
-What a model or a document says may hold escape sequences that move the cursor, set the window's title or fake a prompt.
-``clean`` takes them out; everything that is shown to a person goes through it. What is piped on stays as it is.
+What a model or a document says may hold escape sequences that move the cursor, set the window's
+title or fake a prompt. ``clean`` takes them out; everything that is shown to a person goes through
+it. What is piped on stays as it is.
 
     >>> clean("a\\x1b[31mb\\x07\\r\\n\\tc")
     'ab\\n\\tc'
@@ -14,11 +15,15 @@ import time
 
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours, the cursor
-    r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c|$)"  # titles, links, the clipboard
+    # titles, links, the clipboard
+    r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c|$)"
     r"|\x1b[ -/]*[0-~]?"
 )
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Controls but newline and tab; marks that reorder what is read; halves of characters, which cannot be printed."""
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Controls but newline and tab; marks that reorder what is read; halves of characters, which cannot
+be printed."""
 
 
 def clean(text: str) -> str:
@@ -48,10 +53,17 @@ def many(number: int, noun: str) -> str:
 
 
 def dollars(cost: float | None) -> str:
-    """``$0.0123``; cents where they are many, more digits where they are few; ``-`` where there is no price."""
+    """``$0.0123``; cents where they are many, more digits where they are few; ``-`` where there is
+    no price."""
     if cost is None:
         return "-"
-    return f"${cost:.2f}" if cost >= 1 or cost == 0 else f"${cost:.2g}" if cost >= 0.001 else f"${cost:.1e}"
+    return (
+        f"${cost:.2f}"
+        if cost >= 1 or cost == 0
+        else f"${cost:.2g}"
+        if cost >= 0.001
+        else f"${cost:.1e}"
+    )
 
 
 def seconds(value: float) -> str:
@@ -59,7 +71,9 @@ def seconds(value: float) -> str:
     if value < 10:
         return f"{value:.2g} s"
     minutes, rest = divmod(round(value), 60)
-    return " ".join([*([f"{minutes} min"] if minutes else []), *([f"{rest} s"] if rest or not minutes else [])])
+    return " ".join(
+        [*([f"{minutes} min"] if minutes else []), *([f"{rest} s"] if rest or not minutes else [])]
+    )
 
 
 def ticking(value: float) -> str:

@@ -1,7 +1,7 @@
 """The tree of a running question as it is shown: events in, a few rows out. Draws nothing.
 
-A call with a session is a node of its own; plain sub-calls are only counted on the node that made them, so that five
-hundred of them are one line and cost nothing:
+A call with a session is a node of its own; plain sub-calls are only counted on the node that made
+them, so that five hundred of them are one line and cost nothing:
 
     0 openai:gpt-5 · turn 3 · running code
         hits = [line for line in context.splitlines() if "ERROR" in line]
@@ -27,7 +27,7 @@ from ramify.types.event import (
     RequestStarted,
     RunEnded,
     RunStarted,
-)  # fmt: skip
+)
 from ramify.types.trajectory import Stop
 
 State = Literal["starting", "asking", "running code", "last word", "done"]
@@ -90,7 +90,10 @@ class TerminalTree:
                 if node := self.nodes.get(event.call):
                     said = event.reply.message
                     codes = (said.content,) if self._replies_are_code else read_action(said).codes
-                    node.code, node.state = (codes[-1] if codes else node.code), "running code" if codes else "asking"
+                    node.code, node.state = (
+                        (codes[-1] if codes else node.code),
+                        "running code" if codes else "asking",
+                    )
             case CellRan() if node := self.nodes.get(event.call):
                 node.code = event.result.code
             case CallEnded():
@@ -113,7 +116,9 @@ class TerminalTree:
             tally.started += 1
             self._parents[event.id] = (parent, tally)
         if event.kind == "rlm" or parent is None:
-            self.nodes[event.id] = TreeRow(event.id, event.model, event.depth, event.question, event.at_s)
+            self.nodes[event.id] = TreeRow(
+                event.id, event.model, event.depth, event.question, event.at_s
+            )
 
     def _end(self, event: CallEnded) -> None:
         if found := self._parents.pop(event.id, None):
@@ -124,7 +129,8 @@ class TerminalTree:
             node.state, node.stop, node.ended_s = "done", event.stop, event.at_s
 
     def shown(self, max_rows: int) -> tuple[list[TreeRow], int]:
-        """At most ``max_rows`` nodes in order of issue, those that still work first; and how many are left out."""
+        """At most ``max_rows`` nodes in order of issue, those that still work first; and how many
+        are left out."""
         nodes = list(self.nodes.values())
         if len(nodes) <= max_rows:
             return nodes, 0

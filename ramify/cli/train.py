@@ -50,7 +50,9 @@ def train(
     notes = StderrNotes(bool(quiet))
     notes.take_warnings()
     if plain and progress not in (None, "lines"):
-        raise UsageError(f"--plain is --progress lines: leave out one of --plain and --progress {progress}")
+        raise UsageError(
+            f"--plain is --progress lines: leave out one of --plain and --progress {progress}"
+        )
     if restarts is not None:
         from ramify.cli.supervise import supervise
 
@@ -85,7 +87,15 @@ def train(
             resume = str(folder)
         listener = _listener(run.name, folder, screen, resume is not None)
         try:
-            train(run, folder, resume=resume, listener=listener, say=notes.say, on_stall=_end_soon, inform=notes.say)
+            train(
+                run,
+                folder,
+                resume=resume,
+                listener=listener,
+                say=notes.say,
+                on_stall=_end_soon,
+                inform=notes.say,
+            )
         except KeyboardInterrupt:
             screen.close()
             write(f"stopped; go on with: ramify train --resume {folder}")
@@ -114,14 +124,20 @@ def _folder(resume: str | None) -> str | None:
     return str(path.parents[1] if path.parent.name == "checkpoints" else path)
 
 
-def _listener(name: str, folder: Path, screen: ProgressScreen, is_resumed: bool) -> Callable[[StepMetrics], None]:
+def _listener(
+    name: str, folder: Path, screen: ProgressScreen, is_resumed: bool
+) -> Callable[[StepMetrics], None]:
     """Shows what is measured, in the screen's form."""
     match screen.form:
         case "live":
             return _drawing(name, folder, screen, is_resumed)
         case "json":
             return lambda measured: screen.event(
-                "measured", step=measured.step, stage=measured.stage, trained_s=measured.at_s, values=measured.values
+                "measured",
+                step=measured.step,
+                stage=measured.stage,
+                trained_s=measured.at_s,
+                values=measured.values,
             )
         case "lines":
             return lambda measured: _say(measured, screen.notes)
@@ -129,7 +145,9 @@ def _listener(name: str, folder: Path, screen: ProgressScreen, is_resumed: bool)
             return lambda measured: None
 
 
-def _drawing(name: str, folder: Path, screen: ProgressScreen, is_resumed: bool) -> Callable[[StepMetrics], None]:
+def _drawing(
+    name: str, folder: Path, screen: ProgressScreen, is_resumed: bool
+) -> Callable[[StepMetrics], None]:
     """Curves, which stay on the terminal when all is over."""
     from rich.text import Text
 
@@ -151,7 +169,11 @@ def _drawing(name: str, folder: Path, screen: ProgressScreen, is_resumed: bool) 
 
 def _say(measured: StepMetrics, notes: StderrNotes) -> None:
     """Steps that are not sampled are many and alike."""
-    if measured.stage not in ("warmup", "sft") or measured.step % EVERY == 0 or "validation/reward" in measured.values:
+    if (
+        measured.stage not in ("warmup", "sft")
+        or measured.step % EVERY == 0
+        or "validation/reward" in measured.values
+    ):
         notes.say(line(measured))
 
 
@@ -163,7 +185,9 @@ COMMAND = CommandSpec(
     words="RECIPE [FIELD=VALUE…]",
     max_words=None,
     options=(
-        OptionSpec("out", str, "folder of the run: checkpoints, metrics, the policy [runs/NAME]", "DIR"),
+        OptionSpec(
+            "out", str, "folder of the run: checkpoints, metrics, the policy [runs/NAME]", "DIR"
+        ),
         OptionSpec(
             "resume",
             str,
@@ -173,16 +197,28 @@ COMMAND = CommandSpec(
         OptionSpec(
             "restarts",
             int,
-            "when training dies, start it again from the last checkpoint; give up where it got no further N times",
+            "when training dies, start it again from the last checkpoint; give up where it got no "
+            "further N times",
         ),
         OptionSpec(
             "placement",
             str,
-            "who starts the run's processes: local, or ray, which starts a cluster or joins RAY_ADDRESS",
+            "who starts the run's processes: local, or ray, which starts a cluster or joins "
+            "RAY_ADDRESS",
             "local|ray",
         ),
-        OptionSpec("track", list, f"also send what is measured to {TRACKERS}, or module:Class; repeat it", "NAME"),
-        OptionSpec("plain", bool, "lines instead of a live view, as where stderr is no terminal", has_no=False),
+        OptionSpec(
+            "track",
+            list,
+            f"also send what is measured to {TRACKERS}, or module:Class; repeat it",
+            "NAME",
+        ),
+        OptionSpec(
+            "plain",
+            bool,
+            "lines instead of a live view, as where stderr is no terminal",
+            has_no=False,
+        ),
         OptionSpec("quiet", bool, "nothing but errors", has_no=False),
         OPTION,
     ),

@@ -1,4 +1,5 @@
-"""``ramify view``: runs, training and comparisons on a page, until it is stopped; or one run as a file that works offline."""
+"""``ramify view``: runs, training and comparisons on a page, until it is stopped; or one run as a
+file that works offline."""
 
 from __future__ import annotations
 
@@ -21,30 +22,40 @@ if TYPE_CHECKING:
 
 PORT = 8765
 _SWITCH_S = 5e-4
-"""How long a thread that reads a journal may keep the interpreter from the loop, which answers for the page's parts
-meanwhile: at Python's 5 ms each of twenty waits that long."""
+"""How long a thread that reads a journal may keep the interpreter from the loop, which answers for
+the page's parts meanwhile: at Python's 5 ms each of twenty waits that long."""
 _TOKEN = "RAMIFY_VIEW_TOKEN"
 
 
 def view(
-    words: list[str], host: str | None = None, port: int | None = None, token: str | None = None,
-    export: str | None = None, open: bool | None = None,
-) -> int:  # fmt: skip
+    words: list[str],
+    host: str | None = None,
+    port: int | None = None,
+    token: str | None = None,
+    export: str | None = None,
+    open: bool | None = None,
+) -> int:
     from ramify.viewer.run_library import RunLibrary
 
     names = [word for word in words if not Path(word).expanduser().exists()]
     paths = [word for word in words if word not in names]
     library = RunLibrary(paths if not names else [_default_store(), *paths])
-    keys = [*(_key_of_name(library, name) for name in names), *(_key_of_file(library, path) for path in paths)]
+    keys = [
+        *(_key_of_name(library, name) for name in names),
+        *(_key_of_file(library, path) for path in paths),
+    ]
     if export is not None:
         return _export(library, [key for key in keys if key], export)
     from ramify.viewer.view_server import ViewServer
 
     first = keys[0] if len(keys) == 1 else ""
     server = ViewServer(
-        library, host=host or "127.0.0.1", port=PORT if port is None else port,
-        token=token or os.environ.get(_TOKEN) or None, first=first,
-    )  # fmt: skip
+        library,
+        host=host or "127.0.0.1",
+        port=PORT if port is None else port,
+        token=token or os.environ.get(_TOKEN) or None,
+        first=first,
+    )
     sys.setswitchinterval(_SWITCH_S)
     asyncio.run(_serve(server, f"#/run/{quote(first, safe='')}" if first else "", bool(open)))
     return ExitCode.ANSWERED
@@ -84,7 +95,9 @@ def _export(library: RunLibrary, keys: list[str], export: str) -> int:
     from ramify.viewer.export import page
 
     if len(keys) != 1:
-        raise UsageError("--export writes one run: name it, as in ramify view last --export run.html")
+        raise UsageError(
+            "--export writes one run: name it, as in ramify view last --export run.html"
+        )
     html = page(library.find(keys[0]))
     try:
         Path(export).expanduser().write_bytes(html)
@@ -113,10 +126,16 @@ COMMAND = CommandSpec(
     words="[PATH…]",
     max_words=None,
     options=(
-        OptionSpec("export", str, "write one run as a file that works offline, instead of serving", "FILE"),
-        OptionSpec("host", str, "address to listen on (default: 127.0.0.1; others need a token)", "HOST"),
+        OptionSpec(
+            "export", str, "write one run as a file that works offline, instead of serving", "FILE"
+        ),
+        OptionSpec(
+            "host", str, "address to listen on (default: 127.0.0.1; others need a token)", "HOST"
+        ),
         OptionSpec("port", int, f"port to listen on; 0 takes a free one (default: {PORT})"),
-        OptionSpec("token", str, f"what a browser must show to be let in (default: ${_TOKEN})", "TOKEN"),
+        OptionSpec(
+            "token", str, f"what a browser must show to be let in (default: ${_TOKEN})", "TOKEN"
+        ),
         OptionSpec("open", bool, "open the page in a browser", has_no=False),
     ),
     epilog="PATH is a run's id or its beginning, last, a store, a journal, a file of trajectories, or a folder of\n"

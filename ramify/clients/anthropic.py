@@ -1,9 +1,10 @@
 """Claude through Anthropic's own SDK (``pip install 'ramify[anthropic]'``): ``anthropic:MODEL``.
 
-System messages at the head become ``system``, tool results become blocks of a user turn, thinking becomes ``reasoning``.
-A conversation that will be sent again (it has a reply in it, or an ``affinity``) is marked for the prompt cache at its
-end, so that an append-only history is read from there; a single question is not, since storing costs more than sending.
-``seed`` and ``logprobs`` do not exist there and are left out. Thinking is asked for through ``Sampling.extra``.
+System messages at the head become ``system``, tool results become blocks of a user turn, thinking
+becomes ``reasoning``. A conversation that will be sent again (it has a reply in it, or an
+``affinity``) is marked for the prompt cache at its end, so that an append-only history is read from
+there; a single question is not, since storing costs more than sending. ``seed`` and ``logprobs`` do
+not exist there and are left out. Thinking is asked for through ``Sampling.extra``.
 
 The SDK does not try again: the pool does.
 """
@@ -36,12 +37,20 @@ class AnthropicClient:
     """A ``Client`` for one Claude model."""
 
     def __init__(
-        self, name: str, *, window: int, price: Price | None = None, key: str | None = None, base_url: str | None = None
+        self,
+        name: str,
+        *,
+        window: int,
+        price: Price | None = None,
+        key: str | None = None,
+        base_url: str | None = None,
     ) -> None:
         try:
             import anthropic
         except ImportError:
-            raise ConfigError(f"{name} needs Anthropic's SDK: pip install 'ramify[anthropic]'") from None
+            raise ConfigError(
+                f"{name} needs Anthropic's SDK: pip install 'ramify[anthropic]'"
+            ) from None
         self.name = name
         self.window = window
         self.price = price
@@ -85,10 +94,15 @@ class AnthropicClient:
 
     def _fields(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
-        head = next((i for i, each in enumerate(request.messages) if each.role != "system"), len(request.messages))
+        head = next(
+            (i for i, each in enumerate(request.messages) if each.role != "system"),
+            len(request.messages),
+        )
         turns = _turns(request.messages[head:], self._thoughts)
         fields: dict[str, Any] = {"messages": turns}
-        system = "\n\n".join(message.content for message in request.messages[:head] if message.content)
+        system = "\n\n".join(
+            message.content for message in request.messages[:head] if message.content
+        )
         if system:
             fields["system"] = [_text(system)]
         for name in ("temperature", "top_p", "top_k"):
@@ -98,7 +112,11 @@ class AnthropicClient:
             fields["stop_sequences"] = list(sampling.stop)
         if request.tools:
             fields["tools"] = [
-                {"name": tool.name, "description": tool.description, "input_schema": tool.parameters}
+                {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "input_schema": tool.parameters,
+                }
                 for tool in request.tools
             ]
         if request.schema is not None and self._enforces_schema and is_strict(request.schema):
@@ -112,14 +130,16 @@ class AnthropicClient:
         blocks = getattr(sent, "content", None)
         if not isinstance(blocks, list) or getattr(sent, "usage", None) is None:
             error = BadReply(
-                f"{self.name}: {self._sdk.base_url} answered something that is not a message; check the base URL"
+                f"{self.name}: {self._sdk.base_url} answered something that is not a message; "
+                "check the base URL"
             )
             error.may_be_paid = not isinstance(sent, str)
             raise error
         message = Message(
             role="assistant",
             content="".join(block.text for block in blocks if block.type == "text"),
-            reasoning="".join(block.thinking for block in blocks if block.type == "thinking") or None,
+            reasoning="".join(block.thinking for block in blocks if block.type == "thinking")
+            or None,
             tool_calls=tuple(
                 ToolCall(block.id, block.name, msgspec.json.encode(block.input).decode())
                 for block in blocks
@@ -127,10 +147,15 @@ class AnthropicClient:
             ),
         )
         if message.tool_calls:
-            self._remember(message, [b.model_dump() for b in blocks if b.type in ("thinking", "redacted_thinking")])
+            self._remember(
+                message,
+                [b.model_dump() for b in blocks if b.type in ("thinking", "redacted_thinking")],
+            )
         finish, model = finish_of(sent.stop_reason, self.name), str(sent.model or self._model)
         stopped_by = str(sent.stop_reason) if finish == "content_filter" else ""
-        return Reply(message, _usage(sent.usage), finish, model=model, seconds=seconds, filter=stopped_by)
+        return Reply(
+            message, _usage(sent.usage), finish, model=model, seconds=seconds, filter=stopped_by
+        )
 
     def _remember(self, message: Message, thoughts: Blocks) -> None:
         if thoughts:
@@ -140,23 +165,39 @@ class AnthropicClient:
 
     def _refusal(self, error: Any) -> ModelError:
         failure = from_status(
-            f"{self.name} at {self._sdk.base_url}", error.status_code, error.response.headers, error.response.content,
-            key_variable="ANTHROPIC_API_KEY", secrets=(self._secret,),
-        )  # fmt: skip
-        if isinstance(failure, Refused) and self._enforces_schema and "output_config" in str(failure):
-            self._enforces_schema = False  # an older model: the schema is checked when the reply is read
+            f"{self.name} at {self._sdk.base_url}",
+            error.status_code,
+            error.response.headers,
+            error.response.content,
+            key_variable="ANTHROPIC_API_KEY",
+            secrets=(self._secret,),
+        )
+        if (
+            isinstance(failure, Refused)
+            and self._enforces_schema
+            and "output_config" in str(failure)
+        ):
+            self._enforces_schema = (
+                False  # an older model: the schema is checked when the reply is read
+            )
             failure.transient = True
         return failure
 
     def _broken(self, error: Exception) -> ModelError:
         cause = error.__cause__ or error
-        reason = redacted(" ".join(str(cause).split())[:200] or type(cause).__name__, (self._secret,))
+        reason = redacted(
+            " ".join(str(cause).split())[:200] or type(cause).__name__, (self._secret,)
+        )
         if type(error).__name__ == "APIResponseValidationError":
-            return BadReply(f"{self.name}: {self._sdk.base_url} answered something that is not a message ({reason})")
+            return BadReply(
+                f"{self.name}: {self._sdk.base_url} answered something that is not a message "
+                f"({reason})"
+            )
         if any(base.__name__ in _NEVER_SENT for base in type(cause).__mro__):
             return Unreachable(f"{self.name}: cannot reach {self._sdk.base_url} ({reason})")
         return ReplyLost(
-            f"{self.name}: the connection to {self._sdk.base_url} broke before the reply was whole ({reason})"
+            f"{self.name}: the connection to {self._sdk.base_url} broke before the reply was whole "
+            f"({reason})"
         )
 
 
@@ -175,12 +216,25 @@ def _turns(messages: tuple[Message, ...], thoughts: dict[Message, Blocks]) -> li
 
 def _blocks(message: Message, thoughts: dict[Message, Blocks]) -> Blocks:
     if message.role == "tool":
-        return [{"type": "tool_result", "tool_use_id": message.tool_call_id or "", "content": message.content}]
+        return [
+            {
+                "type": "tool_result",
+                "tool_use_id": message.tool_call_id or "",
+                "content": message.content,
+            }
+        ]
     blocks: Blocks = [dict(block) for block in thoughts.get(message, ())]
     if message.content.strip():
         blocks.append(_text(message.content))
     for call in message.tool_calls:
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _arguments(call.arguments)})
+        blocks.append(
+            {
+                "type": "tool_use",
+                "id": call.id,
+                "name": call.name,
+                "input": _arguments(call.arguments),
+            }
+        )
     return blocks
 
 
@@ -196,7 +250,8 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _mark_for_cache(fields: dict[str, Any]) -> None:
-    """Mark the end of the system prompt and of the conversation: the next request's prefix is found from there."""
+    """Mark the end of the system prompt and of the conversation: the next request's prefix is found
+    from there."""
     if "system" in fields:
         fields["system"][-1]["cache_control"] = _CACHE
     if fields["messages"]:
@@ -216,7 +271,11 @@ def _sendable(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _usage(sent: Any) -> Usage:
     """The prompt is what was fresh, what was read from the cache and what was stored in it."""
-    parts = [sent.input_tokens, sent.cache_read_input_tokens or 0, sent.cache_creation_input_tokens or 0]
+    parts = [
+        sent.input_tokens,
+        sent.cache_read_input_tokens or 0,
+        sent.cache_creation_input_tokens or 0,
+    ]
     thinking = getattr(getattr(sent, "output_tokens_details", None), "thinking_tokens", None)
     known = [counted(part, 0).input_tokens if counted(part, 0).calls else None for part in parts]
     given = None if None in known else sum(filter(None, known))

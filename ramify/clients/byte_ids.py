@@ -23,8 +23,8 @@ class ByteTokenIds:
     """``version`` is the policy's; whoever trains it counts it up."""
 
     def __init__(self, version: int = 0, logprob: float = -0.5, *, keeps_ids: bool = True) -> None:
-        """Without ``keeps_ids`` it makes ids of the whole conversation again for each request, and not as it sampled
-        them, as a server does that only knows text."""
+        """Without ``keeps_ids`` it makes ids of the whole conversation again for each request, and
+        not as it sampled them, as a server does that only knows text."""
         self.version = version
         self._logprob = logprob
         self._keeps_ids = keeps_ids
@@ -33,9 +33,12 @@ class ByteTokenIds:
         """``reply`` with the ids of itself and of its prompt."""
         token_ids = (*_text(reply.message), END)
         return msgspec.structs.replace(
-            reply, prompt_ids=self._prompt(request), token_ids=token_ids, logprobs=(self._logprob,) * len(token_ids),
+            reply,
+            prompt_ids=self._prompt(request),
+            token_ids=token_ids,
+            logprobs=(self._logprob,) * len(token_ids),
             versions=(VersionSpan(0, len(token_ids), self.version),),
-        )  # fmt: skip
+        )
 
     def _prompt(self, request: Request) -> tuple[int, ...]:
         known = request.known if self._keeps_ids else None

@@ -1,11 +1,12 @@
-"""The JSON of OpenAI's chat completions: a ``Request`` into a body, a body into a ``Reply``. No sockets.
+"""The JSON of OpenAI's chat completions: a ``Request`` into a body, a body into a ``Reply``. No
+sockets.
 
     Request(messages, Sampling(max_tokens=64))  ->  {"model": …, "messages": […], "max_completion_tokens": 64}
     {"choices": [{"message": {"content": "hi"}, …}], "usage": {…}}  ->  Reply(Message("assistant", "hi"), …)
 
-Where servers differ in what they take, the provider's line in ``providers.py`` says so; where they differ in what they
-send, every known form is read: thinking as ``reasoning``, ``reasoning_content`` or parts of the content, token ids of
-vLLM, thinking that is counted in the total alone.
+Where servers differ in what they take, the provider's line in ``providers.py`` says so; where they
+differ in what they send, every known form is read: thinking as ``reasoning``, ``reasoning_content``
+or parts of the content, token ids of vLLM, thinking that is counted in the total alone.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ _decode = msgspec.json.Decoder(ChatCompletion).decode
 
 
 def decode(body: bytes) -> ChatCompletion:
-    """Raises msgspec.DecodeError. Half characters, which a model may sample and a server pass on, are replaced: the
-    reply is paid for."""
+    """Raises msgspec.DecodeError. Half characters, which a model may sample and a server pass on,
+    are replaced: the reply is paid for."""
     try:
         return _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -96,7 +97,10 @@ def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[
     sampling = request.sampling
     fields: dict[str, Any] = {
         "model": endpoint.model,
-        "messages": [_wire_message(message, endpoint.provider.reasoning_field) for message in request.messages],
+        "messages": [
+            _wire_message(message, endpoint.provider.reasoning_field)
+            for message in request.messages
+        ],
         limit_field: sampling.max_tokens,
     }
     for name in ("temperature", "top_p", "seed"):
@@ -122,7 +126,8 @@ def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[
 
 
 def is_strict(schema: Any) -> bool:
-    """Whether OpenAI would enforce ``schema``: every object closed, with all of its properties required."""
+    """Whether OpenAI would enforce ``schema``: every object closed, with all of its properties
+    required."""
     if isinstance(schema, list):
         return all(map(is_strict, schema))
     if not isinstance(schema, dict):
@@ -130,11 +135,17 @@ def is_strict(schema: Any) -> bool:
     properties = schema.get("properties")
     if schema.get("type") == "object" or isinstance(properties, dict):
         named = properties if isinstance(properties, dict) else {}
-        if schema.get("additionalProperties") is not False or set(schema.get("required", ())) != set(named):
+        if schema.get("additionalProperties") is not False or set(
+            schema.get("required", ())
+        ) != set(named):
             return False
         if not all(map(is_strict, named.values())):
             return False
-    rest = (value for key, value in schema.items() if key not in ("properties", "enum", "const", "default", "examples"))
+    rest = (
+        value
+        for key, value in schema.items()
+        if key not in ("properties", "enum", "const", "default", "examples")
+    )
     return all(map(is_strict, rest))
 
 
@@ -147,8 +158,8 @@ def encode(fields: dict[str, Any]) -> bytes:
 
 
 def read(completion: ChatCompletion, choice: _Choice, model: str, seconds: float) -> Reply:
-    """``completion`` as a ``Reply``; raises ValueError where it contradicts itself, ServerFailed where the server says
-    that it broke off."""
+    """``completion`` as a ``Reply``; raises ValueError where it contradicts itself, ServerFailed
+    where the server says that it broke off."""
     finish = _finish(choice, model)
     return Reply(
         message=_message(choice.message),
@@ -169,7 +180,11 @@ def _wire_message(message: Message, reasoning_field: str) -> dict[str, Any]:
     if message.tool_calls:
         wire["content"] = message.content or None
         wire["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for call in message.tool_calls
         ]
     if message.tool_call_id is not None:
@@ -187,11 +202,17 @@ def without_surrogates(value: Any) -> Any:
         return {key: without_surrogates(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [without_surrogates(each) for each in value]
-    return without_surrogates(msgspec.to_builtins(value)) if isinstance(value, msgspec.Struct) else value
+    return (
+        without_surrogates(msgspec.to_builtins(value))
+        if isinstance(value, msgspec.Struct)
+        else value
+    )
 
 
 def _message(wire: _Message) -> Message:
-    content, thought = (wire.content, None) if not isinstance(wire.content, list) else _parts(wire.content)
+    content, thought = (
+        (wire.content, None) if not isinstance(wire.content, list) else _parts(wire.content)
+    )
     return Message(
         role="assistant",
         content=content or wire.refusal or "",
@@ -227,7 +248,8 @@ def _finish(choice: _Choice, model: str) -> Finish:
 
 
 def _filter(choice: _Choice) -> str:
-    """What stopped the reply: ``refusal``, or the server's word, with the categories that Azure adds."""
+    """What stopped the reply: ``refusal``, or the server's word, with the categories that Azure
+    adds."""
     if choice.message.refusal:
         return "refusal"
     about = _fields(choice.content_filter_results)
@@ -244,7 +266,9 @@ def _logprobs(choice: _Choice) -> tuple[float, ...] | None:
 def _usage(reported: Any) -> Usage:
     """``calls`` is 0 if the server did not count both sides, or counted what cannot be."""
     fields = _fields(reported)
-    inputs, outputs = (_fields(fields.get(f"{kind}_tokens_details")) for kind in ("prompt", "completion"))
+    inputs, outputs = (
+        _fields(fields.get(f"{kind}_tokens_details")) for kind in ("prompt", "completion")
+    )
     return counted(
         fields.get("prompt_tokens"),
         fields.get("completion_tokens"),

@@ -1,8 +1,9 @@
-"""What a server's refusal means: status, headers and body in; the right ``ModelError`` out. One line, never a key.
+"""What a server's refusal means: status, headers and body in; the right ``ModelError`` out. One
+line, never a key.
 
-Shared by all clients that speak HTTP, whatever library sends for them. The time to wait is read from
-``retry-after-ms``, ``retry-after`` (seconds or a date), the ``x-ratelimit-reset-*`` of a limit that is used up, and
-Google's ``retryDelay``.
+Shared by all clients that speak HTTP, whatever library sends for them. The time to wait is read
+from ``retry-after-ms``, ``retry-after`` (seconds or a date), the ``x-ratelimit-reset-*`` of a limit
+that is used up, and Google's ``retryDelay``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _TOO_LONG = re.compile(
     r"|max_model_len|longer than the (model|maximum)|exceeds? the (maximum|model|limit)[^.]{0,40}tokens",
     re.IGNORECASE,
 )
-_NO_MONEY = re.compile(r"insufficient_quota|billing|credit balance|exceeded your current quota", re.IGNORECASE)
+_NO_MONEY = re.compile(
+    r"insufficient_quota|billing|credit balance|exceeded your current quota", re.IGNORECASE
+)
 _NOT_THERE = (404, 405, 501)
 """No such path, or not for POST: what a server that is no API answers."""
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
@@ -54,7 +57,9 @@ def from_status(
     return _refused(text, status, said, headers, key_variable)
 
 
-def _refused(text: str, status: int, said: str, headers: Mapping[str, str], key_variable: str) -> Refused:
+def _refused(
+    text: str, status: int, said: str, headers: Mapping[str, str], key_variable: str
+) -> Refused:
     if status in (400, 413, 422) and (status == 413 or _TOO_LONG.search(said)):
         error = Refused(f"{text}; shorten the prompt or name a model with a larger window")
         error.too_long = True
@@ -67,7 +72,8 @@ def _refused(text: str, status: int, said: str, headers: Mapping[str, str], key_
 
 
 def message_of(body: bytes) -> str:
-    """What an error body says, in whatever shape this provider says it; at most 300 characters on one line."""
+    """What an error body says, in whatever shape this provider says it; at most 300 characters on
+    one line."""
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -130,13 +136,18 @@ def _reset_of_what_is_used_up(headers: Mapping[str, str]) -> float | None:
 
 
 def seconds_of(value: str | None) -> float | None:
-    """``"2"``, ``"6m0.5s"``, ``"20ms"``, an HTTP date, an ISO date or a Unix time: seconds from now."""
+    """``"2"``, ``"6m0.5s"``, ``"20ms"``, an HTTP date, an ISO date or a Unix time: seconds from
+    now."""
     if not value:
         return None
     value = value.strip()
     number = _scaled(value, 1.0)
     if number is not None:
-        return number if number < 1e9 else max(0.0, (number / 1000 if number > 1e11 else number) - time.time())
+        return (
+            number
+            if number < 1e9
+            else max(0.0, (number / 1000 if number > 1e11 else number) - time.time())
+        )
     if _DURATION.fullmatch(value) or re.fullmatch(rf"({_DURATION.pattern})+", value):
         return sum(float(amount) * _UNIT_S[unit] for amount, unit in _DURATION.findall(value))
     from email.utils import parsedate_to_datetime  # rarely needed, and slow to import

@@ -2,7 +2,8 @@
 
 Servers pass on the words of their backends, such as ``MAX_TOKENS`` or ``SAFETY``.
 
-Not here: what a cut or filtered reply means for a run (``engine/plain.py``, ``engine/rlm_loop.py``).
+Not here: what a cut or filtered reply means for a run (``engine/plain.py``,
+``engine/rlm_loop.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _WORDS: dict[Finish, str] = {
     "content_filter": "content_filter content_filtered refusal safety recitation blocklist"
     " prohibited_content spii sensitive guardrail_intervened image_safety language error_toxic",
 }
-_FINISHES: dict[str, Finish] = {word: finish for finish, words in _WORDS.items() for word in words.split()}
+_FINISHES: dict[str, Finish] = {
+    word: finish for finish, words in _WORDS.items() for word in words.split()
+}
 _BROKEN = {
     "error",
     "network_error",

@@ -2,10 +2,11 @@
 
     post ── an idle connection, or a new one ── write the request ── wait for the whole answer ── keep the connection
 
-Measured against the general library that serves everything else (``https.py``): half the processor time per call, and a
-tenth of a second less to import, which is felt where a local model answers in milliseconds. So it does only what that
-needs: no TLS, no proxies, no redirects, no compression, answers whole. It reads lengths, chunks and answers that end with
-the connection; anything else is an error, never a guess.
+Measured against the general library that serves everything else (``https.py``): half the processor
+time per call, and a tenth of a second less to import, which is felt where a local model answers in
+milliseconds. So it does only what that needs: no TLS, no proxies, no redirects, no compression,
+answers whole. It reads lengths, chunks and answers that end with the connection; anything else is
+an error, never a guess.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class HttpOrigin(msgspec.Struct, frozen=True):
     url: str
     """For errors."""
     head: bytes
-    """Request line and headers, up to and with the name of ``Content-Length``. Holds the key: never printed."""
+    """Request line and headers, up to and with the name of ``Content-Length``. Holds the key: never
+    printed."""
 
     def __repr__(self) -> str:
         return f"Origin({self.url!r})"
@@ -85,7 +87,9 @@ class Http1Client:
         finally:
             self._put(origin, connection)
         if answer.headers.get("content-encoding", "identity").lower() not in ("identity", ""):
-            raise BadReply(f"{where}: the reply is compressed, though that was not asked for ({origin.url})")
+            raise BadReply(
+                f"{where}: the reply is compressed, though that was not asked for ({origin.url})"
+            )
         return answer
 
     async def close(self) -> None:
@@ -117,13 +121,19 @@ class Http1Client:
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self._max_body_bytes, self._open), origin.host, origin.port,
+                    lambda: _Connection(self._max_body_bytes, self._open),
+                    origin.host,
+                    origin.port,
                     happy_eyeballs_delay=0.25,
-                )  # fmt: skip
+                )
         except TimeoutError:
-            raise Unreachable(f"{where}: cannot reach {origin.url} (no answer in {self._connect_s:g} s)") from None
+            raise Unreachable(
+                f"{where}: cannot reach {origin.url} (no answer in {self._connect_s:g} s)"
+            ) from None
         except OSError as error:
-            raise Unreachable(f"{where}: cannot reach {origin.url} ({error.strerror or error})") from error
+            raise Unreachable(
+                f"{where}: cannot reach {origin.url} ({error.strerror or error})"
+            ) from error
         return connection
 
 
@@ -142,7 +152,12 @@ class _Connection(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         """Whether another request may be sent."""
-        return self._keep and self._waiting is None and self._transport is not None and not self._transport.is_closing()
+        return (
+            self._keep
+            and self._waiting is None
+            and self._transport is not None
+            and not self._transport.is_closing()
+        )
 
     async def ask(self, head: bytes, body: bytes) -> HttpResponse:
         if self._transport is None:
@@ -247,7 +262,8 @@ class _Connection(asyncio.Protocol):
         return True  # the final reply follows
 
     def _check_head_so_far(self) -> None:
-        """Raises ValueError for a head that can no longer become a valid one: its end may never come."""
+        """Raises ValueError for a head that can no longer become a valid one: its end may never
+        come."""
         begin = bytes(self._received[self._at : self._at + 40])
         if not (begin.startswith(b"HTTP/1.") or b"HTTP/1.".startswith(begin)):
             raise ValueError(f"it begins with {begin!r}")
@@ -268,7 +284,9 @@ class _Connection(asyncio.Protocol):
         """How the body is delimited, and whether the connection may be used again."""
         headers = self._headers
         connection = _words(headers["connection"]) if "connection" in headers else ()
-        self._keep = "close" not in connection and (version == "HTTP/1.1" or "keep-alive" in connection)
+        self._keep = "close" not in connection and (
+            version == "HTTP/1.1" or "keep-alive" in connection
+        )
         if self._status in (204, 304):
             self._ends = self._at  # never a body, whatever the headers say
         elif "transfer-encoding" in headers:
@@ -354,7 +372,8 @@ class _Connection(asyncio.Protocol):
         return None
 
     def _check_line(self, at: int) -> None:
-        """Raises ValueError for a line that is whole or too long, where no valid one begins at ``at``."""
+        """Raises ValueError for a line that is whole or too long, where no valid one begins at
+        ``at``."""
         line, newline, _ = bytes(self._received[at : at + _MOST_LINE_BYTES]).partition(b"\n")
         if newline:
             raise ValueError(f"its chunks have the line {(line + newline)[:40]!r}")
@@ -370,7 +389,9 @@ class _Connection(asyncio.Protocol):
 
     def _bound(self, size: int) -> None:
         if size > self._max_body_bytes:
-            raise BadReply(f"the reply is longer than {self._max_body_bytes} bytes; lower max_tokens")
+            raise BadReply(
+                f"the reply is longer than {self._max_body_bytes} bytes; lower max_tokens"
+            )
 
     def _finish(self, body: bytes) -> None:
         if self._waiting is not None and not self._waiting.done():

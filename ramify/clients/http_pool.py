@@ -1,13 +1,16 @@
-"""One HTTP connection pool for a whole run: bytes of JSON out, status and bytes back, failures as ``ModelError``.
+"""One HTTP connection pool for a whole run: bytes of JSON out, status and bytes back, failures as
+``ModelError``.
 
     http://, no proxy   ── http1.py     our own, short: local models and other services of one's own
     everything else     ── https.py     aiohttp: TLS, proxies, compression
 
-Nothing is imported or opened before the first request, so that naming a model costs nothing. Proxies come from
-``HTTPS_PROXY``, ``HTTP_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``, and are looked up once per model.
+Nothing is imported or opened before the first request, so that naming a model costs nothing.
+Proxies come from ``HTTPS_PROXY``, ``HTTP_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``, and are looked up
+once per model.
 
-What it knows of a failure is whether the request may have been acted upon: nothing was sent before a connection stood;
-after that, a reply that does not arrive may have been paid. It does not try again and does not read what the JSON says.
+What it knows of a failure is whether the request may have been acted upon: nothing was sent before
+a connection stood; after that, a reply that does not arrive may have been paid. It does not try
+again and does not read what the JSON says.
 """
 
 from __future__ import annotations
@@ -28,7 +31,11 @@ if TYPE_CHECKING:
 _KEEPALIVE_S = 4.0
 """Common servers close idle connections after five seconds; a request must not meet that moment."""
 _CONNECT_S = 30.0
-_HEADERS = {"User-Agent": "ramify", "Content-Type": "application/json", "Accept": "application/json"}
+_HEADERS = {
+    "User-Agent": "ramify",
+    "Content-Type": "application/json",
+    "Accept": "application/json",
+}
 
 
 class RequestRoute(msgspec.Struct, frozen=True):
@@ -85,14 +92,20 @@ class HttpConnectionPool:
 def _origin(url: str, headers: dict[str, str]) -> HttpOrigin:
     parts = urlsplit(url)
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    lines = [f"POST {target} HTTP/1.1", f"Host: {parts.netloc}", *(f"{name}: {headers[name]}" for name in headers)]
+    lines = [
+        f"POST {target} HTTP/1.1",
+        f"Host: {parts.netloc}",
+        *(f"{name}: {headers[name]}" for name in headers),
+    ]
     head = "\r\n".join([*lines, "Content-Length"]).encode("latin-1")
     return HttpOrigin(parts.hostname or "", parts.port or 80, url, head)
 
 
 def proxy_for(url: str) -> str | None:
     """The proxy that the environment names for ``url``."""
-    if sys.platform not in ("darwin", "win32") and not any(name.lower().endswith("_proxy") for name in os.environ):
+    if sys.platform not in ("darwin", "win32") and not any(
+        name.lower().endswith("_proxy") for name in os.environ
+    ):
         return None  # and nothing needs to be imported
     from urllib.request import getproxies, proxy_bypass
 

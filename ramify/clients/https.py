@@ -1,8 +1,9 @@
 """HTTP through aiohttp, for what goes over a network: TLS, proxies, compressed answers.
 
-Certificate authorities are the system's, or those of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``; ``REQUESTS_CA_BUNDLE``,
-``CURL_CA_BUNDLE`` and ``NODE_EXTRA_CA_CERTS`` add to them. ``~/.netrc`` is not read: it would replace the key that the
-caller named. Imported at the first request that needs it, since the import takes a tenth of a second.
+Certificate authorities are the system's, or those of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``;
+``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE`` and ``NODE_EXTRA_CA_CERTS`` add to them. ``~/.netrc`` is
+not read: it would replace the key that the caller named. Imported at the first request that needs
+it, since the import takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -31,13 +32,21 @@ class HttpsClient:
         self._max_body_bytes = max_body_bytes
         self._session: aiohttp.ClientSession | None = None
 
-    async def post(self, where: str, url: str, headers: dict[str, str], proxy: str | None, body: bytes) -> HttpResponse:
+    async def post(
+        self, where: str, url: str, headers: dict[str, str], proxy: str | None, body: bytes
+    ) -> HttpResponse:
         """The answer whatever its status; ``where`` names the model in errors."""
         session = self._session or self._open()
-        data = body if len(body) <= _LARGE_BYTES else io.BytesIO(body)  # sent in pieces, so as not to hold the loop
+        data = (
+            body if len(body) <= _LARGE_BYTES else io.BytesIO(body)
+        )  # sent in pieces, so as not to hold the loop
         try:
-            async with session.post(url, data=data, headers=headers, proxy=proxy, allow_redirects=False) as response:
-                return HttpResponse(response.status, response.headers, await self._bounded(where, response))
+            async with session.post(
+                url, data=data, headers=headers, proxy=proxy, allow_redirects=False
+            ) as response:
+                return HttpResponse(
+                    response.status, response.headers, await self._bounded(where, response)
+                )
         except aiohttp.ClientError as error:
             raise _failure(where, url, proxy, error) from error
         except (ConnectionError, ssl.SSLError, TimeoutError) as error:
@@ -65,13 +74,17 @@ class HttpsClient:
         async for chunk in response.content.iter_any():
             size += len(chunk)
             if size > self._max_body_bytes:
-                raise BadReply(f"{where}: the reply is longer than {self._max_body_bytes} bytes; lower max_tokens")
+                raise BadReply(
+                    f"{where}: the reply is longer than {self._max_body_bytes} bytes; lower "
+                    "max_tokens"
+                )
             chunks.append(chunk)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def _tls() -> ssl.SSLContext | None:
-    """A context with the environment's certificate authorities; None where the library's own serves."""
+    """A context with the environment's certificate authorities; None where the library's own
+    serves."""
     if not any(os.environ.get(name) for name in (*_REPLACING, *_ADDING)):
         return None
     _check_replacing()
@@ -81,23 +94,33 @@ def _tls() -> ssl.SSLContext | None:
         if not bundle:
             continue
         try:
-            context.load_verify_locations(**{"capath" if os.path.isdir(bundle) else "cafile": bundle})
+            context.load_verify_locations(
+                **{"capath" if os.path.isdir(bundle) else "cafile": bundle}
+            )
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"certificate bundle {bundle}: {error}; fix or unset its variable") from None
+            raise ConfigError(
+                f"certificate bundle {bundle}: {error}; fix or unset its variable"
+            ) from None
     return context
 
 
 def _check_replacing() -> None:
-    """OpenSSL goes on without a word where it cannot read what these variables name: every connection then fails."""
+    """OpenSSL goes on without a word where it cannot read what these variables name: every
+    connection then fails."""
     file, folders = (os.environ.get(name) for name in _REPLACING)
     if file:
         try:
             with open(file, "rb") as opened:
                 is_pem = b"-----BEGIN" in opened.read()
         except OSError as error:
-            raise ConfigError(f"SSL_CERT_FILE names {file}: {error.strerror}; fix or unset it") from None
+            raise ConfigError(
+                f"SSL_CERT_FILE names {file}: {error.strerror}; fix or unset it"
+            ) from None
         if not is_pem:
-            raise ConfigError(f"SSL_CERT_FILE names {file}, which holds no certificate in PEM form; fix or unset it")
+            raise ConfigError(
+                f"SSL_CERT_FILE names {file}, which holds no certificate in PEM form; fix or unset "
+                "it"
+            )
     if folders and not any(os.path.isdir(folder) for folder in folders.split(os.pathsep)):
         raise ConfigError(f"SSL_CERT_DIR names {folders}, which is no folder; fix or unset it")
 
@@ -112,19 +135,30 @@ def _failure(where: str, url: str, proxy: str | None, error: Exception) -> Model
             )
             failure.transient = False
             return failure
-        case aiohttp.ClientConnectorError() | aiohttp.ClientHttpProxyError() | aiohttp.ConnectionTimeoutError():
+        case (
+            aiohttp.ClientConnectorError()
+            | aiohttp.ClientHttpProxyError()
+            | aiohttp.ConnectionTimeoutError()
+        ):
             return Unreachable(f"{where}: cannot reach {url}{through} ({_reason(error)})")
         case aiohttp.InvalidURL():
             failure = Unreachable(f"{where}: {url} is not a URL")
             failure.transient = False
             return failure
         case _:
-            return ReplyLost(f"{where}: the connection to {url} broke before the reply was whole ({_reason(error)})")
+            return ReplyLost(
+                f"{where}: the connection to {url} broke before the reply was whole "
+                f"({_reason(error)})"
+            )
 
 
 def _host(proxy: str | None) -> str:
     parts = urlsplit(proxy or "")
-    return f"{parts.scheme}://{parts.hostname}:{parts.port}" if parts.port else f"{parts.scheme}://{parts.hostname}"
+    return (
+        f"{parts.scheme}://{parts.hostname}:{parts.port}"
+        if parts.port
+        else f"{parts.scheme}://{parts.hostname}"
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -1,8 +1,10 @@
-"""How many requests may be on the wire at once: a first-come, first-served gate that gives way to rate limits.
+"""How many requests may be on the wire at once: a first-come, first-served gate that gives way to
+rate limits.
 
-It begins wide open. A rate limit halves it, once for all requests that were on the wire together, and stops everyone
-until the time that the server asked for; every success widens it again, by about a thirtieth of the limit for each
-round of requests. It owns no task: a turn is handed over by whoever leaves, so an uncontended pass costs a microsecond.
+It begins wide open. A rate limit halves it, once for all requests that were on the wire together,
+and stops everyone until the time that the server asked for; every success widens it again, by about
+a thirtieth of the limit for each round of requests. It owns no task: a turn is handed over by
+whoever leaves, so an uncontended pass costs a microsecond.
 
 It does not decide whether a request is tried again, or when: that is the pool's.
 """
@@ -24,7 +26,8 @@ class Limiter:
         self._allowed = float(max_in_flight)
         self._step = max(1.0, max_in_flight / 32)
         self._round = 0
-        """Requests of one round entered under the same width; only the first rate limit of a round narrows it."""
+        """Requests of one round entered under the same width; only the first rate limit of a round
+        narrows it."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._opens_at: float | None = None
         """Event loop's time at which a pause ends."""
@@ -37,7 +40,11 @@ class Limiter:
 
     def opens_in_s(self) -> float:
         """Seconds until a pause ends; 0 where there is none."""
-        return 0.0 if self._opens_at is None else max(0.0, self._opens_at - asyncio.get_running_loop().time())
+        return (
+            0.0
+            if self._opens_at is None
+            else max(0.0, self._opens_at - asyncio.get_running_loop().time())
+        )
 
     async def acquire(self) -> int:
         """Wait for a turn. Returns the round, which ``slow_down`` wants back."""
@@ -75,7 +82,9 @@ class Limiter:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the turn was handed over in the moment of the cancellation
+            if (
+                turn.done() and not turn.cancelled()
+            ):  # the turn was handed over in the moment of the cancellation
                 self.release()
             raise
 

@@ -1,8 +1,10 @@
-"""Whatever else LiteLLM speaks (``pip install 'ramify[litellm]'``): ``litellm:provider/model``, such as ``litellm:bedrock/…``.
+"""Whatever else LiteLLM speaks (``pip install 'ramify[litellm]'``): ``litellm:provider/model``,
+such as ``litellm:bedrock/…``.
 
-LiteLLM returns OpenAI's shape, which ``chat_json.py`` reads. Keys come from the variables that LiteLLM documents for each
-provider. Prices and windows that our table does not know are taken from LiteLLM's packaged one; it is told not to fetch
-a newer one over the network when it is imported. LiteLLM does not try again: the pool does.
+LiteLLM returns OpenAI's shape, which ``chat_json.py`` reads. Keys come from the variables that
+LiteLLM documents for each provider. Prices and windows that our table does not know are taken from
+LiteLLM's packaged one; it is told not to fetch a newer one over the network when it is imported.
+LiteLLM does not try again: the pool does.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class LiteLLMClient:
         self._litellm: Any = litellm
         self.name = name
         model, url = split_url(split_name(name)[1])
-        self._endpoint = Endpoint(_PROVIDER, model, base_url or url or "", {}, key or "", "max_tokens", False)
+        self._endpoint = Endpoint(
+            _PROVIDER, model, base_url or url or "", {}, key or "", "max_tokens", False
+        )
         known_price, known_window = self._known(model)
         self.price = price or known_price
         self.window = window or known_window or _WINDOW
@@ -79,9 +83,17 @@ class LiteLLMClient:
             info = self._litellm.get_model_info(model)
         except Exception:  # noqa: BLE001  an unknown model is a bare Exception there
             return None, None
-        ends = [int(tier[1]) * 1000 for name, cost in info.items() if cost and (tier := _TIER.match(name))]
-        window = min([tokens for tokens in (info.get("max_input_tokens"), *ends) if tokens], default=None)
-        each = [info.get(f"{kind}_token_cost") for kind in ("cache_read_input", "cache_creation_input")]
+        ends = [
+            int(tier[1]) * 1000
+            for name, cost in info.items()
+            if cost and (tier := _TIER.match(name))
+        ]
+        window = min(
+            [tokens for tokens in (info.get("max_input_tokens"), *ends) if tokens], default=None
+        )
+        each = [
+            info.get(f"{kind}_token_cost") for kind in ("cache_read_input", "cache_creation_input")
+        ]
         read, write = (None if cost is None else cost * 1e6 for cost in each)
         costs = info.get("input_cost_per_token"), info.get("output_cost_per_token")
         if costs[0] is None or costs[1] is None:
@@ -97,24 +109,34 @@ class LiteLLMClient:
                 completion.usage = None  # what LiteLLM makes of a reply that did not say
             reply = chat_json.read(completion, completion.choices[0], self._endpoint.model, seconds)
         except (ValueError, AttributeError) as error:
-            raise BadReply(f"{self.name}: LiteLLM returned something that is not a chat completion ({error})") from None
+            raise BadReply(
+                f"{self.name}: LiteLLM returned something that is not a chat completion ({error})"
+            ) from None
         hidden = getattr(sent, "_hidden_params", None) or {}
-        return msgspec.structs.replace(reply, cost=dollars(hidden.get("response_cost")) or reply.cost)
+        return msgspec.structs.replace(
+            reply, cost=dollars(hidden.get("response_cost")) or reply.cost
+        )
 
     def _failure(self, error: Exception) -> ModelError:
         said = redacted(" ".join(str(error).split())[:300], (self._endpoint.secret,))
         if isinstance(error, self._litellm.exceptions.ContextWindowExceededError):
-            refused = Refused(f"{self.name}: {said}; shorten the prompt or name a model with a larger window")
+            refused = Refused(
+                f"{self.name}: {said}; shorten the prompt or name a model with a larger window"
+            )
             refused.too_long = True
             return refused
         if "timeout" in type(error).__name__.lower() or "Connection error" in said:
-            return ReplyLost(f"{self.name}: {said}")  # it does not tell whether the request was sent
+            return ReplyLost(
+                f"{self.name}: {said}"
+            )  # it does not tell whether the request was sent
         if "connect" in type(error.__cause__).__name__.lower():
             return Unreachable(f"{self.name}: {said}")
         status = getattr(error, "status_code", None)
         if not isinstance(status, int) or status < 400:
             return BadReply(f"{self.name}: {said or type(error).__name__}")
         headers = getattr(error, "litellm_response_headers", None) or {}
-        failure = from_status(self.name, status, headers, said.encode(), secrets=(self._endpoint.secret,))
+        failure = from_status(
+            self.name, status, headers, said.encode(), secrets=(self._endpoint.secret,)
+        )
         failure.may_be_paid = status >= 500  # replies that LiteLLM could not read are among them
         return failure

@@ -1,8 +1,9 @@
 """A small HTTP/1.1 server for scripted models: whole requests in, whole answers or broken ones out.
 
-It keeps connections alive, takes bodies with a ``Content-Length``, and can do on purpose what a server must not: close
-before an answer, or in the middle of it. No chunked requests, no tasks: a request costs some tens of
-microseconds, so that what a benchmark measures is its client. Not for use beyond loopback.
+It keeps connections alive, takes bodies with a ``Content-Length``, and can do on purpose what a
+server must not: close before an answer, or in the middle of it. No chunked requests, no tasks: a
+request costs some tens of microseconds, so that what a benchmark measures is its client. Not for
+use beyond loopback.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class LoopbackExchange:
 
     __slots__ = ("_connection", "body", "headers", "method", "path")
 
-    def __init__(self, connection: _Connection, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
+    def __init__(
+        self, connection: _Connection, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> None:
         self._connection = connection
         self.method = method
         self.path = path
@@ -40,7 +43,9 @@ class LoopbackExchange:
         content_type: str = "application/json",
     ) -> None:
         """Answer; does nothing if the caller has gone."""
-        further = "".join(f"{name}: {value}\r\n" for name, value in headers.items()) if headers else ""
+        further = (
+            "".join(f"{name}: {value}\r\n" for name, value in headers.items()) if headers else ""
+        )
         head = (
             f"HTTP/1.1 {status} {_REASONS.get(status, '')}\r\nContent-Type: {content_type}\r\n"
             f"Content-Length: {len(body)}\r\n{further}\r\n"
@@ -49,7 +54,9 @@ class LoopbackExchange:
 
     def drop(self, beginning: bytes = b"") -> None:
         """Close the connection; given a ``beginning``, after that much of a longer body."""
-        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+        head = (
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+        )
         self._connection.close(head + beginning if beginning else b"")
 
 
@@ -75,7 +82,11 @@ class LoopbackServer:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                lambda: _Connection(self._handle, self._connections), self.host, self.port, backlog=1024, ssl=self._tls
+                lambda: _Connection(self._handle, self._connections),
+                self.host,
+                self.port,
+                backlog=1024,
+                ssl=self._tls,
             )
         except OSError as error:
             raise ConfigError(
@@ -100,7 +111,8 @@ class _Connection(asyncio.Protocol):
         self._received = bytearray()
         self._head: tuple[str, str, dict[str, str]] | None = None
         self._ends = 0
-        """Where the body of the present request ends in what was received, once its head was read."""
+        """Where the body of the present request ends in what was received, once its head was
+        read."""
         self._starts = 0
         self._busy = False
         self._is_reading = False

@@ -1,7 +1,8 @@
-"""A client for any server that speaks OpenAI's chat completions: send once, and say what a bad answer means.
+"""A client for any server that speaks OpenAI's chat completions: send once, and say what a bad
+answer means.
 
-``chat_json.py`` translates, ``http_pool.py`` has the sockets, ``providers.py`` the addresses and peculiarities. Waiting, trying
-again and prices are the pool's.
+``chat_json.py`` translates, ``http_pool.py`` has the sockets, ``providers.py`` the addresses and
+peculiarities. Waiting, trying again and prices are the pool's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ class OpenAIClient:
     """A ``Client`` for one model behind one endpoint."""
 
     def __init__(
-        self, name: str, endpoint: Endpoint, wire: HttpConnectionPool, *, window: int, price: Price | None = None
+        self,
+        name: str,
+        endpoint: Endpoint,
+        wire: HttpConnectionPool,
+        *,
+        window: int,
+        price: Price | None = None,
     ) -> None:
         self.name = name
         self.window = window
@@ -48,12 +55,23 @@ class OpenAIClient:
 
     def _refusal(self, answer: HttpResponse) -> ModelError:
         if 300 <= answer.status < 400:
-            return self._bad(f"moved to {answer.headers.get('location', '?')}; use that as the base URL", paid=False)
+            return self._bad(
+                f"moved to {answer.headers.get('location', '?')}; use that as the base URL",
+                paid=False,
+            )
         error = from_status(
-            self._where(), answer.status, answer.headers, answer.body,
-            key_variable=self._endpoint.provider.key_variables[0], secrets=(self._endpoint.secret,),
-        )  # fmt: skip
-        if isinstance(error, Refused) and self._limit_field == "max_tokens" and "max_completion_tokens" in str(error):
+            self._where(),
+            answer.status,
+            answer.headers,
+            answer.body,
+            key_variable=self._endpoint.provider.key_variables[0],
+            secrets=(self._endpoint.secret,),
+        )
+        if (
+            isinstance(error, Refused)
+            and self._limit_field == "max_tokens"
+            and "max_completion_tokens" in str(error)
+        ):
             self._limit_field = "max_completion_tokens"
             error.transient = True
         return error
@@ -73,10 +91,18 @@ class OpenAIClient:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             kind = answer.headers.get("content-type", "no content type")
             if "html" in kind.lower() or answer.body.lstrip()[:1] == b"<":
-                hint = "" if self._endpoint.url.endswith("/v1/chat/completions") else ": most end in /v1"
-                raise self._bad(f"answered {kind} instead of JSON; check the base URL{hint}", paid=False) from None
+                hint = (
+                    ""
+                    if self._endpoint.url.endswith("/v1/chat/completions")
+                    else ": most end in /v1"
+                )
+                raise self._bad(
+                    f"answered {kind} instead of JSON; check the base URL{hint}", paid=False
+                ) from None
             start = redacted(answer.body[:80].decode("utf-8", "replace"), (self._endpoint.secret,))
-            raise self._bad(f"answered {kind} that is not a chat completion ({error}): {start!r}") from None
+            raise self._bad(
+                f"answered {kind} that is not a chat completion ({error}): {start!r}"
+            ) from None
 
     def _no_choices(self, answer: HttpResponse, completion: chat_json.ChatCompletion) -> ModelError:
         if completion.error is None:
@@ -88,7 +114,11 @@ class OpenAIClient:
     def _where(self) -> str:
         """Model and address; a name of the form ``provider:model@URL`` has both."""
         url = self._endpoint.url
-        return self.name if url.removesuffix("/chat/completions") in self.name else f"{self.name} at {url}"
+        return (
+            self.name
+            if url.removesuffix("/chat/completions") in self.name
+            else f"{self.name} at {url}"
+        )
 
     def _bad(self, what: str, *, paid: bool = True) -> BadReply:
         error = BadReply(f"{self._where()} {what}")

@@ -6,9 +6,10 @@
          ─ settle / forfeit / release, exactly once, whatever happened
          ─ wait and begin again, where the error is worth it
 
-Every model has a gate of its own, so that one that is rate limited does not slow the others; ``max_in_flight`` holds
-for each and for all together. A rate limit counts as a failed attempt only if no other request of that model got
-through meanwhile: a crowded server lets its queue through however long it is, a closed one is given up.
+Every model has a gate of its own, so that one that is rate limited does not slow the others;
+``max_in_flight`` holds for each and for all together. A rate limit counts as a failed attempt only
+if no other request of that model got through meanwhile: a crowded server lets its queue through
+however long it is, a closed one is given up.
 """
 
 from __future__ import annotations
@@ -57,11 +58,17 @@ class ClientPool:
         rng: random.Random | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        """``timeout_s`` bounds each attempt; a server that asks to wait longer than ``max_wait_s`` is given up.
+        """``timeout_s`` bounds each attempt; a server that asks to wait longer than ``max_wait_s``
+        is given up.
 
-        ``keys`` and ``base_urls`` map a provider's name to what is used instead of its environment variables.
+        ``keys`` and ``base_urls`` map a provider's name to what is used instead of its environment
+        variables.
         """
-        for name, value in (("max_in_flight", max_in_flight), ("max_attempts", max_attempts), ("timeout_s", timeout_s)):
+        for name, value in (
+            ("max_in_flight", max_in_flight),
+            ("max_attempts", max_attempts),
+            ("timeout_s", timeout_s),
+        ):
             if value <= 0:
                 raise ConfigError(f"{name} is {value}: give at least 1")
         self.max_in_flight = max_in_flight
@@ -100,11 +107,12 @@ class ClientPool:
         on_retry: Callable[[str], None] | None = None,
         patience_s: float = 0.0,
     ) -> Reply:
-        """One reply, with its cost, for a request that is sent until it succeeds or is not worth sending again.
+        """One reply, with its cost, for a request that is sent until it succeeds or is not worth
+        sending again.
 
-        Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_retry`` is told, in
-        a line for a person, of each failure that is followed by another attempt. A model that cannot be reached is tried
-        for ``patience_s``, however many attempts that takes."""
+        Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_retry`` is
+        told, in a line for a person, of each failure that is followed by another attempt. A model
+        that cannot be reached is tried for ``patience_s``, however many attempts that takes."""
         gate = self._gates.get(client.name)
         if gate is None:
             gate = self._gates[client.name] = Limiter(self.max_in_flight)
@@ -119,14 +127,20 @@ class ClientPool:
                 now = asyncio.get_running_loop().time()
                 began = min(began, now)
                 out_s = max(waited_s, now - began)
-                left_s = (patience_s if gate.passed else min(patience_s / 10, _FIRST_PATIENCE_S)) - out_s
+                left_s = (
+                    patience_s if gate.passed else min(patience_s / 10, _FIRST_PATIENCE_S)
+                ) - out_s
                 most = self._most_attempts(error, left_s)
                 if not error.transient or failed >= most or _asked_s(error) > self.max_wait_s:
                     raise
                 wait_s = gate.opens_in_s() if limited else self._wait_s(error, failed)
                 wait_s = min(wait_s, left_s) if most == math.inf else wait_s
                 if on_retry is not None:
-                    tried = f"attempt {failed} of {most}" if most < math.inf else f"for {left_s:.0f} s at most"
+                    tried = (
+                        f"attempt {failed} of {most}"
+                        if most < math.inf
+                        else f"for {left_s:.0f} s at most"
+                    )
                     tried = tried if failed else "others got through"
                     on_retry(f"{error}; trying again in {wait_s:.1f} s ({tried})")
             if not limited:  # after a rate limit it is the gate that waits, for everyone
@@ -144,8 +158,8 @@ class ClientPool:
             await self._wire.close()
 
     def _most_attempts(self, error: ModelError, left_s: float) -> float:
-        """What was never sent costs nothing, and is sent again while there is patience. A connection that breaks may
-        cost a reply each time, and gets twice the usual attempts."""
+        """What was never sent costs nothing, and is sent again while there is patience. A
+        connection that breaks may cost a reply each time, and gets twice the usual attempts."""
         if left_s <= 0:
             return self.max_attempts
         if isinstance(error, Unreachable):
@@ -168,7 +182,9 @@ class ClientPool:
                 gate.slow_down(entered, self._wait_s(error, failed + 1))
             (account.forfeit if error.may_be_paid else account.release)(str(error))
             raise
-        except ConfigError as error:  # such as a certificate bundle that is not there: nothing was sent
+        except (
+            ConfigError
+        ) as error:  # such as a certificate bundle that is not there: nothing was sent
             account.release(str(error))
             raise
         except BaseException as error:

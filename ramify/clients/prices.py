@@ -1,12 +1,15 @@
-"""What tokens cost and how long a window is, by model name. Unknown models have no price: nothing is guessed.
+"""What tokens cost and how long a window is, by model name. Unknown models have no price: nothing
+is guessed.
 
-The packaged ``prices.json`` goes stale: each entry says when its numbers were taken, and from where. A file of the same
-form, given or named by ``RAMIFY_PRICES``, is laid over it, entry by entry:
+The packaged ``prices.json`` goes stale: each entry says when its numbers were taken, and from
+where. A file of the same form, given or named by ``RAMIFY_PRICES``, is laid over it, entry by
+entry:
 
     {"openai:gpt-5": {"input": 1.25, "cached": 0.125, "output": 10.0, "window": 272000, "taken": "2026-11"}}
 
-Dollars are per million tokens. ``also`` lists further names of the same entry; a name's date suffix is ignored. Where
-a long prompt costs more per token, the window ends where that begins, so that one price holds.
+Dollars are per million tokens. ``also`` lists further names of the same entry; a name's date suffix
+is ignored. Where a long prompt costs more per token, the window ends where that begins, so that one
+price holds.
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ class PriceTable:
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> PriceTable:
-        """The packaged table under the file at ``path``, by default the one that ``RAMIFY_PRICES`` names."""
+        """The packaged table under the file at ``path``, by default the one that ``RAMIFY_PRICES``
+        names."""
         packaged = _read(Path(__file__).with_name("prices.json"))
         own = path or os.environ.get("RAMIFY_PRICES")
         return cls({**packaged, **_read(Path(own))} if own else packaged)
@@ -77,7 +81,11 @@ class PriceTable:
 
     def _find(self, name: str) -> PriceEntry | None:
         bare = name.partition("@http")[0]
-        return self._entries.get(name) or self._entries.get(bare) or self._entries.get(_DATE.sub("", bare))
+        return (
+            self._entries.get(name)
+            or self._entries.get(bare)
+            or self._entries.get(_DATE.sub("", bare))
+        )
 
 
 def is_local(name: str) -> bool:
@@ -91,6 +99,8 @@ def _read(path: Path) -> dict[str, PriceEntry]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, PriceEntry])
     except OSError as error:
-        raise ConfigError(f"price table {path}: {error.strerror}; RAMIFY_PRICES names a file of prices") from None
+        raise ConfigError(
+            f"price table {path}: {error.strerror}; RAMIFY_PRICES names a file of prices"
+        ) from None
     except msgspec.MsgspecError as error:
         raise ConfigError(f"price table {path}: {error}; see docs/models.md for its form") from None

@@ -1,7 +1,9 @@
-"""The names before the colon in ``provider:model``: where each one lives, which key it wants, and its peculiarities.
+"""The names before the colon in ``provider:model``: where each one lives, which key it wants, and
+its peculiarities.
 
-Everything here speaks OpenAI's chat completions. ``provider:model@http://host:port/v1`` sends the same to any server.
-The table in ``docs/models.md`` is written from this one. To add a provider, add a line.
+Everything here speaks OpenAI's chat completions. ``provider:model@http://host:port/v1`` sends the
+same to any server. The table in ``docs/models.md`` is written from this one. To add a provider, add
+a line.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import msgspec
 from ramify.errors import ConfigError, nearest
 
 _AT_URL = re.compile(r"^(?P<model>.*)@(?P<url>https?://.+)$")
-_LIKE_AN_ADDRESS = re.compile(r"\w+:/.*|[^/]*:\d{2,5}(/.*)?|localhost.*|\d+(\.\d+){3}.*|.+/.*|https?.*")
+_LIKE_AN_ADDRESS = re.compile(
+    r"\w+:/.*|[^/]*:\d{2,5}(/.*)?|localhost.*|\d+(\.\d+){3}.*|.+/.*|https?.*"
+)
 _AZURE_API_VERSION = "2024-10-21"
 
 
@@ -163,7 +167,7 @@ PROVIDERS: dict[str, ProviderSpec] = {
         key_variables=("LMSTUDIO_API_KEY",),
         local=True,
     ),
-}  # fmt: skip
+}
 
 IN_PROCESS = ("local", "tiny")
 """Engines in this process: ``local:FOLDER``, and ``tiny``, which is a whole name."""
@@ -195,7 +199,10 @@ def split_name(name: str) -> tuple[str, str]:
     provider, colon, model = name.partition(":")
     known = (*PROVIDERS, *OTHERS)
     if not colon:
-        raise ConfigError(f"model '{name}' has no provider: write provider:model, such as openai:{name or 'gpt-5'}")
+        raise ConfigError(
+            f"model '{name}' has no provider: write provider:model, such as "
+            f"openai:{name or 'gpt-5'}"
+        )
     if provider not in known:
         raise ConfigError(f"unknown provider '{provider}' in '{name}': {nearest(provider, known)}")
     if not model:
@@ -204,25 +211,30 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def split_url(model: str) -> tuple[str, str | None]:
-    """``"m@http://host/v1"`` -> ``("m", "http://host/v1")``; no URL, no change. Raises ConfigError for an address that
-    is none: a model's name may have an ``@`` of its own (``claude-sonnet-4@20250514``)."""
+    """``"m@http://host/v1"`` -> ``("m", "http://host/v1")``; no URL, no change. Raises ConfigError
+    for an address that is none: a model's name may have an ``@`` of its own
+    (``claude-sonnet-4@20250514``)."""
     at = _AT_URL.match(model)
     if at:
         return at["model"], at["url"]
     before, _, tail = model.rpartition("@")
     if before and _LIKE_AN_ADDRESS.fullmatch(tail):
         raise ConfigError(
-            f"'{tail}' in '{model}' is not a base URL: write it whole, as in {before}@http://host:8000/v1"
+            f"'{tail}' in '{model}' is not a base URL: write it whole, as in "
+            f"{before}@http://host:8000/v1"
         )
     return model, None
 
 
 def no_key(name: str, variable: str) -> ConfigError:
-    """Where a provider's own address wants one. What stands after an ``@`` may have been meant as another address."""
+    """Where a provider's own address wants one. What stands after an ``@`` may have been meant as
+    another address."""
     before, _, tail = name.rpartition("@")
     is_other = before and not before.endswith(":")
     url = (
-        f"; '{tail}' is not a base URL, which would be written whole: {before}@http://host:8000/v1" if is_other else ""
+        f"; '{tail}' is not a base URL, which would be written whole: {before}@http://host:8000/v1"
+        if is_other
+        else ""
     )
     return ConfigError(f"{name}: no API key: set {variable} (export {variable}=…){url}")
 
@@ -234,7 +246,8 @@ def resolve(
     base_url: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Endpoint:
-    """Where ``name`` lives. Given ``key`` and ``base_url`` win over ``@URL`` in the name, that over the environment."""
+    """Where ``name`` lives. Given ``key`` and ``base_url`` win over ``@URL`` in the name, that over
+    the environment."""
     provider_name, model = split_name(name)
     provider = PROVIDERS[provider_name]
     model, named_url = split_url(model)
@@ -244,13 +257,19 @@ def resolve(
     url = (base_url or environ.get(provider.url_variable) or provider.url).rstrip("/")
     if not url:
         plain = name.partition("@")[0]
-        raise ConfigError(f"{name}: no base URL: set {provider.url_variable}, or write {plain}@https://…")
+        raise ConfigError(
+            f"{name}: no base URL: set {provider.url_variable}, or write {plain}@https://…"
+        )
     if not re.fullmatch(r"https?://[^/\s]\S*", url):
-        raise ConfigError(f"{name}: '{url}' is not a base URL: write it as https://host/v1 in {provider.url_variable}")
+        raise ConfigError(
+            f"{name}: '{url}' is not a base URL: write it as https://host/v1 in "
+            f"{provider.url_variable}"
+        )
     if "@" in url.partition("://")[2].partition("/")[0]:
         variable = provider.key_variables[0]
         raise ConfigError(
-            f"{provider_name}:{model}: a base URL with a user or password in it would be shown and stored: leave them out, "
+            f"{provider_name}:{model}: a base URL with a user or password in it would be shown and "
+            "stored: leave them out, "
             f"and set {variable} if the server wants a key"
         )
     at_home = url == provider.url or provider_name == "azure"
@@ -266,26 +285,38 @@ def resolve(
     )
 
 
-def _key(name: str, provider: ProviderSpec, key: str | None, environ: Mapping[str, str], *, needed: bool) -> str:
-    found = key or next((environ[variable] for variable in provider.key_variables if environ.get(variable)), "")
+def _key(
+    name: str, provider: ProviderSpec, key: str | None, environ: Mapping[str, str], *, needed: bool
+) -> str:
+    found = key or next(
+        (environ[variable] for variable in provider.key_variables if environ.get(variable)), ""
+    )
     if not found and needed:
         raise no_key(name, provider.key_variables[0])
     if not found.isascii() or any(each.isspace() for each in found.strip()):
         raise ConfigError(
-            f"{name}: the key in {provider.key_variables[0]} has spaces or signs that no key has; copy it again"
+            f"{name}: the key in {provider.key_variables[0]} has spaces or signs that no key has; "
+            "copy it again"
         )
     return found.strip()
 
 
 def _headers(provider: ProviderSpec, secret: str, environ: Mapping[str, str]) -> dict[str, str]:
-    headers = {header: environ[name].strip() for header, name in provider.header_variables.items() if environ.get(name)}
+    headers = {
+        header: environ[name].strip()
+        for header, name in provider.header_variables.items()
+        if environ.get(name)
+    }
     for header, value in headers.items():
         if not (value.isascii() and value.isprintable()):
             raise ConfigError(
-                f"{provider.header_variables[header]} has signs that no HTTP header may have; copy it again"
+                f"{provider.header_variables[header]} has signs that no HTTP header may have; copy "
+                "it again"
             )
     if secret:
-        headers[provider.key_header] = f"Bearer {secret}" if provider.key_header == "Authorization" else secret
+        headers[provider.key_header] = (
+            f"Bearer {secret}" if provider.key_header == "Authorization" else secret
+        )
     return headers
 
 
@@ -305,7 +336,11 @@ def table() -> str:
     """The providers as the Markdown table of ``docs/models.md``."""
     rows = ["| name | what | base URL | changed by | key | notes |", "|---|---|---|---|---|---|"]
     for name, each in PROVIDERS.items():
-        keys = " or ".join(f"`{variable}`" for variable in each.key_variables) + (" (optional)" if each.local else "")
+        keys = " or ".join(f"`{variable}`" for variable in each.key_variables) + (
+            " (optional)" if each.local else ""
+        )
         url = f"`{each.url}`" if each.url else "your own"
-        rows.append(f"| `{name}` | {each.title} | {url} | `{each.url_variable}` | {keys} | {each.note} |")
+        rows.append(
+            f"| `{name}` | {each.title} | {url} | `{each.url_variable}` | {keys} | {each.note} |"
+        )
     return "\n".join(rows) + "\n"

@@ -1,15 +1,17 @@
-"""What a scripted model says: a list, rules or a function in; one reply or one failure out per request.
+"""What a scripted model says: a list, rules or a function in; one reply or one failure out per
+request.
 
-Shared by ``ScriptedClient`` (no wire) and ``ScriptedServer`` (real HTTP), so that both count and fail alike.
-Tokens are counted as a quarter of the characters, rounded up, for each text of a message: simple, the same on every
-machine, and never more than the bytes that a budget reserves for.
+Shared by ``ScriptedClient`` (no wire) and ``ScriptedServer`` (real HTTP), so that both count and
+fail alike. Tokens are counted as a quarter of the characters, rounded up, for each text of a
+message: simple, the same on every machine, and never more than the bytes that a budget reserves
+for.
 
     ["hello", rate_limited(1.5), "again"]                    one per request, in order
     lambda messages: messages[-1].content.upper()            or a coroutine function
     [Rule(match="capital", reply="Paris"), ...]              first rule whose pattern is found in the last message
 
-A script file is JSON: a list of the same, ``{"fail": "rate_limited", "retry_after_s": 1.5}`` for a failure and
-``{"match": "capital", "reply": …}`` for a rule.
+A script file is JSON: a list of the same, ``{"fail": "rate_limited", "retry_after_s": 1.5}`` for a
+failure and ``{"match": "capital", "reply": …}`` for a rule.
 """
 
 from __future__ import annotations
@@ -25,9 +27,18 @@ from ramify.errors import ConfigError, Refused
 from ramify.types.message import Message, Reply, Usage
 
 Kind = Literal[
-    "rate_limited", "server_error", "refused", "unreachable",
-    "dropped", "cut", "stalled", "malformed", "html", "no_choices", "no_usage",
-]  # fmt: skip
+    "rate_limited",
+    "server_error",
+    "refused",
+    "unreachable",
+    "dropped",
+    "cut",
+    "stalled",
+    "malformed",
+    "html",
+    "no_choices",
+    "no_usage",
+]
 
 
 class ScriptedFailure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -96,7 +107,9 @@ def no_usage(text: str) -> ScriptedFailure:
     return ScriptedFailure("no_usage", text)
 
 
-PAID: frozenset[str] = frozenset({"dropped", "cut", "stalled", "malformed", "no_choices", "no_usage"})
+PAID: frozenset[str] = frozenset(
+    {"dropped", "cut", "stalled", "malformed", "no_choices", "no_usage"}
+)
 """Kinds of failure for which the model did its work."""
 
 Step = str | Message | Reply | ScriptedFailure
@@ -117,7 +130,8 @@ Lines = Sequence[Step | ScriptRule] | Teller
 
 
 class Script:
-    """The next answer for any request. Requests served at the same time take lines in order of arrival."""
+    """The next answer for any request. Requests served at the same time take lines in order of
+    arrival."""
 
     def __init__(self, lines: Lines, name: str = "the script") -> None:
         self.tell: Teller = lines if callable(lines) else _told(tuple(lines), name)
@@ -129,8 +143,11 @@ class Script:
         return cls(_lines(path), name=str(path))
 
 
-def served(step: Step, messages: tuple[Message, ...], max_tokens: int) -> tuple[Reply | ScriptedFailure, Usage]:
-    """``step`` as a whole reply, or the failure it is; and what the model used for it (nothing where it was not asked)."""
+def served(
+    step: Step, messages: tuple[Message, ...], max_tokens: int
+) -> tuple[Reply | ScriptedFailure, Usage]:
+    """``step`` as a whole reply, or the failure it is; and what the model used for it (nothing
+    where it was not asked)."""
     if isinstance(step, ScriptedFailure):
         paid = step.fail in PAID
         return step, _reply(step.text, messages, max_tokens).usage if paid else Usage()
@@ -153,12 +170,17 @@ def _reply(step: str | Message | Reply, messages: tuple[Message, ...], max_token
     if isinstance(step, Reply) and step.usage.calls:
         return step
     reply = (
-        step if isinstance(step, Reply) else Reply(step if isinstance(step, Message) else Message("assistant", step))
+        step
+        if isinstance(step, Reply)
+        else Reply(step if isinstance(step, Message) else Message("assistant", step))
     )
     message, finish = reply.message, reply.finish
     room = max_tokens - count(message.reasoning)
     if count(message.content) > room:
-        message, finish = msgspec.structs.replace(message, content=message.content[: 4 * max(room, 0)]), "length"
+        message, finish = (
+            msgspec.structs.replace(message, content=message.content[: 4 * max(room, 0)]),
+            "length",
+        )
     elif message.tool_calls and finish == "stop":
         finish = "tool_calls"
     usage = Usage(
@@ -172,7 +194,9 @@ def _reply(step: str | Message | Reply, messages: tuple[Message, ...], max_token
 
 def _told(lines: tuple[Step | ScriptRule, ...], name: str) -> Teller:
     if any(isinstance(line, ScriptRule) for line in lines):
-        return _by_rule([line if isinstance(line, ScriptRule) else ScriptRule("", line) for line in lines], name)
+        return _by_rule(
+            [line if isinstance(line, ScriptRule) else ScriptRule("", line) for line in lines], name
+        )
     return _in_order(lines, name)  # type: ignore[arg-type]
 
 
@@ -185,7 +209,10 @@ def _in_order(lines: tuple[Step, ...], name: str) -> Teller:
         asked += 1
         for line in left:
             return line
-        raise Refused(f"{name}: all {len(lines)} replies are used up (this is request {asked}): add one, or use a rule")
+        raise Refused(
+            f"{name}: all {len(lines)} replies are used up (this is request {asked}): add one, or "
+            "use a rule"
+        )
 
     return tell
 
@@ -201,7 +228,9 @@ def _by_rule(rules: list[ScriptRule], name: str) -> Teller:
             if pattern.search(last):
                 used[i] += 1
                 return replies[i][min(used[i], len(replies[i])) - 1]
-        raise Refused(f'{name}: no rule matches the last message {last[:60]!r}: add a rule with "match": ""')
+        raise Refused(
+            f'{name}: no rule matches the last message {last[:60]!r}: add a rule with "match": ""'
+        )
 
     return tell
 
@@ -211,7 +240,9 @@ def _lines(path: str | Path) -> tuple[Step | ScriptRule, ...]:
         lines = msgspec.json.decode(Path(path).read_bytes(), type=list[Any])
         return tuple(_line(line) for line in lines)
     except OSError as error:
-        raise ConfigError(f"script {path}: {error.strerror}; give a JSON list of replies or rules") from None
+        raise ConfigError(
+            f"script {path}: {error.strerror}; give a JSON list of replies or rules"
+        ) from None
     except (msgspec.MsgspecError, re.error) as error:
         raise ConfigError(f"script {path}: {error}; give a JSON list of replies or rules") from None
 

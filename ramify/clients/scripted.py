@@ -3,9 +3,10 @@
     client = ScriptedClient(["```repl\nx = 1\n```", rate_limited(0.1), "FINAL(2)"])
     client = ScriptedClient(lambda messages: f"{len(messages)} messages so far", latency_s=0.05)
 
-It is injected where a real client would be; nothing is patched. ``served`` is what it would have charged, dropped
-replies included, so that a test can compare it with what a run reports. With ``ids=ByteIds()`` it answers as an engine
-does that is trained from: with the exact token ids of prompt and reply.
+It is injected where a real client would be; nothing is patched. ``served`` is what it would have
+charged, dropped replies included, so that a test can compare it with what a run reports. With
+``ids=ByteIds()`` it answers as an engine does that is trained from: with the exact token ids of
+prompt and reply.
 """
 
 from __future__ import annotations
@@ -38,7 +39,15 @@ from ramify.clients.script import (
     stalled,
     unreachable,
 )
-from ramify.errors import BadReply, ModelError, RateLimited, Refused, ReplyLost, ServerFailed, Unreachable
+from ramify.errors import (
+    BadReply,
+    ModelError,
+    RateLimited,
+    Refused,
+    ReplyLost,
+    ServerFailed,
+    Unreachable,
+)
 from ramify.types.message import Message, Reply, Usage
 
 __all__ = [
@@ -58,7 +67,7 @@ __all__ = [
     "server_error",
     "stalled",
     "unreachable",
-]  # fmt: skip
+]
 
 
 class ScriptedClient:
@@ -88,7 +97,9 @@ class ScriptedClient:
         self._ids = ids
 
     @classmethod
-    def load(cls, path: str | Path, *, window: int = 128_000, price: Price | None = None) -> ScriptedClient:
+    def load(
+        cls, path: str | Path, *, window: int = 128_000, price: Price | None = None
+    ) -> ScriptedClient:
         """The client named ``scripted:PATH``."""
         return cls(Script.load(path), name=f"scripted:{path}", window=window, price=price)
 
@@ -119,7 +130,8 @@ class ScriptedClient:
     def _refuse_overlong(self, usage: Usage) -> None:
         if usage.input_tokens > self.window:
             error = Refused(
-                f"{self.name}: the prompt has {usage.input_tokens} tokens and the window {self.window}: shorten it"
+                f"{self.name}: the prompt has {usage.input_tokens} tokens and the window "
+                f"{self.window}: shorten it"
             )
             error.too_long = True
             raise error

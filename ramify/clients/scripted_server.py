@@ -1,4 +1,5 @@
-"""A scripted model behind a real OpenAI-compatible HTTP server on loopback: for tests, demos and benchmarks.
+"""A scripted model behind a real OpenAI-compatible HTTP server on loopback: for tests, demos and
+benchmarks.
 
     async with ScriptedServer(["hello", rate_limited(0.2), "again"], latency_s=0.05) as server:
         Pool(base_urls={"openai": server.url}) …
@@ -6,9 +7,10 @@
 
     python -m ramify.clients.scripted_server SCRIPT.json --port 8123 --latency 0.05
 
-It fails on the wire as real servers do: 429 with ``retry-after``, web pages, bodies that are not JSON or stop in the
-middle, connections that close or stall. ``GET /served`` returns its counts, for a caller in another process.
-``POST …/chat/completions`` takes ``stream`` too, and sends the whole reply as one event.
+It fails on the wire as real servers do: 429 with ``retry-after``, web pages, bodies that are not
+JSON or stop in the middle, connections that close or stall. ``GET /served`` returns its counts, for
+a caller in another process. ``POST …/chat/completions`` takes ``stream`` too, and sends the whole
+reply as one event.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ class ScriptedServer:
         """Requests for a reply so far."""
         self.most_in_flight = 0
         self._in_flight = 0
-        self._script = script if isinstance(script, Script) else Script(script, "the scripted server")
+        self._script = (
+            script if isinstance(script, Script) else Script(script, "the scripted server")
+        )
         self._latency_s, self._window, self._keep = latency_s, window, keep
         self._tasks: set[asyncio.Task[None]] = set()
         self._http = LoopbackServer(self._handle, host, port)
@@ -119,10 +123,19 @@ class ScriptedServer:
             self.most_in_flight = max(self.most_in_flight, self._in_flight)
             self._complete(exchange)
         elif exchange.method == "GET" and path.endswith("/models"):
-            model = {"id": "scripted", "object": "model", "owned_by": "ramify", "max_model_len": self._window}
+            model = {
+                "id": "scripted",
+                "object": "model",
+                "owned_by": "ramify",
+                "max_model_len": self._window,
+            }
             exchange.send(200, _encode({"object": "list", "data": [model]}))
         elif exchange.method == "GET" and path == "/served":
-            counts = {"answered": self.answered, "most_in_flight": self.most_in_flight, "usage": self.served}
+            counts = {
+                "answered": self.answered,
+                "most_in_flight": self.most_in_flight,
+                "usage": self.served,
+            }
             exchange.send(200, _encode(counts))
         else:
             text = f"no {exchange.method} {path} here: POST {self.url}/chat/completions"
@@ -163,16 +176,25 @@ class ScriptedServer:
         self._told(exchange, asked, messages, await step, due)
 
     def _told(
-        self, exchange: LoopbackExchange, asked: _RequestBody, messages: tuple[Message, ...], step: Step, due: float
+        self,
+        exchange: LoopbackExchange,
+        asked: _RequestBody,
+        messages: tuple[Message, ...],
+        step: Step,
+        due: float,
     ) -> None:
-        outcome, usage = served(step, messages, asked.max_completion_tokens or asked.max_tokens or self._window)
+        outcome, usage = served(
+            step, messages, asked.max_completion_tokens or asked.max_tokens or self._window
+        )
         self.served += usage
         if self._latency_s:
             asyncio.get_running_loop().call_at(due, self._finish, exchange, asked, outcome)
         else:
             self._finish(exchange, asked, outcome)
 
-    def _finish(self, exchange: LoopbackExchange, asked: _RequestBody, outcome: Reply | ScriptedFailure) -> None:
+    def _finish(
+        self, exchange: LoopbackExchange, asked: _RequestBody, outcome: Reply | ScriptedFailure
+    ) -> None:
         if isinstance(outcome, ScriptedFailure) and outcome.fail == "stalled":
             return
         self._in_flight -= 1
@@ -197,12 +219,20 @@ class ScriptedServer:
     def _fail(self, exchange: LoopbackExchange, asked: _RequestBody, step: ScriptedFailure) -> None:
         match step.fail:
             case "rate_limited":
-                wait = {} if step.retry_after_s is None else {"retry-after-ms": f"{step.retry_after_s * 1000:g}"}
+                wait = (
+                    {}
+                    if step.retry_after_s is None
+                    else {"retry-after-ms": f"{step.retry_after_s * 1000:g}"}
+                )
                 exchange.send(429, _error("Rate limit reached", "rate_limit_exceeded"), wait)
             case "server_error" | "refused":
-                exchange.send(step.status or (500 if step.fail == "server_error" else 400), _error(step.text))
+                exchange.send(
+                    step.status or (500 if step.fail == "server_error" else 400), _error(step.text)
+                )
             case "html":
-                exchange.send(step.status or 200, step.text.encode(), content_type="text/html; charset=utf-8")
+                exchange.send(
+                    step.status or 200, step.text.encode(), content_type="text/html; charset=utf-8"
+                )
             case "malformed":
                 exchange.send(200, step.text.encode())
             case "no_choices":
@@ -224,12 +254,18 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
         message["reasoning_content"] = reply.message.reasoning
     if reply.message.tool_calls:
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for call in reply.message.tool_calls
         ]
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reply.finish}
     if reply.logprobs is not None:
-        choice["logprobs"] = {"content": [{"token": "", "logprob": each} for each in reply.logprobs]}
+        choice["logprobs"] = {
+            "content": [{"token": "", "logprob": each} for each in reply.logprobs]
+        }
     if reply.token_ids is not None:
         choice["token_ids"] = reply.token_ids
     sent: dict[str, Any] = {
@@ -253,19 +289,26 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 def _message(said: _MessageBody) -> Message:
     parts = said.content if isinstance(said.content, list) else None
-    content = "".join(str(part.get("text") or "") for part in parts) if parts is not None else said.content
+    content = (
+        "".join(str(part.get("text") or "") for part in parts)
+        if parts is not None
+        else said.content
+    )
     return Message(
         role="system" if said.role == "developer" else said.role,
         content=content or "",  # type: ignore[arg-type]
         tool_calls=tuple(
-            ToolCall(call.id, call.function.name, call.function.arguments) for call in said.tool_calls or ()
+            ToolCall(call.id, call.function.name, call.function.arguments)
+            for call in said.tool_calls or ()
         ),
         tool_call_id=said.tool_call_id,
     )
 
 
 def _error(text: str, code: str = "") -> bytes:
-    return _encode({"error": {"message": text, "type": "invalid_request_error", "code": code or None}})
+    return _encode(
+        {"error": {"message": text, "type": "invalid_request_error", "code": code or None}}
+    )
 
 
 async def _serve(options: argparse.Namespace) -> None:
@@ -274,16 +317,26 @@ async def _serve(options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, done.set)
     script = Script.load(options.script)
     async with ScriptedServer(
-        script, latency_s=options.latency, window=options.window, host=options.host, port=options.port, keep=False
+        script,
+        latency_s=options.latency,
+        window=options.window,
+        host=options.host,
+        port=options.port,
+        keep=False,
     ) as server:
         print(server.url, flush=True)
         await done.wait()
 
 
 def main() -> None:
-    """The command line: serve a script file until interrupted. The first line printed is the base URL."""
-    parser = argparse.ArgumentParser(prog="python -m ramify.clients.scripted_server", description=main.__doc__)
-    parser.add_argument("script", metavar="SCRIPT.json", help="a JSON list of replies, failures or rules")
+    """The command line: serve a script file until interrupted. The first line printed is the base
+    URL."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ramify.clients.scripted_server", description=main.__doc__
+    )
+    parser.add_argument(
+        "script", metavar="SCRIPT.json", help="a JSON list of replies, failures or rules"
+    )
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one (default)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds before each reply")

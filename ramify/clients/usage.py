@@ -27,9 +27,9 @@ def counted(
 ) -> Usage:
     """The usage of one request; ``Usage()`` if these figures are missing or contradict each other.
 
-    ``given`` are the tokens of the whole prompt, ``produced`` those of the reply, ``total`` those of
-    both; ``cached`` and ``stored`` are parts of the prompt. Some servers count thinking in the total
-    alone, and charge for it."""
+    ``given`` are the tokens of the whole prompt, ``produced`` those of the reply, ``total`` those
+    of both; ``cached`` and ``stored`` are parts of the prompt. Some servers count thinking in the
+    total alone, and charge for it."""
     try:
         inputs, outputs, whole, read, written, thought = map(
             _count, (given, produced, total, cached, stored, reasoning)

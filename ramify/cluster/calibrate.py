@@ -1,9 +1,11 @@
-"""How fast an engine is, asked of the engine itself: one request of one token, a long prompt, and 1, 2, 4 … at once.
+"""How fast an engine is, asked of the engine itself: one request of one token, a long prompt, and
+1, 2, 4 … at once.
 
     rate = await calibrate(client, slots=64)
 
-For engines that a run says too little of: one that was never full, or a model that no run has been made with. Prompts are
-random words, so that no cache has them. It takes some minutes where an engine is slow, and tokens where it is paid for.
+For engines that a run says too little of: one that was never full, or a model that no run has been
+made with. Prompts are random words, so that no cache has them. It takes some minutes where an
+engine is slow, and tokens where it is paid for.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ _SHORT, _LONG = 8, 64
 
 
 async def calibrate(client: Client, *, slots: int, tokens: int = 64, seed: int = 0) -> EngineRate:
-    """The rate of the engine behind ``client`` with up to ``slots`` sequences, by replies of up to ``tokens`` tokens.
-    Raises ConfigError where its replies are too short to go by."""
+    """The rate of the engine behind ``client`` with up to ``slots`` sequences, by replies of up to
+    ``tokens`` tokens. Raises ConfigError where its replies are too short to go by."""
     draw = random.Random(seed)
     await _asked(client, draw, _SHORT, 1)  # what is built at the first request
     short = [await _asked(client, draw, _SHORT, 1) for _ in range(ROUNDS)]
     long = [await _asked(client, draw, _LONG, 1) for _ in range(ROUNDS)]
-    more = median(each.usage.input_tokens for _, each in long) - median(each.usage.input_tokens for _, each in short)
-    prompt_s = max(0.0, median(took for took, _ in long) - median(took for took, _ in short)) / max(more, 1)
+    more = median(each.usage.input_tokens for _, each in long) - median(
+        each.usage.input_tokens for _, each in short
+    )
+    prompt_s = max(0.0, median(took for took, _ in long) - median(took for took, _ in short)) / max(
+        more, 1
+    )
     first_s = median(took - prompt_s * reply.usage.input_tokens for took, reply in short)
     points, at_once = [], 1
     while at_once <= slots:
@@ -41,22 +47,31 @@ async def calibrate(client: Client, *, slots: int, tokens: int = 64, seed: int =
     return from_steps(points, prompt_s, max(0.0, first_s - points[0][1]))
 
 
-async def _step_s(client: Client, draw: random.Random, at_once: int, tokens: int, prompt_s: float) -> float:
+async def _step_s(
+    client: Client, draw: random.Random, at_once: int, tokens: int, prompt_s: float
+) -> float:
     """Seconds of a step with ``at_once`` sequences."""
     asked = await asyncio.gather(*(_asked(client, draw, _SHORT, tokens) for _ in range(at_once)))
     read_s = prompt_s * sum(reply.usage.input_tokens for _, reply in asked)
     steps = [max((took - read_s) / (reply.usage.output_tokens or 1), 0.0) for took, reply in asked]
-    whole = [each for each, (_, reply) in zip(steps, asked, strict=True) if 2 * reply.usage.output_tokens >= tokens]
+    whole = [
+        each
+        for each, (_, reply) in zip(steps, asked, strict=True)
+        if 2 * reply.usage.output_tokens >= tokens
+    ]
     if not whole:
         longest = max(reply.usage.output_tokens for _, reply in asked)
         raise ConfigError(
-            f"{client.name} ends its replies after {longest} of {tokens} tokens: too short to measure how fast it is; give "
+            f"{client.name} ends its replies after {longest} of {tokens} tokens: too short to "
+            "measure how fast it is; give "
             "another model of the same size"
         )
     return median(whole)
 
 
-async def _asked(client: Client, draw: random.Random, words: int, tokens: int) -> tuple[float, Reply]:
+async def _asked(
+    client: Client, draw: random.Random, words: int, tokens: int
+) -> tuple[float, Reply]:
     """(seconds, reply)"""
     text = " ".join(str(draw.randrange(10**4)) for _ in range(words))
     sampling = Sampling(max_tokens=tokens, temperature=1.0, seed=draw.randrange(2**31))

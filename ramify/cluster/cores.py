@@ -1,11 +1,13 @@
-"""Processors that parts of a run share, in simulated time: sessions, the trainer's process, and who waits in it for whom.
+"""Processors that parts of a run share, in simulated time: sessions, the trainer's process, and who
+waits in it for whom.
 
     sessions    ── each a process: computes whenever it has a core
     the process ── loop ┐ one interpreter, so that one of them computes at a time; where both want to, they take turns
                    engine┘
 
-With n that want a core, and C cores, each gets min(1, C / n) of one. Everybody's pace changes whenever somebody begins or
-ends. Leaves out what each has to do, which is given in seconds of a core (``simulation_inputs.py``), and caches, memory and turbo.
+With n that want a core, and C cores, each gets min(1, C / n) of one. Everybody's pace changes
+whenever somebody begins or ends. Leaves out what each has to do, which is given in seconds of a
+core (``simulation_inputs.py``), and caches, memory and turbo.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ class SimulatedCores:
     """``num`` cores, and what wants them."""
 
     def __init__(self, env: Environment, num: float, engine: SimulatedEngine | None) -> None:
-        """``engine``: the one in the trainer's process; None where engines have devices of their own."""
+        """``engine``: the one in the trainer's process; None where engines have devices of their
+        own."""
         self._env, self._num, self._engine = env, num, engine
         self._at, self._alarm, self._ids = env.now, 0, count()
         self._done_s = 0.0
-        """Seconds of a core that each session has had since the beginning, had it been there all along."""
+        """Seconds of a core that each session has had since the beginning, had it been there all
+        along."""
         self._sessions: list[tuple[float, int, Event]] = []
         """By the ``_done_s`` at which they end."""
         self._loop: deque[tuple[float, Event]] = deque()

@@ -1,7 +1,8 @@
 """What a process computes on, by name: memory and the two speeds that bound training and decoding.
 
-Figures of makers' data sheets, dense bf16 without sparsity; what a program gets of them is a share (``DeviceEfficiency``), which is
-stated beside each estimate. A core of a CPU is what this package measured (``backends/single.py``).
+Figures of makers' data sheets, dense bf16 without sparsity; what a program gets of them is a share
+(``DeviceEfficiency``), which is stated beside each estimate. A core of a CPU is what this package
+measured (``backends/single.py``).
 """
 
 from __future__ import annotations

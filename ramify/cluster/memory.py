@@ -1,4 +1,5 @@
-"""Bytes that a process of each role holds, part by part, from the shape of the model and the knobs of the run.
+"""Bytes that a process of each role holds, part by part, from the shape of the model and the knobs
+of the run.
 
     trainer rank      weights, gradients, optimizer: its share of each (fp32); whole layers while they are computed; a second
                       model for a KL, or a critic; activations of a batch, logits of some of its entries
@@ -6,9 +7,9 @@
     sessions          what they take in main memory before they hold anything, where rollouts are; limits are said beside it
     rank 0 besides    the copy of the policy that engines are made of, and the engine itself where it is in this process
 
-Exact where bytes follow from sizes (weights, gradients, optimizer, keys and values: tests compare them with real ones);
-activations are the budget that batches are packed by. Leaves out what libraries take for themselves (CUDA contexts, NCCL
-buffers: a gigabyte or two on a GPU).
+Exact where bytes follow from sizes (weights, gradients, optimizer, keys and values: tests compare
+them with real ones); activations are the budget that batches are packed by. Leaves out what
+libraries take for themselves (CUDA contexts, NCCL buffers: a gigabyte or two on a GPU).
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
         return not self.room or self.total <= self.room
 
 
-def of_rank(run: Run, shape: ModelShape, device: DeviceSpec, ranks: int, rank: int = 0) -> MemoryEstimate:
+def of_rank(
+    run: Run, shape: ModelShape, device: DeviceSpec, ranks: int, rank: int = 0
+) -> MemoryEstimate:
     """A rank of the trainer, or the trainer where it is one process."""
     shards = max(1, ranks // run.compute.shard.replicas)
     parts = {
@@ -88,14 +91,19 @@ def of_engine(run: Run, shape: ModelShape, device: DeviceSpec) -> MemoryEstimate
         kept = max(0, int(_share_of_gpu(spec.args) * device.memory_gb * 1e9) - weights)
     else:
         kept = cache_bytes(shape, device, itemsize, _slots_of(run, device), None)
-    return MemoryEstimate({"weights": weights, "keys and values": kept}, int(device.memory_gb * 1e9))
+    return MemoryEstimate(
+        {"weights": weights, "keys and values": kept}, int(device.memory_gb * 1e9)
+    )
 
 
 def of_sessions(run: Run, rollout_workers: int, room_gb: float) -> MemoryEstimate:
-    """The sessions of the rollouts that one runner, or the run where there is none, has at once; those of children come on top,
-    and what code makes of its context, which nobody knows before. Main memory."""
+    """The sessions of the rollouts that one runner, or the run where there is none, has at once;
+    those of children come on top, and what code makes of its context, which nobody knows before.
+    Main memory."""
     at_once = _at_once(run, rollout_workers)
-    return MemoryEstimate({f"{at_once} sessions, empty": at_once * _SESSION_BYTES}, int(room_gb * 1e9))
+    return MemoryEstimate(
+        {f"{at_once} sessions, empty": at_once * _SESSION_BYTES}, int(room_gb * 1e9)
+    )
 
 
 def limits_of_sessions(run: Run, rollout_workers: int) -> Iterator[tuple[str, int]]:
@@ -114,14 +122,17 @@ def _at_once(run: Run, rollout_workers: int) -> int:
 
 
 def itemsize_of(run: Run, device: DeviceSpec) -> int:
-    """Bytes of a number of the policy as engines have it: fp32 on a CPU, and where the model is made from nothing."""
+    """Bytes of a number of the policy as engines have it: fp32 on a CPU, and where the model is
+    made from nothing."""
     dtype = run.policy.dtype
     if dtype == "auto":
         return FP32 if device.is_cpu or not run.policy.path else 2
     return 2 if dtype == "bfloat16" else FP32
 
 
-def cache_bytes(shape: ModelShape, device: DeviceSpec, itemsize: int, slots: int, limit: int | None) -> int:
+def cache_bytes(
+    shape: ModelShape, device: DeviceSpec, itemsize: int, slots: int, limit: int | None
+) -> int:
     """Keys and values when as many sequences as there are slots fill the window, or the limit."""
     limit = limit or (_CPU_CACHE_BYTES if device.is_cpu else int(device.memory_gb * 1e9) // 3)
     token = shape.cache_bytes_per_token(itemsize)
@@ -139,7 +150,11 @@ def max_tokens(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
 
 def slots(run: Run, device: DeviceSpec) -> int:
     """Sequences that an engine decodes at once."""
-    return _slots_of(run, device) if run.inference is not None else run.policy.slots or _SLOTS[device.is_cpu]
+    return (
+        _slots_of(run, device)
+        if run.inference is not None
+        else run.policy.slots or _SLOTS[device.is_cpu]
+    )
 
 
 def _share(num_bytes: int, shards: int) -> int:
@@ -150,7 +165,10 @@ def _optimizer(run: Run, shape: ModelShape) -> int:
     kinds = [stage.optim.kind for stage in (run.warmup, run.sft, run.rl) if stage is not None]
     by_muon = 0 if shape.adapters else shape.inside
     each = [
-        by_muon * _MUON + (shape.trained - by_muon) * _ADAMW if k == "muon" else shape.trained * _ADAMW for k in kinds
+        by_muon * _MUON + (shape.trained - by_muon) * _ADAMW
+        if k == "muon"
+        else shape.trained * _ADAMW
+        for k in kinds
     ]
     return max(each)
 
@@ -162,7 +180,9 @@ def _gathered(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
     if run.compute.shard.gather == "step":
         return shape.parameters * itemsize + shape.trained * FP32
     two_layers = 2 * shape.largest_layer  # one is computed while the next is on its way
-    return (two_layers + shape.outside) * itemsize + (shape.largest_layer + shape.outside) * itemsize
+    return (two_layers + shape.outside) * itemsize + (
+        shape.largest_layer + shape.outside
+    ) * itemsize
 
 
 def _second(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
@@ -185,11 +205,15 @@ def _of_run(run: Run, shape: ModelShape, device: DeviceSpec) -> Mapping[str, int
     itemsize = itemsize_of(run, device)
     found = {}
     waits = run.rl is None or not run.rl.sample.max_staleness
-    shares = run.compute.backend == "single" and run.policy.lora is None and itemsize == FP32 and waits
+    shares = (
+        run.compute.backend == "single" and run.policy.lora is None and itemsize == FP32 and waits
+    )
     if not shares:
         found["the engine's weights"] = shape.parameters * itemsize
     if run.inference is None:
-        found["keys and values"] = cache_bytes(shape, device, itemsize, slots(run, device), run.policy.cache_bytes)
+        found["keys and values"] = cache_bytes(
+            shape, device, itemsize, slots(run, device), run.policy.cache_bytes
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""The plan of a recipe on a cluster: seats, memory of each kind of process, seconds of a step. Nothing is started.
+"""The plan of a recipe on a cluster: seats, memory of each kind of process, seconds of a step.
+Nothing is started.
 
 plan(run, options)  ->  Plan  ->  lines(plan), or msgspec.json.encode(plan)
 """
@@ -31,7 +32,8 @@ class PlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What a plan supposes of the machines."""
 
     device: str = ""
-    """Of trainer ranks and engines: a name of ``DEVICES``; empty: h100 where roles ask for GPUs, else cpu."""
+    """Of trainer ranks and engines: a name of ``DEVICES``; empty: h100 where roles ask for GPUs,
+    else cpu."""
     nodes: int = 0
     """Of the only pool, in place of what the recipe says; 0: as it says."""
     shares: DeviceEfficiency = DeviceEfficiency()
@@ -50,7 +52,8 @@ class RoleProcesses(msgspec.Struct, frozen=True):
     memory: MemoryEstimate
     """Of each, the first of them where they differ."""
     limits: dict[str, int] = {}
-    """What may not take more -> bytes; 0: three quarters of what the machine has. What is expected is in ``memory``."""
+    """What may not take more -> bytes; 0: three quarters of what the machine has. What is expected
+    is in ``memory``."""
 
 
 class ColocatedProcesses(msgspec.Struct, frozen=True):
@@ -86,21 +89,40 @@ class ClusterPlan(msgspec.Struct, frozen=True):
 
 
 def plan(run: Run, options: PlanOptions | None = None) -> ClusterPlan:
-    """Raises ConfigError for roles that do not fit their pools, with the sums, and for what the run lacks."""
+    """Raises ConfigError for roles that do not fit their pools, with the sums, and for what the run
+    lacks."""
     options = options or PlanOptions()
     spec = _on_nodes(run.placement or PlacementSpec(), options.nodes)
     num = counted(run, spec)
     found = placement_slots(spec, num)
     shape = shape_of(config_of(run), run.policy.lora)
-    devices = _device(spec, options, "trainer"), _device(spec, options, "inference" if num["inference"] else "trainer")
+    devices = (
+        _device(spec, options, "trainer"),
+        _device(spec, options, "inference" if num["inference"] else "trainer"),
+    )
     parts = list(_parts(run, shape, num, devices))
     together = list(_together(msgspec.structs.replace(run, placement=spec), parts, num, devices))
     from_run = _from_run(options.measured)
-    tokens = options.tokens or (from_run.tokens if from_run else StepTokens.assumed(run, shape.window))
-    engines = max(1, num["inference"] or len(run.inference.urls if run.inference is not None else ()))
-    took = steps.seconds(
-        run, shape, num["trainer"], engines, devices, tokens, shares=options.shares, from_run=from_run
-    ) if run.rl is not None else None  # fmt: skip
+    tokens = options.tokens or (
+        from_run.tokens if from_run else StepTokens.assumed(run, shape.window)
+    )
+    engines = max(
+        1, num["inference"] or len(run.inference.urls if run.inference is not None else ())
+    )
+    took = (
+        steps.seconds(
+            run,
+            shape,
+            num["trainer"],
+            engines,
+            devices,
+            tokens,
+            shares=options.shares,
+            from_run=from_run,
+        )
+        if run.rl is not None
+        else None
+    )
     too_large = list(_too_large(parts, together))
     return ClusterPlan(run.name, shape, spec.pools, found, parts, together, tokens, took, too_large)
 
@@ -109,7 +131,8 @@ def lines(plan: ClusterPlan) -> Iterator[str]:
     """For people."""
     shape = plan.shape
     yield (
-        f"{plan.name}: {shape.parameters:,} parameters, {shape.layers} layers of width {shape.width}, window {shape.window}"
+        f"{plan.name}: {shape.parameters:,} parameters, {shape.layers} layers of width "
+        f"{shape.width}, window {shape.window}"
     )
     yield from _where(plan)
     yield ""
@@ -120,10 +143,14 @@ def lines(plan: ClusterPlan) -> Iterator[str]:
         for name, num_bytes in part.memory.parts.items():
             yield f"    {name:<21} {_size(num_bytes):>10}"
         if part.limits:
-            limits = [f"{what} {_size(most) if most else _MACHINES}" for what, most in part.limits.items()]
+            limits = [
+                f"{what} {_size(most) if most else _MACHINES}" for what, most in part.limits.items()
+            ]
             yield f"    what they hold comes on top; limits: {', '.join(limits)}"
     for each in plan.together:
-        told = ", ".join(f"{_size(num_bytes)} while {name}" for name, num_bytes in each.bytes.items())
+        told = ", ".join(
+            f"{_size(num_bytes)} while {name}" for name, num_bytes in each.bytes.items()
+        )
         yield f"  {' and '.join(each.roles)} on one device: {told}, of {_size(each.room)}"
     if plan.seconds is not None:
         yield ""
@@ -136,7 +163,9 @@ def lines(plan: ClusterPlan) -> Iterator[str]:
 def _where(plan: ClusterPlan) -> Iterator[str]:
     places: dict[tuple[str, int], list[tuple[int, PlacementSlot]]] = {}
     for index, placement_slot in enumerate(plan.placement_slots):
-        places.setdefault((placement_slot.pool, placement_slot.node), []).append((index, placement_slot))
+        places.setdefault((placement_slot.pool, placement_slot.node), []).append(
+            (index, placement_slot)
+        )
     for (name, node), found in sorted(places.items()):
         pool = plan.pools.get(name)
         has = f" ({pool.gpus:g} GPUs, {pool.cpus:g} CPUs)" if pool else " (wherever there is room)"
@@ -152,36 +181,59 @@ def _parts(
     trainer, engine = devices
     ranks = num["trainer"]
     yield RoleProcesses(
-        "rank 0" if ranks > 1 else "trainer", 1, trainer.name, memory.of_rank(run, shape, trainer, ranks)
+        "rank 0" if ranks > 1 else "trainer",
+        1,
+        trainer.name,
+        memory.of_rank(run, shape, trainer, ranks),
     )
     if ranks > 1:
-        yield RoleProcesses("other ranks", ranks - 1, trainer.name, memory.of_rank(run, shape, trainer, ranks, 1))
+        yield RoleProcesses(
+            "other ranks", ranks - 1, trainer.name, memory.of_rank(run, shape, trainer, ranks, 1)
+        )
     if num["inference"]:
         gpus = run.placement.inference.gpus if run.placement is not None else 0.0
-        over = msgspec.structs.replace(engine, memory_gb=engine.memory_gb * max(1.0, gpus))  # it lies over its GPUs
-        yield RoleProcesses("engine", num["inference"], engine.name, memory.of_engine(run, shape, over))
+        over = msgspec.structs.replace(
+            engine, memory_gb=engine.memory_gb * max(1.0, gpus)
+        )  # it lies over its GPUs
+        yield RoleProcesses(
+            "engine", num["inference"], engine.name, memory.of_engine(run, shape, over)
+        )
     if run.rl is not None:
         room = run.placement.rollouts.memory_gb if run.placement is not None else 0.0
         rollout_workers = max(1, num["rollouts"])
         limits = dict(memory.limits_of_sessions(run, rollout_workers))
-        yield RoleProcesses("sessions", rollout_workers, "cpu", memory.of_sessions(run, rollout_workers, room), limits)
+        yield RoleProcesses(
+            "sessions",
+            rollout_workers,
+            "cpu",
+            memory.of_sessions(run, rollout_workers, room),
+            limits,
+        )
 
 
 def _together(
-    run: Run, parts: list[RoleProcesses], num: dict[str, int], devices: tuple[DeviceSpec, DeviceSpec]
-) -> Iterator[ColocatedProcesses]:  # fmt: skip
-    """What trainer and engines that share a device hold: where engines sleep, never both at once. Raises ConfigError where
-    engines would have to sleep and to answer at the same time."""
+    run: Run,
+    parts: list[RoleProcesses],
+    num: dict[str, int],
+    devices: tuple[DeviceSpec, DeviceSpec],
+) -> Iterator[ColocatedProcesses]:
+    """What trainer and engines that share a device hold: where engines sleep, never both at once.
+    Raises ConfigError where engines would have to sleep and to answer at the same time."""
     kind = "cpu" if devices[0].is_cpu else "cuda"
     engines = sleeping(run, kind)
-    colocated = any({"trainer", "inference"} <= set(group) for group in (run.placement or PlacementSpec()).colocate)
+    colocated = any(
+        {"trainer", "inference"} <= set(group)
+        for group in (run.placement or PlacementSpec()).colocate
+    )
     if engines is None or not num["inference"] or not (colocated or shared(run, kind)):
         return
     by_role: dict[str, RoleProcesses] = {}
     for part in parts:
         by_role.setdefault(_ROLES.get(part.role, part.role), part)
     spec = run.placement or PlacementSpec()
-    over, under = (max(1.0, spec.role(role).gpus) for role in ("trainer", "inference"))  # GPUs that each lies over
+    over, under = (
+        max(1.0, spec.role(role).gpus) for role in ("trainer", "inference")
+    )  # GPUs that each lies over
     trainer, engine = by_role["trainer"].memory, by_role["inference"].memory
     learning, between = int(trainer.total / over), int(trainer.between / over)
     awake = int(engine.total / under) * (1 if colocated or engines.gpus else num["inference"])
@@ -202,10 +254,13 @@ def _too_large(parts: list[RoleProcesses], together: list[ColocatedProcesses]) -
         when, total = each.most
         if each.room and total > each.room:
             advice = (
-                "give engines less (inference.args)" if each.sleeps else "let engines sleep (inference.sleep=learn)"
+                "give engines less (inference.args)"
+                if each.sleeps
+                else "let engines sleep (inference.sleep=learn)"
             )
             yield (
-                f"{' and '.join(each.roles)} share a device of {_size(each.room)} and hold {_size(total)} together while "
+                f"{' and '.join(each.roles)} share a device of {_size(each.room)} and hold "
+                f"{_size(total)} together while "
                 f"{when}: {advice}, or devices of their own"
             )
 
@@ -215,7 +270,8 @@ def _on_nodes(spec: PlacementSpec, nodes: int) -> PlacementSpec:
         return spec
     if len(spec.pools) != 1:
         raise ConfigError(
-            f"--nodes is for a placement of one pool, and the recipe's has {len(spec.pools)}: set their nodes"
+            f"--nodes is for a placement of one pool, and the recipe's has {len(spec.pools)}: set "
+            "their nodes"
         )
     pools = {name: msgspec.structs.replace(pool, nodes=nodes) for name, pool in spec.pools.items()}
     return msgspec.structs.replace(spec, pools=pools)
@@ -223,7 +279,11 @@ def _on_nodes(spec: PlacementSpec, nodes: int) -> PlacementSpec:
 
 def _device(spec: PlacementSpec, options: PlanOptions, role: str) -> DeviceSpec:
     return device_of(
-        (options.device or "h100") if spec.role(role).gpus else "cpu" if spec.pools else options.device or "cpu"
+        (options.device or "h100")
+        if spec.role(role).gpus
+        else "cpu"
+        if spec.pools
+        else options.device or "cpu"
     )
 
 

@@ -1,12 +1,14 @@
-"""What a rollout asks of machines, without what it says: how many tokens, how many seconds of code, what waits for what.
+"""What a rollout asks of machines, without what it says: how many tokens, how many seconds of code,
+what waits for what.
 
     Trajectory (ids, texts, seconds)  ──>  Rollout
                                            └── CallShape ── TurnShape(new=120, sampled=31) ── CellShape(seconds=0.02)
                                                                                               └── wave: [CallShape, CallShape]
                                                                                               └── wave: [CallShape]
 
-Calls of one cell that were under way together are one wave and begin together; a call that began after all of them had
-ended waited for them, and is the next. Leaves out how long an engine takes (``rate.py``) and who plays it (``simulated_rollout.py``).
+Calls of one cell that were under way together are one wave and begin together; a call that began
+after all of them had ended waited for them, and is the next. Leaves out how long an engine takes
+(``rate.py``) and who plays it (``simulated_rollout.py``).
 """
 
 from __future__ import annotations
@@ -35,18 +37,20 @@ class TurnShape(msgspec.Struct, frozen=True):
     new: int
     """Prompt tokens that no cache held: what an engine has to read."""
     context: int
-    """Tokens of the whole prompt: what it has to read once its cache is lost, as after new weights."""
+    """Tokens of the whole prompt: what it has to read once its cache is lost, as after new
+    weights."""
     sampled: int
     """Tokens of the reply."""
     seconds: float = 0.0
     """That the request took where it was measured, waiting at the engine included."""
     cells: tuple[CellShape, ...] = ()
     ids: bytes = b""
-    """Of what its prompt adds to the path, and of the reply, four bytes each; empty where they are not known."""
+    """Of what its prompt adds to the path, and of the reply, four bytes each; empty where they are
+    not known."""
 
     def path(self, before: Ids) -> Ids | None:
-        """All ids of prompt and reply, where those up to the end of the reply before are ``before``; None where they are not
-        known."""
+        """All ids of prompt and reply, where those up to the end of the reply before are
+        ``before``; None where they are not known."""
         reused = self.context + self.sampled - len(self.ids) // 4
         if not self.ids or reused > len(before):
             return None
@@ -58,7 +62,8 @@ class CallShape(msgspec.Struct, frozen=True):
 
     turns: tuple[TurnShape, ...]
     host_s: float = 0.0
-    """What it took besides requests and cells, as opening its session; spent after its first reply."""
+    """What it took besides requests and cells, as opening its session; spent after its first
+    reply."""
 
     def walk(self) -> Iterator[CallShape]:
         """It and every call below it."""
@@ -105,7 +110,9 @@ def shape_of(trajectory: Trajectory) -> RolloutShape:
     below: dict[tuple[str, int, int], list[Call]] = {}
     for call in calls:
         if call.parent is not None:
-            below.setdefault((call.parent.call, call.parent.turn, call.parent.cell), []).append(call)
+            below.setdefault((call.parent.call, call.parent.turn, call.parent.cell), []).append(
+                call
+            )
 
     def shape(call: Call) -> CallShape:
         turns, waited = [], 0.0
@@ -114,10 +121,14 @@ def shape_of(trajectory: Trajectory) -> RolloutShape:
             for number, cell in enumerate(turn.cells):
                 waves = waves_of(below.get((call.id, index, number), []), trajectory.seconds)
                 waited += cell.seconds + sum(_until(wave, trajectory.seconds) for wave in waves)
-                cells.append(CellShape(cell.seconds, tuple(tuple(map(shape, wave)) for wave in waves)))
+                cells.append(
+                    CellShape(cell.seconds, tuple(tuple(map(shape, wave)) for wave in waves))
+                )
             turns.append(_turn(call, index, turn, tuple(cells)))
         took = (trajectory.seconds if call.ended_s is None else call.ended_s) - call.started_s
-        return CallShape(tuple(turns), max(0.0, took - waited - sum(turn.seconds for turn in turns)))
+        return CallShape(
+            tuple(turns), max(0.0, took - waited - sum(turn.seconds for turn in turns))
+        )
 
     return RolloutShape(tuple(shape(call) for call in calls if call.parent is None))
 
@@ -145,7 +156,11 @@ def _turn(call: Call, index: int, turn: Turn, cells: tuple[CellShape, ...]) -> T
     sampled = len(reply.token_ids) if reply.token_ids is not None else usage.output_tokens
     given = len(reply.prompt_ids) if reply.prompt_ids is not None else usage.input_tokens
     context = turn.reused_ids + given if reply.prompt_ids is not None else usage.input_tokens
-    new = min(given, max(usage.input_tokens - usage.cached_tokens, 0)) if usage.cached_tokens else given
+    new = (
+        min(given, max(usage.input_tokens - usage.cached_tokens, 0))
+        if usage.cached_tokens
+        else given
+    )
     ids = b""
     if reply.prompt_ids is not None and reply.token_ids:
         ids = np.array(reply.prompt_ids + reply.token_ids, np.int32).tobytes()

@@ -1,7 +1,8 @@
-"""What of a model decides memory and time: how many parameters of which kind, and how wide its layers are.
+"""What of a model decides memory and time: how many parameters of which kind, and how wide its
+layers are.
 
-Counted on the model itself, made without memory for its weights (PyTorch's meta device), so that every architecture that
-trains here is counted right, tied matrices once.
+Counted on the model itself, made without memory for its weights (PyTorch's meta device), so that
+every architecture that trains here is counted right, tied matrices once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class ModelShape(msgspec.Struct, frozen=True):
     inside: int
     """Of them in matrices inside layers: what Muon moves."""
     products: int
-    """Of them in matrices that every token is multiplied by: those inside layers and the output matrix."""
+    """Of them in matrices that every token is multiplied by: those inside layers and the output
+    matrix."""
     largest_layer: int
     """Parameters."""
     outside: int
@@ -85,8 +87,8 @@ def shape_of(config: Any, lora: LoraSpec | None = None) -> ModelShape:
 
 
 def config_of(run: Run) -> Any:
-    """The configuration of the run's policy, without its weights. Of one whose tokenizer is trained on demonstrations the
-    vocabulary is that asked for, which is the most it can have."""
+    """The configuration of the run's policy, without its weights. Of one whose tokenizer is trained
+    on demonstrations the vocabulary is that asked for, which is the most it can have."""
     from transformers import AutoConfig
 
     from ramify.models.load import load_tokenizer, read_config
@@ -100,7 +102,9 @@ def config_of(run: Run) -> Any:
     else:
         vocabulary = len(word_tokenizer(spec.words)) if spec.words else spec.vocab_size
     try:
-        return AutoConfig.for_model(**{"vocab_size": vocabulary, "bos_token_id": None, **spec.shape})
+        return AutoConfig.for_model(
+            **{"vocab_size": vocabulary, "bos_token_id": None, **spec.shape}
+        )
     except (KeyError, ValueError, TypeError) as error:
         raise ConfigError(f"policy.shape is no configuration: {error}") from None
 
@@ -112,4 +116,8 @@ def _adapters(model: nn.Module, lora: LoraSpec) -> int:
     from ramify.train.lora import is_chosen
 
     chosen = [each for name, each in model.named_modules() if is_chosen(name, each, lora.targets)]
-    return sum(lora.rank * (each.in_features + each.out_features) for each in chosen if isinstance(each, nn.Linear))
+    return sum(
+        lora.rank * (each.in_features + each.out_features)
+        for each in chosen
+        if isinstance(each, nn.Linear)
+    )

@@ -1,12 +1,14 @@
-"""A run in simulated time: groups begin as their staleness allows, engines and a trainer work, weights are published.
+"""A run in simulated time: groups begin as their staleness allows, engines and a trainer work,
+weights are published.
 
     queue (simulated_queue.py) ──▶ rollouts (simulated_rollout.py) on engines (simulated_engine.py) ──▶ a step's groups
           ▲                                                                   ▼
           └────────── version + 1 ◀── publish ◀── learn ◀── prepare ◀─────────┘
 
-Work is drawn from whole measured groups, by the group's number and the seed alone, so that every setting has the same work.
-An evaluation takes what it took; in an asynchronous run rollouts go on meanwhile. Checkpoints are in what a step took besides
-its work and its learning. Leaves out failures and the network.
+Work is drawn from whole measured groups, by the group's number and the seed alone, so that every
+setting has the same work. An evaluation takes what it took; in an asynchronous run rollouts go on
+meanwhile. Checkpoints are in what a step took besides its work and its learning. Leaves out
+failures and the network.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
     evaluate: int = 0
     """Steps between evaluations; 0: none."""
     embedded: bool = False
-    """The engine is in the trainer's process, and shares its processors where it is known what each part takes of them."""
+    """The engine is in the trainer's process, and shares its processors where it is known what each
+    part takes of them."""
 
     @property
     def max_staleness(self) -> int:
@@ -77,16 +80,19 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
         if 0 < self.max_items < self.items:
-            raise ConfigError(f"max_items={self.max_items} must be 0 or at least items={self.items}")
+            raise ConfigError(
+                f"max_items={self.max_items} must be 0 or at least items={self.items}"
+            )
         if not (self.straggler_factor == 0 or 1 <= self.straggler_factor < float("inf")):
             raise ConfigError(
-                f"straggler_factor={self.straggler_factor:g} is times the median: at least 1, or 0 for never"
+                f"straggler_factor={self.straggler_factor:g} is times the median: at least 1, or 0 "
+                "for never"
             )
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a setting comes to. The first and the last ``staleness + 1`` steps, in which fewer groups are open, are left
-    out."""
+    """What a setting comes to. The first and the last ``staleness + 1`` steps, in which fewer
+    groups are open, are left out."""
 
     setting: SimulationSetting
     steps: int
@@ -112,7 +118,8 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     stragglers: float
     """Rollouts that were given up, per step."""
     computed_s: float = 0.0
-    """Processor seconds of a step's rollouts, where these are known: of the embedded engine, the loop and sessions."""
+    """Processor seconds of a step's rollouts, where these are known: of the embedded engine, the
+    loop and sessions."""
     evaluating_s: float = 0.0
     """Per step, which are no part of the step's seconds."""
 
@@ -139,24 +146,40 @@ class _StepCounts(msgspec.Struct):
 
 
 def simulate(
-    measured: SimulationInputs, setting: SimulationSetting, *, steps: int = 20, seed: int = 0, in_order: bool = False
+    measured: SimulationInputs,
+    setting: SimulationSetting,
+    *,
+    steps: int = 20,
+    seed: int = 0,
+    in_order: bool = False,
 ) -> SimulationResult:
-    """What ``setting`` comes to over ``steps`` steps. ``in_order``: groups come as they were measured, one after the other,
-    in place of being drawn."""
+    """What ``setting`` comes to over ``steps`` steps. ``in_order``: groups come as they were
+    measured, one after the other, in place of being drawn."""
     if steps < 1:
         raise ConfigError(f"steps={steps} must be at least 1")
     return _Simulation(measured, setting, seed, in_order).run(steps)
 
 
 class _Simulation:
-    def __init__(self, measured: SimulationInputs, setting: SimulationSetting, seed: int, in_order: bool) -> None:
-        self._measured, self._setting, self._seed, self._in_order = measured, setting, seed, in_order
+    def __init__(
+        self, measured: SimulationInputs, setting: SimulationSetting, seed: int, in_order: bool
+    ) -> None:
+        self._measured, self._setting, self._seed, self._in_order = (
+            measured,
+            setting,
+            seed,
+            in_order,
+        )
         self._env = Environment()
         rate = measured.rate
         kept = [
-            SimulatedCache(setting.slots, measured.longest) if setting.keeps else None for _ in range(setting.engines)
+            SimulatedCache(setting.slots, measured.longest) if setting.keeps else None
+            for _ in range(setting.engines)
         ]
-        self._engines = [SimulatedEngine(self._env, rate, setting.slots, each, setting.cache_tokens) for each in kept]
+        self._engines = [
+            SimulatedEngine(self._env, rate, setting.slots, each, setting.cache_tokens)
+            for each in kept
+        ]
         self._stage = SimulatedStage(
             self._env,
             self._engines,
@@ -172,7 +195,9 @@ class _Simulation:
     def run(self, steps: int) -> SimulationResult:
         around = self._setting.staleness + 1
         num_steps = around + steps + around - 1
-        queue = SimulatedQueue(self._env, self._stage, self._setting, self._drawn, self._setting.group, num_steps)
+        queue = SimulatedQueue(
+            self._env, self._stage, self._setting, self._drawn, self._setting.group, num_steps
+        )
         self._env.run(until=self._env.process(self._train(queue, num_steps)))
         return self._predicted(around, steps)
 
@@ -186,7 +211,9 @@ class _Simulation:
         for step in range(num_steps):
             taken = yield from queue.take(step)
             draw = random.Random(f"{self._seed}/step/{step}")
-            whole = [attempt for group in taken for attempt in group.attempts if not attempt.is_given_up]
+            whole = [
+                attempt for group in taken for attempt in group.attempts if not attempt.is_given_up
+            ]
             num_learnt = sum(attempt.rollout.learnt for attempt in whole)
             yield self._env.timeout(self._measured.prepare(draw))
             learn_s, publish_s = self._measured.learn(draw, num_learnt, self._setting.ranks)
@@ -219,23 +246,35 @@ class _Simulation:
         for engine in held:
             engine.resume()
 
-    # --- what is seen --------------------------------------------------------------------------------------------
+    # --- what is seen
+    # --------------------------------------------------------------------------------------------
 
-    def _note(self, step: int, num_learnt: int, taken: Sequence[SimulatedGroup], stragglers: int) -> None:
+    def _note(
+        self, step: int, num_learnt: int, taken: Sequence[SimulatedGroup], stragglers: int
+    ) -> None:
         for engine in self._engines:
             engine.settle()
         spans = [
-            span for group in taken for attempt in group.attempts if not attempt.is_given_up for span in attempt.spans
+            span
+            for group in taken
+            for attempt in group.attempts
+            if not attempt.is_given_up
+            for span in attempt.spans
         ]
         self._seen.append(
             _StepCounts(
-                self._env.now, self._evaluating_s, sum(each.busy_s for each in self._engines),
+                self._env.now,
+                self._evaluating_s,
+                sum(each.busy_s for each in self._engines),
                 sum(each.sequence_s for each in self._engines),
-                self._trainer_busy_s, sum(each.sampled for each in self._engines), stragglers, self._computed(),
+                self._trainer_busy_s,
+                sum(each.sampled for each in self._engines),
+                stragglers,
+                self._computed(),
                 num_learnt,
                 [(step - version, tokens) for version, tokens in spans],
             )
-        )  # fmt: skip
+        )
 
     def _computed(self) -> float:
         cores = self._stage.cores
@@ -255,17 +294,24 @@ class _Simulation:
         behind = [each for step in seen for each in step.behind]
         tokens = sum(each for _, each in behind)
         return SimulationResult(
-            setting=self._setting, steps=num, step_s=median(step_s), step_90_s=quantile(step_s, 0.9),
-            step_mean_s=fmean(step_s), engine_busy=(last.engine_busy_s - before.engine_busy_s) / took / engines,
+            setting=self._setting,
+            steps=num,
+            step_s=median(step_s),
+            step_90_s=quantile(step_s, 0.9),
+            step_mean_s=fmean(step_s),
+            engine_busy=(last.engine_busy_s - before.engine_busy_s) / took / engines,
             at_once=(last.sequence_s - before.sequence_s) / took / engines,
             trainer_busy=(last.trainer_busy_s - before.trainer_busy_s) / took,
             staleness=sum(age * each for age, each in behind) / tokens if tokens else 0.0,
             staleness_max=max((age for age, _ in behind), default=0),
-            sampled_per_s=(last.sampled - before.sampled) / took, learnt_per_s=sum(each.learnt for each in seen) / took,
+            sampled_per_s=(last.sampled - before.sampled) / took,
+            learnt_per_s=sum(each.learnt for each in seen) / took,
             stragglers=(last.stragglers - before.stragglers) / num,
             computed_s=(last.computed_s - before.computed_s) / num,
-            evaluating_s=self._measured.evaluate_s / self._setting.evaluate if self._setting.evaluate else 0.0,
-        )  # fmt: skip
+            evaluating_s=self._measured.evaluate_s / self._setting.evaluate
+            if self._setting.evaluate
+            else 0.0,
+        )
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -275,4 +321,6 @@ def quantile(values: Sequence[float], share: float) -> float:
     2.0
     """
     ordered = sorted(values)
-    return next(each for index, each in enumerate(ordered, 1) if index >= share * len(ordered) - 1e-9)
+    return next(
+        each for index, each in enumerate(ordered, 1) if index >= share * len(ordered) - 1e-9
+    )

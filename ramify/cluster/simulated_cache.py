@@ -1,11 +1,12 @@
-"""What an engine's slots still hold of earlier requests, in simulated time: the real bookkeeping, over a measured run's ids.
+"""What an engine's slots still hold of earlier requests, in simulated time: the real bookkeeping,
+over a measured run's ids.
 
     kept = Kept(slots=4, capacity=512)
     slot, read = kept.admit(prompt, "0.1")     the next turn of a call finds its own slot, a sibling copies a common beginning;
     kept.release(slot, prompt_and_reply)       where others have taken the slot since, all of it is read again
 
-So fewer slots mean more prompt tokens, as they do in the embedded engine and in ``serve-policy``, whose ``SlotTable`` this is.
-Supposes that a prompt is in its slot as soon as it has one.
+So fewer slots mean more prompt tokens, as they do in the embedded engine and in ``serve-policy``,
+whose ``SlotTable`` this is. Supposes that a prompt is in its slot as soon as it has one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""An engine in simulated time: slots, one pace for all that decode, prompts that everybody waits for.
+"""An engine in simulated time: slots, one pace for all that decode, prompts that everybody waits
+for.
 
     asked ──▶ waiting ── a slot is free ──▶ prompt is read (the others stand still) ──▶ decoding ──▶ event with its spans
 
-All sequences in an engine get a token per step, and a step takes ``rate.step_s(how many there are)``. So one number, the
-steps that have gone by, says how far each of them is; it is brought up to date where something changes, and the next to
-end is the one with the smallest number of steps at its end.
+All sequences in an engine get a token per step, and a step takes ``rate.step_s(how many there
+are)``. So one number, the steps that have gone by, says how far each of them is; it is brought up
+to date where something changes, and the next to end is the one with the smallest number of steps at
+its end.
 
-What of a prompt has to be read is what it was where it was measured, or what its ``kept`` slots say. Sequences that the cache
-has no room for wait; the real engine lets some begin, and throws them out again when they grow.
+What of a prompt has to be read is what it was where it was measured, or what its ``kept`` slots
+say. Sequences that the cache has no room for wait; the real engine lets some begin, and throws them
+out again when they grow.
 """
 
 from __future__ import annotations
@@ -40,9 +43,21 @@ class _RunningSequence:
     """One sequence in a slot."""
 
     def __init__(
-        self, new: int, context: int, sampled: int, done: Event, owner: object, known: SimulatedPrefix | None
+        self,
+        new: int,
+        context: int,
+        sampled: int,
+        done: Event,
+        owner: object,
+        known: SimulatedPrefix | None,
     ) -> None:
-        self.new, self.context, self.sampled, self.done, self.owner = new, context, sampled, done, owner
+        self.new, self.context, self.sampled, self.done, self.owner = (
+            new,
+            context,
+            sampled,
+            done,
+            owner,
+        )
         self.known = known
         self.slot: int | None = None
         """Where ``kept`` has it."""
@@ -57,10 +72,15 @@ class SimulatedEngine:
     """One engine."""
 
     def __init__(
-        self, env: Environment, rate: EngineRate, slots: int, kept: SimulatedCache | None = None, cache_tokens: int = 0
+        self,
+        env: Environment,
+        rate: EngineRate,
+        slots: int,
+        kept: SimulatedCache | None = None,
+        cache_tokens: int = 0,
     ) -> None:
-        """``kept``: what slots hold, where a cache is nothing but its slots. ``cache_tokens``: that all slots together have
-        room for; 0: no bound."""
+        """``kept``: what slots hold, where a cache is nothing but its slots. ``cache_tokens``: that
+        all slots together have room for; 0: no bound."""
         self.version = 0
         self.in_flight = 0
         """Requests that wait or run."""
@@ -98,10 +118,15 @@ class SimulatedEngine:
             self._ring()
 
     def sample(
-        self, new: int, context: int, sampled: int, owner: object = None, known: SimulatedPrefix | None = None
+        self,
+        new: int,
+        context: int,
+        sampled: int,
+        owner: object = None,
+        known: SimulatedPrefix | None = None,
     ) -> Event:
-        """Ask for ``sampled`` tokens after a prompt of ``context``, of which ``new`` are in no cache. The event's value are
-        the spans. ``owner`` may ``cancel`` it."""
+        """Ask for ``sampled`` tokens after a prompt of ``context``, of which ``new`` are in no
+        cache. The event's value are the spans. ``owner`` may ``cancel`` it."""
         done = self._env.event()
         self.in_flight += 1
         self._catch_up()
@@ -148,7 +173,8 @@ class SimulatedEngine:
         self._catch_up()
         self._go_on()
 
-    # --- time ----------------------------------------------------------------------------------------------------
+    # --- time
+    # ----------------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
         """Let the time since the last change have been."""
@@ -176,12 +202,15 @@ class SimulatedEngine:
         self._ring()
 
     def _room(self) -> int:
-        """Slots that there may be: all are as long as the longest sequence inside, and the next, will need, a power of two."""
+        """Slots that there may be: all are as long as the longest sequence inside, and the next,
+        will need, a power of two."""
         if not self._cache_tokens:
             return self._slots
         inside = itertools.chain((entry[2] for entry in self._running), [self._waiting[0]])
         longest = max(each.context + each.sampled for each in inside)
-        return max(1, min(self._slots, self._cache_tokens // (1 << max(longest - 1, 1).bit_length())))
+        return max(
+            1, min(self._slots, self._cache_tokens // (1 << max(longest - 1, 1).bit_length()))
+        )
 
     def _ring(self) -> None:
         """Wake up when the next sequence ends."""
@@ -235,7 +264,8 @@ class SimulatedEngine:
 
 
 def pick(engines: list[SimulatedEngine]) -> SimulatedEngine:
-    """For a new tree: the engine with least to do, of equals the one with fewest trees, as ``inference/http/fleet.py``."""
+    """For a new tree: the engine with least to do, of equals the one with fewest trees, as
+    ``inference/http/fleet.py``."""
     found = min(engines, key=lambda each: (each.in_flight, each.trees))
     found.trees += 1
     return found

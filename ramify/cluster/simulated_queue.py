@@ -1,6 +1,8 @@
-"""A run's queue of groups in simulated time, by the rules of the real one (``train/admission_rules.py``).
+"""A run's queue of groups in simulated time, by the rules of the real one
+(``train/admission_rules.py``).
 
-A test has both of them decide the same. Leaves out what a rollout is (``simulated_rollout.py``) and what learning takes.
+A test has both of them decide the same. Leaves out what a rollout is (``simulated_rollout.py``) and
+what learning takes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class StragglerRules(AdmissionRules, Protocol):
 class SimulatedGroup:
     """A group that was begun and not taken yet."""
 
-    def __init__(self, number: int, attempts: Sequence[SimulatedRollout], has_no_signal: bool) -> None:
+    def __init__(
+        self, number: int, attempts: Sequence[SimulatedRollout], has_no_signal: bool
+    ) -> None:
         self.number, self.attempts, self.is_silent_then = number, attempts, has_no_signal
         self.step: int | None = None
         """Steps that had made the weights when its first rollout began; None while none has."""
@@ -46,10 +50,22 @@ class SimulatedQueue:
     """The groups of one run of ``num_steps`` steps."""
 
     def __init__(
-        self, env: Environment, stage: SimulatedStage, rules: StragglerRules, draw: Draw, per_item: int, num_steps: int
+        self,
+        env: Environment,
+        stage: SimulatedStage,
+        rules: StragglerRules,
+        draw: Draw,
+        per_item: int,
+        num_steps: int,
     ) -> None:
         self.num_stragglers = 0
-        self._env, self._stage, self._rules, self._draw, self._num_steps = env, stage, rules, draw, num_steps
+        self._env, self._stage, self._rules, self._draw, self._num_steps = (
+            env,
+            stage,
+            rules,
+            draw,
+            num_steps,
+        )
         self._step = self._next = 0
         self._open: list[SimulatedGroup] = []
         self._took_s: deque[float] = deque(maxlen=rules.items * per_item)
@@ -64,7 +80,11 @@ class SimulatedQueue:
             if suffice(self._rules, self._open, self._whole(), self._step):
                 return self._taken()
             wait_s = self._give_up_slow_ones()
-            yield self._news if wait_s is None else self._env.any_of([self._news, self._env.timeout(wait_s)])
+            yield (
+                self._news
+                if wait_s is None
+                else self._env.any_of([self._news, self._env.timeout(wait_s)])
+            )
 
     def newer(self, step: int) -> None:
         """The weights are those that ``step`` steps made."""
@@ -72,7 +92,8 @@ class SimulatedQueue:
             self._at(step)
             self._begin()
 
-    # --- what begins ---------------------------------------------------------------------------------------------
+    # --- what begins
+    # ---------------------------------------------------------------------------------------------
 
     def _at(self, step: int) -> None:
         self._note_begun()
@@ -105,13 +126,15 @@ class SimulatedQueue:
         if attempt.took_s is not None:
             self._took_s.append(attempt.took_s)
 
-    # --- what is waited for --------------------------------------------------------------------------------------
+    # --- what is waited for
+    # --------------------------------------------------------------------------------------
 
     def _whole(self) -> list[SimulatedGroup]:
         return [each for each in self._open if each.is_whole]
 
     def _give_up_slow_ones(self) -> float | None:
-        """Give up the rollouts that alone hold the step up, if any do; else seconds until some might."""
+        """Give up the rollouts that alone hold the step up, if any do; else seconds until some
+        might."""
         straggler_factor = self._rules.straggler_factor
         if not straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None

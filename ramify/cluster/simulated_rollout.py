@@ -2,9 +2,9 @@
 
     call:  request ──▶ host_s ──▶ cell ──▶ wave of calls, all at once ──▶ next wave … ──▶ next request
 
-A tree's calls all go to one engine. A call that waits for its children holds no slot, and no place on the wire. Where
-processors are shared (``cores.py``) a request takes its share of the loop, a cell and what the host takes of theirs; else
-both take as long as they were measured.
+A tree's calls all go to one engine. A call that waits for its children holds no slot, and no place
+on the wire. Where processors are shared (``cores.py``) a request takes its share of the loop, a
+cell and what the host takes of theirs; else both take as long as they were measured.
 """
 
 from __future__ import annotations
@@ -57,20 +57,32 @@ class TrainerHost(msgspec.Struct, frozen=True):
     request_s: float
     """Of a core, that the event loop computes for one request."""
     session_share: float
-    """Of the seconds that sessions were measured to work, what they computed; the rest they waited for a core."""
+    """Of the seconds that sessions were measured to work, what they computed; the rest they waited
+    for a core."""
 
 
 class SimulatedStage:
     """Where rollouts are played."""
 
     def __init__(
-        self, env: Environment, engines: list[SimulatedEngine], rate: EngineRate, at_once: int, on_wire: int,
-        host: TrainerHost | None = None, *, embedded: bool = False,
-    ) -> None:  # fmt: skip
-        """``at_once``: rollouts; ``on_wire``: requests, of all rollouts together. ``host``: whose processors are shared, by
-        the first engine, too, where it is ``embedded``."""
+        self,
+        env: Environment,
+        engines: list[SimulatedEngine],
+        rate: EngineRate,
+        at_once: int,
+        on_wire: int,
+        host: TrainerHost | None = None,
+        *,
+        embedded: bool = False,
+    ) -> None:
+        """``at_once``: rollouts; ``on_wire``: requests, of all rollouts together. ``host``: whose
+        processors are shared, by the first engine, too, where it is ``embedded``."""
         self.env, self.engines = env, engines
-        self.cores = None if host is None else SimulatedCores(env, host.cores, engines[0] if embedded else None)
+        self.cores = (
+            None
+            if host is None
+            else SimulatedCores(env, host.cores, engines[0] if embedded else None)
+        )
         self._rate, self._host = rate, host
         self._room, self._wire = Resource(env, at_once), Resource(env, on_wire)
 
@@ -80,7 +92,9 @@ class SimulatedStage:
             yield place
             attempt.began_at = self.env.now
             attempt.engine = pick(self.engines)
-            roots = [self.env.process(self._call(root, attempt, "0")) for root in attempt.rollout.roots]
+            roots = [
+                self.env.process(self._call(root, attempt, "0")) for root in attempt.rollout.roots
+            ]
             yield self.env.all_of(roots)
         if not attempt.is_given_up:
             attempt.took_s = self.env.now - attempt.began_at
@@ -102,7 +116,9 @@ class SimulatedStage:
             new = turn.new if cached == engine.version else turn.context
             cached = engine.version
             path = None if path is None else turn.path(path)
-            yield from self._request(turn, new, engine, attempt, None if path is None else SimulatedPrefix(path, name))
+            yield from self._request(
+                turn, new, engine, attempt, None if path is None else SimulatedPrefix(path, name)
+            )
             if not index and call.host_s:
                 yield self.session(call.host_s)
             for cell in turn.cells:
@@ -110,7 +126,9 @@ class SimulatedStage:
                 for wave in cell.waves:
                     if attempt.is_given_up:
                         return
-                    begun = [self._call(child, attempt, f"{name}.{next(children)}") for child in wave]
+                    begun = [
+                        self._call(child, attempt, f"{name}.{next(children)}") for child in wave
+                    ]
                     yield self.env.all_of([self.env.process(each) for each in begun])
             if attempt.is_given_up:
                 return
@@ -132,4 +150,6 @@ class SimulatedStage:
             if self._rate.request_s:
                 yield self.env.timeout(self._rate.request_s)
             if not attempt.is_given_up:
-                attempt.spans += yield engine.sample(new, turn.context, turn.sampled, attempt, known)
+                attempt.spans += yield engine.sample(
+                    new, turn.context, turn.sampled, attempt, known
+                )

@@ -5,8 +5,9 @@
     OUT/processors.jsonl         where engine, loop and sessions share processors: what each of them computed
     OUT/checkpoints/*/state.json the run's own sizes: items, group, concurrency, slots, ranks
 
-Nothing is averaged that can be drawn again: groups are drawn whole, so that items that are long stay long in all their
-rollouts and a tree's calls stay together; learning takes what the fitted line says times one of the measured deviations.
+Nothing is averaged that can be drawn again: groups are drawn whole, so that items that are long
+stay long in all their rollouts and a tree's calls stay together; learning takes what the fitted
+line says times one of the measured deviations.
 """
 
 from __future__ import annotations
@@ -84,15 +85,16 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     scaling: float = 1.0
     """How much of twice the speed twice the ranks give."""
     host: TrainerHost | None = None
-    """What the trainer's machine computes besides; None where that is not known, and nothing waits for a processor."""
+    """What the trainer's machine computes besides; None where that is not known, and nothing waits
+    for a processor."""
     computed_s: list[float] = msgspec.field(default_factory=list)
     """Processor seconds of each step's rollouts, where they were measured."""
     step_s: list[float] = msgspec.field(default_factory=list)
     """Of each step as it was measured, evaluations left out."""
 
     def group(self, draw: random.Random, num: int, of: int | None = None) -> list[RolloutShape]:
-        """``num`` rollouts of one measured group, the one with index ``of`` where that is given: those that it had, and
-        further ones drawn from them."""
+        """``num`` rollouts of one measured group, the one with index ``of`` where that is given:
+        those that it had, and further ones drawn from them."""
         found = draw.choice(self.groups) if of is None else self.groups[of]
         if num <= len(found):
             return draw.sample(found, num)
@@ -102,7 +104,9 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
         """Seconds that a step on ``ranks`` ranks learns, and that it publishes."""
         times = ranks / self.sizes.ranks
         faster = times * self.scaling ** math.log2(times) if times > 1 else times
-        learn_s = (self.learn_base_s + self.learn_token_s * tokens / faster) * draw.choice(self.learn_off)
+        learn_s = (self.learn_base_s + self.learn_token_s * tokens / faster) * draw.choice(
+            self.learn_off
+        )
         return learn_s, draw.choice(self.publish_s)
 
     @property
@@ -116,22 +120,31 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
         return draw.choice(self.prepare_s)
 
 
-def measured(run: Path, *, last: int = 0, rate: EngineRate | None = None, scaling: float = 1.0) -> SimulationInputs:
-    """What the run in folder ``run`` says. ``last``: by its last kept steps alone (0: all). ``rate`` of an engine that was
-    measured otherwise. Raises ConfigError, with what to do, where the folder does not hold enough."""
+def measured(
+    run: Path, *, last: int = 0, rate: EngineRate | None = None, scaling: float = 1.0
+) -> SimulationInputs:
+    """What the run in folder ``run`` says. ``last``: by its last kept steps alone (0: all).
+    ``rate`` of an engine that was measured otherwise. Raises ConfigError, with what to do, where
+    the folder does not hold enough."""
     if not run.is_dir():
         raise ConfigError(f"{run} is not a run's folder: give the --out of ramify train")
     if not 0 < scaling <= 1:
-        raise ConfigError(f"scaling={scaling} is the share of linear speed-up that is kept: above 0 and at most 1")
+        raise ConfigError(
+            f"scaling={scaling} is the share of linear speed-up that is kept: above 0 and at most 1"
+        )
     lines = [each for each in metric_file.read(run) if each.stage == "rl"]
-    done = {each.step: each for each in lines if "learn_s" in each.values and "work_s" in each.values}
+    done = {
+        each.step: each for each in lines if "learn_s" in each.values and "work_s" in each.values
+    }
     if not done:
         raise ConfigError(
-            f"{run} has no {metric_file.FILE} with steps of reinforcement learning: give a run that got through one; {HOW}"
+            f"{run} has no {metric_file.FILE} with steps of reinforcement learning: give a run "
+            f"that got through one; {HOW}"
         )
     if len(done) < 2:
         raise ConfigError(
-            f"{run} has one step of reinforcement learning, which does not say what passes between two: give a run of at "
+            f"{run} has one step of reinforcement learning, which does not say what passes between "
+            "two: give a run of at "
             f"least two; {HOW}"
         )
     kept = dict(list(_kept(run))[-last:])
@@ -139,7 +152,9 @@ def measured(run: Path, *, last: int = 0, rate: EngineRate | None = None, scalin
     if not steps:
         raise ConfigError(f"{run} has no kept rollouts of its {len(done)} steps: {HOW}")
     groups = {step: _groups(kept[step]) for step in steps}
-    shaped = {step: [[shape_of(tree) for tree in group] for group in groups[step]] for step in steps}
+    shaped = {
+        step: [[shape_of(tree) for tree in group] for group in groups[step]] for step in steps
+    }
     sizes = _sizes(run, list(groups.values()))
     tried = fmean(each.values.get("items", sizes.items) for each in done.values())
     base_s, token_s, off = _learning(
@@ -149,22 +164,40 @@ def measured(run: Path, *, last: int = 0, rate: EngineRate | None = None, scalin
     took = _took(lines)
     trees = [tree for step in steps for group in groups[step] for tree in group]
     hidden = max(1.0, tried / sizes.items)
-    spent = [each for each in processor_file.read(run) if each.step in steps] if sizes.embedded else []
-    host = _host(spent, [rollout for step in steps for group in shaped[step] for rollout in group], hidden, len(steps))
+    spent = (
+        [each for each in processor_file.read(run) if each.step in steps] if sizes.embedded else []
+    )
+    host = _host(
+        spent,
+        [rollout for step in steps for group in shaped[step] for rollout in group],
+        hidden,
+        len(steps),
+    )
     if rate is None:
         rate = _computed(spent, sizes.slots) if host is not None else None
     return SimulationInputs(
         groups=[group for step in steps for group in shaped[step]],
-        rate=rate or _rate(trees, sizes, hidden), host=host,
-        sizes=sizes, learn_base_s=base_s, learn_token_s=token_s, learn_off=off, scaling=scaling,
-        publish_s=_publishing(done, took), prepare_s=_preparing(done, kept, steps, sizes),
-        zero_variance=_zero_variance(run, max(0.0, 1 - sizes.items / tried)), evaluate_s=_evaluating(lines),
-        computed_s=[each.loop_s + each.sessions_s + sum(pace.cpu_s for pace in each.engine) for each in spent],
+        rate=rate or _rate(trees, sizes, hidden),
+        host=host,
+        sizes=sizes,
+        learn_base_s=base_s,
+        learn_token_s=token_s,
+        learn_off=off,
+        scaling=scaling,
+        publish_s=_publishing(done, took),
+        prepare_s=_preparing(done, kept, steps, sizes),
+        zero_variance=_zero_variance(run, max(0.0, 1 - sizes.items / tried)),
+        evaluate_s=_evaluating(lines),
+        computed_s=[
+            each.loop_s + each.sessions_s + sum(pace.cpu_s for pace in each.engine)
+            for each in spent
+        ],
         step_s=[took[step] for step in sorted(took)],
-    )  # fmt: skip
+    )
 
 
-# --- trees ---------------------------------------------------------------------------------------------------------------
+# --- trees
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _kept(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
@@ -199,21 +232,32 @@ def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> RunSiz
     group = max(len(group) for groups in steps for group in groups)
     items = max(len(groups) for groups in steps)
     return RunSizes(
-        items=sample.get("items", items), group=rollout.get("group", group),
-        concurrency=rollout.get("concurrency", items * group), on_wire=limits.get("max_concurrency", 1_000_000),
+        items=sample.get("items", items),
+        group=rollout.get("group", group),
+        concurrency=rollout.get("concurrency", items * group),
+        on_wire=limits.get("max_concurrency", 1_000_000),
         engines=len(inference.get("urls") or ()) or inference.get("num", 1),
-        slots=policy.get("slots") or DEFAULT_SLOTS, ranks=max(shard.get("ranks", 1), 1),
-        staleness=sample.get("max_staleness", 0), max_items=sample.get("max_items", 0),
-        straggler_factor=sample.get("straggler_factor", 0.0), grace_steps=sample.get("grace_steps", 4),
-        keeps=not inference or inference.get("engine") == "ramify", embedded=bool(config) and not inference,
+        slots=policy.get("slots") or DEFAULT_SLOTS,
+        ranks=max(shard.get("ranks", 1), 1),
+        staleness=sample.get("max_staleness", 0),
+        max_items=sample.get("max_items", 0),
+        straggler_factor=sample.get("straggler_factor", 0.0),
+        grace_steps=sample.get("grace_steps", 4),
+        keeps=not inference or inference.get("engine") == "ramify",
+        embedded=bool(config) and not inference,
         evaluate=(config.get("schedule") or {}).get("evaluate_every", 0),
-        cache_tokens=0 if checkpoint is None or inference else _cache_tokens(checkpoint / "policy", policy),
-    )  # fmt: skip
+        cache_tokens=0
+        if checkpoint is None or inference
+        else _cache_tokens(checkpoint / "policy", policy),
+    )
 
 
 def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
-    """That the cache of an embedded engine has room for; 0 where its size or the model's is not known."""
-    num_bytes = policy.get("cache_bytes") or (CPU_CACHE_BYTES if policy.get("device") == "cpu" else 0)
+    """That the cache of an embedded engine has room for; 0 where its size or the model's is not
+    known."""
+    num_bytes = policy.get("cache_bytes") or (
+        CPU_CACHE_BYTES if policy.get("device") == "cpu" else 0
+    )
     try:
         model = msgspec.json.decode((folder / "config.json").read_bytes())
         heads = model.get("num_key_value_heads") or model["num_attention_heads"]
@@ -224,11 +268,13 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
         return 0
 
 
-# --- times ---------------------------------------------------------------------------------------------------------------
+# --- times
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _rate(trees: Sequence[Trajectory], sizes: RunSizes, hidden: float) -> EngineRate:
-    """What their requests say. Rollouts that were given up ran beside them and are not there: they count by their share."""
+    """What their requests say. Rollouts that were given up ran beside them and are not there: they
+    count by their share."""
     asked = [each for tree in trees for root in _roots(tree) for each in _asked(*root)]
     return fit(asked, sizes.engines, sizes.slots, hidden=hidden)
 
@@ -247,23 +293,29 @@ def _computed(spent: Sequence[CpuSeconds], slots: int) -> EngineRate | None:
         rows, [pace.cpu_s * weight for pace, weight in zip(paces, weights, strict=True)]
     )
     step_s = max(base_s + each_s, 1e-9)
-    return EngineRate(((1.0, step_s), (max(slots, 2), step_s + each_s * (max(slots, 2) - 1))), read_s)
+    return EngineRate(
+        ((1.0, step_s), (max(slots, 2), step_s + each_s * (max(slots, 2) - 1))), read_s
+    )
 
 
 def _host(
     spent: Sequence[CpuSeconds], rollouts: Sequence[RolloutShape], hidden: float, num_steps: int
 ) -> TrainerHost | None:
-    """What loop and sessions computed, spread over the requests that were made and the seconds that sessions worked."""
+    """What loop and sessions computed, spread over the requests that were made and the seconds that
+    sessions worked."""
     if not spent or not any(each.engine for each in spent):
         return None
     calls = [call for rollout in rollouts for call in rollout.calls()]
     turns = [turn for call in calls for turn in call.turns]
-    worked_s = sum(call.host_s for call in calls) + sum(cell.seconds for turn in turns for cell in turn.cells)
+    worked_s = sum(call.host_s for call in calls) + sum(
+        cell.seconds for turn in turns for cell in turn.cells
+    )
     share = hidden * len(spent) / num_steps
     return TrainerHost(
-        max(each.cores for each in spent), sum(each.loop_s for each in spent) / max(share * len(turns), 1),
+        max(each.cores for each in spent),
+        sum(each.loop_s for each in spent) / max(share * len(turns), 1),
         min(1.0, sum(each.sessions_s for each in spent) / max(share * worked_s, 1e-9)),
-    )  # fmt: skip
+    )
 
 
 def _roots(tree: Trajectory) -> Iterator[tuple[CallShape, float]]:
@@ -294,7 +346,8 @@ def _played(call: CallShape, at_s: float) -> tuple[list[MeasuredRequest], float]
 
 
 def _zero_variance(run: Path, otherwise: float) -> float:
-    """Share of groups that nothing could be learnt from, of those that were tried until a step had enough."""
+    """Share of groups that nothing could be learnt from, of those that were tried until a step had
+    enough."""
     if not otherwise:
         return 0.0
     outcomes = [each.outcome for each in group_file.read(run)]
@@ -314,8 +367,8 @@ def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, f
 
 
 def _took(lines: Sequence[metric_file.StepMetrics]) -> dict[int, float]:
-    """Step -> seconds from the end of the one before to its own, for those that directly follow one; what was
-    evaluated between them left out."""
+    """Step -> seconds from the end of the one before to its own, for those that directly follow
+    one; what was evaluated between them left out."""
     found: dict[int, float] = {}
     before: metric_file.StepMetrics | None = None
     between_s = 0.0
@@ -340,12 +393,17 @@ def _evaluating(lines: Sequence[metric_file.StepMetrics]) -> float:
 
 def _publishing(done: dict[int, metric_file.StepMetrics], took: dict[int, float]) -> list[float]:
     """What a step took besides waiting for its work and learning."""
-    rest = [took[step] - done[step].values["work_s"] - done[step].values["learn_s"] for step in took]
+    rest = [
+        took[step] - done[step].values["work_s"] - done[step].values["learn_s"] for step in took
+    ]
     return [max(0.0, each) for each in rest] or [0.0]
 
 
 def _preparing(
-    done: dict[int, metric_file.StepMetrics], kept: dict[int, list[Trajectory]], steps: Sequence[int], sizes: RunSizes
+    done: dict[int, metric_file.StepMetrics],
+    kept: dict[int, list[Trajectory]],
+    steps: Sequence[int],
+    sizes: RunSizes,
 ) -> list[float]:
     """What a synchronous step's work took besides its rollouts."""
     if sizes.staleness:

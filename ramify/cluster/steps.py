@@ -1,4 +1,5 @@
-"""Seconds of each part of a step: from speeds that a device's name stands for, or from what a run measured.
+"""Seconds of each part of a step: from speeds that a device's name stands for, or from what a run
+measured.
 
     sampling    prompts read and tokens sampled, by all engines together
     learning    the passes of the trainer, by all ranks together
@@ -7,10 +8,12 @@
     step = sampling + learning + sync                    max_staleness = 0: one after the other
     step = max(sampling, learning) + sync                else: side by side
 
-A token costs 2 FLOP per weight that it is multiplied by and 4 per pair of tokens and element of the heads, forward; twice that
-again backward, and once more forward where layers are recomputed. Sampling reads all weights and what is cached for every
-token of all slots. What a step samples is measured (``StepTokens.of_run``) or assumed, and said to be (``StepTokens.assumed``).
-Leaves out waiting: for the slowest rollout of a step, for tools and for other models. ``ramify cluster simulate`` has that.
+A token costs 2 FLOP per weight that it is multiplied by and 4 per pair of tokens and element of the
+heads, forward; twice that again backward, and once more forward where layers are recomputed.
+Sampling reads all weights and what is cached for every token of all slots. What a step samples is
+measured (``StepTokens.of_run``) or assumed, and said to be (``StepTokens.assumed``). Leaves out
+waiting: for the slowest rollout of a step, for tools and for other models. ``ramify cluster
+simulate`` has that.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class StepTokens(msgspec.Struct, frozen=True):
 
     @classmethod
     def assumed(cls, run: Run, window: int) -> StepTokens:
-        """Half of the turns that a rollout may take, each of half the longest reply and given as much; within the window."""
+        """Half of the turns that a rollout may take, each of half the longest reply and given as
+        much; within the window."""
         rl = run.rl
         if rl is None:
             return cls(0, 0, 0, "no reinforcement learning")
@@ -86,13 +90,19 @@ class StepSeconds(msgspec.Struct, frozen=True):
 
 
 def measured(folder: Path, ranks: int, engines: int) -> MeasuredSpeeds:
-    """Of the reinforcement learning of a run that had so many of both, without its first step. Raises ConfigError."""
+    """Of the reinforcement learning of a run that had so many of both, without its first step.
+    Raises ConfigError."""
     rows = [
-        row.values for row in read(folder) if row.stage == "rl" and "work_s" in row.values and "learn_s" in row.values
+        row.values
+        for row in read(folder)
+        if row.stage == "rl" and "work_s" in row.values and "learn_s" in row.values
     ]
     rows = rows[1:] or rows
     if not rows:
-        raise ConfigError(f"{folder} has no step of reinforcement learning in its metrics.jsonl: give a run that has")
+        raise ConfigError(
+            f"{folder} has no step of reinforcement learning in its metrics.jsonl: give a run that "
+            "has"
+        )
 
     def mean(name: str) -> float:
         return fmean(row.get(name, 0.0) for row in rows)
@@ -100,24 +110,43 @@ def measured(folder: Path, ranks: int, engines: int) -> MeasuredSpeeds:
     sampled, learnt = mean("sampled_tokens"), mean("packed_tokens")
     if not learnt:
         raise ConfigError(
-            f"in no step that counts of {folder} was anything learnt (its first does not): give a longer run"
+            f"in no step that counts of {folder} was anything learnt (its first does not): give a "
+            "longer run"
         )
     why = f"measured over {len(rows)} {'step' if len(rows) == 1 else 'steps'} of {folder}"
-    tokens = StepTokens(sampled, max(0.0, learnt - sampled), mean("sampled_tokens") / max(mean("length_mean"), 1), why)
+    tokens = StepTokens(
+        sampled,
+        max(0.0, learnt - sampled),
+        mean("sampled_tokens") / max(mean("length_mean"), 1),
+        why,
+    )
     return MeasuredSpeeds(
-        tokens, learnt / max(mean("learn_s"), 1e-9) / ranks, sampled / max(mean("work_s"), 1e-9) / engines, why
+        tokens,
+        learnt / max(mean("learn_s"), 1e-9) / ranks,
+        sampled / max(mean("work_s"), 1e-9) / engines,
+        why,
     )
 
 
 def seconds(
-    run: Run, shape: ModelShape, ranks: int, engines: int, devices: tuple[DeviceSpec, DeviceSpec], tokens: StepTokens, *,
-    shares: DeviceEfficiency, link_gb_per_s: float = LINK_GB_PER_S, from_run: MeasuredSpeeds | None = None,
-) -> StepSeconds:  # fmt: skip
+    run: Run,
+    shape: ModelShape,
+    ranks: int,
+    engines: int,
+    devices: tuple[DeviceSpec, DeviceSpec],
+    tokens: StepTokens,
+    *,
+    shares: DeviceEfficiency,
+    link_gb_per_s: float = LINK_GB_PER_S,
+    from_run: MeasuredSpeeds | None = None,
+) -> StepSeconds:
     """Of a step of reinforcement learning; ``devices``: of the trainer and of the engines."""
     trainer, engine = devices
     if from_run is not None:
         learning = tokens.learnt / (from_run.learnt_per_s * ranks) if from_run.learnt_per_s else 0.0
-        sampling = tokens.sampled / (from_run.sampled_per_s * engines) if from_run.sampled_per_s else 0.0
+        sampling = (
+            tokens.sampled / (from_run.sampled_per_s * engines) if from_run.sampled_per_s else 0.0
+        )
         why = dict.fromkeys(("learning", "sampling"), from_run.why)
     else:
         learning, told = _learning(run, shape, ranks, trainer, tokens, shares)
@@ -133,13 +162,19 @@ def seconds(
 
 
 def _learning(
-    run: Run, shape: ModelShape, ranks: int, device: DeviceSpec, tokens: StepTokens, shares: DeviceEfficiency
+    run: Run,
+    shape: ModelShape,
+    ranks: int,
+    device: DeviceSpec,
+    tokens: StepTokens,
+    shares: DeviceEfficiency,
 ) -> tuple[float, str]:
     forward = _forward(shape, tokens.mean_length) * tokens.learnt
     passes = 3.0 + run.compute.recompute + _more_passes(run)
     speed = ranks * device.tflops * 1e12 * shares.train
     return passes * forward / speed, (
-        f"{tokens.learnt:.3g} tokens, {passes:g} forward passes' worth of {forward / max(tokens.learnt, 1):.3g} FLOP each, on "
+        f"{tokens.learnt:.3g} tokens, {passes:g} forward passes' worth of "
+        f"{forward / max(tokens.learnt, 1):.3g} FLOP each, on "
         f"{ranks} x {device.name} at {device.tflops:g} TFLOP/s x {shares.train:g}"
     )
 
@@ -153,9 +188,15 @@ def _more_passes(run: Run) -> int:
 
 
 def _sampling(
-    run: Run, shape: ModelShape, engines: int, device: DeviceSpec, tokens: StepTokens, shares: DeviceEfficiency
+    run: Run,
+    shape: ModelShape,
+    engines: int,
+    device: DeviceSpec,
+    tokens: StepTokens,
+    shares: DeviceEfficiency,
 ) -> tuple[float, str]:
-    """Reading prompts is bound by products, sampling by whichever of bandwidth and products is slower."""
+    """Reading prompts is bound by products, sampling by whichever of bandwidth and products is
+    slower."""
     products = device.tflops * 1e12 * shares.prefill
     reading = tokens.given * _forward(shape, tokens.mean_length / 2) / (engines * products)
     concurrency = run.rl.rollout.concurrency if run.rl is not None else 1
@@ -167,11 +208,14 @@ def _sampling(
     token_s = max(by_bandwidth, by_products)
     drawing = tokens.sampled / engines / at_once * token_s
     return reading + drawing, (
-        f"{tokens.sampled:.3g} tokens, {at_once:g} at once in each of {engines} x {device.name}: {at_once / token_s:.3g} "
-        f"tokens/s, bound by {'bandwidth' if by_bandwidth >= by_products else 'products'}; {tokens.given:.3g} read before"
+        f"{tokens.sampled:.3g} tokens, {at_once:g} at once in each of {engines} x {device.name}: "
+        f"{at_once / token_s:.3g} "
+        f"tokens/s, bound by {'bandwidth' if by_bandwidth >= by_products else 'products'}; "
+        f"{tokens.given:.3g} read before"
     )
 
 
 def _forward(shape: ModelShape, length: float) -> float:
-    """FLOP of one token's forward pass where ``length`` tokens stand before and after it: half of them are before."""
+    """FLOP of one token's forward pass where ``length`` tokens stand before and after it: half of
+    them are before."""
     return 2 * shape.products + 4 * shape.layers * shape.heads * shape.head_size * length / 2

@@ -1,9 +1,10 @@
 """Reading what a model wants to do from what it wrote: code to run, a final answer, or neither.
 
-Tolerant, and says what it ignored. Understood are fences marked ``repl``, ``python`` or ``py``, a last fence that was
-never closed, fences inside strings of the code, native tool calls, and ``FINAL(…)`` / ``FINAL_VAR(…)`` as text at the
-start of a line. What stands inside ``<think>…</think>`` is not an action, nor what stands before a ``</think>`` whose
-beginning the server kept. Fences may be indented, as in lists; lines may end as on Windows.
+Tolerant, and says what it ignored. Understood are fences marked ``repl``, ``python`` or ``py``, a
+last fence that was never closed, fences inside strings of the code, native tool calls, and
+``FINAL(…)`` / ``FINAL_VAR(…)`` as text at the start of a line. What stands inside
+``<think>…</think>`` is not an action, nor what stands before a ``</think>`` whose beginning the
+server kept. Fences may be indented, as in lists; lines may end as on Windows.
 
     "Let me look.\\n```repl\\nprint(context[:9])\\n```"   ->  Action(codes=("print(context[:9])",))
     "FINAL(42)"                                        ->  Action(final=Final(text="42"))
@@ -36,9 +37,12 @@ _THOUGHT = re.compile(r"\A(?:(?!<think>).)*?^[ \t]*</think>[ \t]*$", re.DOTALL |
 _MAX_CLOSINGS = 100
 """Fences tried as the end of one that may lie in a string: each try reads the code again."""
 _QUOTED = re.compile(
-    r"""\s*[rRuUbBfF]?(\"\"\".*?\"\"\"|'''.*?'''|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""", re.DOTALL
+    r"""\s*[rRuUbBfF]?(\"\"\".*?\"\"\"|'''.*?'''|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""",
+    re.DOTALL,
 )
-_CUT = "your message was cut at its limit of tokens, and the last {}, which was not closed, was not {}"
+_CUT = (
+    "your message was cut at its limit of tokens, and the last {}, which was not closed, was not {}"
+)
 _FINAL = re.compile(r"^[ \t>*]*(?P<name>FINAL_VAR|FINAL)\s*\(", re.MULTILINE)
 
 
@@ -71,8 +75,8 @@ class ParsedAction(msgspec.Struct, frozen=True):
 
 
 def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
-    """The action that ``message`` asks for. Of one that ``is_cut`` at its limit, no fence and no ``FINAL(`` counts that
-    was not closed: it may be half of what was meant."""
+    """The action that ``message`` asks for. Of one that ``is_cut`` at its limit, no fence and no
+    ``FINAL(`` counts that was not closed: it may be half of what was meant."""
     codes, prose, ignored = _fenced(without_thinking(message.content), is_cut)
     final, is_half = _final_text(prose, is_cut)
     ignored += [_CUT.format("FINAL(…)", "taken")] if is_half else []
@@ -82,12 +86,16 @@ def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
         final = answer or final
         ignored += [problem] if problem else []
     return ParsedAction(
-        tuple(codes), tuple(call.id for call in message.tool_calls), final, tuple(dict.fromkeys(ignored))
+        tuple(codes),
+        tuple(call.id for call in message.tool_calls),
+        final,
+        tuple(dict.fromkeys(ignored)),
     )
 
 
 def said(text: str) -> str:
-    """What ``text`` says beside its code and thinking: the whole of it where it has no code to run."""
+    """What ``text`` says beside its code and thinking: the whole of it where it has no code to
+    run."""
     text = without_thinking(text)
     codes, prose, _ = _fenced(text)
     return (prose if codes else text).strip()
@@ -111,13 +119,17 @@ def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]
         body_start = min(opening.end() + 1, len(text))
         language = opening["language"].lower()
         is_code = language in _LANGUAGES
-        body, position, closed = _body(text, body_start, opening["fence"], len(opening["indent"]), is_code)
+        body, position, closed = _body(
+            text, body_start, opening["fence"], len(opening["indent"]), is_code
+        )
         if is_code and not closed and is_cut:
             ignored.append(_CUT.format("code fence", "run"))
         elif is_code and body.strip():
             codes.append(body)
             if not closed:
-                ignored.append("the last code fence was not closed; it was run up to the end of the message")
+                ignored.append(
+                    "the last code fence was not closed; it was run up to the end of the message"
+                )
         elif not is_code:
             ignored.append(
                 f"a fence marked '{language}' was not run; use ```repl"
@@ -142,7 +154,9 @@ def _body(text: str, start: int, fence: str, indent: int, is_code: bool) -> tupl
 
 
 def _closings(text: str, start: int, fence: str, indent: int) -> Iterator[tuple[int, int]]:
-    pattern = re.compile(rf"^[ \t]{{0,{indent + 3}}}{re.escape(fence[0])}{{{len(fence)},}}[ \t]*$", re.MULTILINE)
+    pattern = re.compile(
+        rf"^[ \t]{{0,{indent + 3}}}{re.escape(fence[0])}{{{len(fence)},}}[ \t]*$", re.MULTILINE
+    )
     for match in pattern.finditer(text, start):
         yield match.start(), match.end()
 
@@ -217,5 +231,6 @@ def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]
     return (
         None,
         None,
-        f"no tool '{call.name}' with those arguments; there are {CODE_TOOL}(code) and {FINAL_TOOL}(answer)",
+        f"no tool '{call.name}' with those arguments; there are {CODE_TOOL}(code) and "
+        f"{FINAL_TOOL}(answer)",
     )

@@ -4,9 +4,10 @@
     RLM(model, search=Branches(4, turn=2, choose_by=by_score(f)))  of the third turn; the answer with the highest f(answer)
     rlm.completion(text, "…", search=4)                            for this question
 
-Each continuation goes on with a fork of the session and ends as a call of its own in the trajectory (``0:1``, ``0:2``, …)
-that shares everything before the turn. A ``BranchSearch`` of one's own may branch at any turn, also within branches. A
-conversation goes on from the continuation that was chosen.
+Each continuation goes on with a fork of the session and ends as a call of its own in the trajectory
+(``0:1``, ``0:2``, …) that shares everything before the turn. A ``BranchSearch`` of one's own may
+branch at any turn, also within branches. A conversation goes on from the continuation that was
+chosen.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def _key(plain: Any) -> bytes:
 
 
 def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
-    """Chooses the first of the answers with the highest ``score``; a continuation without an answer only where none has.
+    """Chooses the first of the answers with the highest ``score``; a continuation without an answer
+    only where none has.
 
     >>> by_score(len)(["a", None, "bc", "de"])
     2
@@ -79,7 +81,8 @@ class Branches(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.num < 2 or self.turn < 0:
             raise ConfigError(
-                f"Branches({self.num}, turn={self.turn}): give at least 2 continuations of turn 0 or later"
+                f"Branches({self.num}, turn={self.turn}): give at least 2 continuations of turn 0 "
+                "or later"
             )
 
     def width(self, call: LiveCall) -> int:
@@ -90,16 +93,21 @@ class Branches(msgspec.Struct, frozen=True):
 
 
 def search_of(given: BranchSearch | int | None) -> BranchSearch | None:
-    """What ``search=`` means; 1 is a question without branches. Raises ConfigError for what is no search."""
+    """What ``search=`` means; 1 is a question without branches. Raises ConfigError for what is no
+    search."""
     if isinstance(given, int):
         return Branches(given) if given != 1 else None
     if given is not None and not isinstance(given, BranchSearch):
-        raise ConfigError(f"search is {given!r}: give a number of continuations, Branches(…), or width() and choose()")
+        raise ConfigError(
+            f"search is {given!r}: give a number of continuations, Branches(…), or width() and "
+            "choose()"
+        )
     return given
 
 
 def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> BranchSearch | None:
-    """The search of a recorded run. Raises ConfigError for one that only its author has, unless it is ``known``."""
+    """The search of a recorded run. Raises ConfigError for one that only its author has, unless it
+    is ``known``."""
     recorded = config.get("search")
     if recorded is None:
         return None

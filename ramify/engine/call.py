@@ -1,4 +1,5 @@
-"""A call while it runs, and how it ended. What is written down of it is ``types.trajectory.Call``."""
+"""A call while it runs, and how it ended. What is written down of it is
+``types.trajectory.Call``."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ class LiveCall:
         self._counted: tuple[int, int] | None = None
         """(messages, their tokens as the server counted them) up to the last reply."""
         self._ids: tuple[int, ...] = ()
-        """The path: ids of the whole conversation so far, as the model was given and sampled them; empty where the last
-        reply came without."""
+        """The path: ids of the whole conversation so far, as the model was given and sampled them;
+        empty where the last reply came without."""
         self._replies: list[tuple[int, int]] = []
         """(messages, ids) up to and including each reply of the path."""
 
@@ -73,16 +74,19 @@ class LiveCall:
         return f"{self.id}:{self.num_forks}"
 
     def max_input_tokens(self, request: Request, reused: int) -> int:
-        """An upper bound on the request's prompt: what the server counted of what it has seen, bytes for the rest."""
+        """An upper bound on the request's prompt: what the server counted of what it has seen,
+        bytes for the rest."""
         by_bytes = request.max_input_tokens()
         if self._counted is None or self._counted[0] != reused:
             return by_bytes
         new = msgspec.structs.replace(request, messages=request.messages[reused:])
-        # 4 per message: a template may put its role markers differently around a reply than the server counted them.
+        # 4 per message: a template may put its role markers differently around a reply than the
+        # server counted them.
         return min(by_bytes, self._counted[1] + 4 * reused + new.max_input_tokens())
 
     def go_on_from(self, call: LiveCall) -> None:
-        """Begin with the conversation of ``call``, as the next question over the same session does."""
+        """Begin with the conversation of ``call``, as the next question over the same session
+        does."""
         self.messages, self._counted = list(call.messages), call._counted
         self._ids, self._replies = call._ids, list(call._replies)
 
@@ -98,23 +102,30 @@ class LiveCall:
         return None
 
     def without_path(self, reply: Reply) -> tuple[Reply, int]:
-        """(``reply`` with only the prompt ids that are new, how many of the path so far its prompt begins with)."""
+        """(``reply`` with only the prompt ids that are new, how many of the path so far its prompt
+        begins with)."""
         if reply.prompt_ids is None:
             return reply, 0
         reused_ids = _num_common(self._ids, reply.prompt_ids)
         return msgspec.structs.replace(reply, prompt_ids=reply.prompt_ids[reused_ids:]), reused_ids
 
     def advance(self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int) -> None:
-        """A turn is over: its prompt was the first ``reused`` messages and ``new``; ``reply`` is as ``without_path``
-        gives it."""
+        """A turn is over: its prompt was the first ``reused`` messages and ``new``; ``reply`` is as
+        ``without_path`` gives it."""
         self.messages = [*self.messages[:reused], *new, reply.message]
         self.turn += 1
-        self._counted = None if reply.usage.unknown_calls else (len(self.messages), reply.usage.total_tokens)
+        self._counted = (
+            None if reply.usage.unknown_calls else (len(self.messages), reply.usage.total_tokens)
+        )
         if reply.prompt_ids is None or reply.token_ids is None:
             self._ids, self._replies = (), []
             return
         self._ids = (*self._ids[:reused_ids], *reply.prompt_ids, *reply.token_ids)
-        kept = [(messages, ids) for messages, ids in self._replies if messages <= reused and ids <= reused_ids]
+        kept = [
+            (messages, ids)
+            for messages, ids in self._replies
+            if messages <= reused and ids <= reused_ids
+        ]
         self._replies = [*kept, (len(self.messages), len(self._ids))]
 
 

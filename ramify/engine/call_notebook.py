@@ -1,10 +1,12 @@
-"""The session of one call: opened while the first request is on the wire, and rebuilt when it dies in the middle of a cell.
+"""The session of one call: opened while the first request is on the wire, and rebuilt when it dies
+in the middle of a cell.
 
     execute(code) ── session.run ──> Ran                                          it goes into the past
                           └─ SessionDied ──> a new session, the past run again ──> Ran with what was printed, and why
 
-Decides what a session begins with (prelude, tools, what a task prepares) and what is told of one that died. Leaves out
-what counts as the same past (``cell_history.py``) and what the cell's calls do (``host.py``).
+Decides what a session begins with (prelude, tools, what a task prepares) and what is told of one
+that died. Leaves out what counts as the same past (``cell_history.py``) and what the cell's calls
+do (``host.py``).
 """
 
 from __future__ import annotations
@@ -42,14 +44,19 @@ class Notebook:
         """Go on with the session of ``before``, which is of the question before."""
         self._session, before._session = before._session, None
         opening, before._opening = before._opening, None
-        failed = opening is not None and opening.done() and (opening.cancelled() or opening.exception() is not None)
+        failed = (
+            opening is not None
+            and opening.done()
+            and (opening.cancelled() or opening.exception() is not None)
+        )
         self._opening = None if failed else opening
         self._cell_history = before._cell_history
         if self._session is not None:
             self.run.keep(self._session)
 
     async def fork(self, call: LiveCall) -> Notebook:
-        """A second one for ``call`` that goes on from here. Raises SandboxError where sessions cannot be forked."""
+        """A second one for ``call`` that goes on from here. Raises SandboxError where sessions
+        cannot be forked."""
         fork = Notebook(self.run, call)
         fork._session = await (await self.session()).fork()
         fork._cell_history = self._cell_history.copy()
@@ -71,8 +78,9 @@ class Notebook:
         return self._session
 
     async def execute(self, code: str, host: CellHost, *, died: bool = False) -> CellResult:
-        """Run ``code``; its calls go to ``host``. Where the session dies in it the next cell finds another one, and
-        ``CellResult.cell.died`` is set. ``died``: it did so when it was recorded, so it has to now."""
+        """Run ``code``; its calls go to ``host``. Where the session dies in it the next cell finds
+        another one, and ``CellResult.cell.died`` is set. ``died``: it did so when it was recorded,
+        so it has to now."""
         session = await self.session()
         reason = None
         try:
@@ -87,7 +95,11 @@ class Notebook:
             self._cell_history.add(ran, host.answered)
             return ran
         self.num_deaths += 1
-        error = ran.cell.error if was_rolled_back else await self._replace(reason or "as when this was recorded")
+        error = (
+            ran.cell.error
+            if was_rolled_back
+            else await self._replace(reason or "as when this was recorded")
+        )
         return CellResult(msgspec.structs.replace(ran.cell, value=None, error=error, died=True))
 
     async def _replace(self, reason: str) -> str:
@@ -113,7 +125,11 @@ class Notebook:
             if problem is not None:
                 self._cell_history = CellHistory()
                 await self.close()
-        again = "1 cell was" if len(self._cell_history) == 1 else f"{len(self._cell_history)} cells were"
+        again = (
+            "1 cell was"
+            if len(self._cell_history) == 1
+            else f"{len(self._cell_history)} cells were"
+        )
         what = f"could not be rebuilt: {problem}" if problem else f"was rebuilt: {again} run again"
         self.run.note(self.call, f"the session died and {what}")
         return problem
@@ -136,7 +152,8 @@ class Notebook:
         return session
 
     async def close(self) -> None:
-        """End the session, also one that is being opened. The notebook can be used on, with another one."""
+        """End the session, also one that is being opened. The notebook can be used on, with another
+        one."""
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()

@@ -1,13 +1,14 @@
-"""What a session holds, as a way to have it back: the cells that ran in it, and what the host answered them.
+"""What a session holds, as a way to have it back: the cells that ran in it, and what the host
+answered them.
 
     cell 1   x = llm_query("…")         asks, is answered "blue"            past: [cell 1: "blue"]
     cell 2   os.abort()                 the session is gone
     again    cell 1 in a new session    is answered "blue", asks nobody     x is there
 
-Decides what counts as the same: each cell makes the calls that it made, with the same arguments, is answered as it was,
-and prints, echoes and raises what it did. A cell that was stopped for its time is only stopped again. Leaves out when a
-session is rebuilt and what the model is told (``rlm_loop.py``). All of it is in memory: a run that is resumed goes through
-its cells anyway.
+Decides what counts as the same: each cell makes the calls that it made, with the same arguments, is
+answered as it was, and prints, echoes and raises what it did. A cell that was stopped for its time
+is only stopped again. Leaves out when a session is rebuilt and what the model is told
+(``rlm_loop.py``). All of it is in memory: a run that is resumed goes through its cells anyway.
 """
 
 from __future__ import annotations
@@ -62,13 +63,17 @@ class CellHistory:
 
     def add(self, ran: CellResult, answers: Sequence[RecordedHostCall]) -> None:
         """A cell has ended; ``answers`` in the order in which they were given."""
-        cell = _Cell(ran.cell.code, _outcome(ran), ran.cell.seconds, ran.interrupted, tuple(answers))
+        cell = _Cell(
+            ran.cell.code, _outcome(ran), ran.cell.seconds, ran.interrupted, tuple(answers)
+        )
         self._cells.append(cell)
 
     async def again(self, session: Session, cell_s: float) -> str | None:
-        """Run the cells in ``session``, each for at most ``cell_s`` seconds of work, or three times what it took.
+        """Run the cells in ``session``, each for at most ``cell_s`` seconds of work, or three times
+        what it took.
 
-        What made it impossible, where something did: then the session holds what nobody should rely on."""
+        What made it impossible, where something did: then the session holds what nobody should rely
+        on."""
         for number, cell in enumerate(self._cells, 1):
             told = _RecordedHost(cell.answers)
             limit_s = cell_s if cell.interrupted else min(cell_s, max(_LEAST_S, 3 * cell.seconds))
@@ -84,7 +89,11 @@ class CellHistory:
 
 def _difference(cell: _Cell, ran: CellResult) -> str | None:
     if ran.interrupted != cell.interrupted:
-        return f"was stopped ({ran.interrupted})" if ran.interrupted else "was not stopped as it had been"
+        return (
+            f"was stopped ({ran.interrupted})"
+            if ran.interrupted
+            else "was not stopped as it had been"
+        )
     if cell.interrupted is None and _outcome(ran) != cell.outcome:
         return "gave another output than before"
     return None
@@ -96,7 +105,8 @@ def _outcome(ran: CellResult) -> int:
 
 
 class _RecordedHost:
-    """Answers a cell's calls with what they were answered before, in whatever order its threads ask."""
+    """Answers a cell's calls with what they were answered before, in whatever order its threads
+    ask."""
 
     def __init__(self, answers: Sequence[RecordedHostCall]) -> None:
         self._left: dict[int, deque[RecordedHostCall]] = defaultdict(deque)
@@ -122,7 +132,8 @@ class _RecordedHost:
 
 
 def fingerprint(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Of a call from a session, for this process alone. Takes a millisecond for a megabyte of text, and copies none."""
+    """Of a call from a session, for this process alone. Takes a millisecond for a megabyte of text,
+    and copies none."""
     try:
         return hash((name, _hashed(list(args)), _hashed(dict(kwargs))))
     except Exception:  # noqa: BLE001 -- half a surrogate pair, more than 64 bits, nested without end

@@ -1,8 +1,9 @@
 """Answers with citations that were checked against the context.
 
-Asked for with ``cite=True``, the model answers ``{"answer": …, "citations": [{"source", "first_line", "last_line",
-"quote"}]}``. A citation counts only if its source exists, its lines are there and its quote stands in them; otherwise
-the model is shown what is wrong. White space may differ between quote and text; nothing else may.
+Asked for with ``cite=True``, the model answers ``{"answer": …, "citations": [{"source",
+"first_line", "last_line", "quote"}]}``. A citation counts only if its source exists, its lines are
+there and its quote stands in them; otherwise the model is shown what is wrong. White space may
+differ between quote and text; nothing else may.
 
     context {"a.txt": "one\\ntwo words\\n"}:   source "a.txt", lines 2-2, quote "two  words"   -> holds
 """
@@ -61,7 +62,9 @@ def cited_type(kind: Any, context: Any) -> AnswerType:
             problem = unsupported(citation, context)
             if problem:
                 raise TypeMismatch(f"citation {index}: {problem}")
-        return msgspec.structs.replace(cited, answer=inner.convert(cited.answer)) if inner else cited
+        return (
+            msgspec.structs.replace(cited, answer=inner.convert(cited.answer)) if inner else cited
+        )
 
     return AnswerType(schema, convert)
 
@@ -71,14 +74,18 @@ def unsupported(citation: Citation, context: Any) -> str | None:
     text = _source(citation.source, context)
     if text is None:
         return f"there is no text source '{citation.source}' in the context"
-    lines = text.removesuffix("\n").split("\n")  # as editors and grep count; splitlines() knows more ends than they do
+    lines = text.removesuffix("\n").split(
+        "\n"
+    )  # as editors and grep count; splitlines() knows more ends than they do
     place = f"lines {citation.first_line}-{citation.last_line} of '{citation.source}'"
     if not 1 <= citation.first_line <= citation.last_line <= len(lines):
         return f"{place} does not exist: it has {len(lines)} lines"
     wanted = " ".join(citation.quote.split())
     if not wanted:
         return "the quote is empty"
-    if wanted not in " ".join(" ".join(lines[citation.first_line - 1 : citation.last_line]).split()):
+    if wanted not in " ".join(
+        " ".join(lines[citation.first_line - 1 : citation.last_line]).split()
+    ):
         return f"the quote {citation.quote[:80]!r} is not in {place}"
     return None
 
@@ -87,7 +94,9 @@ def _source(name: str, context: Any) -> str | None:
     if isinstance(context, str):
         return context if name == "context" else None
     if isinstance(context, Mapping):
-        value = context.get(name, next((item for key, item in context.items() if str(key) == name), None))
+        value = context.get(
+            name, next((item for key, item in context.items() if str(key) == name), None)
+        )
         return value if isinstance(value, str) else None
     if isinstance(context, list | tuple) and name.isdecimal() and int(name) < len(context):
         value = context[int(name)]

@@ -1,8 +1,8 @@
 """Several questions over one live session.
 
-Variables, imports and the history stay from question to question; each question is a call of its own in one trajectory
-(``0``, ``1``, …) that continues the one before, or the branch of it that was chosen. Limits hold for each question; the
-clock stops in between.
+Variables, imports and the history stay from question to question; each question is a call of its
+own in one trajectory (``0``, ``1``, …) that continues the one before, or the branch of it that was
+chosen. Limits hold for each question; the clock stops in between.
 """
 
 from __future__ import annotations
@@ -53,34 +53,58 @@ class Conversation:
         return self._opened().recorder.trajectory
 
     def ask(
-        self, query: str, *, answer_type: Any = None, cite: bool = False, search: BranchSearch | int | None = None,
+        self,
+        query: str,
+        *,
+        answer_type: Any = None,
+        cite: bool = False,
+        search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         """Ask the next question. Raises as ``RLM.completion`` does."""
         return event_loop_thread.run(
             self.aask(query, answer_type=answer_type, cite=cite, search=search, on_event=on_event)
         )
 
     async def aask(
-        self, query: str, *, answer_type: Any = None, cite: bool = False, search: BranchSearch | int | None = None,
+        self,
+        query: str,
+        *,
+        answer_type: Any = None,
+        cite: bool = False,
+        search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
-    ) -> Result:  # fmt: skip
-        """``ask`` on the caller's event loop. Questions asked at once are answered one after the other."""
+    ) -> Result:
+        """``ask`` on the caller's event loop. Questions asked at once are answered one after the
+        other."""
         chosen = self._search if search is None else search_of(search)
         async with self._turn:
             return await self._answer(query, answer_type, cite, chosen, on_event)
 
     async def _answer(
-        self, query: str, answer_type: Any, cite: bool, search: BranchSearch | None, on_event: Listener | None
+        self,
+        query: str,
+        answer_type: Any,
+        cite: bool,
+        search: BranchSearch | None,
+        on_event: Listener | None,
     ) -> Result:
         thread = self._opened()
         asked = question(self._prompt, query, answer_type, cite)
         for listener in checked_listener(on_event):
             thread.recorder.listen(listener)
         try:
-            setup = msgspec.structs.replace(self._setup, config={**self._setup.config, **config_of(search)})
+            setup = msgspec.structs.replace(
+                self._setup, config={**self._setup.config, **config_of(search)}
+            )
             running = RunHandle(
-                setup, asked, self._shared.use(), id=self._id, recorder=thread.recorder, thread=thread, search=search
+                setup,
+                asked,
+                self._shared.use(),
+                id=self._id,
+                recorder=thread.recorder,
+                thread=thread,
+                search=search,
             )
             return checked(await running.result())
         finally:
@@ -96,7 +120,10 @@ class Conversation:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         thread, self._thread = self._opened(), None
         try:
@@ -109,10 +136,17 @@ class Conversation:
     def __enter__(self) -> Conversation:
         return event_loop_thread.run(self.__aenter__())
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         event_loop_thread.run(self.__aexit__(kind, error, at))
 
     def _opened(self) -> ConversationState:
         if self._thread is None:
-            raise ConfigError("the conversation is not open: use `with rlm.conversation(context) as c: c.ask(…)`")
+            raise ConfigError(
+                "the conversation is not open: use `with rlm.conversation(context) as c: c.ask(…)`"
+            )
         return self._thread

@@ -1,6 +1,8 @@
-"""The synchronous face: one event loop in one thread for the whole process, and a way to run a coroutine on it.
+"""The synchronous face: one event loop in one thread for the whole process, and a way to run a
+coroutine on it.
 
-It works wherever the caller is, also inside a running loop (a notebook). Ctrl-C cancels what is being waited for.
+It works wherever the caller is, also inside a running loop (a notebook). Ctrl-C cancels what is
+being waited for.
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ def loop() -> asyncio.AbstractEventLoop:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, run on the loop; cancelled there if the wait for it is interrupted."""
+    """The result of ``work``, run on the loop; cancelled there if the wait for it is
+    interrupted."""
     if _is_here():
         work.close()
-        raise ConfigError("a callback that runs on the event loop cannot wait for it: use the async form, or a thread")
+        raise ConfigError(
+            "a callback that runs on the event loop cannot wait for it: use the async form, or a "
+            "thread"
+        )
     future = asyncio.run_coroutine_threadsafe(work, loop())
     try:
         return future.result()
@@ -44,7 +50,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 def leave(work: Coroutine[Any, Any, object]) -> None:
     """Run ``work`` on the loop, if there is one, without waiting.
 
-    For finalizers: the collector may call one at any line, the loop's own thread included, where waiting has no end."""
+    For finalizers: the collector may call one at any line, the loop's own thread included, where
+    waiting has no end."""
     if _loop is None or _loop.is_closed():
         work.close()
     else:

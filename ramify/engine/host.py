@@ -3,8 +3,9 @@
     session: llm_query_batched([p, q])  ──>  Host.answer  ──>  two `lm` calls at once   ──>  ["…", "…"]
     session: rlm_query("…", part)       ──>  Host.answer  ──>  a child with its own session  ──>  its answer
 
-A sub-call that fails raises ``SubcallError`` in the session after all others of its batch have ended, with their
-results. One that was cut at its limit is among the failed, and its text in ``SubcallError.partial``.
+A sub-call that fails raises ``SubcallError`` in the session after all others of its batch have
+ended, with their results. One that was cut at its limit is among the failed, and its text in
+``SubcallError.partial``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from ramify.engine.observe import plain_prompt
 from ramify.engine.plain import ask_plain
 from ramify.engine.run_state import RunState
 from ramify.engine.typed import AnswerType, answer_type
-from ramify.errors import ConfigError, HostCallError, LimitReached, ModelError, ReplayDiverged, ReplyCut, SandboxError
+from ramify.errors import (
+    ConfigError,
+    HostCallError,
+    LimitReached,
+    ModelError,
+    ReplayDiverged,
+    ReplyCut,
+    SandboxError,
+)
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import ToolAnswered
 from ramify.types.trajectory import Parent, Stop
@@ -42,7 +51,9 @@ MAX_PROMPTS = 10_000
 class CellHost:
     """Answers the calls of one cell."""
 
-    def __init__(self, run: RunState, call: LiveCall, turn: int, cell: int, child_loop: ChildLoop) -> None:
+    def __init__(
+        self, run: RunState, call: LiveCall, turn: int, cell: int, child_loop: ChildLoop
+    ) -> None:
         self._run, self._call = run, call
         self._where = Parent(call.id, turn, cell)
         self._child_loop = child_loop
@@ -73,7 +84,9 @@ class CellHost:
         if name not in functions:
             raise HostCallError("NameError", f"the host has no function '{name[:100]}'")
         try:
-            inspect.signature(functions[name]).bind(*args, **kwargs)  # a session may forge any arguments
+            inspect.signature(functions[name]).bind(
+                *args, **kwargs
+            )  # a session may forge any arguments
         except TypeError as error:
             raise HostCallError("TypeError", f"{name}: {error}") from error
         try:
@@ -82,13 +95,18 @@ class CellHost:
             self.fatal = error
             raise HostCallError("RuntimeError", str(error)) from error
 
-    # --- plain calls -------------------------------------------------------------------------------------------
+    # --- plain calls
+    # -------------------------------------------------------------------------------------------
 
-    async def _llm_query_batched(self, prompts: list[str], model: str | None = None, schema: Any = None) -> list[Any]:
+    async def _llm_query_batched(
+        self, prompts: list[str], model: str | None = None, schema: Any = None
+    ) -> list[Any]:
         with _arguments_of("llm_query_batched"):
             _check_texts(prompts)
             client = self._client(model, self._run.models.plain)
-        kind = None if schema is None else await asyncio.to_thread(_schema_check, schema)  # a large one takes a second
+        kind = (
+            None if schema is None else await asyncio.to_thread(_schema_check, schema)
+        )  # a large one takes a second
         calls = [self._sub_call("lm", client, prompt) for prompt in prompts]
         return await self._all([self._plain(call, call.question, kind) for call in calls])
 
@@ -101,7 +119,8 @@ class CellHost:
             self._run.end(call, outcome)
         return outcome
 
-    # --- children ----------------------------------------------------------------------------------------------
+    # --- children
+    # ----------------------------------------------------------------------------------------------
 
     async def _rlm_query_batched(
         self, prompts: list[str], contexts: list[Any] | None = None, model: str | None = None
@@ -110,16 +129,27 @@ class CellHost:
         deep = depth <= self._run.limits.max_depth
         with _arguments_of("rlm_query_batched"):
             _check_texts(prompts)
-            client = self._client(model, self._run.models.rlm(depth) if deep else self._run.models.plain)
+            client = self._client(
+                model, self._run.models.rlm(depth) if deep else self._run.models.plain
+            )
             given = contexts if contexts is not None else [None] * len(prompts)
             if not isinstance(given, list):
-                raise HostCallError("TypeError", f"contexts must be a list or None, not {type(given).__name__}")
+                raise HostCallError(
+                    "TypeError", f"contexts must be a list or None, not {type(given).__name__}"
+                )
             if len(given) != len(prompts):
-                raise HostCallError("ValueError", f"{len(prompts)} prompts but {len(given)} contexts")
-            pairs = [self._question_and_context(prompt, value) for prompt, value in zip(prompts, given, strict=True)]
+                raise HostCallError(
+                    "ValueError", f"{len(prompts)} prompts but {len(given)} contexts"
+                )
+            pairs = [
+                self._question_and_context(prompt, value)
+                for prompt, value in zip(prompts, given, strict=True)
+            ]
         kind = "rlm" if deep else "lm"
         calls = [self._sub_call(kind, client, question, context) for question, context in pairs]
-        for context in {id(context): context for _, context in pairs if context is not None}.values():
+        for context in {
+            id(context): context for _, context in pairs if context is not None
+        }.values():
             if context is not self._call.context:
                 await self._run.keep_context(context)
         room = asyncio.Semaphore(self._run.limits.max_children)
@@ -129,7 +159,10 @@ class CellHost:
         if value is not None:
             return prompt, SharedContext(value)
         if len(prompt) > MAX_QUESTION_CHARS:
-            return f"{prompt[:500]} […] (this task is long: all of it is in `context`)", SharedContext(prompt)
+            return (
+                f"{prompt[:500]} […] (this task is long: all of it is in `context`)",
+                SharedContext(prompt),
+            )
         return prompt, self._call.context
 
     async def _child(self, call: LiveCall, room: asyncio.Semaphore) -> CallOutcome:
@@ -147,31 +180,44 @@ class CellHost:
             outcome = CallOutcome(
                 Stop.ERROR,
                 error=f"the depth limit of {self._run.limits.max_depth} is reached, so this rlm_query is one plain call, "
-                f"and {len(prompt):,} characters do not fit it (about {max_chars:,} do); cut the context into parts",
+                f"and {len(prompt):,} characters do not fit it (about {max_chars:,} do); cut the "
+                "context into parts",
             )
             self._run.end(call, outcome)
             return outcome
         return await self._plain(call, prompt, None)
 
-    # --- the rest ----------------------------------------------------------------------------------------------
+    # --- the rest
+    # ----------------------------------------------------------------------------------------------
 
     async def _history(self, seen: int) -> list[dict[str, str]]:
         if type(seen) is not int:
-            raise HostCallError("TypeError", f"history: seen must be an int, not {type(seen).__name__}")
-        return [{"role": message.role, "content": message.content} for message in self._call.messages[seen:]]
+            raise HostCallError(
+                "TypeError", f"history: seen must be an int, not {type(seen).__name__}"
+            )
+        return [
+            {"role": message.role, "content": message.content}
+            for message in self._call.messages[seen:]
+        ]
 
     async def _tool(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(name, str):
-            raise HostCallError("TypeError", f"the name of a tool must be a str, not {type(name).__name__}")
+            raise HostCallError(
+                "TypeError", f"the name of a tool must be a str, not {type(name).__name__}"
+            )
         ordinal, self._num_tool_calls = self._num_tool_calls, self._num_tool_calls + 1
         with _arguments_of(name):
-            asked = hashlib.sha256(repr((name, args, sorted(kwargs.items()))).encode()).hexdigest()[:32]
+            asked = hashlib.sha256(repr((name, args, sorted(kwargs.items()))).encode()).hexdigest()[
+                :32
+            ]
         where = (self._where.call, self._where.turn, self._where.cell, ordinal)
         run = self._run
         if run.recording is not None:
             recorded = run.recording.tool(*where, asked)
             if recorded is not None:
-                return self._tool_outcome(where, name, asked, recorded.result, recorded.error, recorded.seconds)
+                return self._tool_outcome(
+                    where, name, asked, recorded.result, recorded.error, recorded.seconds
+                )
         began = run.recorder.now()
         try:
             result = await run.tools_at(self._call.depth).call(name, args, kwargs)
@@ -180,46 +226,83 @@ class CellHost:
             packed, error = None, f"{failure.kind}: {failure}"
         except SandboxError as failure:  # the tool returned something that no session can hold
             packed, error = None, f"TypeError: {name}: {failure}"
-        return self._tool_outcome(where, name, asked, packed, error, round(run.recorder.now() - began, 6))
+        return self._tool_outcome(
+            where, name, asked, packed, error, round(run.recorder.now() - began, 6)
+        )
 
     def _tool_outcome(
-        self, where: tuple[str, int, int, int], name: str, asked: str, packed: Any, error: str | None, seconds: float
+        self,
+        where: tuple[str, int, int, int],
+        name: str,
+        asked: str,
+        packed: Any,
+        error: str | None,
+        seconds: float,
     ) -> Any:
         call, turn, cell, ordinal = where
         self._run.recorder.emit(
             ToolAnswered(
-                at_s=self._run.recorder.now(), call=call, turn=turn, cell=cell, ordinal=ordinal, name=name,
-                arguments_hash=asked, result=packed, error=error, seconds=seconds,
+                at_s=self._run.recorder.now(),
+                call=call,
+                turn=turn,
+                cell=cell,
+                ordinal=ordinal,
+                name=name,
+                arguments_hash=asked,
+                result=packed,
+                error=error,
+                seconds=seconds,
             )
-        )  # fmt: skip
+        )
         if error is not None:
             kind, _, text = error.partition(": ")
             raise HostCallError(kind, text)
         return SharedContext.unpack(packed)
 
-    def _sub_call(self, kind: Any, client: Client, question: str, context: SharedContext | None = None) -> LiveCall:
+    def _sub_call(
+        self, kind: Any, client: Client, question: str, context: SharedContext | None = None
+    ) -> LiveCall:
         depth = self._call.depth + 1
-        return LiveCall(self._call.next_child(), kind, client, depth, question, parent=self._where, context=context)
+        return LiveCall(
+            self._call.next_child(),
+            kind,
+            client,
+            depth,
+            question,
+            parent=self._where,
+            context=context,
+        )
 
     def _client(self, model: str | None, default: Client) -> Client:
         if model is None:
             return default
         if not isinstance(model, str):
-            raise HostCallError("TypeError", f"model must be the name of a model or None, not {type(model).__name__}")
+            raise HostCallError(
+                "TypeError",
+                f"model must be the name of a model or None, not {type(model).__name__}",
+            )
         client = self._run.models.named(model)
         if client is None:
             known = ", ".join(sorted(client.name for client in self._run.models.all))
-            raise HostCallError("SubcallError", f"there is no model '{model[:200]}' in this run; there are: {known}")
+            raise HostCallError(
+                "SubcallError", f"there is no model '{model[:200]}' in this run; there are: {known}"
+            )
         return client
 
     async def _all(self, work: list[Awaitable[CallOutcome]]) -> list[Any]:
         """The answers in order; SubcallError with what did arrive if one failed."""
         outcomes = await asyncio.gather(*(_caught(one) for one in work))
-        failures = {index: outcome.error for index, outcome in enumerate(outcomes) if outcome.error is not None}
+        failures = {
+            index: outcome.error
+            for index, outcome in enumerate(outcomes)
+            if outcome.error is not None
+        }
         fatal = next((o.failure for o in outcomes if isinstance(o.failure, ReplayDiverged)), None)
         if fatal is not None:
             raise fatal
-        results = [None if index in failures else outcome.answer for index, outcome in enumerate(outcomes)]
+        results = [
+            None if index in failures else outcome.answer for index, outcome in enumerate(outcomes)
+        ]
         if failures:
             first = next(iter(failures.values()))
             message = (
@@ -228,7 +311,9 @@ class CellHost:
                 else f"{len(failures)} of {len(outcomes)} sub-calls failed; the first: {first}"
             )
             data: dict[str, Any] = {"results": results, "failures": failures}
-            cut = {i: o.failure.text for i, o in enumerate(outcomes) if isinstance(o.failure, ReplyCut)}
+            cut = {
+                i: o.failure.text for i, o in enumerate(outcomes) if isinstance(o.failure, ReplyCut)
+            }
             if cut:
                 data["partial"] = cut
                 message = f"{message}; what arrived is in .partial of this error"
@@ -248,12 +333,15 @@ def _check_texts(prompts: Any) -> None:
     if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
         raise HostCallError("TypeError", "prompts must be a list of str")
     if len(prompts) > MAX_PROMPTS:
-        raise HostCallError("ValueError", f"{len(prompts):,} prompts at once: give at most {MAX_PROMPTS:,}")
+        raise HostCallError(
+            "ValueError", f"{len(prompts):,} prompts at once: give at most {MAX_PROMPTS:,}"
+        )
 
 
 @contextlib.contextmanager
 def _arguments_of(name: str) -> Iterator[None]:
-    """While arguments are looked at, which a session chose: what that raises is the cell's error, not the run's."""
+    """While arguments are looked at, which a session chose: what that raises is the cell's error,
+    not the run's."""
     try:
         yield
     except (SandboxError, TypeError) as error:  # the former for a context that no session can hold
@@ -265,12 +353,17 @@ def _arguments_of(name: str) -> Iterator[None]:
 def _schema_check(schema: Any) -> AnswerType | None:
     """The check for a schema that a session gave, which is a stranger's."""
     if not isinstance(schema, dict):
-        raise HostCallError("TypeError", f"schema must be a dict (a JSON schema) or None, not {type(schema).__name__}")
+        raise HostCallError(
+            "TypeError",
+            f"schema must be a dict (a JSON schema) or None, not {type(schema).__name__}",
+        )
     try:
         kind = answer_type(schema, trusted=False)
         msgspec.json.encode(schema)  # as a request will hold it
     except ConfigError as error:
         raise HostCallError("ValueError", str(error)) from error
     except Exception as error:  # a schema is a program of sorts: what it raises is its author's
-        raise HostCallError("ValueError", f"schema: it cannot be used ({type(error).__name__}: {error})") from error
+        raise HostCallError(
+            "ValueError", f"schema: it cannot be used ({type(error).__name__}: {error})"
+        ) from error
     return kind

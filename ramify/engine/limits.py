@@ -1,12 +1,13 @@
 """What a run may spend, and the one ledger that keeps the whole tree within it.
 
-Before every attempt to reach a model the most that it can cost is reserved; afterwards what it did cost is settled. So
-a limit is never passed, however many calls are in flight: at all times
+Before every attempt to reach a model the most that it can cost is reserved; afterwards what it did
+cost is settled. So a limit is never passed, however many calls are in flight: at all times
 
     spent + outstanding + held <= limit            for calls, tokens and dollars
 
-where ``held`` is the price of one last turn of the root, so that "answer with what you have" always fits. A request
-that does not fit now waits while others' reservations may still be freed, and is refused once they cannot.
+where ``held`` is the price of one last turn of the root, so that "answer with what you have" always
+fits. A request that does not fit now waits while others' reservations may still be freed, and is
+refused once they cannot.
 
     limit 10 calls, 8 spent, 1 held, 1 outstanding:  reserve -> waits;  release -> goes on;  settle -> LimitReached
 
@@ -37,13 +38,15 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_turns: int = 30
     """Requests of one RLM call, each child counting its own."""
     max_depth: int = 1
-    """How deep ``rlm_query`` may nest; 0 is the root alone, whose ``rlm_query`` becomes one plain call."""
+    """How deep ``rlm_query`` may nest; 0 is the root alone, whose ``rlm_query`` becomes one plain
+    call."""
     max_calls: int = 1000
     """Requests to models in the whole tree that were, or may have been, paid for."""
     max_tokens: int = 20_000_000
     """Input and output tokens of the whole tree."""
     max_cost: float | None = None
-    """Dollars of the whole tree. None: 5 where the models have prices, no limit where they have none."""
+    """Dollars of the whole tree. None: 5 where the models have prices, no limit where they have
+    none."""
     max_seconds: float = 1800.0
     """From question to answer. The last tenth, 30 s at most, is kept for the last word."""
     max_concurrency: int = 64
@@ -61,12 +64,17 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             low = 0 if name == "max_depth" else 1 if isinstance(value, int) else math.ulp(0.0)
             if value is not None and not value >= low:
-                remedy = "0 is the root alone" if name == "max_depth" else "give a positive number, or leave it out"
+                remedy = (
+                    "0 is the root alone"
+                    if name == "max_depth"
+                    else "give a positive number, or leave it out"
+                )
                 raise ConfigError(f"limit {name}={value!r} allows nothing: {remedy}")
 
     @property
     def last_word_s(self) -> float:
-        """Seconds before the deadline at which work is cut, so that an answer can still be given."""
+        """Seconds before the deadline at which work is cut, so that an answer can still be
+        given."""
         return min(30.0, 0.1 * self.max_seconds)
 
     @property
@@ -83,10 +91,14 @@ class ResourceAmount(NamedTuple):
     cost: float = 0.0
 
     def plus(self, other: ResourceAmount) -> ResourceAmount:
-        return ResourceAmount(self.calls + other.calls, self.tokens + other.tokens, self.cost + other.cost)
+        return ResourceAmount(
+            self.calls + other.calls, self.tokens + other.tokens, self.cost + other.cost
+        )
 
     def minus(self, other: ResourceAmount) -> ResourceAmount:
-        return ResourceAmount(self.calls - other.calls, self.tokens - other.tokens, self.cost - other.cost)
+        return ResourceAmount(
+            self.calls - other.calls, self.tokens - other.tokens, self.cost - other.cost
+        )
 
 
 def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) -> ResourceAmount:
@@ -102,7 +114,11 @@ class Ledger:
     """Spending of one question's tree, over all of its calls. Lives on one event loop."""
 
     def __init__(self, limits: Limits, *, priced: bool) -> None:
-        max_cost = limits.max_cost if limits.max_cost is not None else (DEFAULT_MAX_COST if priced else math.inf)
+        max_cost = (
+            limits.max_cost
+            if limits.max_cost is not None
+            else (DEFAULT_MAX_COST if priced else math.inf)
+        )
         self.limit = ResourceAmount(limits.max_calls, limits.max_tokens, max_cost)
         self.spent = ResourceAmount()
         self.outstanding = ResourceAmount()
@@ -122,14 +138,16 @@ class Ledger:
         return Stop.MAX_COST if total.cost > limit.cost * (1 + 1e-9) else None
 
     def would_pass(self, amount: ResourceAmount) -> Stop | None:
-        """The limit that ``amount`` cannot fit under, even if everything outstanding turns out to cost nothing."""
+        """The limit that ``amount`` cannot fit under, even if everything outstanding turns out to
+        cost nothing."""
         return self._over(self._committed().plus(amount))
 
     def _committed(self) -> ResourceAmount:
         return self.spent.plus(self.held)
 
     def hold(self, amount: ResourceAmount) -> Stop | None:
-        """Hold ``amount`` back for the last word, in place of what was held. Returns the limit it does not fit under."""
+        """Hold ``amount`` back for the last word, in place of what was held. Returns the limit it
+        does not fit under."""
         over = self._over(self.spent.plus(self.outstanding).plus(amount))
         if over is None:
             self.held = amount
@@ -160,7 +178,8 @@ class Ledger:
         self.charge(usage, cost)
 
     def charge(self, usage: Usage, cost: float | None) -> None:
-        """Spending that was not reserved here: the replies that a resumed run had already been given."""
+        """Spending that was not reserved here: the replies that a resumed run had already been
+        given."""
         self.spent = self.spent.plus(ResourceAmount(usage.calls, usage.total_tokens, cost or 0.0))
         self.usage += usage
         if cost is not None:
@@ -199,6 +218,13 @@ class Ledger:
 
     def state(self) -> list[tuple[str, float, float]]:
         """(name, spent, limit) for each finite limit: for budget bars and for telling the model."""
-        rows = [("calls", self.spent.calls, self.limit.calls), ("tokens", self.spent.tokens, self.limit.tokens)]
-        costs = [("dollars", self.spent.cost, self.limit.cost)] if math.isfinite(self.limit.cost) else []
+        rows = [
+            ("calls", self.spent.calls, self.limit.calls),
+            ("tokens", self.spent.tokens, self.limit.tokens),
+        ]
+        costs = (
+            [("dollars", self.spent.cost, self.limit.cost)]
+            if math.isfinite(self.limit.cost)
+            else []
+        )
         return [*rows, *costs]

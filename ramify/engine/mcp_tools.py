@@ -36,20 +36,26 @@ CONNECT_S = 120.0
 _MOST_CHARS = 600
 """Of a tool's description that a model is shown."""
 _TYPES: dict[str, type] = {
-    "string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict,
-}  # fmt: skip
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
 
 
 class McpTools(Mapping[str, Callable[..., Any]]):
-    """The tools of one or more MCP servers, by name: for ``RLM(tools=…)``, alone or as ``{**tools, "own": own}``.
+    """The tools of one or more MCP servers, by name: for ``RLM(tools=…)``, alone or as ``{**tools,
+    "own": own}``.
 
-    Connected as soon as it is made, which waits (in an event loop: ``await asyncio.to_thread(McpTools, …)``), and until
-    ``close``."""
+    Connected as soon as it is made, which waits (in an event loop: ``await
+    asyncio.to_thread(McpTools, …)``), and until ``close``."""
 
     def __init__(self, *servers: str, timeout_s: float = 300.0) -> None:
-        """A server is a command, with ``NAME=VALUE`` before it for its environment (``NAME=`` takes this process's value),
-        or an ``http(s)://`` address. ``timeout_s`` is the most that one call may take. Raises ConfigError for a server
-        that cannot be had."""
+        """A server is a command, with ``NAME=VALUE`` before it for its environment (``NAME=`` takes
+        this process's value), or an ``http(s)://`` address. ``timeout_s`` is the most that one call
+        may take. Raises ConfigError for a server that cannot be had."""
         if not servers:
             raise ConfigError("no MCP server: give a command or an address")
         need_extra("MCP servers")
@@ -155,7 +161,8 @@ def need_extra(what: str) -> None:
 
 
 def recorded(server: str) -> str:
-    """``"TOKEN=abc serve --x"`` -> ``"TOKEN= serve --x"``; of an address without what may be a secret in it."""
+    """``"TOKEN=abc serve --x"`` -> ``"TOKEN= serve --x"``; of an address without what may be a
+    secret in it."""
     if _is_address(server):
         return re.sub(r"//[^/@]*@", "//", server).partition("?")[0]
     variables, words = _split(server)
@@ -184,7 +191,9 @@ def _split(server: str) -> tuple[dict[str, str], list[str]]:
         name, _, value = words.pop(0).partition("=")
         variables[name] = value or os.environ.get(name, "")
     if not words:
-        raise ConfigError(f"the MCP server {server!r} has no command: give one, or an http(s):// address")
+        raise ConfigError(
+            f"the MCP server {server!r} has no command: give one, or an http(s):// address"
+        )
     return variables, words
 
 
@@ -195,7 +204,9 @@ def _client(server: str, said: Any) -> Client:
     if _is_address(server):
         return Client(server)
     variables, (command, *arguments) = _split(server)
-    given: StdioServerParameters = StdioServerParameters(command=command, args=arguments, env=variables)
+    given: StdioServerParameters = StdioServerParameters(
+        command=command, args=arguments, env=variables
+    )
     return Client(stdio_client(given, errlog=said))
 
 
@@ -217,21 +228,29 @@ def _unreachable(server: str, error: BaseException, said: Any) -> ConfigError:
         error = error.exceptions[0]
     said.seek(0)
     last = " ".join((said.read().strip().splitlines() or [""])[-1].split())[:300]
-    why = f"nothing within {CONNECT_S:g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+    why = (
+        f"nothing within {CONNECT_S:g} s"
+        if isinstance(error, TimeoutError)
+        else f"{type(error).__name__}: {error}"
+    )
     return ConfigError(
-        f"the MCP server {recorded(server)} cannot be had ({why}{f'; it said: {last}' if last else ''}): check the command"
+        f"the MCP server {recorded(server)} cannot be had "
+        f"({why}{f'; it said: {last}' if last else ''}): check the command"
     )
 
 
 def _function(owner: McpTools, keeper: _McpConnection, tool: Tool, name: str) -> Callable[..., Any]:
-    """A function for the session, as its model sees it. It keeps its ``owner``, and so the connection."""
+    """A function for the session, as its model sees it. It keeps its ``owner``, and so the
+    connection."""
     schema = tool.input_schema
     signature = _signature(schema)
 
     async def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         arguments = {**bound.arguments, **bound.arguments.pop("more", {})}
-        asked = asyncio.run_coroutine_threadsafe(keeper.call(tool.name, arguments), event_loop_thread.loop())
+        asked = asyncio.run_coroutine_threadsafe(
+            keeper.call(tool.name, arguments), event_loop_thread.loop()
+        )
         return _value(await asyncio.wrap_future(asked), tool)
 
     call.owner = owner  # type: ignore[attr-defined]
@@ -245,15 +264,20 @@ def _signature(schema: Mapping[str, Any]) -> inspect.Signature:
     """What must be given comes first; names that Python cannot have go into ``**more``."""
     required = set(schema.get("required", ()))
     fields = schema.get("properties", {})
-    usable = [name for name in fields if name.isidentifier() and not keyword.iskeyword(name) and name != "more"]
+    usable = [
+        name
+        for name in fields
+        if name.isidentifier() and not keyword.iskeyword(name) and name != "more"
+    ]
     parameters = [
         inspect.Parameter(
-            name, inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
             default=inspect.Parameter.empty if name in required else fields[name].get("default"),
             annotation=_TYPES.get(str(fields[name].get("type")), inspect.Parameter.empty),
         )
         for name in sorted(usable, key=lambda name: name not in required)
-    ]  # fmt: skip
+    ]
     if len(usable) < len(fields) or (not fields and schema.get("additionalProperties")):
         parameters.append(inspect.Parameter("more", inspect.Parameter.VAR_KEYWORD))
     return inspect.Signature(parameters)
@@ -262,8 +286,12 @@ def _signature(schema: Mapping[str, Any]) -> inspect.Signature:
 def _described(tool: Tool, schema: Mapping[str, Any]) -> str:
     """One paragraph: what it does, and what its parameters are."""
     about = " ".join((tool.description or tool.title or "a tool of an MCP server").split())
-    fields = [(name, field.get("description")) for name, field in schema.get("properties", {}).items()]
-    notes = "; ".join(f"{name}: {' '.join(text.split())}" for name, text in fields if isinstance(text, str))
+    fields = [
+        (name, field.get("description")) for name, field in schema.get("properties", {}).items()
+    ]
+    notes = "; ".join(
+        f"{name}: {' '.join(text.split())}" for name, text in fields if isinstance(text, str)
+    )
     text = f"{about} ({notes})" if notes else about
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}…"
 

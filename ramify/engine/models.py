@@ -14,9 +14,10 @@ ModelSpec = str | Client
 class RunModels:
     """The models of one run.
 
-    ``model`` answers as RLM: one for all depths, or a list by depth whose last entry holds for all deeper ones.
-    ``sub_model`` answers everything below the root: ``llm_query``, and children where ``model`` is not a list. Given a
-    list, its first entry does so, and a session may ask for the others by name (``llm_query(…, model="…")``).
+    ``model`` answers as RLM: one for all depths, or a list by depth whose last entry holds for all
+    deeper ones. ``sub_model`` answers everything below the root: ``llm_query``, and children where
+    ``model`` is not a list. Given a list, its first entry does so, and a session may ask for the
+    others by name (``llm_query(…, model="…")``).
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class RunModels:
         self.root = by_depth[0]
         self.plain = subs[0] if subs else by_depth[min(1, len(by_depth) - 1)]
         self._by_depth = by_depth if len(by_depth) > 1 or not subs else [by_depth[0], subs[0]]
-        self.all: tuple[Client, ...] = tuple({id(client): client for client in [*by_depth, *subs]}.values())
+        self.all: tuple[Client, ...] = tuple(
+            {id(client): client for client in [*by_depth, *subs]}.values()
+        )
 
     def rlm(self, depth: int) -> Client:
         """The model of a session at ``depth``."""
@@ -48,8 +51,12 @@ class RunModels:
 
 def listed(spec: ModelSpec | Sequence[ModelSpec]) -> list[ModelSpec]:
     """``spec`` as a list. Raises ConfigError for what is no model."""
-    given = [spec] if isinstance(spec, str | Client) or not isinstance(spec, Sequence) else list(spec)
+    given = (
+        [spec] if isinstance(spec, str | Client) or not isinstance(spec, Sequence) else list(spec)
+    )
     for each in given:
         if not isinstance(each, str | Client):
-            raise ConfigError(f"{each!r} is not a model: give 'provider:model', for example 'openai:gpt-5-mini'")
+            raise ConfigError(
+                f"{each!r} is not a model: give 'provider:model', for example 'openai:gpt-5-mini'"
+            )
     return given

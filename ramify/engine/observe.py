@@ -1,6 +1,8 @@
-"""The messages that the engine writes to a model: the first one, what a cell did, and the last word.
+"""The messages that the engine writes to a model: the first one, what a cell did, and the last
+word.
 
-Prompts only grow, so everything that changes from turn to turn (the turn count, what is left to spend) is said here.
+Prompts only grow, so everything that changes from turn to turn (the turn count, what is left to
+spend) is said here.
 """
 
 from __future__ import annotations
@@ -17,24 +19,32 @@ _PREVIEW_CHARS = 300
 _PREVIEW_ITEMS = 8
 
 LAST_WORD = (
-    "{reason} No more code will be run and no more calls can be made. Answer now with what you have: write "
+    "{reason} No more code will be run and no more calls can be made. Answer now with what you "
+    "have: write "
     "FINAL(your answer) as text, the best answer that what you have seen supports."
 )
 NUDGE = (
-    "Nothing was run: there was no code fence marked repl and no FINAL(…) in your message. Write code in a ```repl "
-    "fence, or give the answer with FINAL(…). If your last message is the answer, it will be taken as it is after "
+    "Nothing was run: there was no code fence marked repl and no FINAL(…) in your message. Write "
+    "code in a ```repl "
+    "fence, or give the answer with FINAL(…). If your last message is the answer, it will be taken "
+    "as it is after "
     "another message without code."
 )
 SUMMARISE = (
-    "The conversation is about to outgrow your window. Write a summary that lets you go on without it: the question, "
-    "what you have found out with its evidence, which variables of the session hold what, what is still to be done. "
+    "The conversation is about to outgrow your window. Write a summary that lets you go on without "
+    "it: the question, "
+    "what you have found out with its evidence, which variables of the session hold what, what is "
+    "still to be done. "
     "The session itself stays as it is. Write text only, no code."
 )
 REBUILT = (
-    "What this cell did is lost. The cells before it were run again in a new session, with the answers that their calls "
+    "What this cell did is lost. The cells before it were run again in a new session, with the "
+    "answers that their calls "
     "had been given: their variables are back."
 )
-_NO_ROOM = "\n[… {hidden:,} of {length:,} characters left out: your window has no room for them …]\n"
+_NO_ROOM = (
+    "\n[… {hidden:,} of {length:,} characters left out: your window has no room for them …]\n"
+)
 STARTED_ANEW = "A new session was started: `context` is there, your variables and imports are not."
 CONTINUE = "Summary of the work so far (the session and its variables are as you left them):\n\n{summary}\n\nGo on."
 
@@ -53,8 +63,8 @@ def cut(text: str, max_chars: int, length: int, where: str) -> str:
 
 
 def shortened(message: Message, share: int, terse_chars: int) -> Message:
-    """``message`` with one part in ``share`` of its content: its head if observations are terse, else head and tail,
-    with the true length stated.
+    """``message`` with one part in ``share`` of its content: its head if observations are terse,
+    else head and tail, with the true length stated.
 
     >>> shortened(Message("user", "abcdefgh"), 4, 90).content
     'ab'
@@ -67,7 +77,11 @@ def shortened(message: Message, share: int, terse_chars: int) -> Message:
     most = len(text) // share
     head, tail = text[: most - most // 2], text[len(text) - most // 2 :]
     mark = _NO_ROOM.format(hidden=len(text) - most, length=len(text))
-    return message if len(mark) + most >= len(text) else msgspec.structs.replace(message, content=head + mark + tail)
+    return (
+        message
+        if len(mark) + most >= len(text)
+        else msgspec.structs.replace(message, content=head + mark + tail)
+    )
 
 
 def cell_report(cell: Cell) -> str:
@@ -91,12 +105,14 @@ def observation(
         else "".join(reports)
     )
     extra = [f"[note] {note}" for note in notes]
-    return "\n".join([*([body] if body else []), *extra, *warnings, f"[turn {turn} of {max_turns}]"])
+    return "\n".join(
+        [*([body] if body else []), *extra, *warnings, f"[turn {turn} of {max_turns}]"]
+    )
 
 
 def terse(cell: Cell, max_chars: int) -> str:
-    """What ``cell`` printed and echoed, and the line that names its error, in ``max_chars`` at most; of that line at
-    least half of them are shown.
+    """What ``cell`` printed and echoed, and the line that names its error, in ``max_chars`` at
+    most; of that line at least half of them are shown.
 
     >>> terse(Cell("", "ab\\n", "7", "Traceback …\\nValueError: no"), 90)
     'ab\\n7\\nValueError: no'
@@ -117,15 +133,22 @@ def _named(error: str) -> str:
     'ValueError: no'
     """
     lines = error.rstrip("\n").split("\n")
-    places = [index for index, line in enumerate(lines[:-1]) if line[:1] == " " or line.startswith("Traceback")]
+    places = [
+        index
+        for index, line in enumerate(lines[:-1])
+        if line[:1] == " " or line.startswith("Traceback")
+    ]
     return lines[places[-1] + 1 if places else 0]
 
 
-def running_low(standing: Iterable[tuple[str, float, float]], turn: int, max_turns: int) -> list[str]:
+def running_low(
+    standing: Iterable[tuple[str, float, float]], turn: int, max_turns: int
+) -> list[str]:
     """One line for each limit of which less than a fifth is left."""
     rows = [*standing, ("turns", float(turn), float(max_turns))]
     return [
-        f"[limit] {_amount(limit - spent)} of {_amount(limit)} {name} left; answer before they are gone"
+        f"[limit] {_amount(limit - spent)} of {_amount(limit)} {name} left; answer before they are "
+        "gone"
         for name, spent, limit in rows
         if limit - spent < 0.2 * limit
     ]

@@ -1,4 +1,5 @@
-"""One plain request with a checked reply: ``llm_query``, the direct answer to a small question, a child too deep."""
+"""One plain request with a checked reply: ``llm_query``, the direct answer to a small question, a
+child too deep."""
 
 from __future__ import annotations
 
@@ -18,12 +19,18 @@ _LONG_CHARS = 5_000
 
 
 async def ask_plain(
-    run: RunState, call: LiveCall, prompt: str, kind: AnswerType | None, *, system: str | None = None
+    run: RunState,
+    call: LiveCall,
+    prompt: str,
+    kind: AnswerType | None,
+    *,
+    system: str | None = None,
 ) -> CallOutcome:
-    """Ask once, and again with the error shown while the reply does not fit ``kind``. Never raises for a failed model.
+    """Ask once, and again with the error shown while the reply does not fit ``kind``. Never raises
+    for a failed model.
 
-    A reply that was cut at its limit ends with ``MAX_TOKENS``: its text is a partial answer, never a
-    whole one."""
+    A reply that was cut at its limit ends with ``MAX_TOKENS``: its text is a partial answer, never
+    a whole one."""
     question = f"{prompt}\n\n{kind.alone()}" if kind else prompt
     new = [*([Message("system", system)] if system else []), Message("user", question)]
     schema = kind.enforced if kind else None
@@ -45,12 +52,17 @@ async def ask_plain(
         except TypeMismatch as mismatch:
             error = str(mismatch)
             new = [
-                Message("user", f"That does not fit the schema: {error}. Reply with the corrected JSON value alone.")
+                Message(
+                    "user",
+                    f"That does not fit the schema: {error}. Reply with the corrected JSON value "
+                    "alone.",
+                )
             ]
     if is_cut:
         return _cut(run, call, text, None)
     return CallOutcome(
-        Stop.ERROR, error=f"after {1 + MAX_REPAIRS} replies the value still does not fit its schema: {error}"
+        Stop.ERROR,
+        error=f"after {1 + MAX_REPAIRS} replies the value still does not fit its schema: {error}",
     )
 
 

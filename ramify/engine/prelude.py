@@ -1,7 +1,9 @@
-"""The names that a model finds in its session. This file's source runs *inside* the session, never in the host.
+"""The names that a model finds in its session. This file's source runs *inside* the session, never
+in the host.
 
-Standard library only. The guest provides ``call_host``, ``HostError``, ``namespace``, ``last_output`` and ``portable``
-before this source is executed, and binds every name of ``__all__`` as a reserved name of the notebook.
+Standard library only. The guest provides ``call_host``, ``HostError``, ``namespace``,
+``last_output`` and ``portable`` before this source is executed, and binds every name of ``__all__``
+as a reserved name of the notebook.
 """
 
 from __future__ import annotations
@@ -29,16 +31,26 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "FINAL", "FINAL_VAR", "SHOW_VARS", "SubcallError", "answer", "history", "llm_query", "llm_query_batched", "outputs",
-    "rlm_query", "rlm_query_batched",
-]  # fmt: skip
+    "FINAL",
+    "FINAL_VAR",
+    "SHOW_VARS",
+    "SubcallError",
+    "answer",
+    "history",
+    "llm_query",
+    "llm_query_batched",
+    "outputs",
+    "rlm_query",
+    "rlm_query_batched",
+]
 
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no value>"})()
 
 
 class SubcallError(RuntimeError):
-    """Some sub-calls failed. ``results`` has every reply that did arrive, None where one failed; ``failures`` maps the
-    index of each that failed to the reason; ``partial`` maps the index of each that was cut at its limit to its text."""
+    """Some sub-calls failed. ``results`` has every reply that did arrive, None where one failed;
+    ``failures`` maps the index of each that failed to the reason; ``partial`` maps the index of
+    each that was cut at its limit to its text."""
 
     def __init__(
         self,
@@ -59,26 +71,34 @@ def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
     except HostError as error:
         if error.kind != "SubcallError":
             kind = getattr(builtins, error.kind, None)
-            raise (kind(str(error)) if isinstance(kind, type) and issubclass(kind, Exception) else error) from None
+            raise (
+                kind(str(error))
+                if isinstance(kind, type) and issubclass(kind, Exception)
+                else error
+            ) from None
         given = (error.data.get(name) for name in ("results", "failures", "partial"))
         raise SubcallError(str(error), *given) from None
 
 
 def llm_query(prompt: str, model: str | None = None, schema: Any = None) -> Any:
-    """Ask a language model once; returns its text, or a value if ``schema`` (a JSON schema, a type such as ``list[int]``
-    or a dataclass) is given. It sees only ``prompt``. Raises SubcallError."""
+    """Ask a language model once; returns its text, or a value if ``schema`` (a JSON schema, a type
+    such as ``list[int]`` or a dataclass) is given. It sees only ``prompt``. Raises SubcallError."""
     return llm_query_batched([prompt], model, schema)[0]
 
 
-def llm_query_batched(prompts: Sequence[str], model: str | None = None, schema: Any = None) -> list[Any]:
-    """Ask for every prompt at once; replies in the order of the prompts. Raises SubcallError after all have ended."""
+def llm_query_batched(
+    prompts: Sequence[str], model: str | None = None, schema: Any = None
+) -> list[Any]:
+    """Ask for every prompt at once; replies in the order of the prompts. Raises SubcallError after
+    all have ended."""
     if isinstance(prompts, str):
         raise TypeError("llm_query_batched takes a list of prompts; for a single one use llm_query")
     return _ask("llm_query_batched", _texts(prompts), model=model, schema=_schema(schema))
 
 
 def _texts(prompts: Any) -> list[str]:
-    """The prompts as text. None and bytes are no prompts: a model would be asked ``None`` or ``b'…'``."""
+    """The prompts as text. None and bytes are no prompts: a model would be asked ``None`` or
+    ``b'…'``."""
     if not hasattr(prompts, "__iter__"):
         raise TypeError(f"prompts must be a list of str, not {type(prompts).__name__}")
     texts: list[str] = []
@@ -90,8 +110,8 @@ def _texts(prompts: Any) -> list[str]:
 
 
 def rlm_query(prompt: str, context: Any = _MISSING, model: str | None = None) -> Any:
-    """Start a child like you, with a session of its own; returns its final answer. Its ``context`` is the value given
-    here, by default yours. Raises SubcallError."""
+    """Start a child like you, with a session of its own; returns its final answer. Its ``context``
+    is the value given here, by default yours. Raises SubcallError."""
     contexts = None if context is _MISSING or context is None else [context]
     return rlm_query_batched([prompt], contexts, model)[0]
 
@@ -99,28 +119,35 @@ def rlm_query(prompt: str, context: Any = _MISSING, model: str | None = None) ->
 def rlm_query_batched(
     prompts: Sequence[str], contexts: Sequence[Any] | None = None, model: str | None = None
 ) -> list[Any]:
-    """Start a child for every prompt at once, with the context of the same index; their answers in order."""
+    """Start a child for every prompt at once, with the context of the same index; their answers in
+    order."""
     if isinstance(prompts, str):
         raise TypeError("rlm_query_batched takes a list of prompts; for a single one use rlm_query")
     is_list = hasattr(contexts, "__len__") and not isinstance(contexts, (str, bytes, Mapping))
     if contexts is not None and not is_list:
-        raise TypeError(f"contexts must be a list with one context for each prompt, not {type(contexts).__name__}")
+        raise TypeError(
+            "contexts must be a list with one context for each prompt, not "
+            f"{type(contexts).__name__}"
+        )
     prompts = _texts(prompts)
     if contexts is not None and len(contexts) != len(prompts):
         raise ValueError(
-            f"{len(prompts)} prompts but {len(contexts)} contexts; give one context for each prompt, or None"
+            f"{len(prompts)} prompts but {len(contexts)} contexts; give one context for each "
+            "prompt, or None"
         )
     given = None if contexts is None else [_shared(value) for value in contexts]
     return _ask("rlm_query_batched", prompts, contexts=given, model=model)
 
 
 def _shared(value: Any) -> Any:
-    """``value`` as it goes over: None stands for the session's own context, which need not travel."""
+    """``value`` as it goes over: None stands for the session's own context, which need not
+    travel."""
     return None if value is namespace.get("context", _MISSING) else value
 
 
 class _Answer(dict[str, Any]):
-    """``answer["content"]`` is the best answer so far; ``answer["ready"] = True`` makes it the final one."""
+    """``answer["content"]`` is the best answer so far; ``answer["ready"] = True`` makes it the
+    final one."""
 
 
 answer = _Answer(content="", ready=False)
@@ -135,8 +162,8 @@ def FINAL(value: Any = _MISSING) -> None:
 
 
 def _carried(value: Any) -> Any:
-    """A copy of ``value`` as the host will get it: objects of dataclasses and the like as dicts, and the text of what
-    cannot go over at all. Raises ValueError for more than the host takes."""
+    """A copy of ``value`` as the host will get it: objects of dataclasses and the like as dicts,
+    and the text of what cannot go over at all. Raises ValueError for more than the host takes."""
     try:
         return portable(value)
     except TypeError:
@@ -149,7 +176,9 @@ def _carried(value: Any) -> Any:
 
 def _as_data(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _as_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: _as_data(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if isinstance(value, Mapping):
         return {_as_data(key): _as_data(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -182,7 +211,10 @@ def SHOW_VARS() -> dict[str, str]:
     return {
         name: _kind(value)
         for name, value in namespace.items()
-        if name not in hidden and not name.startswith("__") and name != "_" and not isinstance(value, types.ModuleType)
+        if name not in hidden
+        and not name.startswith("__")
+        and name != "_"
+        and not isinstance(value, types.ModuleType)
     }
 
 
@@ -195,7 +227,8 @@ def _kind(value: Any) -> str:
 
 
 class _History(Sequence[Any]):
-    """The conversation so far, oldest first, each ``{"role": …, "content": …}``; fetched when looked at."""
+    """The conversation so far, oldest first, each ``{"role": …, "content": …}``; fetched when
+    looked at."""
 
     def __init__(self) -> None:
         self._messages: list[dict[str, str]] = []
@@ -242,7 +275,8 @@ def after_cell() -> dict[str, Any]:
     return note
 
 
-# --- JSON schemas of Python types, so that llm_query(..., schema=list[int]) works ----------------------------------
+# --- JSON schemas of Python types, so that llm_query(..., schema=list[int]) works
+# ----------------------------------
 
 _SIMPLE = {
     int: "integer",
@@ -272,21 +306,33 @@ def _schema(kind: Any) -> Any:
         return {"anyOf": [_schema(arg) for arg in args]}
     if isinstance(kind, type) and hasattr(kind, "model_json_schema"):
         return kind.model_json_schema()
-    if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "__annotations__")):
+    if isinstance(kind, type) and (
+        dataclasses.is_dataclass(kind) or hasattr(kind, "__annotations__")
+    ):
         return _object_schema(kind)
     raise TypeError(
-        f"no JSON schema for {kind!r}: give a dict, int, float, str, bool, list[…], dict[str, …] or a dataclass"
+        f"no JSON schema for {kind!r}: give a dict, int, float, str, bool, list[…], dict[str, …] "
+        "or a dataclass"
     )
 
 
 def _object_schema(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind, vars(sys.modules.get(kind.__module__, types.ModuleType("none"))) | namespace)
+    hints = typing.get_type_hints(
+        kind, vars(sys.modules.get(kind.__module__, types.ModuleType("none"))) | namespace
+    )
     fields = {name: _schema(hint) for name, hint in hints.items()}
     optional = (
-        {f.name for f in dataclasses.fields(kind) if not _required(f)} if dataclasses.is_dataclass(kind) else set()
+        {f.name for f in dataclasses.fields(kind) if not _required(f)}
+        if dataclasses.is_dataclass(kind)
+        else set()
     )
     required = [name for name in fields if name not in optional]
-    return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": required,
+        "additionalProperties": False,
+    }
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:

@@ -1,4 +1,5 @@
-"""What is asked, made of what a user gave: a prompt, perhaps a query, perhaps something that ``ramify.load`` read.
+"""What is asked, made of what a user gave: a prompt, perhaps a query, perhaps something that
+``ramify.load`` read.
 
 completion(text, "how many?")          context = text, question = "how many?"
 completion("How many days has May?")   no context: the question is answered directly
@@ -58,9 +59,17 @@ class Question(msgspec.Struct, frozen=True):
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """The root-level rule: what fits easily is answered by one direct call."""
-        if not self.direct or has_tools or self.tools or self.on_session is not None or scaffold.protocol != "notebook":
+        if (
+            not self.direct
+            or has_tools
+            or self.tools
+            or self.on_session is not None
+            or scaffold.protocol != "notebook"
+        ):
             return False
-        return self.context is None or observe.chars_of(self.context) <= min(scaffold.direct_chars, 2 * window)
+        return self.context is None or observe.chars_of(self.context) <= min(
+            scaffold.direct_chars, 2 * window
+        )
 
 
 def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
@@ -70,10 +79,16 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         on_session = getattr(prompt, "on_session", None)  # of a task's beginning
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
     if hasattr(prompt, "read"):
-        raise ConfigError(f"a context cannot be a {type(prompt).__name__}: give prompt.read(), or ramify.load(path)")
+        raise ConfigError(
+            f"a context cannot be a {type(prompt).__name__}: give prompt.read(), or "
+            "ramify.load(path)"
+        )
     if query is None:
         if not isinstance(prompt, str):
-            raise ConfigError(f"a context of type {type(prompt).__name__} needs a question: completion(context, query)")
+            raise ConfigError(
+                f"a context of type {type(prompt).__name__} needs a question: completion(context, "
+                "query)"
+            )
         text, context = (prompt, None) if len(prompt) <= MAX_BARE_PROMPT_CHARS else (_BARE, prompt)
     else:
         text, context = query, prompt
@@ -81,19 +96,27 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         raise ConfigError("the question is empty: say what you want to know")
     if context is not None and _num_chars(context) == 0 and not tools:
         raise ConfigError(
-            "the context is empty: there is nothing to answer from; leave it out to ask without a context"
+            "the context is empty: there is nothing to answer from; leave it out to ask without a "
+            "context"
         )
     check = cited_type(kind, context) if cite else answer_type(kind)
     if cite and context is None:
         raise ConfigError("citations need a context to cite: give one, or ask without cite")
     return Question(
-        encodable(text), context, "\n".join(filter(None, [about, INSTRUCTION if cite else ""])), tools, check, cite,
+        encodable(text),
+        context,
+        "\n".join(filter(None, [about, INSTRUCTION if cite else ""])),
+        tools,
+        check,
+        cite,
         on_session,
-    )  # fmt: skip
+    )
 
 
 def _num_chars(context: Any) -> int:
     try:
         return observe.chars_of(context)
     except RecursionError:
-        raise ConfigError("the context is nested too deep, or contains itself: flatten it") from None
+        raise ConfigError(
+            "the context is nested too deep, or contains itself: flatten it"
+        ) from None

@@ -1,6 +1,7 @@
 """Where every event of a run goes, before it is acted on: journal, trajectory and whoever listens.
 
-A resumed run goes through its events again; those that its journal already has are not written twice.
+A resumed run goes through its events again; those that its journal already has are not written
+twice.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ class EventWriter(Protocol):
 
 
 def checked_listener(listener: Listener | None) -> tuple[Listener, ...]:
-    """``listener`` as the only one, or none. Raises ConfigError for one that would have to be awaited."""
+    """``listener`` as the only one, or none. Raises ConfigError for one that would have to be
+    awaited."""
     if inspect.iscoroutinefunction(listener):
         raise ConfigError(
-            "on_event is a coroutine function, which nothing awaits: give a plain function, or use stream()"
+            "on_event is a coroutine function, which nothing awaits: give a plain function, or use "
+            "stream()"
         )
     return (listener,) if listener else ()
 
@@ -45,7 +48,8 @@ class EventRecorder:
         held: Callable[[AnyEvent], bool] | None = None,
         since_s: float = 0.0,
     ) -> None:
-        """``held`` says which events the journal of a resumed run has already; ``since_s`` is where its clock stood."""
+        """``held`` says which events the journal of a resumed run has already; ``since_s`` is where
+        its clock stood."""
         self._journal = journal
         self._listeners = list(listeners)
         self._held = held
@@ -71,7 +75,9 @@ class EventRecorder:
                 listener(event)
             except Exception as error:  # noqa: BLE001 -- a listener is the user's; it must not end a paid run
                 self._listeners.remove(listener)
-                warnings.warn(f"an event listener failed and is not called again: {error!r}", stacklevel=2)
+                warnings.warn(
+                    f"an event listener failed and is not called again: {error!r}", stacklevel=2
+                )
 
     def _write(self, journal: EventWriter, event: AnyEvent) -> None:
         """A resumed run that does nothing new leaves its journal as it was: a note alone waits for

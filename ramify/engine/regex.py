@@ -1,7 +1,8 @@
 """Regular expressions of strangers: whether one matches somewhere, in steps that are counted.
 
-Python's own matcher tries one way after another, which ``(a+)+$`` makes twice as many with each letter. Here all places that
-a part may end at are followed at once, so each place is looked at once for each part and repetition:
+Python's own matcher tries one way after another, which ``(a+)+$`` makes twice as many with each
+letter. Here all places that a part may end at are followed at once, so each place is looked at once
+for each part and repetition:
 
     "a|ab"  on "xab", from {0, 1, 2, 3}:   a -> {2}, ab -> {3}   together {2, 3}: it matches
 What needs more than places, such as references to what a group matched, is refused.
@@ -20,10 +21,14 @@ _PARSER = importlib.import_module("re._parser")
 _CATEGORIES = {
     name: re.compile(text).fullmatch
     for name, text in {
-        "CATEGORY_DIGIT": r"\d", "CATEGORY_NOT_DIGIT": r"\D", "CATEGORY_SPACE": r"\s", "CATEGORY_NOT_SPACE": r"\S",
-        "CATEGORY_WORD": r"\w", "CATEGORY_NOT_WORD": r"\W",
+        "CATEGORY_DIGIT": r"\d",
+        "CATEGORY_NOT_DIGIT": r"\D",
+        "CATEGORY_SPACE": r"\s",
+        "CATEGORY_NOT_SPACE": r"\S",
+        "CATEGORY_WORD": r"\w",
+        "CATEGORY_NOT_WORD": r"\W",
     }.items()
-}  # fmt: skip
+}
 _WORD = re.compile(r"\w").fullmatch
 Places = set[int]
 """Offsets in a text, from 0 to its length."""
@@ -39,7 +44,9 @@ class RegexPattern:
     def __init__(self, text: str) -> None:
         """Raises Unsupported."""
         if len(text) > MAX_CHARS:
-            raise UnsupportedRegex(f"it has {len(text):,} characters, and at most {MAX_CHARS:,} are taken")
+            raise UnsupportedRegex(
+                f"it has {len(text):,} characters, and at most {MAX_CHARS:,} are taken"
+            )
         try:
             parsed = _PARSER.parse(text)
         except (re.error, OverflowError, RecursionError) as error:
@@ -50,7 +57,8 @@ class RegexPattern:
         self._parts = list(parsed)
 
     def search(self, text: str, spend: Callable[[int], None]) -> bool:
-        """Whether it matches anywhere in ``text``. ``spend`` is told of every place that is looked at, and may raise."""
+        """Whether it matches anywhere in ``text``. ``spend`` is told of every place that is looked
+        at, and may raise."""
         return bool(_Search(text, spend).through(self._parts, set(range(len(text) + 1))))
 
 
@@ -69,7 +77,11 @@ class _Search:
 
     def _one(self, value: Any, places: Places, kind: Any) -> Places:
         text = self._text
-        return {place + 1 for place in places if place < len(text) and _is_one(kind.name, value, text[place])}
+        return {
+            place + 1
+            for place in places
+            if place < len(text) and _is_one(kind.name, value, text[place])
+        }
 
     def _branch(self, value: Any, places: Places, _: Any) -> Places:
         return set().union(*(self.through(parts, places) for parts in value[1]))
@@ -130,7 +142,14 @@ def _is_one(kind: str, value: Any, char: str) -> bool:
 
 
 _SINGLE = {"ANY", "LITERAL", "NOT_LITERAL", "IN"}
-_EDGES = {"AT_BEGINNING", "AT_BEGINNING_STRING", "AT_END", "AT_END_STRING", "AT_BOUNDARY", "AT_NON_BOUNDARY"}
+_EDGES = {
+    "AT_BEGINNING",
+    "AT_BEGINNING_STRING",
+    "AT_END",
+    "AT_END_STRING",
+    "AT_BOUNDARY",
+    "AT_NON_BOUNDARY",
+}
 
 
 def _check(parts: Iterable[Any]) -> None:
@@ -149,4 +168,6 @@ def _check(parts: Iterable[Any]) -> None:
             case "AT" if value.name in _EDGES:
                 pass
             case name if name not in _SINGLE:
-                raise UnsupportedRegex(f"it has a part ({name.lower()}) that cannot be matched in bounded time")
+                raise UnsupportedRegex(
+                    f"it has a part ({name.lower()}) that cannot be matched in bounded time"
+                )

@@ -1,7 +1,7 @@
 """What the runs of one ``RLM`` share on one event loop: the connection pool and the sandbox.
 
-Opened by the first run that needs them, closed by the last one that ends, unless pinned by ``async with`` or by the
-synchronous face, which keeps them until ``RLM.close``.
+Opened by the first run that needs them, closed by the last one that ends, unless pinned by ``async
+with`` or by the synchronous face, which keeps them until ``RLM.close``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ class LoopResources:
         self._sandbox: Sandbox | None = None
 
     def sandbox(self) -> Sandbox:
-        """Opened by whoever asks first: the jail then tries out its walls, once in a process, for a tenth of a second.
+        """Opened by whoever asks first: the jail then tries out its walls, once in a process, for a
+        tenth of a second.
 
         Raises ConfigError for what was asked of it, SandboxError where it cannot be had."""
         if self._sandbox is None:
-            if self._spec.provider not in _opened:  # its server says what its walls are worth: no trial apart from it
+            if (
+                self._spec.provider not in _opened
+            ):  # its server says what its walls are worth: no trial apart from it
                 _opened.add(self._spec.provider)
                 launch(self._spec)
             self._sandbox = open_sandbox(self._spec)
@@ -61,7 +64,10 @@ class SharedResources:
     def pin(self) -> LoopResources:
         """One user more on the running loop."""
         loop = asyncio.get_running_loop()
-        resources, count = self._open.get(loop) or (LoopResources(self._max_in_flight, self._spec), 0)
+        resources, count = self._open.get(loop) or (
+            LoopResources(self._max_in_flight, self._spec),
+            0,
+        )
         self._open[loop] = (resources, count + 1)
         return resources
 

@@ -1,13 +1,15 @@
-r"""ReTool's protocol (2504.11536): a model thinks, runs Python where it needs it, and ends with a boxed answer.
+r"""ReTool's protocol (2504.11536): a model thinks, runs Python where it needs it, and ends with a
+boxed answer.
 
     think … <code>print(2**10 % 7)</code>                    a cell; what it printed comes back between <interpreter> tags
     think … <tool_call>{"name": "code_interpreter", …}       the same as a native call, also where a server left it as text
     think … ```python …```                                   the same, where there is neither
     think … \boxed{2}                                        the answer, where nothing after it is to be run
 
-Whatever cannot be read is answered with what the forms are, and the conversation goes on. Errors, time-outs and silence are
-observations like any other. Decides what a reply asks for and how it is answered; the loop is ``rlm_loop.py``, the text that
-says all this to a model is in the scaffolds of this name.
+Whatever cannot be read is answered with what the forms are, and the conversation goes on. Errors,
+time-outs and silence are observations like any other. Decides what a reply asks for and how it is
+answered; the loop is ``rlm_loop.py``, the text that says all this to a model is in the scaffolds of
+this name.
 """
 
 from __future__ import annotations
@@ -23,11 +25,18 @@ from ramify.types.message import Message, ToolCall
 from ramify.types.trajectory import Cell
 
 TOOL_NAME = "code_interpreter"
-TOOL = Tool(TOOL_NAME, "Run Python in a live session and see what it prints.", {
-    "type": "object", "properties": {"code": {"type": "string", "description": "Python source"}}, "required": ["code"]},
-)  # fmt: skip
+TOOL = Tool(
+    TOOL_NAME,
+    "Run Python in a live session and see what it prints.",
+    {
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "Python source"}},
+        "required": ["code"],
+    },
+)
 CORRECTION = (
-    "That was neither code that can be run nor an answer{why}. To run Python, write it between <code> and </code>, or call "
+    "That was neither code that can be run nor an answer{why}. To run Python, write it between "
+    "<code> and </code>, or call "
     f"the tool {TOOL_NAME} with it. When you know the answer, write it as \\boxed{{{{answer}}}}."
 )
 SILENT = "(it ran and printed nothing: print what you want to see)"
@@ -37,13 +46,14 @@ _CODE = re.compile(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FENCE = re.compile(r"\A\s*(`{3,})[ \t]*(?:python|py)?[ \t]*\n(.*?)\n?[ \t]*\1`*\s*\Z", re.DOTALL)
 _XML = re.compile(
-    r"\s*<function=(\w+)>\s*(?:<parameter=code>\n?(.*?)\n?</parameter>\s*)?(?:</function>)?\s*", re.DOTALL
+    r"\s*<function=(\w+)>\s*(?:<parameter=code>\n?(.*?)\n?</parameter>\s*)?(?:</function>)?\s*",
+    re.DOTALL,
 )
 
 
 def read(message: Message, is_cut: bool = False) -> ParsedAction:
-    """What a reply asks for: an answer, or one piece of code or several. An answer counts where no code follows it. Of
-    one that ``is_cut`` at its limit, code that was not closed is not run."""
+    """What a reply asks for: an answer, or one piece of code or several. An answer counts where no
+    code follows it. Of one that ``is_cut`` at its limit, code that was not closed is not run."""
     text = without_thinking(message.content)
     ids = tuple(call.id for call in message.tool_calls)
     codes, problems = _from_calls(message.tool_calls)
@@ -76,7 +86,11 @@ def _from_text(text: str, is_cut: bool) -> tuple[list[str], list[str], int]:
     calls = list(_CALL.finditer(text))
     if calls:
         read = [_of_call(found[1]) for found in calls]
-        problems = [] if all(read) else ["a tool call could not be read: it is JSON with 'name' and 'arguments'"]
+        problems = (
+            []
+            if all(read)
+            else ["a tool call could not be read: it is JSON with 'name' and 'arguments'"]
+        )
         return [_bare(code) for code in read if code], problems, calls[-1].end()
     blocks = [found for found in _CODE.finditer(text) if found[1].strip()]
     if blocks:
@@ -89,7 +103,8 @@ def _from_text(text: str, is_cut: bool) -> tuple[list[str], list[str], int]:
 
 
 def _of_call(body: str) -> str | None:
-    """The code of a call that was left as text: JSON, also with bare newlines in its strings, or tags."""
+    """The code of a call that was left as text: JSON, also with bare newlines in its strings, or
+    tags."""
     tags = _XML.fullmatch(body)
     if tags is not None:
         return tags[2] if tags[1] in _NAMES else None
@@ -126,7 +141,9 @@ def report(cell: Cell) -> str:
     return "\n".join(parts) or SILENT
 
 
-def observation(action: ParsedAction, reports: Sequence[str], notes: Iterable[str]) -> list[Message]:
+def observation(
+    action: ParsedAction, reports: Sequence[str], notes: Iterable[str]
+) -> list[Message]:
     """The messages after a turn: what its cells did, or what was wrong with it."""
     told = list(dict.fromkeys(notes))
     if not action.codes:
@@ -153,7 +170,8 @@ def _with_notes(reports: Sequence[str], notes: Sequence[str]) -> Iterator[str]:
 
 
 def closed(content: str, stop: Iterable[str]) -> str:
-    """``content`` with the tag that a stop text took off its end, as in ``<code>1+1`` stopped at ``</code>``."""
+    """``content`` with the tag that a stop text took off its end, as in ``<code>1+1`` stopped at
+    ``</code>``."""
     for text in stop:
         opening = f"<{text[2:]}" if text.startswith("</") else ""
         if opening and content.count(opening) > content.count(text):

@@ -11,7 +11,8 @@
     with rlm.conversation(huge_text) as c:      # one live session, several questions
         c.ask("How many errors?"); c.ask("And warnings?")
 
-What it leaves out: the loop (``rlm_loop.py``), what a tree shares (``run_state.py``), prompts (``scaffold.py``).
+What it leaves out: the loop (``rlm_loop.py``), what a tree shares (``run_state.py``), prompts
+(``scaffold.py``).
 """
 
 from __future__ import annotations
@@ -59,17 +60,16 @@ __all__ = ["RLM", "Result", "RunHandle"]
 class RLM:
     """A recursive language model.
 
-    ``model``        ``"provider:model"`` or a client; a list gives one by depth
-    ``sub_model``    answers below the root; a list adds models that a session may ask for by name
-    ``limits``       what one question may spend: turns, depth, calls, tokens, dollars, seconds
-    ``scaffold``     prompts and conventions, by name or as a ``Scaffold``; by default what the model was made for
-    ``sandbox``      where code runs
-    ``tools``        functions (and values) of yours in the session; run here, with your rights
-    ``child_tools``  the same for children; by default ``tools``
-    ``store``        where runs are kept; by default nowhere
-    ``sampling``     temperature and the like
-    ``branches``     continuations of the root's first turn, of which the answer that most of them give is taken
-    ``search``       another way to branch and to choose: see ``engine/branch.py``
+    ``model``        ``"provider:model"`` or a client; a list gives one by depth ``sub_model``
+    answers below the root; a list adds models that a session may ask for by name ``limits``
+    what one question may spend: turns, depth, calls, tokens, dollars, seconds ``scaffold``
+    prompts and conventions, by name or as a ``Scaffold``; by default what the model was made for
+    ``sandbox``      where code runs ``tools``        functions (and values) of yours in the
+    session; run here, with your rights ``child_tools``  the same for children; by default ``tools``
+    ``store``        where runs are kept; by default nowhere ``sampling``     temperature and the
+    like ``branches``     continuations of the root's first turn, of which the answer that most of
+    them give is taken ``search``       another way to branch and to choose: see
+    ``engine/branch.py``
     """
 
     def __init__(
@@ -88,12 +88,20 @@ class RLM:
         search: BranchSearch | None = None,
     ) -> None:
         limits = limits or Limits()
-        spec = SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
+        spec = (
+            SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
+        )
         for name, value, kind in (("limits", limits, Limits), ("sandbox", spec, SandboxSpec)):
             if not isinstance(value, kind):
-                raise ConfigError(f"{name} is a {type(value).__name__}: give a ramify.{kind.__name__}(…)")
+                raise ConfigError(
+                    f"{name} is a {type(value).__name__}: give a ramify.{kind.__name__}(…)"
+                )
         if branches < 1 or (branches > 1 and search is not None):
-            problem = "a search was given, too: give one of them" if search else "give 1 for none, or more"
+            problem = (
+                "a search was given, too: give one of them"
+                if search
+                else "give 1 for none, or more"
+            )
             raise ConfigError(f"branches is {branches}: {problem}")
         self._search = search_of(branches if search is None else search)
         module_of(spec)  # an unknown provider is known as such before anything is asked
@@ -104,10 +112,16 @@ class RLM:
         self._is_pinned_in_thread = False
         self._model, self._sub_model = model, sub_model
         self._setup = RlmSetup(
-            self._connect, limits, chosen, spec, sampling or Sampling(), tool_set,
-            tool_set if child_tools is None else ToolSet(child_tools), store.blobs if store else None,
+            self._connect,
+            limits,
+            chosen,
+            spec,
+            sampling or Sampling(),
+            tool_set,
+            tool_set if child_tools is None else ToolSet(child_tools),
+            store.blobs if store else None,
             _config(model, sub_model, limits, chosen, spec, sampling, tool_set),
-        )  # fmt: skip
+        )
 
     @property
     def limits(self) -> Limits:
@@ -118,56 +132,95 @@ class RLM:
         return self._setup.sandbox
 
     async def prepare(self) -> list[Client]:
-        """Connect the models and open the sandbox now, for a service that should fail before anybody asks; inside
-        ``async with``. Returns the models' clients. Raises ConfigError or SandboxError."""
+        """Connect the models and open the sandbox now, for a service that should fail before
+        anybody asks; inside ``async with``. Returns the models' clients. Raises ConfigError or
+        SandboxError."""
         async with self._shared.use() as resources:
             resources.sandbox()
             return list(self._connect(resources).all)
 
     @contextlib.asynccontextmanager
     async def pool(self) -> AsyncIterator[ClientPool]:
-        """The connections and gates that its runs ask models through, for others whose requests should share them: judges
-        of what the runs did, say."""
+        """The connections and gates that its runs ask models through, for others whose requests
+        should share them: judges of what the runs did, say."""
         async with self._shared.use() as resources:
             self._connect(resources)
             yield resources.pool
 
-    # --- asking ------------------------------------------------------------------------------------------------
+    # --- asking
+    # ------------------------------------------------------------------------------------------------
 
     def completion(
-        self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
-        cache: bool = False, search: BranchSearch | int | None = None, on_event: Listener | None = None,
-    ) -> Result:  # fmt: skip
-        """Answer ``query`` over ``prompt`` (text, a dict or list of texts, any plain value, or what ``load`` returned).
+        self,
+        prompt: Any,
+        query: str | None = None,
+        *,
+        answer_type: Any = None,
+        cite: bool = False,
+        cache: bool = False,
+        search: BranchSearch | int | None = None,
+        on_event: Listener | None = None,
+    ) -> Result:
+        """Answer ``query`` over ``prompt`` (text, a dict or list of texts, any plain value, or what
+        ``load`` returned).
 
-        Without ``query``, ``prompt`` is the question. ``answer_type`` is a type or a JSON schema that the answer must
-        meet; ``cite`` asks for citations and checks them; ``cache`` uses replies to the same requests kept in the store.
-        ``search`` runs several continuations of a turn and chooses among their answers: a number (of first turns, by
-        vote), ``Branches`` or a ``BranchSearch``; by default as the RLM was made, 1 for none.
-        Raises ConfigError for wrong input, and the model's or sandbox's error where that left no answer. A limit is no
-        error: see ``Result.stop``."""
+        Without ``query``, ``prompt`` is the question. ``answer_type`` is a type or a JSON schema
+        that the answer must meet; ``cite`` asks for citations and checks them; ``cache`` uses
+        replies to the same requests kept in the store. ``search`` runs several continuations of a
+        turn and chooses among their answers: a number (of first turns, by vote), ``Branches`` or a
+        ``BranchSearch``; by default as the RLM was made, 1 for none. Raises ConfigError for wrong
+        input, and the model's or sandbox's error where that left no answer. A limit is no error:
+        see ``Result.stop``."""
         return self._in_thread(
             self.acompletion(
-                prompt, query, answer_type=answer_type, cite=cite, cache=cache, search=search, on_event=on_event
+                prompt,
+                query,
+                answer_type=answer_type,
+                cite=cite,
+                cache=cache,
+                search=search,
+                on_event=on_event,
             )
         )
 
     async def acompletion(
-        self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
-        cache: bool = False, search: BranchSearch | int | None = None, on_event: Listener | None = None,
-    ) -> Result:  # fmt: skip
+        self,
+        prompt: Any,
+        query: str | None = None,
+        *,
+        answer_type: Any = None,
+        cite: bool = False,
+        cache: bool = False,
+        search: BranchSearch | int | None = None,
+        on_event: Listener | None = None,
+    ) -> Result:
         """``completion`` on the caller's event loop. Cancelling it cancels the tree."""
         running = self.start(
-            prompt, query, answer_type=answer_type, cite=cite, cache=cache, search=search, on_event=on_event
+            prompt,
+            query,
+            answer_type=answer_type,
+            cite=cite,
+            cache=cache,
+            search=search,
+            on_event=on_event,
         )
         return checked(await running.result())
 
     async def stream(
-        self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
-        cache: bool = False, search: BranchSearch | int | None = None,
-    ) -> AsyncIterator[AnyEvent]:  # fmt: skip
-        """The events of a run as they happen, ``RunEnded`` the last; leaving the loop early cancels the run."""
-        running = self.start(prompt, query, answer_type=answer_type, cite=cite, cache=cache, search=search)
+        self,
+        prompt: Any,
+        query: str | None = None,
+        *,
+        answer_type: Any = None,
+        cite: bool = False,
+        cache: bool = False,
+        search: BranchSearch | int | None = None,
+    ) -> AsyncIterator[AnyEvent]:
+        """The events of a run as they happen, ``RunEnded`` the last; leaving the loop early cancels
+        the run."""
+        running = self.start(
+            prompt, query, answer_type=answer_type, cite=cite, cache=cache, search=search
+        )
         try:
             async for event in running.events():
                 yield event
@@ -176,15 +229,25 @@ class RLM:
             running.cancel()
 
     def start(
-        self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
-        cache: bool = False, search: BranchSearch | int | None = None, on_event: Listener | None = None,
-        metadata: Mapping[str, Any] | None = None, sampling: Sampling | None = None, limits: Limits | None = None,
+        self,
+        prompt: Any,
+        query: str | None = None,
+        *,
+        answer_type: Any = None,
+        cite: bool = False,
+        cache: bool = False,
+        search: BranchSearch | int | None = None,
+        on_event: Listener | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        sampling: Sampling | None = None,
+        limits: Limits | None = None,
         direct: bool = True,
-    ) -> RunHandle:  # fmt: skip
-        """A run that goes on while the caller does other things; needs a running event loop. Its ``result`` is data: it
-        raises nothing for what a model did. ``metadata`` is kept with the run's configuration; ``sampling`` is this run's
-        own, so that attempts at one question may each have their seed; so are ``limits``, but for ``max_concurrency``,
-        which all runs of an RLM share. ``direct=False``: the root has a session, however short the context is."""
+    ) -> RunHandle:
+        """A run that goes on while the caller does other things; needs a running event loop. Its
+        ``result`` is data: it raises nothing for what a model did. ``metadata`` is kept with the
+        run's configuration; ``sampling`` is this run's own, so that attempts at one question may
+        each have their seed; so are ``limits``, but for ``max_concurrency``, which all runs of an
+        RLM share. ``direct=False``: the root has a session, however short the context is."""
         asked = msgspec.structs.replace(question(prompt, query, answer_type, cite), direct=direct)
         chosen = self._search if search is None else search_of(search)
         listeners = (*checked_listener(on_event), *tracing())
@@ -201,10 +264,15 @@ class RLM:
             config["limits"] = msgspec.to_builtins(limits)
             setup = msgspec.structs.replace(setup, limits=limits)
         return RunHandle(
-            setup, asked, self._shared.use(),
-            id=journal.id if journal else _new_id(), recorder=recorder, cache=self._cache(cache), search=chosen,
+            setup,
+            asked,
+            self._shared.use(),
+            id=journal.id if journal else _new_id(),
+            recorder=recorder,
+            cache=self._cache(cache),
+            search=chosen,
             close=functools.partial(_put_away, self.store, journal),
-        )  # fmt: skip
+        )
 
     async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
         """Whether ``start`` would answer by one plain call, without a session. Asks no model."""
@@ -213,38 +281,58 @@ class RLM:
             return False
         async with self._shared.use() as resources:
             window = self._connect(resources).rlm(0).window
-            return asked.is_direct(self._setup.scaffold, window, bool(tools.functions or tools.values))
+            return asked.is_direct(
+                self._setup.scaffold, window, bool(tools.functions or tools.values)
+            )
 
     def conversation(self, prompt: Any) -> Conversation:
-        """Several questions over one live session: ``with rlm.conversation(text) as c: c.ask(…)``, or ``async with`` and
-        ``await c.aask(…)``. Limits hold for each question."""
+        """Several questions over one live session: ``with rlm.conversation(text) as c: c.ask(…)``,
+        or ``async with`` and ``await c.aask(…)``. Limits hold for each question."""
         return Conversation(self._setup, self._shared, prompt, self.store, self._search)
 
-    # --- going on, and again -----------------------------------------------------------------------------------
+    # --- going on, and again
+    # -----------------------------------------------------------------------------------
 
     async def aresume(
-        self, run: str, *, answer_type: Any = None, search: BranchSearch | int | None = None,
+        self,
+        run: str,
+        *,
+        answer_type: Any = None,
+        search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
-    ) -> Result:  # fmt: skip
-        """Go on with a stored run that was cut off or failed: no reply that was recorded is paid for again; what was in
-        flight is sent again and counted as possibly paid. A run that has ended is answered from the record.
+    ) -> Result:
+        """Go on with a stored run that was cut off or failed: no reply that was recorded is paid
+        for again; what was in flight is sent again and counted as possibly paid. A run that has
+        ended is answered from the record.
 
-        Raises ReplayDiverged for a program that asks something else than the recorded one; the journal stays as it is."""
+        Raises ReplayDiverged for a program that asks something else than the recorded one; the
+        journal stays as it is."""
         store = self._need_store("resume")
         recording = RecordedReplies(store.events(run))
         if recording.ended is not None:
             return self._from_record(run)
-        return checked(await self.restart(run, answer_type=answer_type, search=search, on_event=on_event).result())
+        return checked(
+            await self.restart(
+                run, answer_type=answer_type, search=search, on_event=on_event
+            ).result()
+        )
 
     def restart(
-        self, run: str, *, answer_type: Any = None, search: BranchSearch | int | None = None,
+        self,
+        run: str,
+        *,
+        answer_type: Any = None,
+        search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
-    ) -> RunHandle:  # fmt: skip
-        """As ``start``, for a stored run that was cut off or failed. Raises ConfigError for one that has ended."""
+    ) -> RunHandle:
+        """As ``start``, for a stored run that was cut off or failed. Raises ConfigError for one
+        that has ended."""
         store = self._need_store("resume")
         recording = RecordedReplies(store.events(run))
         if recording.ended is not None:
-            raise ConfigError(f"run {recording.started.id} has ended ({recording.ended.stop}): ask anew")
+            raise ConfigError(
+                f"run {recording.started.id} has ended ({recording.ended.stop}): ask anew"
+            )
         listeners = (*checked_listener(on_event), *tracing())
         journal = store.reopen(run)
         recorder = EventRecorder(journal, listeners, held=recording.holds, since_s=recording.last_s)
@@ -256,29 +344,45 @@ class RLM:
             raise
 
     async def areplay(
-        self, run: str, *, answer_type: Any = None, search: BranchSearch | int | None = None,
+        self,
+        run: str,
+        *,
+        answer_type: Any = None,
+        search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
-    ) -> Result:  # fmt: skip
-        """Run a stored run's cells again against its recorded replies, without asking any model. Raises ReplayDiverged
-        where the run asks something else than it did."""
+    ) -> Result:
+        """Run a stored run's cells again against its recorded replies, without asking any model.
+        Raises ReplayDiverged where the run asks something else than it did."""
         recording = RecordedReplies(self._need_store("replay").events(run), strict=True)
         recorder = EventRecorder(None, checked_listener(on_event))
         result = await self._again(recording, answer_type, search, recorder, _nothing).result()
         return checked(result)
 
     def resume(
-        self, run: str, *, answer_type: Any = None, search: BranchSearch | int | None = None,
+        self,
+        run: str,
+        *,
+        answer_type: Any = None,
+        search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         """``aresume``, waited for."""
-        return self._in_thread(self.aresume(run, answer_type=answer_type, search=search, on_event=on_event))
+        return self._in_thread(
+            self.aresume(run, answer_type=answer_type, search=search, on_event=on_event)
+        )
 
     def replay(
-        self, run: str, *, answer_type: Any = None, search: BranchSearch | int | None = None,
+        self,
+        run: str,
+        *,
+        answer_type: Any = None,
+        search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         """``areplay``, waited for."""
-        return self._in_thread(self.areplay(run, answer_type=answer_type, search=search, on_event=on_event))
+        return self._in_thread(
+            self.areplay(run, answer_type=answer_type, search=search, on_event=on_event)
+        )
 
     def _again(
         self,
@@ -290,12 +394,23 @@ class RLM:
     ) -> RunHandle:
         started = recording.started
         if len(recording.questions) > 1:
-            raise ConfigError(f"run {started.id} is a conversation of {len(recording.questions)} questions: ask anew")
+            raise ConfigError(
+                f"run {started.id} is a conversation of {len(recording.questions)} questions: ask "
+                "anew"
+            )
         asked = self._question_of(started, answer_type)
         return RunHandle(
-            self._setup, asked, self._shared.use(), id=started.id, recorder=recorder, recording=recording,
-            search=recorded_search(started.config, self._search) if search is None else search_of(search), close=close,
-        )  # fmt: skip
+            self._setup,
+            asked,
+            self._shared.use(),
+            id=started.id,
+            recorder=recorder,
+            recording=recording,
+            search=recorded_search(started.config, self._search)
+            if search is None
+            else search_of(search),
+            close=close,
+        )
 
     def _check_models(self, started: RunStarted) -> None:
         for name in ("model", "sub_model"):
@@ -313,7 +428,11 @@ class RLM:
             value = SharedContext.decode(blob).value
         cite = bool(config.get("cite"))
         kind = kind if kind is not None else None if cite else config.get("answer_schema")
-        asked = question("" if value is None else value, started.question, kind, cite) if value is not None else None
+        asked = (
+            question("" if value is None else value, started.question, kind, cite)
+            if value is not None
+            else None
+        )
         asked = asked or question(started.question, None, kind, cite)
         direct = config.get("direct") is not False
         return msgspec.structs.replace(asked, about=config.get("about", ""), direct=direct)
@@ -326,16 +445,24 @@ class RLM:
             cited = msgspec.convert(answer, Cited[Any])
             answer, citations = cited.answer, cited.citations
         return Result(
-            as_text(answer), answer, trajectory.stop or Stop.ERROR, trajectory.usage, trajectory.cost, trajectory,
+            as_text(answer),
+            answer,
+            trajectory.stop or Stop.ERROR,
+            trajectory.usage,
+            trajectory.cost,
+            trajectory,
             citations,
-        )  # fmt: skip
+        )
 
     def _need_store(self, what: str) -> Store:
         if self.store is None:
-            raise ConfigError(f"{what} needs the store that holds the run: RLM(…, store=ramify.Store())")
+            raise ConfigError(
+                f"{what} needs the store that holds the run: RLM(…, store=ramify.Store())"
+            )
         return self.store
 
-    # --- resources ---------------------------------------------------------------------------------------------
+    # --- resources
+    # ---------------------------------------------------------------------------------------------
 
     def _connect(self, resources: LoopResources) -> RunModels:
         pool = resources.pool
@@ -370,7 +497,12 @@ class RLM:
     def __enter__(self) -> RLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     async def __aenter__(self) -> RLM:
@@ -378,7 +510,10 @@ class RLM:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         await self._shared.unpin()
 
@@ -388,21 +523,35 @@ class RLM:
                 self._is_pinned_in_thread = False
                 event_loop_thread.leave(self._shared.unpin())
                 warnings.warn(
-                    "an RLM was not closed: use `with RLM(…) as rlm`, or rlm.close()", ResourceWarning, stacklevel=2
+                    "an RLM was not closed: use `with RLM(…) as rlm`, or rlm.close()",
+                    ResourceWarning,
+                    stacklevel=2,
                 )
 
 
 def _config(
-    model: ModelSpec | Sequence[ModelSpec], sub_model: ModelSpec | Sequence[ModelSpec] | None, limits: Limits,
-    chosen: Scaffold, spec: SandboxSpec, sampling: Sampling | None, tools: ToolSet,
-) -> dict[str, Any]:  # fmt: skip
+    model: ModelSpec | Sequence[ModelSpec],
+    sub_model: ModelSpec | Sequence[ModelSpec] | None,
+    limits: Limits,
+    chosen: Scaffold,
+    spec: SandboxSpec,
+    sampling: Sampling | None,
+    tools: ToolSet,
+) -> dict[str, Any]:
     names = [spec if isinstance(spec, str) else spec.name for spec in listed(model)]
     subs = [spec if isinstance(spec, str) else spec.name for spec in listed(sub_model or ())]
     config = {
-        "model": names, "sub_model": subs, "limits": limits, "scaffold": chosen, "sandbox": spec,
-        "sampling": sampling or Sampling(), **({"mcp": tools.servers} if tools.servers else {}),
-    }  # fmt: skip
-    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))  # as a reader of the journal will see it
+        "model": names,
+        "sub_model": subs,
+        "limits": limits,
+        "scaffold": chosen,
+        "sandbox": spec,
+        "sampling": sampling or Sampling(),
+        **({"mcp": tools.servers} if tools.servers else {}),
+    }
+    plain: dict[str, Any] = msgspec.json.decode(
+        msgspec.json.encode(config)
+    )  # as a reader of the journal will see it
     return plain
 
 
@@ -411,7 +560,8 @@ def _new_id() -> str:
 
 
 def _put_away(store: Store | None, journal: Journal | None) -> None:
-    """Close ``journal``; one without an event is of a run that failed before it began, with nothing to list or resume."""
+    """Close ``journal``; one without an event is of a run that failed before it began, with nothing
+    to list or resume."""
     if store is not None and journal is not None:
         journal.close()
         if journal.path.stat().st_size == 0:

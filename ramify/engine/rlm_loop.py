@@ -1,11 +1,12 @@
-"""The RLM loop: ask, run the code, show what came of it, until there is an answer. Written once, for every depth.
+"""The RLM loop: ask, run the code, show what came of it, until there is an answer. Written once,
+for every depth.
 
     ask ──> read the action ──> run its cells ──> final answer? ── yes ──> checked, put off if output is unseen, given
      ^                                                 │ no
      └───────────── observation  <─────────────────────┘
 
-What it leaves out: who pays and who may ask (``run_state.py``), the session and its death (``call_notebook.py``), what the session's
-calls do (``host.py``).
+What it leaves out: who pays and who may ask (``run_state.py``), the session and its death
+(``call_notebook.py``), what the session's calls do (``host.py``).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ ChildLoop = Callable[[RunState, LiveCall], Coroutine[Any, Any, CallOutcome]]
 
 _NOTHING: Any = object()
 _SHARES = (1, 2, 4, 8, 16, 32, 64)
-"""An observation that does not fit the window is shown as one part in so many, the largest part that fits."""
+"""An observation that does not fit the window is shown as one part in so many, the largest part
+that fits."""
 
 
 async def run_child(run: RunState, call: LiveCall) -> CallOutcome:
@@ -65,22 +67,30 @@ async def run_child(run: RunState, call: LiveCall) -> CallOutcome:
     finally:
         run.end(call, outcome)
     if outcome.answer is None and outcome.error is None:
-        return CallOutcome(outcome.stop, error=f"the child ended without an answer ({outcome.stop})")
+        return CallOutcome(
+            outcome.stop, error=f"the child ended without an answer ({outcome.stop})"
+        )
     whole = outcome.answer is not None and not isinstance(outcome.failure, ReplyCut)
     return CallOutcome(outcome.stop, outcome.answer) if whole else outcome
 
 
 class RlmLoop:
-    """One call with its session. ``answer`` may be asked again: the session and its history go on."""
+    """One call with its session. ``answer`` may be asked again: the session and its history go
+    on."""
 
     def __init__(
-        self, run: RunState, call: LiveCall, before: RlmLoop | None = None, search: BranchSearch | None = None
+        self,
+        run: RunState,
+        call: LiveCall,
+        before: RlmLoop | None = None,
+        search: BranchSearch | None = None,
     ) -> None:
         """``before`` is the loop of the question before, whose session goes on here."""
         self.run, self.call, self._search = run, call, search
         self._branched_at = -1
         self.chosen: RlmLoop = self
-        """The branch whose answer is this loop's, and whose session a next question goes on with."""
+        """The branch whose answer is this loop's, and whose session a next question goes on
+        with."""
         self.own: CallOutcome | None = None
         """What this continuation itself came to, where it was one of several."""
         self.notebook = Notebook(run, call)
@@ -98,7 +108,8 @@ class RlmLoop:
         self._is_root = call.parent is None
 
     async def answer(self, question: str, kind: AnswerType | None = None) -> CallOutcome:
-        """Answer one question; ``question`` is the whole first message, ``kind`` the check of the final value."""
+        """Answer one question; ``question`` is the whole first message, ``kind`` the check of the
+        final value."""
         self._kind = kind
         text = f"{question}\n\n{kind.instruction()}" if kind else question
         self._pending = [*self._before_question(), Message("user", text)]
@@ -106,9 +117,14 @@ class RlmLoop:
         return await self._go_on()
 
     async def _go_on(self) -> CallOutcome:
-        """Turn after turn until there is an answer, in several continuations where the search wants them."""
+        """Turn after turn until there is an answer, in several continuations where the search wants
+        them."""
         while True:
-            width = self._search.width(self.call) if self._search and self._branched_at != self.call.turn else 1
+            width = (
+                self._search.width(self.call)
+                if self._search and self._branched_at != self.call.turn
+                else 1
+            )
             outcome = await (self._branch(width) if width > 1 else self._step())
             if outcome is not None:
                 return outcome
@@ -116,7 +132,8 @@ class RlmLoop:
     async def close(self) -> None:
         await self.notebook.close()
 
-    # --- one turn ----------------------------------------------------------------------------------------------
+    # --- one turn
+    # ----------------------------------------------------------------------------------------------
 
     async def _step(self) -> CallOutcome | None:
         run, call = self.run, self.call
@@ -131,10 +148,21 @@ class RlmLoop:
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
         except ModelError as error:
-            outgrown = isinstance(error, Refused) and error.too_long and call.turn and not run.scaffold.compact_at
-            stop = Stop.MAX_TOKENS if outgrown else Stop.ERROR  # a history that is never summarised ends at the window
+            outgrown = (
+                isinstance(error, Refused)
+                and error.too_long
+                and call.turn
+                and not run.scaffold.compact_at
+            )
+            stop = (
+                Stop.MAX_TOKENS if outgrown else Stop.ERROR
+            )  # a history that is never summarised ends at the window
             return CallOutcome(stop, self._best(in_words=False), str(error), error)
-        self._reused, self._last_text, self._is_cut = None, reply.message.content, reply.finish == "length"
+        self._reused, self._last_text, self._is_cut = (
+            None,
+            reply.message.content,
+            reply.finish == "length",
+        )
         try:
             outcome, messages = await self._act(run.scaffold.read(reply.message, self._is_cut))
         except SessionDied as died:
@@ -145,8 +173,9 @@ class RlmLoop:
         return outcome
 
     async def _ask_within_window(self, *after: Message, tools: tuple[Tool, ...] = ()) -> Reply:
-        """Ask with the pending messages and ``after``. If an observation does not fit the model's window, show less of
-        it. Raises what ``RunState.ask`` raises; Refused if even a few characters do not fit."""
+        """Ask with the pending messages and ``after``. If an observation does not fit the model's
+        window, show less of it. Raises what ``RunState.ask`` raises; Refused if even a few
+        characters do not fit."""
         run, whole = self.run, self._pending
         error: Refused | None = None
         for share in _SHARES if self.call.turn else _SHARES[:1]:  # a question is never shortened
@@ -155,14 +184,19 @@ class RlmLoop:
                 continue
             self._pending = pending
             try:
-                reply = await run.ask(self.call, [*pending, *after], reused=self._reused, tools=tools)
+                reply = await run.ask(
+                    self.call, [*pending, *after], reused=self._reused, tools=tools
+                )
             except Refused as refused:
                 error = refused
                 if not refused.too_long:
                     break
                 continue
             if share > 1:
-                run.note(self.call, f"the window had room for one part in {share} of what the last cells gave")
+                run.note(
+                    self.call,
+                    f"the window had room for one part in {share} of what the last cells gave",
+                )
             return reply
         self._pending = whole
         assert error is not None
@@ -187,8 +221,11 @@ class RlmLoop:
             self._partial = deferred
         return None, self._observation(action, reports, notes)
 
-    def _idle(self, action: ParsedAction, deferred: Any, notes: list[str]) -> tuple[CallOutcome | None, list[Message]]:
-        """A message without code or answer: a deferred answer stands; otherwise a nudge, and then it is the answer."""
+    def _idle(
+        self, action: ParsedAction, deferred: Any, notes: list[str]
+    ) -> tuple[CallOutcome | None, list[Message]]:
+        """A message without code or answer: a deferred answer stands; otherwise a nudge, and then
+        it is the answer."""
         if deferred is not _NOTHING:
             outcome = self._conclude(deferred, [], notes, confirmed=True)
             return outcome, [] if outcome else self._observation(action, [], notes)
@@ -205,27 +242,36 @@ class RlmLoop:
         error = cut_reply(self.call, self.run.sampling.max_tokens, self._last_text)
         return CallOutcome(Stop.MAX_TOKENS, best, str(error), error)
 
-    def _conclude(self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool) -> CallOutcome | None:
-        """The answer, if it fits its type and nothing is unseen; otherwise None, with a note for the model."""
+    def _conclude(
+        self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool
+    ) -> CallOutcome | None:
+        """The answer, if it fits its type and nothing is unseen; otherwise None, with a note for
+        the model."""
         try:
             value = self._kind.convert(final) if self._kind else final
         except TypeMismatch as mismatch:
-            notes.append(f"The answer does not fit its type: {mismatch}. Correct it and give it again with FINAL(…).")
+            notes.append(
+                f"The answer does not fit its type: {mismatch}. Correct it and give it again with "
+                "FINAL(…)."
+            )
             return None
         unseen = any(report not in ("", "(no output)") for report in reports)
         if unseen and self.run.scaffold.defer_final and not confirmed:
             self._deferred = final
             notes.append(
-                "Your answer is noted, and put off by one turn: you had not seen the output above when you gave it. If it "
+                "Your answer is noted, and put off by one turn: you had not seen the output above "
+                "when you gave it. If it "
                 "still stands, give it again with FINAL(…); otherwise go on."
             )
             return None
         return CallOutcome(Stop.FINAL, value)
 
-    # --- branches ----------------------------------------------------------------------------------------------
+    # --- branches
+    # ----------------------------------------------------------------------------------------------
 
     async def _branch(self, width: int) -> CallOutcome:
-        """The next turn in ``width`` continuations at once; the outcome of the one that is chosen."""
+        """The next turn in ``width`` continuations at once; the outcome of the one that is
+        chosen."""
         assert self._search is not None
         self._branched_at = self.call.turn
         tried: list[RlmLoop] = [self]
@@ -233,15 +279,25 @@ class RlmLoop:
         try:
             while len(tried) < width:
                 tried.append(await self._fork())
-            outcomes = await asyncio.gather(self._go_on_safely(), *(fork._go_on_and_end() for fork in tried[1:]))
-            diverged = next((o.failure for o in outcomes if isinstance(o.failure, ReplayDiverged)), None)
+            outcomes = await asyncio.gather(
+                self._go_on_safely(), *(fork._go_on_and_end() for fork in tried[1:])
+            )
+            diverged = next(
+                (o.failure for o in outcomes if isinstance(o.failure, ReplayDiverged)), None
+            )
             if diverged is not None:
                 raise diverged
             index = self._search.choose([outcome.answer for outcome in outcomes])
             if not 0 <= index < width:
-                raise ConfigError(f"the search chose {index} of {width} answers: its choose() returns an index of one")
+                raise ConfigError(
+                    f"the search chose {index} of {width} answers: its choose() returns an index "
+                    "of one"
+                )
             chosen = tried[index]
-            self.run.note(self.call, f"of {width} continuations of turn {self._branched_at}, {chosen.call.id} answers")
+            self.run.note(
+                self.call,
+                f"of {width} continuations of turn {self._branched_at}, {chosen.call.id} answers",
+            )
         finally:
             for each in tried:
                 if each is not (chosen or self):
@@ -250,16 +306,28 @@ class RlmLoop:
         return outcomes[index]
 
     async def _fork(self) -> RlmLoop:
-        """A continuation with a session of its own: forked, or where nothing has happened in it yet, a fresh one."""
+        """A continuation with a session of its own: forked, or where nothing has happened in it
+        yet, a fresh one."""
         run, origin = self.run, self.call
-        call = LiveCall(origin.next_fork(), "rlm", origin.client, origin.depth, origin.question, context=origin.context)
+        call = LiveCall(
+            origin.next_fork(),
+            "rlm",
+            origin.client,
+            origin.depth,
+            origin.question,
+            context=origin.context,
+        )
         call.go_on_from(origin)
         call.num_turns_before = origin.num_turns_before + origin.turn
         fork = RlmLoop(run, call, search=self._search)
         if origin.messages:
             fork.notebook = await self.notebook.fork(call)
         fork._kind, fork._pending, fork._reused = self._kind, list(self._pending), self._reused
-        fork._deferred, fork._partial, fork._last_text = self._deferred, self._partial, self._last_text
+        fork._deferred, fork._partial, fork._last_text = (
+            self._deferred,
+            self._partial,
+            self._last_text,
+        )
         fork._is_cut = self._is_cut
         fork._num_idle, fork._branched_at = self._num_idle, 0  # where this very branching is
         run.begin(call, Fork(origin.id, origin.turn - 1))
@@ -280,43 +348,60 @@ class RlmLoop:
         except RamifyError as error:
             return CallOutcome(Stop.ERROR, error=str(error), failure=error)
 
-    # --- cells -------------------------------------------------------------------------------------------------
+    # --- cells
+    # -------------------------------------------------------------------------------------------------
 
-    async def _run_cells(self, action: ParsedAction, turn: int, notes: list[str]) -> tuple[list[str], Any]:
-        """Run the codes in order, up to the first that fails: (what the model is shown of each, a final answer)."""
+    async def _run_cells(
+        self, action: ParsedAction, turn: int, notes: list[str]
+    ) -> tuple[list[str], Any]:
+        """Run the codes in order, up to the first that fails: (what the model is shown of each, a
+        final answer)."""
         reports: list[str] = []
         final = _NOTHING
         for index, code in enumerate(action.codes):
             await self.notebook.session()
             if self.run.was_skipped(self.call, turn, index):
                 break
-            if self.run.closing is not None:  # it began to close meanwhile, and interrupted only what was open
+            if (
+                self.run.closing is not None
+            ):  # it began to close meanwhile, and interrupted only what was open
                 break
             cell, note = await self._run_cell(code, turn, index, notes)
             reports.append(self.run.scaffold.report(cell))
             final = note.get("final", final)
             self._partial = note.get("partial", self._partial)
             if cell.error is not None and index + 1 < len(action.codes):
-                notes.append(f"cells {index + 2} to {len(action.codes)} were not run, since cell {index + 1} failed")
+                notes.append(
+                    f"cells {index + 2} to {len(action.codes)} were not run, since cell "
+                    f"{index + 1} failed"
+                )
                 break
         return reports, final
 
-    async def _run_cell(self, code: str, turn: int, index: int, notes: list[str]) -> tuple[Cell, dict[str, Any]]:
+    async def _run_cell(
+        self, code: str, turn: int, index: int, notes: list[str]
+    ) -> tuple[Cell, dict[str, Any]]:
         run, place = self.run, (self.call.id, turn, index)
         host = CellHost(run, self.call, turn, index, run_child)
         recorded = run.recording.cell(*place) if run.recording is not None else None
         ran = await self.notebook.execute(code, host, died=recorded is not None and recorded.died)
         if ran.interrupted == "time":
             state = "there" if (await self.notebook.session()).caps.interrupt else "undone"
-            notes.append(f"the cell was stopped after {run.cell_s:g} s of work; what it had bound is {state}")
+            notes.append(
+                f"the cell was stopped after {run.cell_s:g} s of work; what it had bound is {state}"
+            )
         note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
         note = note if isinstance(note, dict) else {}
         cell = self._kept(ran, note)
         if recorded is not None:
             cell = self._as_recorded(cell, recorded)
-        run.recorder.emit(CellRan(at_s=run.recorder.now(), call=self.call.id, turn=turn, cell=index, result=cell))
+        run.recorder.emit(
+            CellRan(at_s=run.recorder.now(), call=self.call.id, turn=turn, cell=index, result=cell)
+        )
         if self.notebook.num_deaths >= MAX_DEATHS:
-            raise SessionDied(f"call {self.call.id} lost {MAX_DEATHS} sessions; the last cell says: {cell.error}")
+            raise SessionDied(
+                f"call {self.call.id} lost {MAX_DEATHS} sessions; the last cell says: {cell.error}"
+            )
         return cell, note
 
     def _kept(self, ran: CellResult, note: dict[str, Any]) -> Cell:
@@ -329,23 +414,46 @@ class RlmLoop:
         where = f"in outputs[{note['cell']}]" if type(note.get("cell")) is int else "lost"
         if cell.stdout_chars > most_kept:
             where = f"not kept; {most_kept >> 20} MB of it, head and tail, are {where}"
-        error = observe.cut(cell.error, most, len(cell.error), "not kept") if cell.error is not None else None
-        value = observe.cut(cell.value, most, len(cell.value), "in _") if cell.value is not None else None
+        error = (
+            observe.cut(cell.error, most, len(cell.error), "not kept")
+            if cell.error is not None
+            else None
+        )
+        value = (
+            observe.cut(cell.value, most, len(cell.value), "in _")
+            if cell.value is not None
+            else None
+        )
         stdout = observe.cut(cell.stdout, most, cell.stdout_chars, where)
         return msgspec.structs.replace(
-            cell, stdout=stdout, value=value, error=error, seconds=round(cell.seconds, 6), stdout_digest=digest
+            cell,
+            stdout=stdout,
+            value=value,
+            error=error,
+            seconds=round(cell.seconds, 6),
+            stdout_digest=digest,
         )
 
     def _as_recorded(self, cell: Cell, recorded: Cell) -> Cell:
-        """The replies that follow were given to what was shown then, so that is shown again; a difference is told."""
-        if (cell.stdout, cell.value, cell.error) != (recorded.stdout, recorded.value, recorded.error):
-            self.run.note(self.call, "a cell that was run again gave another output than it did when it was recorded")
+        """The replies that follow were given to what was shown then, so that is shown again; a
+        difference is told."""
+        if (cell.stdout, cell.value, cell.error) != (
+            recorded.stdout,
+            recorded.value,
+            recorded.error,
+        ):
+            self.run.note(
+                self.call,
+                "a cell that was run again gave another output than it did when it was recorded",
+            )
         return recorded
 
-    # --- answers -----------------------------------------------------------------------------------------------
+    # --- answers
+    # -----------------------------------------------------------------------------------------------
 
     async def _text_final(self, final: FinalAnswer, notes: list[str]) -> Any:
-        """The value of ``FINAL(…)`` or ``FINAL_VAR(…)`` given as text; no value, with a note, if there is none."""
+        """The value of ``FINAL(…)`` or ``FINAL_VAR(…)`` given as text; no value, with a note, if
+        there is none."""
         name = final.text
         if final.as_is:
             return name
@@ -363,7 +471,8 @@ class RlmLoop:
         return self._kind.literal(name) if self._kind else final.literal()
 
     def _best(self, *, in_words: bool = True) -> Any:
-        """The best answer so far, checked where it can be: one that was put off or kept, or else what was said last."""
+        """The best answer so far, checked where it can be: one that was put off or kept, or else
+        what was said last."""
         words = said(self._last_text) if in_words and self.run.scaffold.takes_words else ""
         for candidate in (self._deferred, self._partial, words or None):
             if candidate is _NOTHING or candidate is None:
@@ -375,11 +484,15 @@ class RlmLoop:
         return None
 
     async def _last_word(self, stop: Stop) -> CallOutcome:
-        """At a limit: one request more to answer with what there is. For the root it was held back; a child has one
-        only where its own turns are what ran out."""
+        """At a limit: one request more to answer with what there is. For the root it was held back;
+        a child has one only where its own turns are what ran out."""
         if not self.run.scaffold.last_word:
             return self._cut_short(stop)
-        reason = "You are asked to finish." if stop is Stop.CANCELLED else f"The limit is reached ({stop})."
+        reason = (
+            "You are asked to finish."
+            if stop is Stop.CANCELLED
+            else f"The limit is reached ({stop})."
+        )
         if not self._is_root and stop is not Stop.MAX_TURNS:
             return self._cut_short(stop)
         word = Message("user", observe.LAST_WORD.format(reason=reason))
@@ -401,10 +514,14 @@ class RlmLoop:
 
     def _cut_short(self, stop: Stop) -> CallOutcome:
         best = self._best()
-        return CallOutcome(stop, best, f"the run's limit is reached ({stop})" if best is None else None)
+        return CallOutcome(
+            stop, best, f"the run's limit is reached ({stop})" if best is None else None
+        )
 
     async def _last_answer(self, message: Message) -> Any:
-        action = read_action(message) if self.run.scaffold.raw_code else self.run.scaffold.read(message)
+        action = (
+            read_action(message) if self.run.scaffold.raw_code else self.run.scaffold.read(message)
+        )
         if action.final is None:
             return self._best()
         value = await self._text_final(action.final, [])
@@ -415,50 +532,73 @@ class RlmLoop:
         except TypeMismatch:
             return self._best()
 
-    # --- messages ----------------------------------------------------------------------------------------------
+    # --- messages
+    # ----------------------------------------------------------------------------------------------
 
     def _before_question(self) -> list[Message]:
-        """What stands before the question: the system prompt, or the answers that native calls are still owed."""
+        """What stands before the question: the system prompt, or the answers that native calls are
+        still owed."""
         if not self.call.messages:
             system = self._system_prompt()
             return [Message("system", system)] if system else []
-        return [Message("tool", "(answered)", tool_call_id=call.id) for call in self.call.messages[-1].tool_calls]
+        return [
+            Message("tool", "(answered)", tool_call_id=call.id)
+            for call in self.call.messages[-1].tool_calls
+        ]
 
     def _system_prompt(self) -> str:
         run, depth = self.run, self.call.depth
         limits = f"You have {run.limits.max_turns} turns; each of your messages is one."
         return run.scaffold.system_prompt(
-            depth=depth, children=depth < run.limits.max_depth, tools=run.tools_at(depth).describe(), limits=limits
+            depth=depth,
+            children=depth < run.limits.max_depth,
+            tools=run.tools_at(depth).describe(),
+            limits=limits,
         )
 
-    def _observation(self, action: ParsedAction, reports: list[str], notes: list[str]) -> list[Message]:
+    def _observation(
+        self, action: ParsedAction, reports: list[str], notes: list[str]
+    ) -> list[Message]:
         if self.run.scaffold.protocol == "retool":
             return retool.observation(action, reports, notes)
         if self.run.scaffold.terse_chars:
-            shown = "\n".join(filter(None, reports)) or "\n".join(notes)[: self.run.scaffold.terse_chars]
+            shown = (
+                "\n".join(filter(None, reports))
+                or "\n".join(notes)[: self.run.scaffold.terse_chars]
+            )
             return [Message("user", shown)]
         turn, most = self.call.num_turns_before + self.call.turn, self.run.limits.max_turns
         warnings = observe.running_low(self.run.ledger.state(), turn, most)
         text = observe.observation(reports, notes, turn, most, warnings)
         if not action.tool_call_ids:
             return [Message("user", text)]
-        first, *rest = action.tool_call_ids  # a native call needs an answer each; one of them carries the report
+        first, *rest = (
+            action.tool_call_ids
+        )  # a native call needs an answer each; one of them carries the report
         return [
             Message("tool", text, tool_call_id=first),
             *(Message("tool", "(reported with the first call)", tool_call_id=id) for id in rest),
         ]
 
     async def _compact_if_long(self) -> None:
-        """Summarise a history that nears the window; the next turn begins a new branch from the first messages."""
+        """Summarise a history that nears the window; the next turn begins a new branch from the
+        first messages."""
         run, call = self.run, self.call
         if not run.scaffold.compact_at:
             return
         known = call.known_tokens()
         unknown = self._pending if known else [*call.messages, *self._pending]
         tokens = known + sum(len(message.content) for message in unknown) // 3
-        if tokens + run.sampling.max_tokens <= run.scaffold.compact_at * call.client.window or len(call.messages) <= 3:
+        if (
+            tokens + run.sampling.max_tokens <= run.scaffold.compact_at * call.client.window
+            or len(call.messages) <= 3
+        ):
             return
-        run.note(call, f"the history has about {tokens:,} tokens of a window of {call.client.window:,}: summarising it")
+        run.note(
+            call,
+            f"the history has about {tokens:,} tokens of a window of {call.client.window:,}: "
+            "summarising it",
+        )
         try:
             reply = await self._ask_within_window(Message("user", observe.SUMMARISE))
         except (LimitReached, ModelError) as error:

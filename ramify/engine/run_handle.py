@@ -1,7 +1,8 @@
 """A run from outside: start it, watch it, end it early, get its result.
 
-The order of things: journal opened, context stored, RunStarted written, the question answered (directly, or by the RLM
-loop), RunEnded written, everything closed. Whatever happens in between, the journal ends with what is known.
+The order of things: journal opened, context stored, RunStarted written, the question answered
+(directly, or by the RLM loop), RunEnded written, everything closed. Whatever happens in between,
+the journal ends with what is known.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class RunJournal(Protocol):
 
 
 class ConversationState:
-    """What goes on from question to question in a conversation: the session, its history and the record."""
+    """What goes on from question to question in a conversation: the session, its history and the
+    record."""
 
     def __init__(self, recorder: EventRecorder, context: SharedContext | None = None) -> None:
         self.recorder = recorder
@@ -109,10 +111,12 @@ class RunHandle:
         self._wanted: Stop | None = None
         self._task = asyncio.get_running_loop().create_task(self._drive())
 
-    # --- for whoever waits -------------------------------------------------------------------------------------
+    # --- for whoever waits
+    # -------------------------------------------------------------------------------------
 
     async def result(self) -> Result:
-        """Wait for the end. Never raises for what a model or a limit did: ``stop`` and ``error`` say it.
+        """Wait for the end. Never raises for what a model or a limit did: ``stop`` and ``error``
+        say it.
 
         Cancelling this wait cancels the run."""
         return await self._task
@@ -136,7 +140,8 @@ class RunHandle:
         """(name, spent, limit) for each limit of the run, for a budget bar."""
         return self._run.ledger.state() if self._run is not None else []
 
-    # --- the run itself ----------------------------------------------------------------------------------------
+    # --- the run itself
+    # ----------------------------------------------------------------------------------------
 
     async def _drive(self) -> Result:
         outcome = CallOutcome(Stop.ERROR, error="the run did not start")
@@ -146,8 +151,11 @@ class RunHandle:
                 context = await self._context(resources)
                 models = self._setup.connect(resources)
                 if not self._is_direct(models):
-                    resources.sandbox()  # where there is none, nothing is asked and nothing recorded
-                self._run = run = self._make_run(resources, models)  # refuses limits that cannot be kept
+                    # where there is none, nothing is asked and nothing recorded
+                    resources.sandbox()
+                self._run = run = self._make_run(
+                    resources, models
+                )  # refuses limits that cannot be kept
                 self._started(context)
                 if self._wanted is not None:
                     run.close_in(self._wanted)
@@ -167,7 +175,8 @@ class RunHandle:
         return self._result(outcome, run)
 
     async def _context(self, resources: LoopResources) -> SharedContext | None:
-        """The context, encoded once; large ones away from the event loop. Stored by content if there is a store."""
+        """The context, encoded once; large ones away from the event loop. Stored by content if
+        there is a store."""
         if self._thread is not None and self._thread.context is not None:
             return self._thread.context
         value, blobs = self._question.context, self._setup.blobs
@@ -201,20 +210,33 @@ class RunHandle:
         }
         self.recorder.emit(
             RunStarted(
-                at_s=self.recorder.now(), id=self.id, question=self._question.text, started_at=time.time(),
-                task=str(config.get("task", "")), context=context_ref(context), config=config,
+                at_s=self.recorder.now(),
+                id=self.id,
+                question=self._question.text,
+                started_at=time.time(),
+                task=str(config.get("task", "")),
+                context=context_ref(context),
+                config=config,
             )
-        )  # fmt: skip
+        )
 
     def _make_run(self, resources: LoopResources, models: RunModels) -> RunState:
         setup = self._setup
         tools = setup.tools.plus(self._question.tools), setup.child_tools.plus(self._question.tools)
         return RunState(
-            setup, resources, models, self.recorder, tools=tools, recording=self._recording, cache=self._cache,
+            setup,
+            resources,
+            models,
+            self.recorder,
+            tools=tools,
+            recording=self._recording,
+            cache=self._cache,
             on_session=self._question.on_session,
-        )  # fmt: skip
+        )
 
-    async def _answer(self, run: RunState, models: RunModels, context: SharedContext | None) -> CallOutcome:
+    async def _answer(
+        self, run: RunState, models: RunModels, context: SharedContext | None
+    ) -> CallOutcome:
         try:
             answer = self._answer_directly if self._is_direct(models) else self._answer_by_loop
             return await answer(run, models.rlm(0), context)
@@ -228,7 +250,9 @@ class RunHandle:
         has_tools = bool(self._setup.tools.functions or self._setup.tools.values)
         return self._question.is_direct(self._setup.scaffold, models.rlm(0).window, has_tools)
 
-    async def _answer_directly(self, run: RunState, client: Client, context: SharedContext | None) -> CallOutcome:
+    async def _answer_directly(
+        self, run: RunState, client: Client, context: SharedContext | None
+    ) -> CallOutcome:
         asked = self._question
         call = LiveCall("0", "lm", client, 0, asked.text, context=context)
         prompt = observe.plain_prompt(asked.text, asked.context)
@@ -242,11 +266,18 @@ class RunHandle:
             run.end(call, outcome)
         return outcome
 
-    async def _answer_by_loop(self, run: RunState, client: Client, context: SharedContext | None) -> CallOutcome:
+    async def _answer_by_loop(
+        self, run: RunState, client: Client, context: SharedContext | None
+    ) -> CallOutcome:
         thread = self._thread
         before = thread.loop if thread is not None else None
         call = LiveCall(
-            str(thread.num_questions) if thread else "0", "rlm", client, 0, self._question.text, context=context
+            str(thread.num_questions) if thread else "0",
+            "rlm",
+            client,
+            0,
+            self._question.text,
+            context=context,
         )
         loop = RlmLoop(run, call, before, self._search)
         fork = None
@@ -276,11 +307,15 @@ class RunHandle:
             if self.recorder.trajectory.id:
                 self.recorder.emit(
                     RunEnded(
-                        at_s=self.recorder.now(), stop=outcome.stop, answer=jsonable(outcome.answer), error=outcome.error,
-                        usage=run.ledger.usage if run else Usage(), cost=run.ledger.cost if run else None,
+                        at_s=self.recorder.now(),
+                        stop=outcome.stop,
+                        answer=jsonable(outcome.answer),
+                        error=outcome.error,
+                        usage=run.ledger.usage if run else Usage(),
+                        cost=run.ledger.cost if run else None,
                         answered_by=self._answered_by,
                     )
-                )  # fmt: skip
+                )
         finally:
             if run is not None:
                 run.finish()
@@ -291,9 +326,16 @@ class RunHandle:
         if isinstance(answer, Cited):
             answer, citations = answer.answer, answer.citations
         return Result(
-            as_text(answer), answer, outcome.stop, run.ledger.usage, run.ledger.cost, self.recorder.trajectory,
-            citations, outcome.error, outcome.failure,
-        )  # fmt: skip
+            as_text(answer),
+            answer,
+            outcome.stop,
+            run.ledger.usage,
+            run.ledger.cost,
+            self.recorder.trajectory,
+            citations,
+            outcome.error,
+            outcome.failure,
+        )
 
 
 def as_text(answer: Any) -> str:
@@ -312,5 +354,9 @@ def as_text(answer: Any) -> str:
 def checked(result: Result) -> Result:
     """``result``, or the error that left it without an answer."""
     if result.stop is Stop.ERROR and result.answer is None:
-        raise result.failure if isinstance(result.failure, RamifyError) else RamifyError(result.error or "no answer")
+        raise (
+            result.failure
+            if isinstance(result.failure, RamifyError)
+            else RamifyError(result.error or "no answer")
+        )
     return result

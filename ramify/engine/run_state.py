@@ -1,12 +1,14 @@
-"""One question's tree: everything that its calls share, and the one way from any of them to a model.
+"""One question's tree: everything that its calls share, and the one way from any of them to a
+model.
 
     RLM.start ──> Run.answer ──> RlmLoop (root) ──> Run.ask ──> recording? cache? ──> Pool.ask ──> a model
                                      │                 ^
                                      └── Host ─────────┘   llm_query: ask        rlm_query: a RlmLoop of its own
 
-A call holds a slot of the limiter while it is on the wire and never while it waits for its children, so any depth makes
-progress. ``close_in`` is how work ends early, by deadline or by the user: what is on the wire is cut and charged as
-possibly paid, running cells are interrupted, and only last words are let through.
+A call holds a slot of the limiter while it is on the wire and never while it waits for its
+children, so any depth makes progress. ``close_in`` is how work ends early, by deadline or by the
+user: what is on the wire is cut and charged as possibly paid, running cells are interrupted, and
+only last words are let through.
 """
 
 from __future__ import annotations
@@ -47,15 +49,22 @@ from ramify.types.trajectory import Cell, Fork, Stop
 
 _CUT = "cut by close_in"
 NATIVE_TOOLS = (
-    Tool(CODE_TOOL, "Run Python in the live session and see its output.", {
-        "type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}),
-    Tool(FINAL_TOOL, "Give the final answer.", {
-        "type": "object", "properties": {"answer": {}}, "required": ["answer"]}),
-)  # fmt: skip
+    Tool(
+        CODE_TOOL,
+        "Run Python in the live session and see its output.",
+        {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+    ),
+    Tool(
+        FINAL_TOOL,
+        "Give the final answer.",
+        {"type": "object", "properties": {"answer": {}}, "required": ["answer"]},
+    ),
+)
 
 
 class ReplySource(Protocol):
-    """Where a reply may come from without asking: a recorded run (see ``store.replay.Recording``)."""
+    """Where a reply may come from without asking: a recorded run (see
+    ``store.replay.Recording``)."""
 
     def check(self, call: str, turn: int, prompt_hash: str) -> None: ...
 
@@ -73,7 +82,9 @@ class ReplySource(Protocol):
 
     def was_skipped(self, call: str, turn: int, cell: int) -> bool: ...
 
-    def tool(self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str) -> ToolAnswered | None: ...
+    def tool(
+        self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str
+    ) -> ToolAnswered | None: ...
 
 
 class ReplyCache(Protocol):
@@ -99,7 +110,8 @@ class RunState:
         cache: ReplyCache | None = None,
         on_session: Callable[[Session], Awaitable[None]] | None = None,
     ) -> None:
-        """``tools`` are the root's and the children's; ``on_session`` is done to each fresh session."""
+        """``tools`` are the root's and the children's; ``on_session`` is done to each fresh
+        session."""
         self.limits = limits = setup.limits
         self.scaffold, self.blobs, self.cell_s = setup.scaffold, setup.blobs, setup.sandbox.cell_s
         self.max_output_bytes = setup.sandbox.max_output_bytes
@@ -122,9 +134,12 @@ class RunState:
         self._descriptions: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + limits.max_seconds
-        self._alarm = self._loop.call_at(self._deadline - limits.last_word_s, self.close_in, Stop.DEADLINE)
+        self._alarm = self._loop.call_at(
+            self._deadline - limits.last_word_s, self.close_in, Stop.DEADLINE
+        )
 
-    # --- ending early ------------------------------------------------------------------------------------------
+    # --- ending early
+    # ------------------------------------------------------------------------------------------
 
     def close_in(self, stop: Stop) -> None:
         """End all work now, so that the root can still say its last word."""
@@ -140,24 +155,35 @@ class RunState:
         """The run is over; nothing of it stays on the loop."""
         self._alarm.cancel()
 
-    # --- calls -------------------------------------------------------------------------------------------------
+    # --- calls
+    # -------------------------------------------------------------------------------------------------
 
     def begin(self, call: LiveCall, fork: Fork | None = None) -> None:
         ref = context_ref(call.context)
         self.recorder.emit(
             CallStarted(
-                at_s=self.recorder.now(), id=call.id, kind=call.kind, model=call.client.name, depth=call.depth,
-                question=call.question, parent=call.parent, fork=fork, context=ref,
+                at_s=self.recorder.now(),
+                id=call.id,
+                kind=call.kind,
+                model=call.client.name,
+                depth=call.depth,
+                question=call.question,
+                parent=call.parent,
+                fork=fork,
+                context=ref,
             )
-        )  # fmt: skip
+        )
 
     def end(self, call: LiveCall, outcome: CallOutcome) -> None:
         self.recorder.emit(
             CallEnded(
-                at_s=self.recorder.now(), id=call.id, stop=outcome.stop, answer=jsonable(outcome.answer),
+                at_s=self.recorder.now(),
+                id=call.id,
+                stop=outcome.stop,
+                answer=jsonable(outcome.answer),
                 error=outcome.error,
             )
-        )  # fmt: skip
+        )
 
     def note(self, call: LiveCall, text: str) -> None:
         self.recorder.emit(NoteAdded(at_s=self.recorder.now(), call=call.id, text=text))
@@ -202,7 +228,8 @@ class RunState:
         self._sessions.discard(session)
 
     def must_stop(self, call: LiveCall) -> Stop | None:
-        """Why ``call`` may take no further turn, if so; a run that is repeated stops where it stopped."""
+        """Why ``call`` may take no further turn, if so; a run that is repeated stops where it
+        stopped."""
         if self.recording is not None:
             again = self.recording.last_word(call.id, call.turn)
             if again is not None:
@@ -211,10 +238,12 @@ class RunState:
         return self.closing or (Stop.MAX_TURNS if num_turns >= self.limits.max_turns else None)
 
     def was_skipped(self, call: LiveCall, turn: int, cell: int) -> bool:
-        """In a run that is repeated: whether the run was closing by then, so that this cell was left out."""
+        """In a run that is repeated: whether the run was closing by then, so that this cell was
+        left out."""
         return self.recording is not None and self.recording.was_skipped(call.id, turn, cell)
 
-    # --- asking ------------------------------------------------------------------------------------------------
+    # --- asking
+    # ------------------------------------------------------------------------------------------------
 
     async def ask(
         self,
@@ -226,9 +255,10 @@ class RunState:
         tools: tuple[Tool, ...] = (),
         last_word: Stop | None = None,
     ) -> Reply:
-        """The next turn of ``call``: its first ``reused`` messages (by default all) and ``new``. ``last_word`` names the
-        limit at which this is the request that was held back. Raises ModelError for a model that gave no reply or a
-        filtered one, LimitReached where the run may not ask any more."""
+        """The next turn of ``call``: its first ``reused`` messages (by default all) and ``new``.
+        ``last_word`` names the limit at which this is the request that was held back. Raises
+        ModelError for a model that gave no reply or a filtered one, LimitReached where the run may
+        not ask any more."""
         reused = len(call.messages) if reused is None else reused
         new = tuple(map(sendable, new))
         prompt = (*call.messages[:reused], *new)
@@ -237,7 +267,9 @@ class RunState:
             sampling = msgspec.structs.replace(
                 sampling, max_tokens=min(sampling.max_tokens, self.limits.last_word_tokens)
             )
-        request = Request(prompt, sampling, schema, tools, affinity=call.id, known=call.known_ids(reused))
+        request = Request(
+            prompt, sampling, schema, tools, affinity=call.id, known=call.known_ids(reused)
+        )
         digest = prompt_hash(call.client.name, request)
 
         def about_to_send() -> None:
@@ -245,12 +277,19 @@ class RunState:
                 self.recording.check(call.id, call.turn, digest)
             self.recorder.emit(
                 RequestStarted(
-                    at_s=self.recorder.now(), call=call.id, turn=call.turn, reused=reused, prompt=new,
-                    prompt_hash=digest, last_word=last_word,
+                    at_s=self.recorder.now(),
+                    call=call.id,
+                    turn=call.turn,
+                    reused=reused,
+                    prompt=new,
+                    prompt_hash=digest,
+                    last_word=last_word,
                 )
-            )  # fmt: skip
+            )
 
-        account = _CallBudget(self, call, call.max_input_tokens(request, reused), sampling.max_tokens)
+        account = _CallBudget(
+            self, call, call.max_input_tokens(request, reused), sampling.max_tokens
+        )
         recorded = self._recorded(call, digest, account)
         if recorded is not None:
             about_to_send()  # as it was
@@ -263,18 +302,24 @@ class RunState:
             reply, reused_ids = call.without_path(whole)
         self.recorder.emit(
             ReplyReceived(
-                at_s=self.recorder.now(), call=call.id, turn=call.turn, reply=reply, cached=recorded is not None,
+                at_s=self.recorder.now(),
+                call=call.id,
+                turn=call.turn,
+                reply=reply,
+                cached=recorded is not None,
                 reused_ids=reused_ids,
             )
-        )  # fmt: skip
+        )
         call.advance(reused, new, reply, reused_ids)
         if reply.finish == "content_filter":
             raise _filtered(call.client.name, reply)
         return reply
 
-    def _recorded(self, call: LiveCall, digest: str, account: _CallBudget) -> tuple[Reply, int] | None:
-        """The reply, and the ids of the path that its prompt began with, from the run that is being repeated or from the
-        cache. Raises what that run met instead of one."""
+    def _recorded(
+        self, call: LiveCall, digest: str, account: _CallBudget
+    ) -> tuple[Reply, int] | None:
+        """The reply, and the ids of the path that its prompt began with, from the run that is being
+        repeated or from the cache. Raises what that run met instead of one."""
         if self.recording is not None:
             self.recording.check(call.id, call.turn, digest)
             self._repeat_attempts(self.recording, call, account)
@@ -282,16 +327,23 @@ class RunState:
             if reply is not None:
                 self.ledger.charge(reply.usage, reply.cost)
                 return reply, self.recording.reused_ids(call.id, call.turn)
-        if self.cache is not None and not call.is_branch:  # branches ask the same to get different replies
+        if (
+            self.cache is not None and not call.is_branch
+        ):  # branches ask the same to get different replies
             reply = self.cache.get(digest)
             if reply is not None:
-                free = msgspec.structs.replace(reply, usage=Usage(), cost=None if reply.cost is None else 0.0)
+                free = msgspec.structs.replace(
+                    reply, usage=Usage(), cost=None if reply.cost is None else 0.0
+                )
                 return call.without_path(free)
         return None
 
-    def _repeat_attempts(self, recording: ReplySource, call: LiveCall, account: _CallBudget) -> None:
-        """What was sent for this turn before and failed, or was under way: it may have been paid. Once, however many
-        prompts the turn has: one that did not fit the window was sent again, shorter."""
+    def _repeat_attempts(
+        self, recording: ReplySource, call: LiveCall, account: _CallBudget
+    ) -> None:
+        """What was sent for this turn before and failed, or was under way: it may have been paid.
+        Once, however many prompts the turn has: one that did not fit the window was sent again,
+        shorter."""
         if (call.id, call.turn) in self._repeated:
             return
         self._repeated.add((call.id, call.turn))
@@ -302,7 +354,12 @@ class RunState:
             account.charge_unknown("in flight when the run was cut off; sent again")
 
     async def _ask_live(
-        self, call: LiveCall, client: _AnnouncingClient, request: Request, account: _CallBudget, last_word: bool
+        self,
+        call: LiveCall,
+        client: _AnnouncingClient,
+        request: Request,
+        account: _CallBudget,
+        last_word: bool,
     ) -> Reply:
         if self.closing is not None and not last_word:
             raise _closed(self.closing)
@@ -314,7 +371,9 @@ class RunState:
         reply = await (self._until_deadline(work) if last_word else self._until_closing(work))
         message = sendable(reply.message)
         if self.scaffold.stop and reply.finish == "stop" and not message.tool_calls:
-            message = msgspec.structs.replace(message, content=closed(message.content, self.scaffold.stop))
+            message = msgspec.structs.replace(
+                message, content=closed(message.content, self.scaffold.stop)
+            )
         reply = msgspec.structs.replace(reply, message=message)
         if reply.usage.unknown_calls:  # one upper bound everywhere: the one that was reserved
             usage, cost = account.most()
@@ -331,7 +390,8 @@ class RunState:
             raise _closed(Stop.DEADLINE) from None
 
     async def _until_closing(self, work: Coroutine[Any, Any, Reply]) -> Reply:
-        """Wait for ``work``, which ``close_in`` cuts. No timer of its own: there may be thousands of these."""
+        """Wait for ``work``, which ``close_in`` cuts. No timer of its own: there may be thousands
+        of these."""
         task = asyncio.current_task()
         assert task is not None
         cancels = task.cancelling()
@@ -346,7 +406,8 @@ class RunState:
             self._on_the_wire.discard(task)
 
     def hold_last_word(self, call: LiveCall, new: Sequence[Message]) -> Stop | None:
-        """Set aside what the root's last word may cost after the turn that asks ``new``; the limit it breaks, if any.
+        """Set aside what the root's last word may cost after the turn that asks ``new``; the limit
+        it breaks, if any.
 
         That prompt will also hold this turn's reply and its observation."""
         request = Request((*call.messages, *new), self.sampling)
@@ -356,8 +417,8 @@ class RunState:
 
 
 class _AnnouncingClient:
-    """The client of one request, which says so when it is about to send it for the first time. What waits for its turn
-    has not been paid, and a journal must not say that it may have been."""
+    """The client of one request, which says so when it is about to send it for the first time. What
+    waits for its turn has not been paid, and a journal must not say that it may have been."""
 
     def __init__(self, client: Client, about_to_send: Callable[[], None]) -> None:
         self.name, self.window, self.price = client.name, client.window, client.price
@@ -377,7 +438,9 @@ class _AnnouncingClient:
 class _CallBudget:
     """Reserves for one request of ``call`` and writes down what became of each attempt."""
 
-    def __init__(self, run: RunState, call: LiveCall, max_input_tokens: int, max_output_tokens: int) -> None:
+    def __init__(
+        self, run: RunState, call: LiveCall, max_input_tokens: int, max_output_tokens: int
+    ) -> None:
         self._run, self._call = run, call
         self._usage = Usage(max_input_tokens, max_output_tokens, calls=1, unknown_calls=1)
         self._amount = bound(max_input_tokens, max_output_tokens, call.client.price)
@@ -412,7 +475,14 @@ class _CallBudget:
     def _attempted(self, error: str, usage: Usage, cost: float | None) -> None:
         run, call = self._run, self._call
         run.recorder.emit(
-            AttemptFailed(at_s=run.recorder.now(), call=call.id, turn=call.turn, error=error, usage=usage, cost=cost)
+            AttemptFailed(
+                at_s=run.recorder.now(),
+                call=call.id,
+                turn=call.turn,
+                error=error,
+                usage=usage,
+                cost=cost,
+            )
         )
 
 
@@ -425,7 +495,8 @@ def prompt_hash(model: str, request: Request) -> str:
 def cut_reply(call: LiveCall, limit: int, text: str) -> ReplyCut:
     """The error for a reply of ``call`` that ended at its limit of tokens after ``text``."""
     return ReplyCut(
-        f"{call.client.name}: the reply was cut at its limit of {limit} tokens; ask for less, or raise max_reply_tokens",
+        f"{call.client.name}: the reply was cut at its limit of {limit} tokens; ask for less, or "
+        "raise max_reply_tokens",
         text,
     )
 
@@ -434,9 +505,13 @@ def _filtered(model: str, reply: Reply) -> ReplyFiltered:
     text, stopped_by = reply.message.content, reply.filter or "content_filter"
     if stopped_by == "refusal":
         said = f": {text[:200]!r}" if text else ""
-        return ReplyFiltered(f"{model}: the model refused to answer (refusal){said}; ask in another way", text)
+        return ReplyFiltered(
+            f"{model}: the model refused to answer (refusal){said}; ask in another way", text
+        )
     return ReplyFiltered(
-        f"{model}: a content filter stopped the reply ({stopped_by}); ask in another way, or ask another model", text
+        f"{model}: a content filter stopped the reply ({stopped_by}); ask in another way, or ask "
+        "another model",
+        text,
     )
 
 
@@ -450,6 +525,7 @@ def _check_prices(limits: Limits, models: RunModels) -> None:
     unpriced = [client.name for client in models.all if client.price is None]
     if limits.max_cost is not None and math.isfinite(limits.max_cost) and unpriced:
         raise ConfigError(
-            f"a limit of ${limits.max_cost:g} cannot be kept: {', '.join(unpriced)} has no known price; add it to a price "
+            f"a limit of ${limits.max_cost:g} cannot be kept: {', '.join(unpriced)} has no known "
+            "price; add it to a price "
             "file (RAMIFY_PRICES) or leave max_cost out"
         )

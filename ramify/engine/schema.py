@@ -1,11 +1,12 @@
 """JSON schemas, and values checked against them in a bounded number of steps.
 
-A schema of a few lines may take for ever: each of ``{"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/b"}]}`` on the way to
-the last doubles the work. Every keyword that is applied is a step, dear ones several, and a value may take a number of them
-that grows with its size: what takes more is refused, on any machine alike. The clock is not asked.
+A schema of a few lines may take for ever: each of ``{"anyOf": [{"$ref": "#/$defs/b"}, {"$ref":
+"#/$defs/b"}]}`` on the way to the last doubles the work. Every keyword that is applied is a step,
+dear ones several, and a value may take a number of them that grows with its size: what takes more
+is refused, on any machine alike. The clock is not asked.
 
-Schemas of strangers (a session's code, callers of a server) may also be no larger than ``MAX_NODES``, and their regular
-expressions are matched by ``regex.py``.
+Schemas of strangers (a session's code, callers of a server) may also be no larger than
+``MAX_NODES``, and their regular expressions are matched by ``regex.py``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class JsonSchema:
     """One schema, ready to check."""
 
     def __init__(self, schema: dict[str, Any], *, trusted: bool = True) -> None:
-        """Raises ConfigError for what is no schema, or, where it is not ``trusted``, more than is taken of strangers."""
+        """Raises ConfigError for what is no schema, or, where it is not ``trusted``, more than is
+        taken of strangers."""
         import jsonschema
         import referencing
 
@@ -70,12 +72,21 @@ class JsonSchema:
             kind.check_schema(schema)
         except jsonschema.SchemaError as error:
             where = "/".join(str(part) for part in error.absolute_path) or "its top"
-            raise ConfigError(f"the JSON schema is not valid at {where}: {error.message[:500]}") from None
-        except (RecursionError, OverflowError) as error:  # nested too deep; a{99999999999} in a pattern
-            raise ConfigError(f"the JSON schema cannot be read ({type(error).__name__}): make it simpler") from None
+            raise ConfigError(
+                f"the JSON schema is not valid at {where}: {error.message[:500]}"
+            ) from None
+        except (
+            RecursionError,
+            OverflowError,
+        ) as error:  # nested too deep; a{99999999999} in a pattern
+            raise ConfigError(
+                f"the JSON schema cannot be read ({type(error).__name__}): make it simpler"
+            ) from None
         if "$id" not in json.dumps(schema):
             _check_references(schema, schema)
-        registry = referencing.Registry()  # one that fetches nothing: a stranger may give the schema
+        registry = (
+            referencing.Registry()
+        )  # one that fetches nothing: a stranger may give the schema
         self._validator = _counting(kind, trusted)(schema, registry=registry)
 
     def failure(self, value: Any) -> str | None:
@@ -90,7 +101,8 @@ class JsonSchema:
         except (Unresolvable, RecursionError) as error:
             return f"the schema itself cannot be followed ({type(error).__name__})"
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            # a number of more digits than Python writes, or a keyword with a value that its check did not expect
+            # a number of more digits than Python writes, or a keyword with a value that its check
+            # did not expect
             return f"the value cannot be checked ({error})"
         finally:
             _budget.reset(token)
@@ -125,19 +137,26 @@ def _check_stranger(schema: Any, size: int) -> None:
         named |= dict.fromkeys(part, True)
         open_ += part.values()
         patterns = [part.get("pattern")] if isinstance(part.get("pattern"), str) else []
-        patterns += part["patternProperties"] if isinstance(part.get("patternProperties"), dict) else []
+        patterns += (
+            part["patternProperties"] if isinstance(part.get("patternProperties"), dict) else []
+        )
         for pattern in patterns:
             try:
                 _pattern(pattern)
             except UnsupportedRegex as error:
-                raise ConfigError(f"the pattern {pattern!r:.100} of the JSON schema is not taken: {error}") from None
+                raise ConfigError(
+                    f"the pattern {pattern!r:.100} of the JSON schema is not taken: {error}"
+                ) from None
     if "patternProperties" in named and "unevaluatedProperties" in named:
-        raise ConfigError("a JSON schema may not have both patternProperties and unevaluatedProperties here")
+        raise ConfigError(
+            "a JSON schema may not have both patternProperties and unevaluatedProperties here"
+        )
 
 
 _pattern = functools.lru_cache(maxsize=256)(RegexPattern)
 
-# --- the counting validator ------------------------------------------------------------------------------------------------
+# --- the counting validator
+# ------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -150,18 +169,27 @@ def _counting(kind: Any, trusted: bool) -> Any:
     if "uniqueItems" in own:
         own["uniqueItems"] = _unique_items
     if not trusted:
-        changed = {"pattern": _match, "patternProperties": _pattern_properties, "additionalProperties": _additional}
+        changed = {
+            "pattern": _match,
+            "patternProperties": _pattern_properties,
+            "additionalProperties": _additional,
+        }
         own |= {name: function for name, function in changed.items() if name in own}
     is_old = not {"$dynamicRef", "$recursiveRef"} & own.keys()
     counting = validators.create(
-        meta_schema=kind.META_SCHEMA, validators={name: _counted(name, function) for name, function in own.items()},
-        type_checker=kind.TYPE_CHECKER, format_checker=kind.FORMAT_CHECKER, id_of=kind.ID_OF,
+        meta_schema=kind.META_SCHEMA,
+        validators={name: _counted(name, function) for name, function in own.items()},
+        type_checker=kind.TYPE_CHECKER,
+        format_checker=kind.FORMAT_CHECKER,
+        id_of=kind.ID_OF,
         applicable_validators=_beside_no_reference if is_old else dict.items,
-    )  # fmt: skip
+    )
 
     def evolve(self: Any, **changes: Any) -> Any:
         _budget.get().spend(1)
-        return attrs.evolve(self, **changes)  # jsonschema's own would take a part's $schema, and count no more
+        return attrs.evolve(
+            self, **changes
+        )  # jsonschema's own would take a part's $schema, and count no more
 
     counting.evolve = evolve
     return counting
@@ -185,7 +213,9 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Iterator[
 
 def _cost(name: str, value: Any, instance: Any, budget: _Budget) -> int:
     if name in _REFERENCES and isinstance(value, str):
-        is_pointer = value == "#" or value.startswith("#/")  # else the whole schema is looked through for it
+        is_pointer = value == "#" or value.startswith(
+            "#/"
+        )  # else the whole schema is looked through for it
         return 3 + (len(value) // 20 if is_pointer else budget.schema_nodes)
     if name in ("enum", "const"):
         return budget.size(value)
@@ -201,7 +231,11 @@ def _length(value: Any) -> int:
 def _unique_items(validator: Any, wanted: Any, instance: Any, _: Any) -> Iterator[Any]:
     from jsonschema import ValidationError
 
-    if wanted and validator.is_type(instance, "array") and len(set(map(_hashable, instance))) < len(instance):
+    if (
+        wanted
+        and validator.is_type(instance, "array")
+        and len(set(map(_hashable, instance))) < len(instance)
+    ):
         yield ValidationError(f"{instance!r} has non-unique elements")
 
 
@@ -226,7 +260,9 @@ def _match(validator: Any, pattern: str, instance: Any, _: Any) -> Iterator[Any]
         yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
-def _pattern_properties(validator: Any, patterns: dict[str, Any], instance: Any, _: Any) -> Iterator[Any]:
+def _pattern_properties(
+    validator: Any, patterns: dict[str, Any], instance: Any, _: Any
+) -> Iterator[Any]:
     if validator.is_type(instance, "object"):
         for pattern, schema in patterns.items():
             for name, each in instance.items():
@@ -240,18 +276,24 @@ def _additional(validator: Any, allowed: Any, instance: Any, schema: Any) -> Ite
     if not validator.is_type(instance, "object"):
         return
     named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-    extras = [name for name in instance if name not in named and not any(_searched(each, name) for each in patterns)]
+    extras = [
+        name
+        for name in instance
+        if name not in named and not any(_searched(each, name) for each in patterns)
+    ]
     if isinstance(allowed, dict):
         for name in extras:
             yield from validator.descend(instance[name], allowed, path=name)
     elif not allowed and extras:
         shown = ", ".join(map(repr, extras))
         yield ValidationError(
-            f"Additional properties are not allowed ({shown} {'was' if len(extras) == 1 else 'were'} unexpected)"
+            f"Additional properties are not allowed ({shown} "
+            f"{'was' if len(extras) == 1 else 'were'} unexpected)"
         )
 
 
-# --- references --------------------------------------------------------------------------------------------------------------
+# --- references
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _check_references(part: Any, schema: Mapping[str, Any]) -> None:
@@ -263,12 +305,16 @@ def _check_references(part: Any, schema: Mapping[str, Any]) -> None:
         return
     for name, item in part.items():
         if name == "$ref" and isinstance(item, str) and not _leads(item, schema):
-            raise ConfigError(f"the JSON schema refers to {item!r:.200}, which is not in it: put it under its $defs")
+            raise ConfigError(
+                f"the JSON schema refers to {item!r:.200}, which is not in it: put it under its "
+                "$defs"
+            )
         _check_references(item, schema)
 
 
 def _leads(reference: str, schema: Any) -> bool:
-    """Whether ``reference``, such as ``#/$defs/Item``, names a place in ``schema``. Anchors are not looked for."""
+    """Whether ``reference``, such as ``#/$defs/Item``, names a place in ``schema``. Anchors are not
+    looked for."""
     place, *path = reference.split("/")
     if place.startswith("#") and (place != "#" or not path):
         return True

@@ -9,8 +9,9 @@
             └── invoke_agent 0.1            rlm_query
 
 Made from the run's events, like everything else that is shown of it. Texts are left out, unless
-``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` asks for them; of a turn's prompt then what is new in it. Nothing is
-imported here before the program that runs us has set OpenTelemetry up: where it has not, this costs one look-up in a dict.
+``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` asks for them; of a turn's prompt then what
+is new in it. Nothing is imported here before the program that runs us has set OpenTelemetry up:
+where it has not, this costs one look-up in a dict.
 """
 
 from __future__ import annotations
@@ -45,9 +46,14 @@ if TYPE_CHECKING:
 _API = "opentelemetry.trace"
 _CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 _PROVIDERS = {
-    "azure": "azure.ai.openai", "bedrock": "aws.bedrock", "gemini": "gcp.gemini", "google": "gcp.gemini",
-    "mistral": "mistral_ai", "vertex_ai": "gcp.vertex_ai", "xai": "x_ai",
-}  # fmt: skip
+    "azure": "azure.ai.openai",
+    "bedrock": "aws.bedrock",
+    "gemini": "gcp.gemini",
+    "google": "gcp.gemini",
+    "mistral": "mistral_ai",
+    "vertex_ai": "gcp.vertex_ai",
+    "xai": "x_ai",
+}
 """Our name of a provider -> the conventions', where they differ."""
 _PARAMETERS = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 _PYTHON = "python"
@@ -55,7 +61,8 @@ _PYTHON = "python"
 
 
 def tracing() -> tuple[Listener, ...]:
-    """A listener for one run or conversation, where this process has a tracer provider that records; else none."""
+    """A listener for one run or conversation, where this process has a tracer provider that
+    records; else none."""
     api = sys.modules.get(_API)
     if api is None:
         return ()
@@ -67,7 +74,8 @@ def tracing() -> tuple[Listener, ...]:
 
 @contextlib.contextmanager
 def continued(headers: Mapping[str, str]) -> Iterator[None]:
-    """Runs that are begun in this block belong to the trace that ``headers`` name (``traceparent``), if they do."""
+    """Runs that are begun in this block belong to the trace that ``headers`` name
+    (``traceparent``), if they do."""
     if _API not in sys.modules or "traceparent" not in headers:
         yield
         return
@@ -86,7 +94,9 @@ class SpanListener:
     def __init__(self, tracer: Tracer, content: bool | None = None) -> None:
         """``content``: whether texts are recorded; by default as the environment says."""
         given = os.environ.get(_CONTENT, "").lower()
-        self._content = given in ("true", "span_only", "span_and_event") if content is None else content
+        self._content = (
+            given in ("true", "span_only", "span_and_event") if content is None else content
+        )
         self._tracer = tracer
         self._zero_ns = 0
         """Unix time at which the run's clock stood at 0."""
@@ -109,7 +119,9 @@ class SpanListener:
             case RequestStarted():
                 self._ask(event)
             case AttemptFailed() if event.call in self._requests:
-                self._requests[event.call].add_event("ramify.attempt_failed", timestamp=self._ns(event.at_s))
+                self._requests[event.call].add_event(
+                    "ramify.attempt_failed", timestamp=self._ns(event.at_s)
+                )
             case ReplyReceived():
                 self._answer(event)
             case ToolAnswered():
@@ -121,37 +133,52 @@ class SpanListener:
             case RunEnded():
                 self._end(event)
 
-    # --- the run and its calls ---------------------------------------------------------------------------------
+    # --- the run and its calls
+    # ---------------------------------------------------------------------------------
 
     def _begin(self, event: RunStarted) -> None:
         self._zero_ns = int((event.started_at - event.at_s) * 1e9)
         sampling = event.config.get("sampling") or {}
         self._id = event.id
         self._parameters = {
-            f"gen_ai.request.{name}": sampling[name] for name in _PARAMETERS if sampling.get(name) is not None
+            f"gen_ai.request.{name}": sampling[name]
+            for name in _PARAMETERS
+            if sampling.get(name) is not None
         }
         model = next(iter(event.config.get("model") or ()), "")
         self._run = self._tracer.start_span(  # below what is current where the run was begun
-            "invoke_agent ramify", start_time=self._ns(event.at_s),
+            "invoke_agent ramify",
+            start_time=self._ns(event.at_s),
             attributes={
-                "gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "ramify", "gen_ai.conversation.id": event.id,
-                "ramify.run": event.id, **_model(model), **({"ramify.task": event.task} if event.task else {}),
+                "gen_ai.operation.name": "invoke_agent",
+                "gen_ai.agent.name": "ramify",
+                "gen_ai.conversation.id": event.id,
+                "ramify.run": event.id,
+                **_model(model),
+                **({"ramify.task": event.task} if event.task else {}),
             },
-        )  # fmt: skip
+        )
         if self._content:
-            self._run.set_attribute("gen_ai.input.messages", _messages([Message("user", event.question)]))
+            self._run.set_attribute(
+                "gen_ai.input.messages", _messages([Message("user", event.question)])
+            )
 
     def _begin_call(self, event: CallStarted) -> None:
         self._calls[event.id], self._latest[event.id] = event, event.at_s
         if event.kind != "rlm":
             return  # its requests say all of it
         self._sessions[event.id] = self._span(
-            f"invoke_agent {event.id}", self._above(event.parent), event.at_s,
+            f"invoke_agent {event.id}",
+            self._above(event.parent),
+            event.at_s,
             {
-                "gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "ramify session",
-                "gen_ai.agent.id": event.id, "ramify.depth": event.depth, **_model(event.model),
+                "gen_ai.operation.name": "invoke_agent",
+                "gen_ai.agent.name": "ramify session",
+                "gen_ai.agent.id": event.id,
+                "ramify.depth": event.depth,
+                **_model(event.model),
             },
-        )  # fmt: skip
+        )
 
     def _end_call(self, event: CallEnded) -> None:
         if request := self._requests.pop(event.id, None):  # cut off, or failed for good
@@ -169,14 +196,20 @@ class SpanListener:
         if self._run is not None:
             self._run.set_attributes(_usage(event.usage, event.cost))
             if self._content and event.answer is not None:
-                said = event.answer if isinstance(event.answer, str) else msgspec.json.encode(event.answer).decode()
+                said = (
+                    event.answer
+                    if isinstance(event.answer, str)
+                    else msgspec.json.encode(event.answer).decode()
+                )
                 self._run.set_attribute(
-                    "gen_ai.output.messages", _messages([Message("assistant", said)], str(event.stop))
+                    "gen_ai.output.messages",
+                    _messages([Message("assistant", said)], str(event.stop)),
                 )
             self._close(self._run, event.at_s, event.stop)
             self._run = None
 
-    # --- requests, cells, tools --------------------------------------------------------------------------------
+    # --- requests, cells, tools
+    # --------------------------------------------------------------------------------
 
     def _ask(self, event: RequestStarted) -> None:
         if event.call in self._requests or event.call not in self._calls:
@@ -184,13 +217,19 @@ class SpanListener:
         call = self._calls[event.call]
         name = _model(call.model)
         span = self._span(
-            f"chat {name['gen_ai.request.model']}", self._sessions.get(call.id) or self._above(call.parent), event.at_s,
+            f"chat {name['gen_ai.request.model']}",
+            self._sessions.get(call.id) or self._above(call.parent),
+            event.at_s,
             {
-                "gen_ai.operation.name": "chat", "gen_ai.conversation.id": self._id, "ramify.call": call.id,
-                "ramify.turn": event.turn + 1, **name, **self._parameters,
+                "gen_ai.operation.name": "chat",
+                "gen_ai.conversation.id": self._id,
+                "ramify.call": call.id,
+                "ramify.turn": event.turn + 1,
+                **name,
+                **self._parameters,
             },
             is_client=True,
-        )  # fmt: skip
+        )
         if self._content:
             span.set_attribute("gen_ai.input.messages", _messages(event.prompt))
         self._requests[call.id] = span
@@ -200,7 +239,9 @@ class SpanListener:
         span, reply = self._requests.pop(event.call, None), event.reply
         if span is None:
             return
-        span.set_attributes({"gen_ai.response.finish_reasons": [reply.finish], **_usage(reply.usage, reply.cost)})
+        span.set_attributes(
+            {"gen_ai.response.finish_reasons": [reply.finish], **_usage(reply.usage, reply.cost)}
+        )
         if reply.model:
             span.set_attribute("gen_ai.response.model", reply.model)
         if event.cached:
@@ -211,9 +252,11 @@ class SpanListener:
 
     def _tool(self, event: ToolAnswered) -> None:
         span = self._span(
-            f"execute_tool {event.name}", self._above(Parent(event.call, event.turn, event.cell)),
-            event.at_s - event.seconds, _tool_attributes(event.name),
-        )  # fmt: skip
+            f"execute_tool {event.name}",
+            self._above(Parent(event.call, event.turn, event.cell)),
+            event.at_s - event.seconds,
+            _tool_attributes(event.name),
+        )
         self._close(span, event.at_s, Stop.ERROR if event.error is not None else None)
 
     def _cell_ended(self, event: CellRan) -> None:
@@ -224,13 +267,17 @@ class SpanListener:
             if self._content:
                 shown = "\n".join(filter(None, (cell.stdout, cell.value, cell.error)))
                 span.set_attributes(
-                    {"gen_ai.tool.call.arguments": encodable(cell.code), "gen_ai.tool.call.result": encodable(shown)}
+                    {
+                        "gen_ai.tool.call.arguments": encodable(cell.code),
+                        "gen_ai.tool.call.result": encodable(shown),
+                    }
                 )
             self._close(span, event.at_s, Stop.ERROR if cell.error is not None else None)
         self._cells.pop((event.call, event.turn, event.cell), None)
         self._latest[event.call] = event.at_s
 
-    # --- spans -------------------------------------------------------------------------------------------------
+    # --- spans
+    # -------------------------------------------------------------------------------------------------
 
     def _above(self, parent: Parent | None) -> Span | None:
         """The span of the cell that something was done in; begun when that is first heard of."""
@@ -239,21 +286,34 @@ class SpanListener:
         key = (parent.call, parent.turn, parent.cell)
         if key not in self._cells:
             self._cells[key] = self._span(
-                f"execute_tool {_PYTHON}", self._sessions.get(parent.call), self._latest.get(parent.call, 0.0),
-                {**_tool_attributes(_PYTHON), "gen_ai.tool.call.id": f"{parent.call}/{parent.turn + 1}/{parent.cell + 1}"},
-            )  # fmt: skip
+                f"execute_tool {_PYTHON}",
+                self._sessions.get(parent.call),
+                self._latest.get(parent.call, 0.0),
+                {
+                    **_tool_attributes(_PYTHON),
+                    "gen_ai.tool.call.id": f"{parent.call}/{parent.turn + 1}/{parent.cell + 1}",
+                },
+            )
         return self._cells[key]
 
     def _span(
-        self, name: str, above: Span | None, at_s: float, attributes: dict[str, Any], is_client: bool = False
+        self,
+        name: str,
+        above: Span | None,
+        at_s: float,
+        attributes: dict[str, Any],
+        is_client: bool = False,
     ) -> Span:
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         parent = above or self._run
         return self._tracer.start_span(
-            name, set_span_in_context(parent) if parent is not None else None,
-            SpanKind.CLIENT if is_client else SpanKind.INTERNAL, attributes, start_time=self._ns(at_s),
-        )  # fmt: skip
+            name,
+            set_span_in_context(parent) if parent is not None else None,
+            SpanKind.CLIENT if is_client else SpanKind.INTERNAL,
+            attributes,
+            start_time=self._ns(at_s),
+        )
 
     def _close(self, span: Span, at_s: float, stop: Stop | None = None) -> None:
         """``stop``: why it ended, where that is to be said. A limit is no error."""
@@ -274,27 +334,38 @@ def _model(name: str) -> dict[str, str]:
     """``"openai:gpt-5-mini@http://…"`` -> provider and model."""
     provider, colon, model = name.partition(":")
     model = model.partition("@http")[0] if colon else provider
-    return {"gen_ai.provider.name": _PROVIDERS.get(provider, provider), "gen_ai.request.model": model}
+    return {
+        "gen_ai.provider.name": _PROVIDERS.get(provider, provider),
+        "gen_ai.request.model": model,
+    }
 
 
 def _usage(usage: Usage, cost: float | None) -> dict[str, Any]:
     named = {
-        "gen_ai.usage.input_tokens": usage.input_tokens, "gen_ai.usage.output_tokens": usage.output_tokens,
+        "gen_ai.usage.input_tokens": usage.input_tokens,
+        "gen_ai.usage.output_tokens": usage.output_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
         "gen_ai.usage.cache_creation.input_tokens": usage.cache_write_tokens,
         "gen_ai.usage.reasoning.output_tokens": usage.reasoning_tokens,
-    }  # fmt: skip
+    }
     always = ("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens")
-    shown: dict[str, Any] = {name: value for name, value in named.items() if value or name in always}
+    shown: dict[str, Any] = {
+        name: value for name, value in named.items() if value or name in always
+    }
     return shown if cost is None else {**shown, "ramify.cost": cost}
 
 
 def _tool_attributes(name: str) -> dict[str, str]:
-    return {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name, "gen_ai.tool.type": "function"}
+    return {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": name,
+        "gen_ai.tool.type": "function",
+    }
 
 
 def _messages(messages: Sequence[Message], finish: str = "") -> str:
-    """As the conventions write them: ``[{"role": "user", "parts": [{"type": "text", "content": "…"}]}]``."""
+    """As the conventions write them: ``[{"role": "user", "parts": [{"type": "text", "content":
+    "…"}]}]``."""
     written = []
     for message in messages:
         parts: list[dict[str, Any]] = []
@@ -303,8 +374,15 @@ def _messages(messages: Sequence[Message], finish: str = "") -> str:
         if message.content:
             parts.append({"type": "text", "content": encodable(message.content)})
         parts += [
-            {"type": "tool_call", "id": call.id, "name": call.name, "arguments": encodable(call.arguments)}
+            {
+                "type": "tool_call",
+                "id": call.id,
+                "name": call.name,
+                "arguments": encodable(call.arguments),
+            }
             for call in message.tool_calls
         ]
-        written.append({"role": message.role, "parts": parts, **({"finish_reason": finish} if finish else {})})
+        written.append(
+            {"role": message.role, "parts": parts, **({"finish_reason": finish} if finish else {})}
+        )
     return msgspec.json.encode(written).decode()

@@ -1,7 +1,8 @@
 """The user's own functions in a session: called there, run here, with the host's rights.
 
-A tool is a function (plain or ``async``) or a value. Plain functions run in a thread of their own, so that a slow one,
-or one that never returns, holds nothing up. What a tool returns must be something that the session's codec carries.
+A tool is a function (plain or ``async``) or a value. Plain functions run in a thread of their own,
+so that a slow one, or one that never returns, holds nothing up. What a tool returns must be
+something that the session's codec carries.
 """
 
 from __future__ import annotations
@@ -18,10 +19,22 @@ from ramify.errors import ConfigError, HostCallError
 Tools = Mapping[str, Any] | Sequence[Callable[..., Any]]
 """Functions by name, or a list of functions that have names; other values are bound as they are."""
 
-RESERVED = frozenset({
-    "FINAL", "FINAL_VAR", "SHOW_VARS", "SubcallError", "answer", "context", "history", "llm_query", "llm_query_batched",
-    "outputs", "rlm_query", "rlm_query_batched",
-})  # fmt: skip
+RESERVED = frozenset(
+    {
+        "FINAL",
+        "FINAL_VAR",
+        "SHOW_VARS",
+        "SubcallError",
+        "answer",
+        "context",
+        "history",
+        "llm_query",
+        "llm_query_batched",
+        "outputs",
+        "rlm_query",
+        "rlm_query_batched",
+    }
+)
 
 _CALL = """\
 import builtins
@@ -40,40 +53,60 @@ class ToolSet:
     """Checked tools: functions that the host runs, and values that go over once."""
 
     def __init__(self, tools: Tools | None) -> None:
-        named = dict(tools) if isinstance(tools, Mapping) else {_name_of(tool): tool for tool in tools or ()}
+        named = (
+            dict(tools)
+            if isinstance(tools, Mapping)
+            else {_name_of(tool): tool for tool in tools or ()}
+        )
         for name in named:
             if not name.isidentifier() or keyword.iskeyword(name) or name in RESERVED:
-                why = "the session has a name like that" if name in RESERVED else "that is not a Python name"
+                why = (
+                    "the session has a name like that"
+                    if name in RESERVED
+                    else "that is not a Python name"
+                )
                 raise ConfigError(f"a tool cannot be called '{name}': {why}")
-        self.functions: dict[str, Callable[..., Any]] = {name: tool for name, tool in named.items() if callable(tool)}
-        self.values: dict[str, Any] = {name: tool for name, tool in named.items() if not callable(tool)}
+        self.functions: dict[str, Callable[..., Any]] = {
+            name: tool for name, tool in named.items() if callable(tool)
+        }
+        self.values: dict[str, Any] = {
+            name: tool for name, tool in named.items() if not callable(tool)
+        }
 
     def plus(self, tools: Mapping[str, Any]) -> ToolSet:
         return ToolSet({**self.functions, **self.values, **tools})
 
     @property
     def servers(self) -> list[str]:
-        """The MCP servers that functions belong to, as they are recorded; see ``engine/mcp_tools.py``."""
+        """The MCP servers that functions belong to, as they are recorded; see
+        ``engine/mcp_tools.py``."""
         owners = (getattr(tool, "owner", None) for tool in self.functions.values())
-        return [*dict.fromkeys(server for owner in owners for server in getattr(owner, "servers", ()))]
+        return [
+            *dict.fromkeys(server for owner in owners for server in getattr(owner, "servers", ()))
+        ]
 
     def describe(self) -> str:
         """Lines for the system prompt; empty if there are none."""
-        lines = [f"- `{name}{_signature(tool)}`: {_summary(tool)}" for name, tool in self.functions.items()]
+        lines = [
+            f"- `{name}{_signature(tool)}`: {_summary(tool)}"
+            for name, tool in self.functions.items()
+        ]
         lines += [f"- `{name}`: a {type(value).__name__}" for name, value in self.values.items()]
         return "\n".join(["Also in the session:", *lines, ""]) if lines else ""
 
     def source(self) -> str:
         """A module for the session with one function for each tool."""
         parts = [
-            f"def {name}(*args, **kwargs):\n    {(f'{name}{_signature(tool)}: ' + _summary(tool))!r}\n"
+            f"def {name}(*args, **kwargs):\n    "
+            f"{(f'{name}{_signature(tool)}: ' + _summary(tool))!r}\n"
             f"    return _call({name!r}, args, kwargs)\n"
             for name, tool in self.functions.items()
         ]
         return "\n".join([_CALL, *parts, f"__all__ = {list(self.functions)!r}\n"])
 
     async def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the tool returns. Raises HostCallError with the tool's own exception type and text."""
+        """What the tool returns. Raises HostCallError with the tool's own exception type and
+        text."""
         tool = self.functions.get(name)
         if tool is None:
             raise HostCallError("NameError", f"there is no tool '{name}'")
@@ -83,9 +116,11 @@ class ToolSet:
         return result
 
 
-async def _outcome(tool: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(what the tool returned, what it raised). An error comes back as a value: a future can hold no StopIteration, and
-    a SystemExit in one would end the loop."""
+async def _outcome(
+    tool: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """(what the tool returned, what it raised). An error comes back as a value: a future can hold
+    no StopIteration, and a SystemExit in one would end the loop."""
 
     def run() -> tuple[Any, Any]:
         try:
@@ -119,12 +154,17 @@ def _text_of(error: BaseException) -> str:
 def _name_of(tool: Callable[..., Any]) -> str:
     name = getattr(tool, "__name__", "")
     if not name.isidentifier():
-        raise ConfigError(f"the tool {tool!r} has no usable name: give tools as a dict of name to function")
+        raise ConfigError(
+            f"the tool {tool!r} has no usable name: give tools as a dict of name to function"
+        )
     return name
 
 
 def _signature(tool: Callable[..., Any]) -> str:
-    for eval_str in (True, False):  # annotations as text are shown as what they mean, where that can be found out
+    for eval_str in (
+        True,
+        False,
+    ):  # annotations as text are shown as what they mean, where that can be found out
         try:
             return str(inspect.signature(tool, eval_str=eval_str))
         except (TypeError, ValueError, NameError, AttributeError, SyntaxError):

@@ -1,8 +1,8 @@
 """Typed answers: a type or JSON schema in, a check and a schema out.
 
-``answer_type=`` takes a msgspec ``Struct``, a dataclass, a pydantic model, any type that msgspec knows (``list[int]``,
-``dict[str, float]``, a ``Literal``), or a JSON schema. The model is shown the schema; what it gives is checked, and
-where it does not fit, the error is shown to it.
+``answer_type=`` takes a msgspec ``Struct``, a dataclass, a pydantic model, any type that msgspec
+knows (``list[int]``, ``dict[str, float]``, a ``Literal``), or a JSON schema. The model is shown the
+schema; what it gives is checked, and where it does not fit, the error is shown to it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class AnswerType(msgspec.Struct, frozen=True):
     """A plain value (dicts, lists, text …) to the typed one. Raises Mismatch."""
 
     def read(self, text: str) -> Any:
-        """The typed value that a reply's text holds: all of it, a JSON fence in it, or the text itself for a string."""
+        """The typed value that a reply's text holds: all of it, a JSON fence in it, or the text
+        itself for a string."""
         try:
             value = parse_json(text)
         except TypeMismatch:
@@ -46,8 +47,9 @@ class AnswerType(msgspec.Struct, frozen=True):
         return self.convert(value)
 
     def literal(self, text: str) -> Any:
-        """What ``FINAL(text)`` means, unconverted: a Python literal, JSON or the text, whichever fits first. Where none
-        fits, the first that can be read, so that its mismatch can be shown."""
+        """What ``FINAL(text)`` means, unconverted: a Python literal, JSON or the text, whichever
+        fits first. Where none fits, the first that can be read, so that its mismatch can be
+        shown."""
         readings: list[Callable[[str], Any]] = [ast.literal_eval, json.loads, str]
         values = []
         for reading in readings:
@@ -73,8 +75,8 @@ class AnswerType(msgspec.Struct, frozen=True):
 
 
 def answer_type(kind: Any, *, trusted: bool = True) -> AnswerType | None:
-    """The check for ``kind``. Raises ConfigError for what is neither a type nor a valid JSON schema, and for what ``schema.py``
-    does not take of strangers where it is not ``trusted``."""
+    """The check for ``kind``. Raises ConfigError for what is neither a type nor a valid JSON
+    schema, and for what ``schema.py`` does not take of strangers where it is not ``trusted``."""
     if kind is None or isinstance(kind, AnswerType):
         return kind
     if isinstance(kind, Mapping):
@@ -89,7 +91,8 @@ def answer_type(kind: Any, *, trusted: bool = True) -> AnswerType | None:
     except TypeError as error:
         why = " ".join(str(error).split())
         raise ConfigError(
-            f"answer_type {kind!r} is not understood ({why}): give a msgspec, pydantic or dataclass type, a type such as "
+            f"answer_type {kind!r} is not understood ({why}): give a msgspec, pydantic or "
+            "dataclass type, a type such as "
             "list[int], or a JSON schema as a dict"
         ) from None
     return AnswerType(schema, _msgspec(kind))
@@ -100,7 +103,11 @@ def parse_json(text: str) -> Any:
     fences = _FENCED.findall(text)
     bare = text[min((i for i in (text.find("{"), text.find("[")) if i >= 0), default=0) :].strip()
     error: Exception
-    for candidate in (text.strip(), *fences[::-1], bare[: max(bare.rfind("}"), bare.rfind("]")) + 1]):
+    for candidate in (
+        text.strip(),
+        *fences[::-1],
+        bare[: max(bare.rfind("}"), bare.rfind("]")) + 1],
+    ):
         try:
             return json.loads(candidate)
         except (ValueError, RecursionError) as failure:  # a thousand brackets, too
@@ -117,7 +124,8 @@ def _of_schema(schema: dict[str, Any], trusted: bool) -> AnswerType:
             failure = checked.failure(plain)
         except SchemaCheckTooLong:
             raise TypeMismatch(
-                "the value takes too many steps to be checked by this schema: a smaller value, or a schema with fewer $ref and "
+                "the value takes too many steps to be checked by this schema: a smaller value, or "
+                "a schema with fewer $ref and "
                 "anyOf within each other, would do"
             ) from None
         if failure is not None:
@@ -167,7 +175,8 @@ def _unchecked(error: Exception) -> TypeMismatch:
 
 
 def _writable(plain: Any) -> Any:
-    """``plain``, if a reader of JSON can have it back: an integer of thousands of digits has no such form."""
+    """``plain``, if a reader of JSON can have it back: an integer of thousands of digits has no
+    such form."""
     try:
         msgspec.json.decode(msgspec.json.encode(plain))
     except UnicodeEncodeError:  # half a surrogate pair: a journal writes its escape
@@ -182,11 +191,14 @@ def _plain(value: Any) -> Any:
     try:
         return msgspec.to_builtins(value, str_keys=True)
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise TypeMismatch(f"a value of type {type(value).__name__} has no JSON form ({error})") from None
+        raise TypeMismatch(
+            f"a value of type {type(value).__name__} has no JSON form ({error})"
+        ) from None
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """msgspec puts a Struct behind a ``$ref`` at the top; providers want the object itself there."""
+    """msgspec puts a Struct behind a ``$ref`` at the top; providers want the object itself
+    there."""
     name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
     definitions = dict(schema.get("$defs", {}))
     if not name or name not in definitions or f"#/$defs/{name}" in json.dumps(definitions):

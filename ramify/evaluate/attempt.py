@@ -1,11 +1,13 @@
-"""One attempt at one item through the one engine: prepared, run, scored. Used by evaluation and by training alike.
+"""One attempt at one item through the one engine: prepared, run, scored. Used by evaluation and by
+training alike.
 
     prepare ──> RLM (sessions, children, a model) ──> on_end ──> score ──> Trajectory with rewards, or errors without
                                                                   └─> the run's journal, where there is a store
 
-Decides how long anything may wait and what is a failure: an attempt that ends in an error not of the model's own making
-keeps what happened in ``errors`` and gets no reward. What the model did to itself (a prompt grown past its window, a
-session killed three times) is scored like any other answer. Raises only what is a bug, or a cancellation.
+Decides how long anything may wait and what is a failure: an attempt that ends in an error not of
+the model's own making keeps what happened in ``errors`` and gets no reward. What the model did to
+itself (a prompt grown past its window, a session killed three times) is scored like any other
+answer. Raises only what is a bug, or a cancellation.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from ramify.types.event import scores_of
 from ramify.types.trajectory import Stop, Trajectory
 
 GRACE_S = 30.0
-"""How long past its own deadline (``limits.max_seconds``) an attempt is waited for before it counts as stalled. The same
-holds for a task's ``prepare``, ``on_end`` and ``score``."""
+"""How long past its own deadline (``limits.max_seconds``) an attempt is waited for before it counts
+as stalled. The same holds for a task's ``prepare``, ``on_end`` and ``score``."""
 
 
 async def attempt(
@@ -43,11 +45,13 @@ async def attempt(
     on_stall: Callable[[str], None] = print,
     direct: bool = False,
 ) -> Trajectory:
-    """The trajectory of one attempt, with ``rewards`` where it could be scored and ``errors`` where it could not.
+    """The trajectory of one attempt, with ``rewards`` where it could be scored and ``errors`` where
+    it could not.
 
-    ``name`` is its id in place of the run's; ``sampling`` its own, so that attempts differ in their seed; ``metadata`` is
-    kept with the run; ``on_stall`` is told where an attempt stood that did not end. ``direct``: one plain call may answer
-    a short context, as in ``ask``. By default each root has a session, since that is what is trained and measured."""
+    ``name`` is its id in place of the run's; ``sampling`` its own, so that attempts differ in their
+    seed; ``metadata`` is kept with the run; ``on_stall`` is told where an attempt stood that did
+    not end. ``direct``: one plain call may answer a short context, as in ``ask``. By default each
+    root has a session, since that is what is trained and measured."""
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     except RamifyError as error:
@@ -74,13 +78,18 @@ async def attempt(
     try:
         if start.on_end is not None:
             end = functools.partial(in_thread, start.on_end, trajectory.answer)
-            trajectory.metadata = {**trajectory.metadata, **await _in_time(end, task, item, "on_end", grace_s)}
+            trajectory.metadata = {
+                **trajectory.metadata,
+                **await _in_time(end, task, item, "on_end", grace_s),
+            }
         if failure is None:
             score = functools.partial(in_thread, scored, task, item, trajectory)
             await _in_time(score, task, item, "score", grace_s)
             if rlm.store is not None:
                 await asyncio.to_thread(
-                    rlm.store.append, run, scores_of(trajectory, time.time() - trajectory.started_at)
+                    rlm.store.append,
+                    run,
+                    scores_of(trajectory, time.time() - trajectory.started_at),
                 )
     except RamifyError as error:
         failure = failure or str(error)
@@ -90,8 +99,8 @@ async def attempt(
 
 
 async def is_direct(rlm: RLM, task: Task, item: Item, grace_s: float = GRACE_S) -> bool:
-    """Whether one plain call would answer ``item`` in an attempt with ``direct=True``. An item that cannot be prepared
-    counts as no: its attempts will say why."""
+    """Whether one plain call would answer ``item`` in an attempt with ``direct=True``. An item that
+    cannot be prepared counts as no: its attempts will say why."""
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
         try:
@@ -104,8 +113,11 @@ async def is_direct(rlm: RLM, task: Task, item: Item, grace_s: float = GRACE_S) 
         return False
 
 
-async def _in_time(work: Callable[[], Awaitable[Any]], task: Task, item: Item, what: str, grace_s: float) -> Any:
-    """What the task's own code gives. Raises RamifyError, naming task and item, where it fails or takes too long."""
+async def _in_time(
+    work: Callable[[], Awaitable[Any]], task: Task, item: Item, what: str, grace_s: float
+) -> Any:
+    """What the task's own code gives. Raises RamifyError, naming task and item, where it fails or
+    takes too long."""
     where = f"task '{task.name}', item {item.id}: its {what}"
     try:
         async with asyncio.timeout(grace_s):
@@ -119,9 +131,16 @@ async def _in_time(work: Callable[[], Awaitable[Any]], task: Task, item: Item, w
 
 
 async def _run(
-    rlm: RLM, name: str, start: TaskStart, question: str, sampling: Sampling | None, about: Mapping[str, Any],
-    grace_s: float, on_stall: Callable[[str], None], direct: bool,
-) -> tuple[Trajectory, str | None]:  # fmt: skip
+    rlm: RLM,
+    name: str,
+    start: TaskStart,
+    question: str,
+    sampling: Sampling | None,
+    about: Mapping[str, Any],
+    grace_s: float,
+    on_stall: Callable[[str], None],
+    direct: bool,
+) -> tuple[Trajectory, str | None]:
     """The trajectory and, where it is not to be scored, why."""
     running = rlm.start(start, question, metadata=about, sampling=sampling, direct=direct)
     ending = asyncio.ensure_future(running.result())
@@ -131,7 +150,10 @@ async def _run(
         if ending.done():
             return ending.result().trajectory, _failure(ending.result())
         on_stall(f"{name} (run {running.id}) did not end in time; tasks stand at:\n{_stacks()}")
-        return running.recorder.trajectory, f"it did not end within {max_seconds:g} s, and was given up"
+        return (
+            running.recorder.trajectory,
+            f"it did not end within {max_seconds:g} s, and was given up",
+        )
     except RamifyError as error:  # before it began: no session, no model
         return running.recorder.trajectory, str(error)
     finally:
@@ -142,7 +164,9 @@ async def _run(
 def _failure(result: Result) -> str | None:
     """Why the attempt is not to be scored, if so."""
     failure = result.failure
-    is_its_own = isinstance(failure, SessionDied | ReplyFiltered) or (isinstance(failure, Refused) and failure.too_long)
+    is_its_own = isinstance(failure, SessionDied | ReplyFiltered) or (
+        isinstance(failure, Refused) and failure.too_long
+    )
     if result.stop is not Stop.ERROR or is_its_own:
         return None
     return result.error or "it ended in an error that was not said"

@@ -1,9 +1,11 @@
-"""An evaluation on disk: the plan in the first line, an outcome in each line after it, so that a killed one goes on.
+"""An evaluation on disk: the plan in the first line, an outcome in each line after it, so that a
+killed one goes on.
 
     {"type":"plan","model":"openai:gpt-5-mini","task":"ledger","split":"test","items":100,…}
     {"type":"outcome","item":"ledger/test/0","attempt":0,"reward":1.0,…}
 
-One process writes at a time. A line that its writer did not finish is cut off when it is opened again.
+One process writes at a time. A line that its writer did not finish is cut off when it is opened
+again.
 """
 
 from __future__ import annotations
@@ -37,21 +39,29 @@ class EvaluationRecords:
         return EvaluationRecord(self._folder / f"{id}.jsonl", plan)
 
     def reopen(self, id: str) -> EvaluationRecord:
-        """An evaluation that was begun, to go on with. Raises StoreError for one that there is not."""
+        """An evaluation that was begun, to go on with. Raises StoreError for one that there is
+        not."""
         return EvaluationRecord(self.path(id))
 
     def load(self, id: str) -> Evaluation:
         return read(self.path(id))
 
     def path(self, id: str) -> Path:
-        """The file that ``id`` means: an id, the unique beginning of one, ``last``, or a ``.jsonl`` file."""
+        """The file that ``id`` means: an id, the unique beginning of one, ``last``, or a ``.jsonl``
+        file."""
         if id.endswith(".jsonl"):
             path = Path(id).expanduser()
             if not path.is_file():
                 raise UnknownRun(f"there is no evaluation {path}")
             return path
         found = sorted(self._folder.glob("*.jsonl"))
-        chosen = found[-1:] if id == "last" else [path for path in found if path.stem.startswith(id)] if id else []
+        chosen = (
+            found[-1:]
+            if id == "last"
+            else [path for path in found if path.stem.startswith(id)]
+            if id
+            else []
+        )
         if len(chosen) != 1:
             known = f"the last is {found[-1].stem}" if found else f"there is none in {self._folder}"
             many = f"{len(chosen)} evaluations begin with" if chosen else "there is no evaluation"
@@ -63,7 +73,8 @@ class EvaluationRecord:
     """One evaluation's file, open for writing. Implements ``run.Record``."""
 
     def __init__(self, path: Path, plan: EvaluationPlan | None = None) -> None:
-        """A new one for ``plan``, or the one that is there. Raises StoreError where another process writes it."""
+        """A new one for ``plan``, or the one that is there. Raises StoreError where another process
+        writes it."""
         self.path = path
         flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_EXCL if plan is not None else 0)
         try:
@@ -75,7 +86,8 @@ class EvaluationRecord:
         except OSError:
             os.close(self._fd)
             raise RunInUse(
-                f"the evaluation {path.stem} is being written by another process: stop that one first"
+                f"the evaluation {path.stem} is being written by another process: stop that one "
+                "first"
             ) from None
         if plan is not None:
             self.plan, self.outcomes = plan, list[AttemptOutcome]()
@@ -111,8 +123,9 @@ class EvaluationRecord:
 
 
 def read(path: Path, problems: list[str] | None = None) -> Evaluation:
-    """The evaluation in ``path`` as far as it got; of an attempt that was made again, the last. Raises StoreError for a
-    damaged line, but where ``problems`` is given: then it is told there, and left out."""
+    """The evaluation in ``path`` as far as it got; of an attempt that was made again, the last.
+    Raises StoreError for a damaged line, but where ``problems`` is given: then it is told there,
+    and left out."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -143,7 +156,10 @@ def same_plan(recorded: EvaluationPlan, wanted: EvaluationPlan) -> None:
     for name in EvaluationPlan.__struct_fields__:
         before, now = getattr(recorded, name), getattr(wanted, name)
         if before != now:
-            raise ConfigError(f"the evaluation was begun with {name} {before!r}, and not {now!r}: begin another one")
+            raise ConfigError(
+                f"the evaluation was begun with {name} {before!r}, and not {now!r}: begin another "
+                "one"
+            )
 
 
 def unfinished(evaluation: Evaluation, num_items: int) -> int:
@@ -151,4 +167,10 @@ def unfinished(evaluation: Evaluation, num_items: int) -> int:
     return num_items * evaluation.plan.attempts - len(evaluation.outcomes)
 
 
-__all__: Sequence[str] = ("EvaluationRecord", "EvaluationRecords", "read", "same_plan", "unfinished")
+__all__: Sequence[str] = (
+    "EvaluationRecord",
+    "EvaluationRecords",
+    "read",
+    "same_plan",
+    "unfinished",
+)

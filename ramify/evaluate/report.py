@@ -1,12 +1,14 @@
-"""What an evaluation came to: figures by kind with their intervals, what it cost, and the difference between two.
+"""What an evaluation came to: figures by kind with their intervals, what it cost, and the
+difference between two.
 
     ledger/test · openai:gpt-5-mini · 100 items, 4 attempts each
                  items   avg@4               pass@4              majority@4
     all            100   0.612 [0.54 0.69]   0.840 [0.77 0.91]   0.690 [0.60 0.78]
     count           21   …
 
-``avg`` is the mean reward; ``pass`` and ``majority`` count an attempt as right where its reward is 1. Items whose attempts
-failed for reasons not the model's own are left out of a figure that they are too few for, and counted.
+``avg`` is the mean reward; ``pass`` and ``majority`` count an attempt as right where its reward is
+1. Items whose attempts failed for reasons not the model's own are left out of a figure that they
+are too few for, and counted.
 """
 
 from __future__ import annotations
@@ -85,8 +87,9 @@ class EvaluationReport(msgspec.Struct, frozen=True):
 
 
 def report(evaluation: Evaluation, *, k: int | None = None, seed: int = 0) -> EvaluationReport:
-    """The figures of ``evaluation``. ``k`` is that of pass@k and majority@k, by default all attempts; ``seed`` that of the
-    bootstrap. Raises ConfigError for a k that there are not enough attempts for, and where there is no outcome."""
+    """The figures of ``evaluation``. ``k`` is that of pass@k and majority@k, by default all
+    attempts; ``seed`` that of the bootstrap. Raises ConfigError for a k that there are not enough
+    attempts for, and where there is no outcome."""
     plan, outcomes = evaluation.plan, evaluation.outcomes
     k = plan.attempts if k is None else k
     check_k(k, plan.attempts)
@@ -94,14 +97,25 @@ def report(evaluation: Evaluation, *, k: int | None = None, seed: int = 0) -> Ev
         raise ConfigError(f"there is nothing to report: no attempt at '{plan.task}' was made")
     scored = [each for each in outcomes if each.reward is not None]
     kinds = sorted({each.kind for each in outcomes})
-    groups = [(ALL, outcomes), *((kind, [each for each in outcomes if each.kind == kind]) for kind in kinds)]
+    groups = [
+        (ALL, outcomes),
+        *((kind, [each for each in outcomes if each.kind == kind]) for kind in kinds),
+    ]
     failures = [each.error for each in outcomes if each.reward is None]
     return EvaluationReport(
-        plan, k, len(outcomes), len(failures), failures[0] if failures else "",
-        tuple(_row(kind, group, k, seed) for kind, group in (groups if len(kinds) > 1 else groups[:1])),
-        _means(each.rewards for each in scored), _means(each.metrics for each in scored),
-        dict(Counter(str(each.stop) for each in outcomes).most_common()), _spent(outcomes),
-    )  # fmt: skip
+        plan,
+        k,
+        len(outcomes),
+        len(failures),
+        failures[0] if failures else "",
+        tuple(
+            _row(kind, group, k, seed) for kind, group in (groups if len(kinds) > 1 else groups[:1])
+        ),
+        _means(each.rewards for each in scored),
+        _means(each.metrics for each in scored),
+        dict(Counter(str(each.stop) for each in outcomes).most_common()),
+        _spent(outcomes),
+    )
 
 
 def check_k(k: int, attempts: int) -> None:
@@ -110,13 +124,15 @@ def check_k(k: int, attempts: int) -> None:
         raise ConfigError(f"pass@{k}: k is at least 1")
     if k > attempts:
         raise ConfigError(
-            f"pass@{k} needs at least {k} attempts at each item (n), and there are {attempts}: raise n or lower k"
+            f"pass@{k} needs at least {k} attempts at each item (n), and there are {attempts}: "
+            "raise n or lower k"
         )
 
 
 def difference(ours: Evaluation, theirs: Evaluation, *, seed: int = 0) -> tuple[MeanEstimate, int]:
-    """(mean reward of ``ours`` less that of ``theirs`` over the items that both have, how many those are). Raises
-    ConfigError for evaluations of different tasks, and where no scored item is in both."""
+    """(mean reward of ``ours`` less that of ``theirs`` over the items that both have, how many
+    those are). Raises ConfigError for evaluations of different tasks, and where no scored item is
+    in both."""
     check_same_items(ours.plan, theirs.plan)
     a, b = (_by_item(each.outcomes) for each in (ours, theirs))
     both = [item for item in a if item in b]
@@ -127,11 +143,14 @@ def difference(ours: Evaluation, theirs: Evaluation, *, seed: int = 0) -> tuple[
 
 
 def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
-    """Raises ConfigError, naming what differs, where the items of one evaluation are not those of the other."""
+    """Raises ConfigError, naming what differs, where the items of one evaluation are not those of
+    the other."""
     for name in ("task", "options", "split"):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
-            raise ConfigError(f"the evaluations cannot be compared: {name} is {mine!r} here and {other!r} there")
+            raise ConfigError(
+                f"the evaluations cannot be compared: {name} is {mine!r} here and {other!r} there"
+            )
 
 
 def _by_item(outcomes: Iterable[AttemptOutcome]) -> dict[str, list[AttemptOutcome]]:
@@ -154,10 +173,12 @@ def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> Re
         return mean_with_interval(values, seed) if values else None
 
     return ReportRow(
-        kind, len({each.item for each in outcomes}), figure(_mean_reward, items.values()),
+        kind,
+        len({each.item for each in outcomes}),
+        figure(_mean_reward, items.values()),
         figure(lambda attempts: pass_at_k(len(attempts), sum(map(_is_right, attempts)), k), enough),
         figure(lambda attempts: _majority(attempts, k), enough),
-    )  # fmt: skip
+    )
 
 
 def _mean_reward(attempts: Sequence[AttemptOutcome]) -> float:
@@ -169,7 +190,9 @@ def _is_right(attempt: AttemptOutcome) -> bool:
 
 
 def _majority(attempts: Sequence[AttemptOutcome], k: int) -> float:
-    return majority_at_k([each.answer for each in attempts], [float(_is_right(each)) for each in attempts], k)
+    return majority_at_k(
+        [each.answer for each in attempts], [float(_is_right(each)) for each in attempts], k
+    )
 
 
 def _means(found: Iterable[dict[str, float]]) -> dict[str, float]:
@@ -185,13 +208,19 @@ def _spent(outcomes: Sequence[AttemptOutcome]) -> AttemptTotals:
     costs = [each.cost for each in outcomes if each.cost is not None]
     num = len(outcomes)
     return AttemptTotals(
-        sum(each.usage.input_tokens for each in outcomes), sum(each.usage.output_tokens for each in outcomes),
-        sum(each.usage.calls for each in outcomes), sum(costs) if costs else None, sum(seconds) / num,
-        quantile(seconds, 0.95), sum(each.turns for each in outcomes) / num, sum(each.calls for each in outcomes) / num,
-    )  # fmt: skip
+        sum(each.usage.input_tokens for each in outcomes),
+        sum(each.usage.output_tokens for each in outcomes),
+        sum(each.usage.calls for each in outcomes),
+        sum(costs) if costs else None,
+        sum(seconds) / num,
+        quantile(seconds, 0.95),
+        sum(each.turns for each in outcomes) / num,
+        sum(each.calls for each in outcomes) / num,
+    )
 
 
-# --- as text -----------------------------------------------------------------------------------------------------------
+# --- as text
+# -----------------------------------------------------------------------------------------------------------
 
 
 def table(found: EvaluationReport) -> str:
@@ -199,9 +228,18 @@ def table(found: EvaluationReport) -> str:
     plan = found.plan
     num, each = _many(f"{found.rows[0].items:,}", "item"), _many(str(plan.attempts), "attempt")
     head = f"{plan.task}/{plan.split} · {plan.model} · {num}, {each} each"
-    names = ("", "items", f"avg@{plan.attempts}", *((f"pass@{found.k}", f"majority@{found.k}") if found.k > 1 else ()))
+    names = (
+        "",
+        "items",
+        f"avg@{plan.attempts}",
+        *((f"pass@{found.k}", f"majority@{found.k}") if found.k > 1 else ()),
+    )
     rows = [
-        (row.kind or "(no kind)", f"{row.items:,}", *map(_shown, (row.average, row.passes, row.majority)))
+        (
+            row.kind or "(no kind)",
+            f"{row.items:,}",
+            *map(_shown, (row.average, row.passes, row.majority)),
+        )
         for row in found.rows
     ]
     lines = [head, *_aligned([names, *(row[: len(names)] for row in rows)])]
@@ -213,17 +251,22 @@ def table(found: EvaluationReport) -> str:
 
 def _closing(found: EvaluationReport) -> list[str]:
     spent = found.spent
-    turns, calls = _many(f"{spent.turns_mean:.3g}", "turn"), _many(f"{spent.calls_mean:.3g}", "call")
+    turns, calls = (
+        _many(f"{spent.turns_mean:.3g}", "turn"),
+        _many(f"{spent.calls_mean:.3g}", "call"),
+    )
     each = f"{turns} and {calls} below the root in {spent.seconds_mean:.3g} s"
     dollars = "" if spent.cost is None else f", ${spent.cost:.4g}"
     lines = [
         "ended " + ", ".join(f"{count:,} {stop}" for stop, count in found.stops.items()),
         f"an attempt took {each} (95 % within {spent.seconds_p95:.3g} s)",
-        f"in all {spent.input_tokens:,} tokens in, {spent.output_tokens:,} out, {spent.requests:,} requests{dollars}",
+        f"in all {spent.input_tokens:,} tokens in, {spent.output_tokens:,} out, {spent.requests:,} "
+        f"requests{dollars}",
     ]
     if found.failed:
         lines.append(
-            f"{found.failed:,} of {found.attempts:,} attempts failed and are left out; the first: {found.first_error}"
+            f"{found.failed:,} of {found.attempts:,} attempts failed and are left out; the first: "
+            f"{found.first_error}"
         )
     return lines
 
@@ -238,7 +281,10 @@ def _shown(figure: MeanEstimate | None) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["   ".join(_cell(text, widths, column) for column, text in enumerate(row)).rstrip() for row in rows]
+    return [
+        "   ".join(_cell(text, widths, column) for column, text in enumerate(row)).rstrip()
+        for row in rows
+    ]
 
 
 def _cell(text: str, widths: Sequence[int], column: int) -> str:

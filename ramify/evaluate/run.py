@@ -1,9 +1,11 @@
-"""Evaluates a model on a task: every item of a split, some attempts at each, through the one engine, a few at a time.
+"""Evaluates a model on a task: every item of a split, some attempts at each, through the one
+engine, a few at a time.
 
     Plan ──> items x attempts, less what the record has ── workers ──> attempt ──> Outcome ──> record (a line each)
 
-Decides the order, the seeds and what is kept of an attempt. An evaluation with a ``OutcomeRecord`` goes on where it was stopped:
-attempts that it has are not made again. Leaves out figures (``report.py``).
+Decides the order, the seeds and what is kept of an attempt. An evaluation with a ``OutcomeRecord``
+goes on where it was stopped: attempts that it has are not made again. Leaves out figures
+(``report.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from ramify.types.trajectory import Stop, Trajectory
 _MAX_ANSWER_CHARS = 500
 
 
-class EvaluationPlan(msgspec.Struct, frozen=True, tag="plan", forbid_unknown_fields=True, kw_only=True):
+class EvaluationPlan(
+    msgspec.Struct, frozen=True, tag="plan", forbid_unknown_fields=True, kw_only=True
+):
     """What is evaluated."""
 
     model: str
@@ -48,7 +52,10 @@ class EvaluationPlan(msgspec.Struct, frozen=True, tag="plan", forbid_unknown_fie
 
     def __post_init__(self) -> None:
         if self.items < 1 or self.attempts < 1:
-            raise ConfigError(f"evaluate {self.items} items with {self.attempts} attempts: give at least 1 of each")
+            raise ConfigError(
+                f"evaluate {self.items} items with {self.attempts} attempts: give at least 1 of "
+                "each"
+            )
 
 
 class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=True, kw_only=True):
@@ -62,7 +69,8 @@ class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=T
     run: str = ""
     """Id of the run, where runs are stored."""
     reward: float | None = None
-    """The weighted sum of ``rewards``; None where the attempt failed for reasons not the model's own."""
+    """The weighted sum of ``rewards``; None where the attempt failed for reasons not the model's
+    own."""
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
     answer: str | None = None
@@ -114,13 +122,16 @@ async def evaluate(
 ) -> Evaluation:
     """Make the attempts of ``plan`` that ``record`` does not have, ``concurrency`` at once.
 
-    ``sampling`` is that of every request, but for its seed. ``on_outcome`` is told of each attempt as it ends. What an
-    attempt's model, session or score did wrong is in its outcome; raises ConfigError for a split that the task does not
-    have, and what is a bug. ``direct``: one plain call may answer a short context (see ``attempt``)."""
+    ``sampling`` is that of every request, but for its seed. ``on_outcome`` is told of each attempt
+    as it ends. What an attempt's model, session or score did wrong is in its outcome; raises
+    ConfigError for a split that the task does not have, and what is a bug. ``direct``: one plain
+    call may answer a short context (see ``attempt``)."""
     if concurrency < 1:
         raise ConfigError(f"evaluate with concurrency {concurrency}: give at least 1")
     items = items_of(task, plan.split)
-    done = {(each.item, each.attempt): each for each in (record.outcomes if record is not None else ())}
+    done = {
+        (each.item, each.attempt): each for each in (record.outcomes if record is not None else ())
+    }
     fresh: list[AttemptOutcome] = []
     work = _AttemptQueue(items, min(plan.items, len(items)), plan.attempts)
 
@@ -131,7 +142,9 @@ async def evaluate(
                 continue
             drawn = _sampling(sampling, plan.seed, item, number)
             about = {"evaluation": {"split": plan.split, "attempt": number}}
-            trajectory = await attempt(rlm, task, item, sampling=drawn, metadata=about, grace_s=grace_s, direct=direct)
+            trajectory = await attempt(
+                rlm, task, item, sampling=drawn, metadata=about, grace_s=grace_s, direct=direct
+            )
             outcome = outcome_of(task, item, number, trajectory, is_stored=rlm.store is not None)
             fresh.append(outcome)
             if record is not None:
@@ -146,12 +159,17 @@ async def evaluate(
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     place = {id: index for index, id in work.ids.items()}
-    mine = [each for each in (*done.values(), *fresh) if each.item in place and each.attempt < plan.attempts]
+    mine = [
+        each
+        for each in (*done.values(), *fresh)
+        if each.item in place and each.attempt < plan.attempts
+    ]
     return Evaluation(plan, tuple(sorted(mine, key=lambda each: (place[each.item], each.attempt))))
 
 
 class _AttemptQueue:
-    """The attempts to make, in order, handed out one at a time; an item is made once for all its attempts."""
+    """The attempts to make, in order, handed out one at a time; an item is made once for all its
+    attempts."""
 
     def __init__(self, items: Sequence[Item], num: int, attempts: int) -> None:
         self.most = num * attempts
@@ -166,8 +184,12 @@ class _AttemptQueue:
 
     async def item(self, index: int) -> Item:
         if index not in self._making:
-            self._making[index] = asyncio.ensure_future(asyncio.to_thread(self._items.__getitem__, index))
-            for old in [each for each in self._making if each < index - 1]:  # long contexts are not kept
+            self._making[index] = asyncio.ensure_future(
+                asyncio.to_thread(self._items.__getitem__, index)
+            )
+            for old in [
+                each for each in self._making if each < index - 1
+            ]:  # long contexts are not kept
                 if self._making[old].done():
                     del self._making[old]
         item = await asyncio.shield(self._making[index])
@@ -180,15 +202,26 @@ def _sampling(given: Sampling | None, seed: int, item: Item, number: int) -> Sam
     return msgspec.structs.replace(given or Sampling(), seed=drawn)
 
 
-def outcome_of(task: Task, item: Item, number: int, trajectory: Trajectory, *, is_stored: bool) -> AttemptOutcome:
+def outcome_of(
+    task: Task, item: Item, number: int, trajectory: Trajectory, *, is_stored: bool
+) -> AttemptOutcome:
     """What is kept of ``trajectory``, which ``attempt`` gave."""
     has_reward = bool(trajectory.rewards)
     answer = as_text(trajectory.answer)
     return AttemptOutcome(
-        item=item.id, attempt=number, kind=item.kind, run=trajectory.id if is_stored else "",
-        reward=total(trajectory.rewards, task.weights) if has_reward else None, rewards=trajectory.rewards,
-        metrics=trajectory.metrics, answer=answer if answer is None else answer[:_MAX_ANSWER_CHARS],
-        stop=trajectory.stop, error="" if has_reward else (trajectory.errors or ["no reward"])[-1],
-        turns=len(trajectory.root.turns) if trajectory.calls else 0, calls=max(0, len(trajectory.calls) - 1),
-        usage=trajectory.usage, cost=trajectory.cost, seconds=trajectory.seconds,
-    )  # fmt: skip
+        item=item.id,
+        attempt=number,
+        kind=item.kind,
+        run=trajectory.id if is_stored else "",
+        reward=total(trajectory.rewards, task.weights) if has_reward else None,
+        rewards=trajectory.rewards,
+        metrics=trajectory.metrics,
+        answer=answer if answer is None else answer[:_MAX_ANSWER_CHARS],
+        stop=trajectory.stop,
+        error="" if has_reward else (trajectory.errors or ["no reward"])[-1],
+        turns=len(trajectory.root.turns) if trajectory.calls else 0,
+        calls=max(0, len(trajectory.calls) - 1),
+        usage=trajectory.usage,
+        cost=trajectory.cost,
+        seconds=trajectory.seconds,
+    )

@@ -1,4 +1,5 @@
-"""Figures over attempts, and how sure they are. Pure; items are the unit that is drawn, attempts within one are not.
+"""Figures over attempts, and how sure they are. Pure; items are the unit that is drawn, attempts
+within one are not.
 
 Legend: n attempts at an item, c of them right, k the number that is asked about.
 """
@@ -29,8 +30,9 @@ class MeanEstimate(msgspec.Struct, frozen=True):
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k attempts, drawn from n without putting back, is right:
-    ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1).
+    """The chance that at least one of k attempts, drawn from n without putting back, is right: ``1
+    - C(n-c, k) / C(n, k)`` (Chen et al. 2021, "Evaluating Large Language Models Trained on Code",
+    eq. 1).
 
     >>> round(pass_at_k(16, 3, 8), 6)
     0.9
@@ -38,19 +40,25 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if not 0 <= c <= n:
         raise ConfigError(f"pass@k: {c} of {n} attempts cannot be right")
     if not 1 <= k <= n:
-        raise ConfigError(f"pass@{k} needs at least {k} attempts at each item, and there are {n}: raise n or lower k")
+        raise ConfigError(
+            f"pass@{k} needs at least {k} attempts at each item, and there are {n}: raise n or "
+            "lower k"
+        )
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def majority_at_k(answers: Sequence[Hashable | None], rewards: Sequence[float], k: int) -> float:
-    """The reward of the answer that most of k attempts give; the earlier one where two are as frequent. Attempts are
-    taken in blocks of k, in order, and what is left over at the end is not used. None is no answer and has no vote.
+    """The reward of the answer that most of k attempts give; the earlier one where two are as
+    frequent. Attempts are taken in blocks of k, in order, and what is left over at the end is not
+    used. None is no answer and has no vote.
 
     >>> majority_at_k(["a", "b", "b", "c", "c", "a"], [1, 0, 0, 0, 0, 1], 3)
     0.0
     """
     if not 1 <= k <= len(answers):
-        raise ConfigError(f"majority@{k} needs at least {k} attempts at each item, and there are {len(answers)}")
+        raise ConfigError(
+            f"majority@{k} needs at least {k} attempts at each item, and there are {len(answers)}"
+        )
     blocks = [slice(start, start + k) for start in range(0, len(answers) - k + 1, k)]
     return math.fsum(_majority(answers[block], rewards[block]) for block in blocks) / len(blocks)
 
@@ -59,26 +67,33 @@ def _majority(answers: Sequence[Hashable | None], rewards: Sequence[float]) -> f
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
         return 0.0
-    return rewards[answers.index(counts.most_common(1)[0][0])]  # among equals, the one that was met first
+    return rewards[
+        answers.index(counts.most_common(1)[0][0])
+    ]  # among equals, the one that was met first
 
 
 def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
-    """The mean of ``values``, one for each item, with the percentile bootstrap interval (Efron 1979): the mean of as
-    many items drawn with putting back, ``DRAWS`` times, between its 2.5 and 97.5 per cent quantiles."""
+    """The mean of ``values``, one for each item, with the percentile bootstrap interval (Efron
+    1979): the mean of as many items drawn with putting back, ``DRAWS`` times, between its 2.5 and
+    97.5 per cent quantiles."""
     if not values:
         raise ConfigError("there is no item to take a mean over")
     mean = math.fsum(values) / len(values)
     if min(values) == max(values):
         return MeanEstimate(mean, mean, mean)
     rng = random.Random(seed)
-    means = sorted(math.fsum(rng.choices(values, k=len(values))) / len(values) for _ in range(DRAWS))
+    means = sorted(
+        math.fsum(rng.choices(values, k=len(values))) / len(values) for _ in range(DRAWS)
+    )
     tail = (1 - LEVEL) / 2
     return MeanEstimate(mean, quantile(means, tail), quantile(means, 1 - tail))
 
 
-def paired_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> MeanEstimate:
-    """The mean of ``ours - theirs`` over the same items, with the interval of resampled items: what both find hard does
-    not widen it."""
+def paired_difference(
+    ours: Sequence[float], theirs: Sequence[float], seed: int = 0
+) -> MeanEstimate:
+    """The mean of ``ours - theirs`` over the same items, with the interval of resampled items: what
+    both find hard does not widen it."""
     if len(ours) != len(theirs):
         raise ConfigError(f"{len(ours)} items cannot be paired with {len(theirs)}")
     return mean_with_interval([a - b for a, b in zip(ours, theirs, strict=True)], seed)

@@ -1,4 +1,5 @@
-"""A task of ours as a text environment of theirs: ``init``, ``step``, ``close``, as SkyRL-gym's trainers drive one.
+"""A task of ours as a text environment of theirs: ``init``, ``step``, ``close``, as SkyRL-gym's
+trainers drive one.
 
     Env = text_env(ledger(), split="train", scaffold="tiny")        # a class; for skyrl_gym.register with base=BaseTextEnv
     env = Env(extras={"index": 17})
@@ -7,8 +8,9 @@
     step(reply)   ──> the engine runs the reply's code in a real session ──> what the model is shown next
                       … until the run has ended ──> done, and the task's reward
 
-The engine asks a model as always; that model is whoever calls ``step``. Calls below the root are answered by
-``sub_model``; without one there are none. Works from plain synchronous code, each environment independent of the others.
+The engine asks a model as always; that model is whoever calls ``step``. Calls below the root are
+answered by ``sub_model``; without one there are none. Works from plain synchronous code, each
+environment independent of the others.
 """
 
 from __future__ import annotations
@@ -45,11 +47,14 @@ def text_env(
     sub_model: ModelSpec | None = None,
     base: type = object,
 ) -> type[TaskEnv]:
-    """The class of environments over the items of ``split``. ``base`` is what a trainer wants its environments to inherit
-    from, as ``skyrl_gym.make`` does ``BaseTextEnv``; nothing of it is used."""
+    """The class of environments over the items of ``split``. ``base`` is what a trainer wants its
+    environments to inherit from, as ``skyrl_gym.make`` does ``BaseTextEnv``; nothing of it is
+    used."""
     items = items_of(task, split)
     model: list[ModelSpec] = [_ExternalClient(), *([sub_model] if sub_model is not None else [])]
-    rlm = RLM(model, scaffold=scaffold, limits=limits, sandbox=sandbox)  # of all of them: they share its sandbox
+    rlm = RLM(
+        model, scaffold=scaffold, limits=limits, sandbox=sandbox
+    )  # of all of them: they share its sandbox
 
     class Env(TaskEnv, base):  # type: ignore[misc]  # any class
         """One attempt at item ``extras["index"]``."""
@@ -57,14 +62,17 @@ def text_env(
         def __init__(self, env_config: Any = None, extras: Mapping[str, Any] = {}) -> None:
             index = extras.get("index")
             if not isinstance(index, int):
-                raise ConfigError(f"an environment of '{task.name}' needs extras={{'index': N}}; it got {index!r}")
+                raise ConfigError(
+                    f"an environment of '{task.name}' needs extras={{'index': N}}; it got {index!r}"
+                )
             super().__init__(task, items[index], rlm)
 
     return Env
 
 
 class TaskEnv:
-    """One attempt, driven from outside. Its prompt is the engine's: the one given to ``init`` is not used."""
+    """One attempt, driven from outside. Its prompt is the engine's: the one given to ``init`` is
+    not used."""
 
     def __init__(self, task: Task, item: Item, rlm: RLM) -> None:
         self._task, self._item, self._rlm, self._model = task, item, rlm, _Driver()
@@ -83,17 +91,24 @@ class TaskEnv:
         return self._next(), {"item": self._item.id}
 
     def step(self, action: str) -> dict[str, Any]:
-        """Give the model's reply: what it is shown then, the reward where that was the end, and whether it was."""
+        """Give the model's reply: what it is shown then, the reward where that was the end, and
+        whether it was."""
         if self._running is None or self.trajectory is not None:
-            raise ConfigError("step needs a run that goes on: call init first, and not after the end")
+            raise ConfigError(
+                "step needs a run that goes on: call init first, and not after the end"
+            )
         self.turns += 1
         self._model.reply(action)
         observations = self._next()
-        reward = 0.0 if self.trajectory is None else total(self.trajectory.rewards, self._task.weights)
+        reward = (
+            0.0 if self.trajectory is None else total(self.trajectory.rewards, self._task.weights)
+        )
         return {
-            "observations": observations, "reward": reward, "done": self.trajectory is not None,
+            "observations": observations,
+            "reward": reward,
+            "done": self.trajectory is not None,
             "metadata": {} if self.trajectory is None else {"errors": list(self.trajectory.errors)},
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         """End the run, wherever it is. Idempotent."""
@@ -103,9 +118,14 @@ class TaskEnv:
     def get_metrics(self) -> dict[str, Any]:
         """The task's rewards and metrics by name."""
         found = self.trajectory
-        return {"turns": self.turns, **(found.rewards if found else {}), **(found.metrics if found else {})}
+        return {
+            "turns": self.turns,
+            **(found.rewards if found else {}),
+            **(found.metrics if found else {}),
+        }
 
-    # --- on the engine's loop ----------------------------------------------------------------------------------
+    # --- on the engine's loop
+    # ----------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
         _driver.set(self._model)  # what is started from here on sees it
@@ -113,7 +133,9 @@ class TaskEnv:
 
     def _next(self) -> list[Said]:
         messages = event_loop_thread.run(self._wait())
-        new = messages[self._shown :] if len(messages) > self._shown else messages  # all of it after a summary
+        new = (
+            messages[self._shown :] if len(messages) > self._shown else messages
+        )  # all of it after a summary
         self._shown = len(messages) + 1  # and the reply that is to come
         return [{"role": message.role, "content": message.content} for message in new]
 
@@ -172,7 +194,9 @@ class _ExternalClient:
 
     async def complete(self, request: Request) -> Reply:
         if request.affinity != "0":
-            raise Refused("calls below the root need a sub_model, which this environment was not given")
+            raise Refused(
+                "calls below the root need a sub_model, which this environment was not given"
+            )
         text = await _driver.get().ask(request)
         return Reply(Message("assistant", text), Usage(calls=1))
 

@@ -1,15 +1,18 @@
-"""Our tasks in the ``verifiers`` library (0.4, ``verifiers.v1``): a taskset, and a harness that runs our engine.
+"""Our tasks in the ``verifiers`` library (0.4, ``verifiers.v1``): a taskset, and a harness that
+runs our engine.
 
     # my_ledger.py, a package that their loaders find by its name
     LedgerTaskset = taskset("ledger", split="train", multi=0.5)
     RamifyHarness = harness(scaffold="tiny")
     __all__ = ["LedgerTaskset", "RamifyHarness"]
 
-With the harness, a rollout of theirs is a run of ours: sessions, children and all, every request to a model going through
-their interception server, so that their trainers see each call as a branch of the trace. The reward is the task's. With
-another harness the question, and a context that fits, is the prompt, and the last reply the answer.
+With the harness, a rollout of theirs is a run of ours: sessions, children and all, every request to
+a model going through their interception server, so that their trainers see each call as a branch of
+the trace. The reward is the task's. With another harness the question, and a context that fits, is
+the prompt, and the last reply the answer.
 
-Rows carry the task's name, options, split and index, and nothing else, so that any of their workers can make the item.
+Rows carry the task's name, options, split and index, and nothing else, so that any of their workers
+can make the item.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ _KEY = "ramify"
 
 
 def taskset(name: str, /, *, split: str = "train", num: int | None = None, **options: Any) -> type:
-    """The ``Taskset`` class over a split of the task called ``name`` (see ``tasks.base.task_of``); ``num`` items of it,
-    without end where it has none."""
+    """The ``Taskset`` class over a split of the task called ``name`` (see ``tasks.base.task_of``);
+    ``num`` items of it, without end where it has none."""
     vf = verifiers_v1()
     items = items_of(_task(name, msgspec.json.encode(options).decode()), split)
     size = len(items) if num is None else min(num, len(items))
@@ -74,47 +77,73 @@ def taskset(name: str, /, *, split: str = "train", num: int | None = None, **opt
                 item = items[index]
                 yield Row(
                     Data(
-                        id=item.id, name=item.kind or None, prompt=_prompt(item), ramify_task=name,
-                        ramify_options=msgspec.json.encode(options).decode(), ramify_split=split, ramify_index=index,
+                        id=item.id,
+                        name=item.kind or None,
+                        prompt=_prompt(item),
+                        ramify_task=name,
+                        ramify_options=msgspec.json.encode(options).decode(),
+                        ramify_split=split,
+                        ramify_index=index,
                     ),
                     self.config.task,
-                )  # fmt: skip
+                )
 
-    Items.__name__ = Items.__qualname__ = f"{name.rpartition(':')[2].title().replace('_', '')}Taskset"
+    Items.__name__ = Items.__qualname__ = (
+        f"{name.rpartition(':')[2].title().replace('_', '')}Taskset"
+    )
     return Items
 
 
 def harness(
-    *, scaffold: str | None = None, limits: Limits | None = None, sandbox: SandboxSpec | None = None, window: int = 128_000
-) -> type:  # fmt: skip
-    """The ``Harness`` class that runs a row of ``taskset`` in our engine. ``window`` is the model's, in tokens."""
+    *,
+    scaffold: str | None = None,
+    limits: Limits | None = None,
+    sandbox: SandboxSpec | None = None,
+    window: int = 128_000,
+) -> type:
+    """The ``Harness`` class that runs a row of ``taskset`` in our engine. ``window`` is the
+    model's, in tokens."""
     vf = verifiers_v1()
 
     class RamifyHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc,name-defined]
-        """A recursive language model: code runs in sessions of its own sandbox, not in the seat's runtime."""
+        """A recursive language model: code runs in sessions of its own sandbox, not in the seat's
+        runtime."""
 
         NEEDS_CONTAINER = False
         APPENDS_SYSTEM_PROMPT = True
 
         async def launch(
-            self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
+            self,
+            ctx: Any,
+            trace: Any,
+            runtime: Any,
+            endpoint: str,
+            secret: str,
+            mcp_urls: dict[str, str],
+            data: Any,
         ) -> Any:
             task, item = _item(data)
             model = f"openai:{ctx.model}"
             wire = HttpConnectionPool()
-            client = OpenAIClient(model, resolve(model, key=secret, base_url=endpoint), wire, window=window)
+            client = OpenAIClient(
+                model, resolve(model, key=secret, base_url=endpoint), wire, window=window
+            )
             try:
                 async with RLM(client, scaffold=scaffold, limits=limits, sandbox=sandbox) as rlm:
                     found = await attempt(rlm, task, item)
             finally:
                 await wire.close()
             if not found.rewards:
-                return vf.ProgramResult(exit_code=1, stdout="", stderr=(found.errors or ["no reward"])[-1])
+                return vf.ProgramResult(
+                    exit_code=1, stdout="", stderr=(found.errors or ["no reward"])[-1]
+                )
             trace.root_reply = as_text(found.answer) or ""
             trace.info[_KEY] = {
-                "rewards": _weighted(task, found.rewards), "metrics": found.metrics, "stop": str(found.stop),
+                "rewards": _weighted(task, found.rewards),
+                "metrics": found.metrics,
+                "stop": str(found.stop),
                 "call_rewards": found.call_rewards,
-            }  # fmt: skip
+            }
             return vf.ProgramResult(exit_code=0, stdout=trace.root_reply, stderr="")
 
     return RamifyHarness

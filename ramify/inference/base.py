@@ -20,19 +20,21 @@ from ramify.errors import ConfigError, ModelError
 from ramify.progress import report_progress
 
 PROTOCOL = 3
-"""Of ``ramify serve-policy --weight-transfer``: counts up with every change that an older trainer or engine would
-misunderstand. Both sides say theirs at the start."""
+"""Of ``ramify serve-policy --weight-transfer``: counts up with every change that an older trainer
+or engine would misunderstand. Both sides say theirs at the start."""
 TINY = Path(__file__).parents[1] / "policy" / "tiny"
 """The folder of the packaged policy."""
 
 
 TAGS = ("weights", "kv_cache")
-"""What of an engine's memory can sleep, as vLLM and SGLang name it, in the order in which it is woken: weights, then an update,
-and only then keys and values, so that an update has their memory, too."""
+"""What of an engine's memory can sleep, as vLLM and SGLang name it, in the order in which it is
+woken: weights, then an update, and only then keys and values, so that an update has their memory,
+too."""
 
 
 class EngineLost(ModelError):
-    """The one engine that was asked is gone; it comes back with the weights of then, or not at all."""
+    """The one engine that was asked is gone; it comes back with the weights of then, or not at
+    all."""
 
 
 class CachePressure(msgspec.Struct, frozen=True):
@@ -57,30 +59,32 @@ class InferenceClient(Client, Protocol):
         ...
 
     async def update(self, weights: object, version: int) -> None:
-        """From now on ``weights`` answer, as ``version``; what was cached of others is forgotten. A reply in the middle
-        goes on under the new ones, and says so in its ``versions``."""
+        """From now on ``weights`` answer, as ``version``; what was cached of others is forgotten. A
+        reply in the middle goes on under the new ones, and says so in its ``versions``."""
         ...
 
     async def fingerprint(self) -> str | None:
-        """Of the weights that answer now; equal for equal weights, as ``policy.fingerprint`` computes it. None where an
-        engine keeps them in a layout of its own."""
+        """Of the weights that answer now; equal for equal weights, as ``policy.fingerprint``
+        computes it. None where an engine keeps them in a layout of its own."""
         ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability of each of ``ids`` but the first, given those before it, at temperature 1."""
+        """Log-probability of each of ``ids`` but the first, given those before it, at temperature
+        1."""
         ...
 
 
 def engines_of(client: InferenceClient) -> Sequence[InferenceClient]:
-    """Each engine behind ``client`` by itself, for checks that every one has to pass: itself, where it is one; none, where all
-    are gone just then."""
+    """Each engine behind ``client`` by itself, for checks that every one has to pass: itself, where
+    it is one; none, where all are gone just then."""
     found: Sequence[InferenceClient] | None = getattr(client, "engines", None)
     return [client] if found is None else found
 
 
 def made_for(model: object) -> str | None:
-    """The scaffold that a model was made for, by its name; None where any will do. ``model`` is a model's name, a client,
-    or a list whose first entry answers the root. Nothing is loaded: a checkpoint's chat template says it."""
+    """The scaffold that a model was made for, by its name; None where any will do. ``model`` is a
+    model's name, a client, or a list whose first entry answers the root. Nothing is loaded: a
+    checkpoint's chat template says it."""
     if isinstance(model, list | tuple) and model:
         return made_for(model[0])
     if not isinstance(model, str):
@@ -90,17 +94,22 @@ def made_for(model: object) -> str | None:
         return "tiny"
     if model.startswith("local:"):
         template = Path(model.removeprefix("local:")).expanduser() / "chat_template.jinja"
-        return "tiny" if template.is_file() and "<|u|>" in template.read_text(encoding="utf-8") else None
+        return (
+            "tiny"
+            if template.is_file() and "<|u|>" in template.read_text(encoding="utf-8")
+            else None
+        )
     return None
 
 
 def connect(name: str, tiny: Path = TINY) -> Client:
-    """The engine for ``local:…`` or ``tiny``, which lives in the folder ``tiny``. Raises ConfigError where the model or what
-    it needs is not there."""
+    """The engine for ``local:…`` or ``tiny``, which lives in the folder ``tiny``. Raises
+    ConfigError where the model or what it needs is not there."""
     path = str(tiny) if name == "tiny" else name.removeprefix("local:")
     if name == "tiny" and not (tiny / "config.json").is_file():
         raise ConfigError(
-            f"the model 'tiny' is not part of this installation ({tiny} has no checkpoint): train one with "
+            f"the model 'tiny' is not part of this installation ({tiny} has no checkpoint): train "
+            "one with "
             "`ramify train recipes/tiny.py`, and use it as local:FOLDER"
         )
     need_train_extra(f"model '{name}'")
@@ -114,7 +123,11 @@ def connect(name: str, tiny: Path = TINY) -> Client:
 
 
 def need_train_extra(what: str) -> None:
-    """Raises ConfigError where the packages for running a model in this process are not installed."""
+    """Raises ConfigError where the packages for running a model in this process are not
+    installed."""
     for package in ("torch", "transformers", "safetensors"):
         if find_spec(package) is None:
-            raise ConfigError(f"{what} runs a model in this process and needs {package}: pip install 'ramify[train]'")
+            raise ConfigError(
+                f"{what} runs a model in this process and needs {package}: pip install "
+                "'ramify[train]'"
+            )

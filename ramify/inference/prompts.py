@@ -1,6 +1,8 @@
-"""Between messages and ids, for engines that are given ids: what a request's prompt is, and what sampled ids say.
+"""Between messages and ids, for engines that are given ids: what a request's prompt is, and what
+sampled ids say.
 
-The one place for it: the engine in this process and engines behind HTTP are given the same ids for the same request.
+The one place for it: the engine in this process and engines behind HTTP are given the same ids for
+the same request.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def spoken(renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = ())
     """The message that ``sampled`` stands for, up to the first of the texts ``stop`` in it."""
     message = renderer.parse(sampled)
     ends = [at for text in stop if (at := message.content.find(text)) >= 0]
-    return msgspec.structs.replace(message, content=message.content[: min(ends)]) if ends else message
+    return (
+        msgspec.structs.replace(message, content=message.content[: min(ends)]) if ends else message
+    )
 
 
 def too_long(name: str, window: int, request: Request | None, num_ids: int) -> Refused:
@@ -40,7 +44,8 @@ def too_long(name: str, window: int, request: Request | None, num_ids: int) -> R
             new = len(request.messages) - before.num_messages
             parts = f"{len(before.ids)} from the turns before, {num_ids - len(before.ids)} from {new} new messages"
     error = Refused(
-        f"{name}: the prompt has {num_ids} tokens ({parts}), and the window of {window} leaves no room for a "
+        f"{name}: the prompt has {num_ids} tokens ({parts}), and the window of {window} leaves no "
+        "room for a "
         "reply: shorten it, or let a child look at a part"
     )
     error.too_long = True

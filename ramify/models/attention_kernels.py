@@ -1,15 +1,16 @@
-"""Attention of blocks of queries to blocks of keys, with what joining several blocks needs: the log-sum-exp.
+"""Attention of blocks of queries to blocks of keys, with what joining several blocks needs: the
+log-sum-exp.
 
     forward   o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T)
     backward  given o and lse of *all* keys that the queries saw, the block's exact share of the gradients: with
               P = exp(scale q k^T - lse) and D = sum_d(do o):  dv = P^T do,  dS = P (do v^T - D),  dq = scale dS k, …
 
-So a softmax over several blocks needs no mask and no copies of keys: each block is a dense product on a stock kernel.
-Causal blocks are square: a query sees the keys up to its own place. Decides how each kernel is called; which one a device
-and a type get is decided in ``forest_attention.py``.
+So a softmax over several blocks needs no mask and no copies of keys: each block is a dense product
+on a stock kernel. Causal blocks are square: a query sees the keys up to its own place. Decides how
+each kernel is called; which one a device and a type get is decided in ``forest_attention.py``.
 
-Legend: B blocks of one shape, n queries and m keys of a block, H query heads, K heads of keys and values, d size of a
-head, T tokens, N stretches of queries or keys, one after another.
+Legend: B blocks of one shape, n queries and m keys of a block, H query heads, K heads of keys and
+values, d size of a head, T tokens, N stretches of queries or keys, one after another.
 """
 
 from __future__ import annotations
@@ -27,14 +28,25 @@ _MAX_SCORES = 1 << 24
 
 
 class BlockKernel(Protocol):
-    """One block at a time. Tensors are views [B, H, n or m, d] whose last dimension is dense; ``lse`` is fp32 [B, H, n]."""
+    """One block at a time. Tensors are views [B, H, n or m, d] whose last dimension is dense;
+    ``lse`` is fp32 [B, H, n]."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """(o, lse)"""
         ...
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)"""
         ...
@@ -43,12 +55,24 @@ class BlockKernel(Protocol):
 class CpuFlashKernel:
     """PyTorch's own CPU kernel: fp32, fp64, bf16, fp16."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
         return o, lse
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, o, lse, 0.0, causal, scale=scale
@@ -59,7 +83,9 @@ class CpuFlashKernel:
 class PlainAttentionKernel:
     """Matrix products and a softmax, a stretch of queries at a time: any device, any type."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
         o = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for at in self._stretches(q, k):
@@ -69,7 +95,15 @@ class PlainAttentionKernel:
         return o, lse
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kind = lse.dtype
         dq, dk, dv = (torch.zeros(x.shape, dtype=kind, device=x.device) for x in (q, k, v))
@@ -86,7 +120,9 @@ class PlainAttentionKernel:
         kind = torch.promote_types(q.dtype, torch.float32)
         scores = scale * (q[:, :, at].to(kind) @ k.to(kind).mT)
         if causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + at.start)
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(
+                1 + at.start
+            )
             scores.masked_fill_(later, -torch.inf)
         return scores
 
@@ -104,75 +140,167 @@ class VarlenRanges(NamedTuple):
 
 
 class VarlenKernel(Protocol):
-    """Many blocks of different sizes in one call: stretch i of the queries sees stretch i of the keys. Tensors are
-    [T, H or K, d], dense; ``lse`` is fp32 [H, T]."""
+    """Many blocks of different sizes in one call: stretch i of the queries sees stretch i of the
+    keys. Tensors are [T, H or K, d], dense; ``lse`` is fp32 [H, T]."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, queries: VarlenRanges, keys: VarlenRanges, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        queries: VarlenRanges,
+        keys: VarlenRanges,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """(o, lse, what ``backward`` wants besides)"""
         ...
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, more: tuple[Tensor, ...],
-        queries: VarlenRanges, keys: VarlenRanges, causal: bool, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        more: tuple[Tensor, ...],
+        queries: VarlenRanges,
+        keys: VarlenRanges,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)"""
         ...
 
 
 class CudaFlashKernel:
-    """FlashAttention as PyTorch brings it along: fp16 and bf16 on a GPU. Heads of keys are not repeated."""
+    """FlashAttention as PyTorch brings it along: fp16 and bf16 on a GPU. Heads of keys are not
+    repeated."""
 
     @staticmethod
     def takes(dtype: torch.dtype, head_size: int) -> bool:
         return dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= 256
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, queries: VarlenRanges, keys: VarlenRanges, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        queries: VarlenRanges,
+        keys: VarlenRanges,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         o, lse, state, unused, _ = _aten._flash_attention_forward(
-            q, k, v, queries.bounds, keys.bounds, queries.longest, keys.longest, 0.0, causal, False, scale=scale
+            q,
+            k,
+            v,
+            queries.bounds,
+            keys.bounds,
+            queries.longest,
+            keys.longest,
+            0.0,
+            causal,
+            False,
+            scale=scale,
         )
         if lse.shape != (q.shape[1], q.shape[0]):
-            raise ConfigError(f"training on a GPU in bf16 needs torch 2.7 or later, and this is {torch.__version__}")
+            raise ConfigError(
+                "training on a GPU in bf16 needs torch 2.7 or later, and this is "
+                f"{torch.__version__}"
+            )
         return o, lse, (state, unused)
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, more: tuple[Tensor, ...],
-        queries: VarlenRanges, keys: VarlenRanges, causal: bool, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        more: tuple[Tensor, ...],
+        queries: VarlenRanges,
+        keys: VarlenRanges,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         state, unused = more
         dq, dk, dv = _aten._flash_attention_backward(
-            do, q, k, v, o, lse, queries.bounds, keys.bounds, queries.longest, keys.longest, 0.0, causal, state, unused,
+            do,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            queries.bounds,
+            keys.bounds,
+            queries.longest,
+            keys.longest,
+            0.0,
+            causal,
+            state,
+            unused,
             scale=scale,
-        )  # fmt: skip
+        )
         return dq, dk, dv
 
 
 class PlainVarlenKernel:
-    """``PlainAttentionKernel``, stretch by stretch: what ``CudaFlashKernel`` computes, on any device; the reference for it."""
+    """``PlainAttentionKernel``, stretch by stretch: what ``CudaFlashKernel`` computes, on any
+    device; the reference for it."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, queries: VarlenRanges, keys: VarlenRanges, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        queries: VarlenRanges,
+        keys: VarlenRanges,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         o, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
         for at, seen in _pairs(queries, keys):
-            o_block, lse_block = PlainAttentionKernel().forward(_block(q, at), *_keys(k, v, seen, q), causal, scale)
+            o_block, lse_block = PlainAttentionKernel().forward(
+                _block(q, at), *_keys(k, v, seen, q), causal, scale
+            )
             o[at], lse[:, at] = o_block[0].transpose(0, 1), lse_block[0].to(lse.dtype)
         return o, lse, ()
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, more: tuple[Tensor, ...],
-        queries: VarlenRanges, keys: VarlenRanges, causal: bool, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        more: tuple[Tensor, ...],
+        queries: VarlenRanges,
+        keys: VarlenRanges,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for at, seen in _pairs(queries, keys):
-            given = (_block(do, at), _block(q, at), *_keys(k, v, seen, q), _block(o, at), lse[None, :, at])
+            given = (
+                _block(do, at),
+                _block(q, at),
+                *_keys(k, v, seen, q),
+                _block(o, at),
+                lse[None, :, at],
+            )
             dq_block, dk_block, dv_block = PlainAttentionKernel().backward(*given, causal, scale)
             dq[at] = dq_block[0].transpose(0, 1)
             for whole, part in ((dk, dk_block), (dv, dv_block)):
-                whole[seen] = part[0].transpose(0, 1).reshape(*whole[seen].shape[:2], -1, whole.shape[2]).sum(2)
+                whole[seen] = (
+                    part[0]
+                    .transpose(0, 1)
+                    .reshape(*whole[seen].shape[:2], -1, whole.shape[2])
+                    .sum(2)
+                )
         return dq, dk, dv
 
 
@@ -187,4 +315,6 @@ def _block(x_THd: Tensor, at: slice) -> Tensor:
 
 def _keys(k: Tensor, v: Tensor, seen: slice, q: Tensor) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
-    return _block(k.repeat_interleave(groups, 1), seen), _block(v.repeat_interleave(groups, 1), seen)
+    return _block(k.repeat_interleave(groups, 1), seen), _block(
+        v.repeat_interleave(groups, 1), seen
+    )

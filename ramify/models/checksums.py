@@ -1,10 +1,12 @@
-"""Checksums of a folder's files, so that a file whose bytes changed on disk is found before it is loaded.
+"""Checksums of a folder's files, so that a file whose bytes changed on disk is found before it is
+loaded.
 
     FOLDER/checksums.json     {"files": {"policy/model.safetensors": {"bytes": 2031616, "sha256": "9f2c…"}, …}}
 
-Of a file of at most ``CHUNK`` bytes it is what ``sha256sum`` prints. A larger one is read in chunks by several threads, and
-its checksum is that of the chunks' checksums, one after the other. Folders without the file are not checked: they are older,
-or from elsewhere. Leaves out when checksums are written and what is done about a damaged file.
+Of a file of at most ``CHUNK`` bytes it is what ``sha256sum`` prints. A larger one is read in chunks
+by several threads, and its checksum is that of the chunks' checksums, one after the other. Folders
+without the file are not checked: they are older, or from elsewhere. Leaves out when checksums are
+written and what is done about a damaged file.
 """
 
 from __future__ import annotations
@@ -58,9 +60,11 @@ def drop(folder: Path) -> None:
 
 
 def check(folder: Path, under: str = "", advice: Callable[[], str] | None = None) -> None:
-    """Compare the files of ``folder`` whose path begins with ``under`` with its checksums, if it has any.
+    """Compare the files of ``folder`` whose path begins with ``under`` with its checksums, if it
+    has any.
 
-    Raises StoreError that names the first file that is missing or differs, and ends with ``advice()``."""
+    Raises StoreError that names the first file that is missing or differs, and ends with
+    ``advice()``."""
     path = folder / FILE
     if not path.is_file():
         return
@@ -83,23 +87,33 @@ def check_model(folder: Path) -> None:
 
 
 def _problems(folder: Path, wanted: Mapping[str, FileChecksum]) -> Iterable[tuple[str, str]]:
-    """(name, what is wrong) of each file that is not what it was; sizes first, since they cost nothing."""
+    """(name, what is wrong) of each file that is not what it was; sizes first, since they cost
+    nothing."""
     for name, each in wanted.items():
         path = folder / name
         if not path.is_file():
             yield name, "it is missing"
         elif path.stat().st_size != each.bytes:
-            yield name, f"it has {path.stat().st_size:,} bytes, and had {each.bytes:,} when it was written"
+            yield (
+                name,
+                f"it has {path.stat().st_size:,} bytes, and had {each.bytes:,} when it was written",
+            )
     found = _sums(folder, wanted)
     for name, each in wanted.items():
         if found[name] != each:
-            yield name, f"its sha256 begins with {found[name].sha256[:12]}, and was {each.sha256[:12]}… when written"
+            yield (
+                name,
+                f"its sha256 begins with {found[name].sha256[:12]}, and was {each.sha256[:12]}… "
+                "when written",
+            )
 
 
 def _sums(folder: Path, names: Iterable[str]) -> dict[str, FileChecksum]:
     """Name -> its checksum now. Raises StoreError for a file that cannot be read."""
     sizes = {name: (folder / name).stat().st_size for name in names}
-    parts = [(name, start) for name, size in sizes.items() for start in range(0, max(size, 1), CHUNK)]
+    parts = [
+        (name, start) for name, size in sizes.items() for start in range(0, max(size, 1), CHUNK)
+    ]
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(lambda part: _chunk(folder / part[0], part[1]), parts))
     chunks: dict[str, list[bytes]] = {name: [] for name in sizes}

@@ -1,19 +1,20 @@
 """The dense decoder of Llama, Mistral, Qwen2 and Qwen3, over one flat axis of tokens.
 
-It decides everything between ids and logits except attention, which is the caller's: the engine's writes and reads a
-cache of keys and values, the trainer's walks a forest of segments. A token knows only its position; which tokens stand
-beside it in the batch changes nothing.
+It decides everything between ids and logits except attention, which is the caller's: the engine's
+writes and reads a cache of keys and values, the trainer's walks a forest of segments. A token knows
+only its position; which tokens stand beside it in the batch changes nothing.
 
     ids_T, positions_T ── embed ──┐
         per layer:  norm ─ q k v ─ (q, k norm) ─ rotate ─ attend(layer, q, k, v, scale) ─ o_proj ─ + ─ norm ─ mlp ─ +
     norm ── h_TD ── logits ── [N, V]
 
-Parameters have the names of Hugging Face's modules (``model.layers.0.self_attn.q_proj.weight``), so that state dicts go
-back and forth. Left out: dropout, sliding windows (``DenseShape.window`` stays inside them, where they change nothing),
-mixtures of experts, and rotary scalings other than Llama 3's; ``DenseShape.of`` refuses these by name.
+Parameters have the names of Hugging Face's modules (``model.layers.0.self_attn.q_proj.weight``), so
+that state dicts go back and forth. Left out: dropout, sliding windows (``DenseShape.window`` stays
+inside them, where they change nothing), mixtures of experts, and rotary scalings other than Llama
+3's; ``DenseShape.of`` refuses these by name.
 
-Legend: T tokens, N rows of them, D width, H query heads, K heads of keys and values, d size of a head,
-V vocabulary.
+Legend: T tokens, N rows of them, D width, H query heads, K heads of keys and values, d size of a
+head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class CausalAttention(Protocol):
-    """Causal attention of the tokens of a batch, each to itself and to what stands before it on its path."""
+    """Causal attention of the tokens of a batch, each to itself and to what stands before it on its
+    path."""
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> Tensor:
-        """The attended values, [T, H, d]. Query head h reads head ``h // (H / K)`` of keys and values."""
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> Tensor:
+        """The attended values, [T, H, d]. Query head h reads head ``h // (H / K)`` of keys and
+        values."""
         ...
 
 
@@ -71,7 +76,8 @@ class DenseShape(msgspec.Struct, frozen=True):
     rope_theta: float
     rope_scaling: Llama3Scaling | None
     window: int
-    """Positions for which the computation is that of the original: its window, or its sliding window if smaller."""
+    """Positions for which the computation is that of the original: its window, or its sliding
+    window if smaller."""
     tied: bool
     """Whether the embedding is also the output matrix."""
     qkv_bias: bool
@@ -82,10 +88,13 @@ class DenseShape(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: Any) -> DenseShape:
-        """The shape of a Hugging Face ``PretrainedConfig``; ConfigError names what this file does not compute."""
+        """The shape of a Hugging Face ``PretrainedConfig``; ConfigError names what this file does
+        not compute."""
         kind = config.model_type
         if reason := unsupported(config):
-            raise ConfigError(f"{kind}: {reason}; such a model runs as a Hugging Face module, not as Dense")
+            raise ConfigError(
+                f"{kind}: {reason}; such a model runs as a Hugging Face module, not as Dense"
+            )
         bias = bool(getattr(config, "attention_bias", False))
         window, sliding = int(config.max_position_embeddings), _sliding_window(config)
         return cls(
@@ -95,7 +104,8 @@ class DenseShape(msgspec.Struct, frozen=True):
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
-            head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            head_size=getattr(config, "head_dim", None)
+            or config.hidden_size // config.num_attention_heads,
             mlp_width=config.intermediate_size,
             norm_eps=config.rms_norm_eps,
             rope_theta=float(_rope(config)["rope_theta"]),
@@ -124,10 +134,12 @@ def unsupported(config: Any) -> str | None:
 
 
 class DenseModel(nn.Module):
-    """The decoder. Made without initial values (``policy.load`` sets them); fp32 unless converted."""
+    """The decoder. Made without initial values (``policy.load`` sets them); fp32 unless
+    converted."""
 
     def __init__(self, config: Any) -> None:
-        """``config``: a Hugging Face configuration; raises ConfigError where ``unsupported`` has a reason."""
+        """``config``: a Hugging Face configuration; raises ConfigError where ``unsupported`` has a
+        reason."""
         super().__init__()
         self.shape = shape = DenseShape.of(config)
         self.model = _Trunk(shape)
@@ -137,12 +149,16 @@ class DenseModel(nn.Module):
         self._tie()
 
     def hidden(
-        self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttention, rows_N: Tensor | None = None
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        attend: CausalAttention,
+        rows_N: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [T, D] after the last norm, from ids and positions (both [T], integers).
 
-        With ``rows_N``, [N] different indices, those alone: [N, D]. Of the others the last layer computes no more than
-        their keys and values."""
+        With ``rows_N``, [N] different indices, those alone: [N, D]. Of the others the last layer
+        computes no more than their keys and values."""
         h_TD = self.model.embed_tokens(ids_T)
         cos_T1d, sin_T1d = self._rotations(positions_T, h_TD.dtype)
         last = len(self.model.layers) - 1
@@ -155,7 +171,8 @@ class DenseModel(nn.Module):
         return cast(Tensor, self.lm_head(h_ND)).float()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As of any module; the output matrix of a tied model may be left out, as Hugging Face does in its files."""
+        """As of any module; the output matrix of a tied model may be left out, as Hugging Face does
+        in its files."""
         if self.shape.tied:
             state_dict = {**state_dict, "lm_head.weight": state_dict["model.embed_tokens.weight"]}
         outcome = super().load_state_dict(state_dict, strict, assign)
@@ -163,7 +180,8 @@ class DenseModel(nn.Module):
         return outcome
 
     def _rotations(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, 1, d]; the first half of the sines is negative, as ``_rotate`` wants it."""
+        """Cosines and sines [T, 1, d]; the first half of the sines is negative, as ``_rotate``
+        wants it."""
         if self._frequencies.device != positions_T.device:
             self._frequencies = self._frequencies.to(positions_T.device)
         angles = positions_T[:, None, None].float() * self._frequencies
@@ -184,8 +202,9 @@ class _Trunk(nn.Module):
 
 
 class _Layer(nn.Module):
-    # What is inside a layer is called by ``forward``: on small models a module's ``__call__`` costs as much as its product
-    # (28 % of a step of 48 rows, 3 layers of width 128). Hooks belong on whole layers.
+    # What is inside a layer is called by ``forward``: on small models a module's ``__call__`` costs
+    # as much as its product (28 % of a step of 48 rows, 3 layers of width 128). Hooks belong on
+    # whole layers.
     def __init__(self, shape: DenseShape) -> None:
         super().__init__()
         self.self_attn = _Attention(shape)
@@ -202,14 +221,17 @@ class _Layer(nn.Module):
         attend: CausalAttention,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        o_ND = self.self_attn.forward(self.input_layernorm.forward(h_TD), cos_T1d, sin_T1d, index, attend, rows_N)
+        o_ND = self.self_attn.forward(
+            self.input_layernorm.forward(h_TD), cos_T1d, sin_T1d, index, attend, rows_N
+        )
         h_ND = (h_TD if rows_N is None else h_TD.index_select(0, rows_N)) + o_ND
         return h_ND + self.mlp.forward(self.post_attention_layernorm.forward(h_ND))
 
 
 class _Attention(nn.Module):
-    # Queries, keys and values are three products, as are gate and up: one fused product of each was no faster (0.9-1.1x
-    # from 1 to 128 rows on a CPU), and its parameter would not have Hugging Face's name.
+    # Queries, keys and values are three products, as are gate and up: one fused product of each was
+    # no faster (0.9-1.1x from 1 to 128 rows on a CPU), and its parameter would not have Hugging
+    # Face's name.
     def __init__(self, shape: DenseShape) -> None:
         super().__init__()
         q_width, kv_width = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
@@ -223,7 +245,13 @@ class _Attention(nn.Module):
         self.shape = shape
 
     def forward(
-        self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, index: int, attend: CausalAttention, rows_N: Tensor | None
+        self,
+        h_TD: Tensor,
+        cos_T1d: Tensor,
+        sin_T1d: Tensor,
+        index: int,
+        attend: CausalAttention,
+        rows_N: Tensor | None,
     ) -> Tensor:
         shape = self.shape
         q_THd = self.q_proj.forward(h_TD).view(-1, shape.num_heads, shape.head_size)
@@ -246,12 +274,15 @@ class _Mlp(nn.Module):
         self.down_proj = _Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
 
     def forward(self, h_TD: Tensor) -> Tensor:
-        return self.down_proj.forward(F.silu(self.gate_proj.forward(h_TD)) * self.up_proj.forward(h_TD))
+        return self.down_proj.forward(
+            F.silu(self.gate_proj.forward(h_TD)) * self.up_proj.forward(h_TD)
+        )
 
 
 class _Linear(nn.Linear):
     def reset_parameters(self) -> None:
-        """Whoever makes a model fills it; on the meta device this alone would import torch's compiler, 1.5 s."""
+        """Whoever makes a model fills it; on the meta device this alone would import torch's
+        compiler, 1.5 s."""
 
 
 class _Embedding(nn.Embedding):
@@ -272,10 +303,11 @@ class _Norm(nn.Module):
 
 
 def frequencies(shape: DenseShape) -> Tensor:
-    """Radians per position of each pair of a head, [d / 2] in fp32: theta^(-2i/d), stretched as Llama 3.1 does.
+    """Radians per position of each pair of a head, [d / 2] in fp32: theta^(-2i/d), stretched as
+    Llama 3.1 does.
 
-    There, with wavelength w = 2π/f, window c and factor s: f where w < c / high, f / s where w > c / low, and between
-    them (1 - m) f / s + m f with m = (c / w - low) / (high - low).
+    There, with wavelength w = 2π/f, window c and factor s: f where w < c / high, f / s where w > c
+    / low, and between them (1 - m) f / s + m f with m = (c / w - low) / (high - low).
     """
     powers = torch.arange(0, shape.head_size, 2, dtype=torch.float, device="cpu") / shape.head_size
     f = 1.0 / (shape.rope_theta**powers)
@@ -294,17 +326,24 @@ def _rotate(x_Thd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """Rotary parameters, under the names of transformers 5 also where an older one made the configuration."""
+    """Rotary parameters, under the names of transformers 5 also where an older one made the
+    configuration."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     theta = found.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0
-    return {**found, "rope_theta": theta, "rope_type": found.get("rope_type") or found.get("type") or "default"}
+    return {
+        **found,
+        "rope_theta": theta,
+        "rope_type": found.get("rope_type") or found.get("type") or "default",
+    }
 
 
 def _scaling(rope: dict[str, Any], window: int) -> Llama3Scaling | None:
     if rope["rope_type"] == "default":
         return None
     original = rope.get("original_max_position_embeddings") or window
-    return Llama3Scaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
+    return Llama3Scaling(
+        rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original
+    )
 
 
 def _sliding_window(config: Any) -> int | None:

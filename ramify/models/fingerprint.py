@@ -1,8 +1,10 @@
-"""A short name for weights: equal for equal bits, on every device, and different if one bit or the order of rows changes.
+"""A short name for weights: equal for equal bits, on every device, and different if one bit or the
+order of rows changes.
 
-A parameter's bytes are read as 64-bit integers w_i, zeros after the last, and Σ w_i · (2i + 1) is taken modulo 2^64; name,
-shape and precision go into the hash with it. Integer sums do not depend on the order in which a device adds. With i = W r + c
-that is Σ_c (2c + 1) Σ_r w_rc + 2W Σ_r r Σ_c w_rc: sums of rows and columns, at the speed of memory.
+A parameter's bytes are read as 64-bit integers w_i, zeros after the last, and Σ w_i · (2i + 1) is
+taken modulo 2^64; name, shape and precision go into the hash with it. Integer sums do not depend on
+the order in which a device adds. With i = W r + c that is Σ_c (2c + 1) Σ_r w_rc + 2W Σ_r r Σ_c
+w_rc: sums of rows and columns, at the speed of memory.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Of named tensors, in whatever order they come."""
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(tensors, key=lambda each: each[0]):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sum(tensor.detach())}\n".encode())
+        digest.update(
+            f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sum(tensor.detach())}\n".encode()
+        )
     return digest.hexdigest()
 
 

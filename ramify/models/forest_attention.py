@@ -1,4 +1,5 @@
-"""Attention over a packed forest: every token sees the tokens of its path, and shared tokens stand once.
+"""Attention over a packed forest: every token sees the tokens of its path, and shared tokens stand
+once.
 
     segments      0 [prompt]            segment  own block (causal)     blocks of those below it (all keys)
     in preorder   ├── 1 [turn, cells]      0        0 x 0                  1 2 3 4 x 0
@@ -6,14 +7,16 @@
                   │   └── 3 [child]        2, 3     2 x 2, 3 x 3
                   └── 4 [sibling]          4        4 x 4
 
-In preorder the descendants of a segment are one stretch of queries, so its keys and values are read once for all of them,
-without a mask and without a copy for each sibling; forks at any depth are just more blocks. What a query saw in several
-blocks is joined by their log-sum-exps (2205.14135), and the backward pass goes through the same blocks. Forward and
-backward cost what the tree costs, and the numbers are those of the separate paths.
+In preorder the descendants of a segment are one stretch of queries, so its keys and values are read
+once for all of them, without a mask and without a copy for each sibling; forks at any depth are
+just more blocks. What a query saw in several blocks is joined by their log-sum-exps (2205.14135),
+and the backward pass goes through the same blocks. Forward and backward cost what the tree costs,
+and the numbers are those of the separate paths.
 
 Leaves out windows and dropout: ``trunk.py`` keeps to models without, or runs them on rows.
 
-Legend: T tokens, S segments, H query heads, K heads of keys and values, d size of a head, N queries or keys of one level.
+Legend: T tokens, S segments, H query heads, K heads of keys and values, d size of a head, N queries
+or keys of one level.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from ramify.models.attention_kernels import (
     PlainVarlenKernel,
     VarlenKernel,
     VarlenRanges,
-)  # fmt: skip
+)
 from ramify.types.sequence import Segment
 
 Kernel = BlockKernel | CudaFlashKernel | PlainVarlenKernel
@@ -76,7 +79,8 @@ class ForestAttentionPlan(NamedTuple):
 
 
 class ForestAttention:
-    """Implements ``dense.CausalAttention`` for the forest of one batch; one object serves all layers."""
+    """Implements ``dense.CausalAttention`` for the forest of one batch; one object serves all
+    layers."""
 
     def __init__(self, segments: Many[Segment], kernel: Kernel | None = None) -> None:
         """``kernel``: by default the fastest that the queries' device and type have."""
@@ -84,7 +88,9 @@ class ForestAttention:
         self._kernel = kernel
         self._walks: dict[tuple[str, torch.dtype, int], _Walk] = {}
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> Tensor:
         device = q_THd.device.type
         if torch.is_autocast_enabled(device):
             kind = torch.get_autocast_dtype(device)
@@ -106,7 +112,9 @@ def _fastest(device: str, dtype: torch.dtype, head_size: int) -> Kernel:
 class _Walk(Protocol):
     """A plan, and how its blocks are gone through with one kind of kernel."""
 
-    def forward(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(o [T, H, d], lse [H, T], what ``backward`` wants besides)"""
         ...
 
@@ -125,7 +133,9 @@ def _walk(plan: ForestAttentionPlan, kernel: Kernel, device: torch.device) -> _W
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, walk: _Walk, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, walk: _Walk, scale: float
+    ) -> Tensor:
         o_THd, lse_HT, more = walk.forward(q_THd, k_TKd, v_TKd, scale)
         ctx.save_for_backward(q_THd, k_TKd, v_TKd, o_THd, lse_HT, *more)
         ctx.walk, ctx.scale = walk, scale
@@ -140,15 +150,23 @@ class _Attend(torch.autograd.Function):
 class _Blocks:
     """Block after block, on views: no index, no copy of queries or keys but for repeated heads.
 
-    A block of a few dozen tokens takes some 30 µs, so views are made for all blocks at once where that is possible."""
+    A block of a few dozen tokens takes some 30 µs, so views are made for all blocks at once where
+    that is possible."""
 
     def __init__(self, plan: ForestAttentionPlan, kernel: BlockKernel) -> None:
         self._plan, self._kernel = plan, kernel
 
-    def forward(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         o_THd = torch.empty_like(q_THd)
-        lse_HT = q_THd.new_empty(q_THd.shape[1], q_THd.shape[0], dtype=torch.promote_types(q_THd.dtype, torch.float32))
-        q, k, v, o = (_heads_first(x) for x in (q_THd, _repeated(k_TKd, q_THd), _repeated(v_TKd, q_THd), o_THd))
+        lse_HT = q_THd.new_empty(
+            q_THd.shape[1], q_THd.shape[0], dtype=torch.promote_types(q_THd.dtype, torch.float32)
+        )
+        q, k, v, o = (
+            _heads_first(x)
+            for x in (q_THd, _repeated(k_TKd, q_THd), _repeated(v_TKd, q_THd), o_THd)
+        )
         lse = lse_HT[None]
         own = (_split(x, self._plan.own) for x in (q, k, v, o, lse))
         for q_own, k_own, v_own, o_own, lse_own in zip(*own, strict=True):
@@ -157,7 +175,9 @@ class _Blocks:
             lse_own.copy_(found_lse)
         for below in self._plan.below:
             at, seen = (below.start, below.end), (below.key_start, below.start)
-            more, more_lse = self._kernel.forward(_at(q, *at), _at(k, *seen), _at(v, *seen), False, scale)
+            more, more_lse = self._kernel.forward(
+                _at(q, *at), _at(k, *seen), _at(v, *seen), False, scale
+            )
             _join(_at(o, *at), _at(lse, *at), more, more_lse)
         return o_THd, lse_HT, []
 
@@ -167,7 +187,9 @@ class _Blocks:
         q_THd, k_TKd, v_TKd, o_THd, lse_HT = saved
         k_THd, v_THd = _repeated(k_TKd, q_THd), _repeated(v_TKd, q_THd)
         gradients = [torch.empty_like(x) for x in (q_THd, k_THd, v_THd)]
-        do, q, k, v, o, dq, dk, dv = (_heads_first(x) for x in (do_THd, q_THd, k_THd, v_THd, o_THd, *gradients))
+        do, q, k, v, o, dq, dk, dv = (
+            _heads_first(x) for x in (do_THd, q_THd, k_THd, v_THd, o_THd, *gradients)
+        )
         lse = lse_HT[None]
         own = (_split(x, self._plan.own) for x in (do, q, k, v, o, lse, dq, dk, dv))
         for do_own, q_own, k_own, v_own, o_own, lse_own, *wanted in zip(*own, strict=True):
@@ -177,8 +199,12 @@ class _Blocks:
         for below in self._plan.below:
             at, seen = (below.start, below.end), (below.key_start, below.start)
             k_seen, v_seen, o_at, lse_at = _at(k, *seen), _at(v, *seen), _at(o, *at), _at(lse, *at)
-            found = self._kernel.backward(_at(do, *at), _at(q, *at), k_seen, v_seen, o_at, lse_at, False, scale)
-            for whole, part in zip((_at(dq, *at), _at(dk, *seen), _at(dv, *seen)), found, strict=True):
+            found = self._kernel.backward(
+                _at(do, *at), _at(q, *at), k_seen, v_seen, o_at, lse_at, False, scale
+            )
+            for whole, part in zip(
+                (_at(dq, *at), _at(dk, *seen), _at(dv, *seen)), found, strict=True
+            ):
                 whole.add_(part)
         return gradients[0], _summed(gradients[1], k_TKd), _summed(gradients[2], v_TKd)
 
@@ -195,9 +221,12 @@ class _Level(NamedTuple):
 
 
 class _Levels:
-    """All own blocks in one call, then a call per level of the forest, on gathered queries and keys."""
+    """All own blocks in one call, then a call per level of the forest, on gathered queries and
+    keys."""
 
-    def __init__(self, plan: ForestAttentionPlan, kernel: VarlenKernel, device: torch.device) -> None:
+    def __init__(
+        self, plan: ForestAttentionPlan, kernel: VarlenKernel, device: torch.device
+    ) -> None:
         self._kernel = kernel
         self._own = _stretches(plan.own, device)
         levels: dict[int, list[DescendantRange]] = {}
@@ -205,13 +234,19 @@ class _Levels:
             levels.setdefault(below.level, []).append(below)
         self._levels = [_level(levels[level], device) for level in sorted(levels)]
 
-    def forward(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         q_THd, k_TKd, v_TKd = q_THd.contiguous(), k_TKd.contiguous(), v_TKd.contiguous()
-        o_THd, lse_HT, more = self._kernel.forward(q_THd, k_TKd, v_TKd, self._own, self._own, True, scale)
+        o_THd, lse_HT, more = self._kernel.forward(
+            q_THd, k_TKd, v_TKd, self._own, self._own, True, scale
+        )
         kept = list(more)
         for level in self._levels:
             q, k, v = q_THd[level.rows], k_TKd[level.key_rows], v_TKd[level.key_rows]
-            o_more, lse_more, more = self._kernel.forward(q, k, v, level.queries, level.keys, False, scale)
+            o_more, lse_more, more = self._kernel.forward(
+                q, k, v, level.queries, level.keys, False, scale
+            )
             o, lse = o_THd[level.rows], lse_HT[:, level.rows]
             _join(_heads_first(o), lse[None], _heads_first(o_more), lse_more[None])
             o_THd[level.rows], lse_HT[:, level.rows] = o, lse
@@ -227,10 +262,15 @@ class _Levels:
         given = (do_THd, q_THd, k_TKd, v_TKd, o_THd, lse_HT, tuple(more[:per_call]))
         dq_THd, dk_TKd, dv_TKd = self._kernel.backward(*given, self._own, self._own, True, scale)
         for index, level in enumerate(self._levels, 1):
-            do, q, o, lse = (*(x[level.rows] for x in (do_THd, q_THd, o_THd)), lse_HT[:, level.rows].contiguous())
+            do, q, o, lse = (
+                *(x[level.rows] for x in (do_THd, q_THd, o_THd)),
+                lse_HT[:, level.rows].contiguous(),
+            )
             k, v = k_TKd[level.key_rows], v_TKd[level.key_rows]
             state = tuple(more[index * per_call : (index + 1) * per_call])
-            dq, dk, dv = self._kernel.backward(do, q, k, v, o, lse, state, level.queries, level.keys, False, scale)
+            dq, dk, dv = self._kernel.backward(
+                do, q, k, v, o, lse, state, level.queries, level.keys, False, scale
+            )
             dq_THd.index_add_(0, level.rows, dq)
             dk_TKd.index_add_(0, level.key_rows, dk)
             dv_TKd.index_add_(0, level.key_rows, dv)
@@ -253,7 +293,8 @@ def _stretches(lengths: list[int], device: torch.device) -> VarlenRanges:
 
 
 def _join(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Put what queries saw in further keys together with what they saw before, in place. [1, H, n, d] and [1, H, n]"""
+    """Put what queries saw in further keys together with what they saw before, in place. [1, H, n,
+    d] and [1, H, n]"""
     share = torch.sigmoid(more_lse - lse).to(o.dtype)
     o.transpose(1, 2).lerp_(more.transpose(1, 2), share.transpose(1, 2)[..., None])
     lse.copy_(torch.logaddexp(lse, more_lse))

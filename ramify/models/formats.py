@@ -1,11 +1,13 @@
-"""Conversation formats whose messages each stand between fixed marks: what stands before and after, by role.
+"""Conversation formats whose messages each stand between fixed marks: what stands before and after,
+by role.
 
     ChatML, Qwen   <|im_start|>user¶hello<|im_end|>¶<|im_start|>assistant¶
     Llama 3        <|start_header_id|>user<|end_header_id|>¶¶hello<|eot_id|><|start_header_id|>assistant<|end_header_id|>¶¶
     tiny           <|u|>hello<|a|>
 
-What a format leaves to the template of a tokenizer (the text before the first message, a thinking block at the start of
-a reply, blanks cut off) is found out by ``marked_renderer.py``. To add a format, add an entry.
+What a format leaves to the template of a tokenizer (the text before the first message, a thinking
+block at the start of a reply, blanks cut off) is found out by ``marked_renderer.py``. To add a
+format, add an entry.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class ChatFormat(msgspec.Struct, frozen=True):
     prelude: str = ""
     """What stands before the first message where no template says it."""
     wraps_tools: bool = False
-    """Qwen's way with tools: results in a user message, calls as JSON in ``<tool_call>``; used where the template agrees."""
+    """Qwen's way with tools: results in a user message, calls as JSON in ``<tool_call>``; used
+    where the template agrees."""
 
 
 def _chatml() -> ChatFormat:

@@ -1,11 +1,12 @@
-"""A policy: model, tokenizer and renderer that belong together; loaded from Hugging Face's layout, made anew, saved.
+"""A policy: model, tokenizer and renderer that belong together; loaded from Hugging Face's layout,
+made anew, saved.
 
     policy = load("path/or/hub-name")               a folder, or a model that is already in the Hugging Face cache
     policy = from_config(config, tokenizer, seed)   random weights
     save(policy, "folder")                          transformers loads it and computes the same
 
-Dense Llama, Mistral, Qwen2 and Qwen3 models run as ``DenseModel``; every other causal language model runs as transformers'
-own module. Nothing is downloaded and no code of a checkpoint is run.
+Dense Llama, Mistral, Qwen2 and Qwen3 models run as ``DenseModel``; every other causal language
+model runs as transformers' own module. Nothing is downloaded and no code of a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -25,12 +26,19 @@ from ramify.errors import ConfigError, StoreError
 from ramify.models.checksums import check_model, drop
 from ramify.models.dense import DenseModel, DenseShape, unsupported
 from ramify.models.renderer import Renderer, renderer_of
-from ramify.models.weights import check_weights, config_difference, load_weights, read_weights, write_weights
+from ramify.models.weights import (
+    check_weights,
+    config_difference,
+    load_weights,
+    read_weights,
+    write_weights,
+)
 from ramify.progress import report_progress
 
 _GENERATION = "generation_config.json"
 _OUTPUTS = ("o_proj.weight", "down_proj.weight")
-"""Matrices that write into the residual stream: begun at half size, so that depth does not blow it up."""
+"""Matrices that write into the residual stream: begun at half size, so that depth does not blow it
+up."""
 _EMBEDDING_STD = 0.02
 
 
@@ -63,7 +71,11 @@ class Policy:
     @property
     def window(self) -> int:
         """Tokens that prompt and reply together may have."""
-        return DenseShape.of(self.config).window if isinstance(self.model, DenseModel) else window_of(self.config)
+        return (
+            DenseShape.of(self.config).window
+            if isinstance(self.model, DenseModel)
+            else window_of(self.config)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -80,15 +92,19 @@ class Policy:
 
 
 def load(
-    path_or_name: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
-    *, thinking: bool | None = None,
-) -> Policy:  # fmt: skip
+    path_or_name: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    *,
+    thinking: bool | None = None,
+) -> Policy:
     """The policy in a folder, or of a hub name whose files are already on disk.
 
-    ``dtype``: by default fp32 on a CPU, elsewhere as stored. ``device``: by default a GPU where there is one; ``meta``: without
-    weights, for who writes its ids and does not compute.
-    ``thinking`` switches a hybrid model's thinking where its template can. Raises ConfigError for a folder that is not
-    there, weights that are not those of its configuration, a tokenizer that does not fit its template."""
+    ``dtype``: by default fp32 on a CPU, elsewhere as stored. ``device``: by default a GPU where
+    there is one; ``meta``: without weights, for who writes its ids and does not compute.
+    ``thinking`` switches a hybrid model's thinking where its template can. Raises ConfigError for a
+    folder that is not there, weights that are not those of its configuration, a tokenizer that does
+    not fit its template."""
     folder = _folder(path_or_name)
     check_model(folder)
     config = _config(folder)
@@ -98,12 +114,15 @@ def load(
     generation = _generation(folder)
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
-            f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: they differ"
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: "
+            "they differ"
         )
     return Policy(
         model=_model(folder, config, dtype, device),
         tokenizer=tokenizer,
-        renderer=renderer_of(tokenizer, stop_ids=_stop_ids(generation, config, tokenizer), thinking=thinking),
+        renderer=renderer_of(
+            tokenizer, stop_ids=_stop_ids(generation, config, tokenizer), thinking=thinking
+        ),
         config=config,
         version=0,
         name=str(path_or_name),
@@ -112,15 +131,20 @@ def load(
 
 
 def from_config(
-    config: Any, tokenizer: PreTrainedTokenizerFast, seed: int, *, device: torch.device | str = "cpu"
+    config: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    *,
+    device: torch.device | str = "cpu",
 ) -> Policy:
     """A policy with random weights, the same for the same seed on every device.
 
-    Matrices are normal with standard deviation 1 / sqrt(inputs), half of that where they write into the residual stream;
-    embeddings and an untied output matrix with 0.02; biases 0, norms 1."""
+    Matrices are normal with standard deviation 1 / sqrt(inputs), half of that where they write into
+    the residual stream; embeddings and an untied output matrix with 0.02; biases 0, norms 1."""
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the configuration {config.vocab_size}: give them one size"
+            f"the tokenizer has {len(tokenizer)} tokens, the configuration {config.vocab_size}: "
+            "give them one size"
         )
     if unsupported(config) is None:
         model: nn.Module = DenseModel(config)
@@ -131,12 +155,20 @@ def from_config(
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     renderer = renderer_of(tokenizer, stop_ids=_stop_ids({}, config, tokenizer))
-    return Policy(model.to(device).eval(), tokenizer, renderer, config, 0, f"{config.model_type} from seed {seed}")
+    return Policy(
+        model.to(device).eval(),
+        tokenizer,
+        renderer,
+        config,
+        0,
+        f"{config.model_type} from seed {seed}",
+    )
 
 
 def save(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``policy`` in Hugging Face's layout, weights cast to ``dtype`` where given: config.json,
-    generation_config.json, model.safetensors, tokenizer with its chat template. The folder may exist."""
+    """Write ``policy`` in Hugging Face's layout, weights cast to ``dtype`` where given:
+    config.json, generation_config.json, model.safetensors, tokenizer with its chat template. The
+    folder may exist."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     drop(folder)  # they are of what was there before
@@ -155,7 +187,8 @@ def save(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -
 def load_into(policy: Policy, folder: str | Path) -> None:
     """Replace the weights of ``policy`` by those of a checkpoint, in place.
 
-    Raises ConfigError, naming the first difference, where the checkpoint is of another configuration."""
+    Raises ConfigError, naming the first difference, where the checkpoint is of another
+    configuration."""
     folder = Path(folder)
     if difference := config_difference(policy.config, _config(folder)):
         raise ConfigError(f"{folder} is a checkpoint of another configuration: {difference}")
@@ -178,28 +211,38 @@ def _folder(path_or_name: str | Path) -> Path:
         return Path(snapshot_download(str(path_or_name), local_files_only=True))
     except LocalEntryNotFoundError:
         raise ConfigError(
-            f"there is no folder '{path_or_name}', and no model of that name in the Hugging Face cache: give a folder, or "
+            f"there is no folder '{path_or_name}', and no model of that name in the Hugging Face "
+            "cache: give a folder, or "
             f"download it first (hf download {path_or_name})"
         ) from None
     except HFValidationError:
-        raise ConfigError(f"there is no folder '{path_or_name}': give one with a config.json and weights") from None
+        raise ConfigError(
+            f"there is no folder '{path_or_name}': give one with a config.json and weights"
+        ) from None
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """What tokenizer.json says, and no more: ``AutoTokenizer`` would make it a class of the model's family, which may cut
-    text up in another way. Raises ConfigError where there is none that can be used."""
+    """What tokenizer.json says, and no more: ``AutoTokenizer`` would make it a class of the model's
+    family, which may cut text up in another way. Raises ConfigError where there is none that can be
+    used."""
     if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(f"{folder} has no tokenizer.json: save its tokenizer as a fast one (use_fast=True) first")
+        raise ConfigError(
+            f"{folder} has no tokenizer.json: save its tokenizer as a fast one (use_fast=True) "
+            "first"
+        )
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # noqa: BLE001 (the tokenizers library raises this class itself)
-        raise ConfigError(f"{folder}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}") from None
+        raise ConfigError(
+            f"{folder}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+        ) from None
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     return tokenizer
 
 
 def read_config(path_or_name: str | Path) -> Any:
-    """The configuration of a folder, or of a hub name whose files are on disk, and nothing else of it. Raises ConfigError."""
+    """The configuration of a folder, or of a hub name whose files are on disk, and nothing else of
+    it. Raises ConfigError."""
     return _config(_folder(path_or_name))
 
 
@@ -207,7 +250,9 @@ def _config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder}/config.json is not understood: {str(error).splitlines()[0]}") from None
+        raise ConfigError(
+            f"{folder}/config.json is not understood: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _device(name: torch.device | str) -> torch.device:
@@ -216,7 +261,9 @@ def _device(name: torch.device | str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"there is no device '{name}' here: {str(error).splitlines()[0]}") from None
+        raise ConfigError(
+            f"there is no device '{name}' here: {str(error).splitlines()[0]}"
+        ) from None
     return device
 
 
@@ -236,7 +283,9 @@ def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) 
         weights.pop("lm_head.weight", None)
     check_weights(model, weights, str(folder))
     moved = {}
-    with report_progress("loading", sum(each.nbytes for each in weights.values()), "bytes", str(folder)) as work:
+    with report_progress(
+        "loading", sum(each.nbytes for each in weights.values()), "bytes", str(folder)
+    ) as work:
         for name, each in weights.items():
             moved[name] = each.to(device, dtype)
             work.more(each.nbytes)
@@ -262,12 +311,16 @@ def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
 
 def _save_module(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
     state = module.state_dict()
-    cast = {name: each.to(dtype) if dtype and each.is_floating_point() else each for name, each in state.items()}
+    cast = {
+        name: each.to(dtype) if dtype and each.is_floating_point() else each
+        for name, each in state.items()
+    }
     module.save_pretrained(folder, state_dict=cast)
 
 
 def _begin(name: str, parameter: nn.Parameter, seed: int) -> None:
-    """Fill one parameter. Keyed by its name, so that it does not depend on which others there are."""
+    """Fill one parameter. Keyed by its name, so that it does not depend on which others there
+    are."""
     with torch.no_grad():
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -291,7 +344,11 @@ def _generation(folder: Path) -> dict[str, Any]:
 def _defaults(generation: dict[str, Any]) -> SamplingDefaults:
     if generation.get("do_sample") is False:
         return SamplingDefaults(temperature=0.0)
-    found = {name: generation[name] for name in ("temperature", "top_p", "top_k") if generation.get(name) is not None}
+    found = {
+        name: generation[name]
+        for name in ("temperature", "top_p", "top_k")
+        if generation.get(name) is not None
+    }
     return msgspec.convert(found, SamplingDefaults, strict=False)
 
 
@@ -301,25 +358,37 @@ def _generation_config(policy: Policy) -> dict[str, Any]:
         if policy.defaults.temperature == 0
         else {"do_sample": True, **msgspec.to_builtins(policy.defaults)}
     )
-    return {**drawn, "eos_token_id": list(policy.renderer.stop_ids), "pad_token_id": policy.tokenizer.pad_token_id}
+    return {
+        **drawn,
+        "eos_token_id": list(policy.renderer.stop_ids),
+        "pad_token_id": policy.tokenizer.pad_token_id,
+    }
 
 
-def _stop_ids(generation: dict[str, Any], config: Any, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def _stop_ids(
+    generation: dict[str, Any], config: Any, tokenizer: PreTrainedTokenizerFast
+) -> list[int]:
     found: list[int] = []
-    for given in (generation.get("eos_token_id"), getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
+    for given in (
+        generation.get("eos_token_id"),
+        getattr(config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
         found += given if isinstance(given, list) else [] if given is None else [given]
     return list(dict.fromkeys(found))
 
 
 def _architecture(policy: Policy) -> str:
-    """The name of its class in transformers. The class itself is not asked: it would be imported, which takes seconds."""
+    """The name of its class in transformers. The class itself is not asked: it would be imported,
+    which takes seconds."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[policy.config.model_type])
 
 
 def stored_dtype(config: Any, device: str) -> torch.dtype:
-    """The precision of a checkpoint's weights on a kind of device: fp32 on a CPU, else as stored."""
+    """The precision of a checkpoint's weights on a kind of device: fp32 on a CPU, else as
+    stored."""
     if device == "cpu":
         return torch.float32
     stored = getattr(config, "dtype", None) or torch.float32
@@ -327,9 +396,13 @@ def stored_dtype(config: Any, device: str) -> torch.dtype:
 
 
 def window_of(config: Any) -> int:
-    """Tokens that prompt and reply together may have. Raises ConfigError where the configuration does not say."""
+    """Tokens that prompt and reply together may have. Raises ConfigError where the configuration
+    does not say."""
     inner = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         if (window := getattr(inner, name, None)) is not None:
             return int(window)
-    raise ConfigError(f"the configuration of {config.model_type} does not say its window (max_position_embeddings)")
+    raise ConfigError(
+        f"the configuration of {config.model_type} does not say its window "
+        "(max_position_embeddings)"
+    )

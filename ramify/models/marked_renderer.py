@@ -1,4 +1,5 @@
-"""The renderer of formats with fixed marks: token by token what the tokenizer's template writes, and never changed later.
+"""The renderer of formats with fixed marks: token by token what the tokenizer's template writes,
+and never changed later.
 
 What a template adds to the format is found by asking it, once, when a policy is loaded:
 
@@ -6,8 +7,8 @@ What a template adds to the format is found by asking it, once, when a policy is
     opening     how a reply begins besides its mark: an empty thinking block where thinking is off
     trims       whether it cuts the blanks around a message off
 
-Histories only grow: the thinking of earlier replies stays where the model wrote it, also where a template would drop it.
-So a path trains as one sequence, and a cache of it stays good.
+Histories only grow: the thinking of earlier replies stays where the model wrote it, also where a
+template would drop it. So a path trains as one sequence, and a cache of it stays good.
 """
 
 from __future__ import annotations
@@ -27,17 +28,27 @@ from ramify.types.message import Message, ToolCall
 
 _SENTINEL = "SYSTEM-TEXT"
 _QUESTION = Message("user", "QUESTION")
-_TOOL = Tool("look", "Look at a line.", {"type": "object", "properties": {"line": {"type": "integer"}}})
+_TOOL = Tool(
+    "look", "Look at a line.", {"type": "object", "properties": {"line": {"type": "integer"}}}
+)
 _TOOL_TALK = (
-    Message("system", "Answer."), Message("user", "Lines 1 and 2?"),
-    Message("assistant", "Looking.", None, (ToolCall("a", "look", '{"line": 1}'), ToolCall("b", "look", '{"line": 2}'))),
-    Message("tool", "red", tool_call_id="a"), Message("tool", "blue", tool_call_id="b"),
+    Message("system", "Answer."),
+    Message("user", "Lines 1 and 2?"),
+    Message(
+        "assistant",
+        "Looking.",
+        None,
+        (ToolCall("a", "look", '{"line": 1}'), ToolCall("b", "look", '{"line": 2}')),
+    ),
+    Message("tool", "red", tool_call_id="a"),
+    Message("tool", "blue", tool_call_id="b"),
     Message("user", "And?"),
-)  # fmt: skip
+)
 
 
 class MarkedRenderer:
-    """Renders one format. Made by ``renderer.renderer_of``, which tries whether it fits a tokenizer's template."""
+    """Renders one format. Made by ``renderer.renderer_of``, which tries whether it fits a
+    tokenizer's template."""
 
     unstable = ""
 
@@ -50,7 +61,8 @@ class MarkedRenderer:
         *,
         trims: bool = False,
     ) -> None:
-        """Raises ConfigError where the tokenizer has no token for a marker, or the template writes something else."""
+        """Raises ConfigError where the tokenizer has no token for a marker, or the template writes
+        something else."""
         self.name = format.name
         self._format, self._pieces, self._template, self._trims = format, pieces, template, trims
         markers = dict.fromkeys([*format.tokens, *pieces.special_tokens])
@@ -71,16 +83,21 @@ class MarkedRenderer:
 
         Raises ConfigError for a role that the format cannot write."""
         if tools and not self.takes_tools:
-            raise ConfigError(f"the {self.name} renderer of this tokenizer cannot offer tools: leave native tools out")
+            raise ConfigError(
+                f"the {self.name} renderer of this tokenizer cannot offer tools: leave native "
+                "tools out"
+            )
         return self._pieces.joined(self._conversation(messages, tools, self._opening))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Ids to append after the sampled ids ``after``: the reply's end where it was not sampled, ``messages``, and
-        the beginning of the next reply."""
+        """Ids to append after the sampled ids ``after``: the reply's end where it was not sampled,
+        ``messages``, and the beginning of the next reply."""
         closing = list(self._parts(self._format.closes["assistant"]))
         if after and after[-1] == self._end:
             del closing[0]
-        return self._pieces.joined([*closing, *self._messages(messages, self._opening), *self._begin_reply()])
+        return self._pieces.joined(
+            [*closing, *self._messages(messages, self._opening), *self._begin_reply()]
+        )
 
     def parse(self, ids: Sequence[int]) -> Message:
         """The reply that sampled ids stand for, without the token that ended it."""
@@ -89,7 +106,9 @@ class MarkedRenderer:
             text = "<think>\n" + text
         return split_reply(text, thinks=self._thinks, tool_calls=self.takes_tools)
 
-    def _conversation(self, messages: Sequence[Message], tools: Sequence[Tool], opening: str) -> Iterator[Part]:
+    def _conversation(
+        self, messages: Sequence[Message], tools: Sequence[Tool], opening: str
+    ) -> Iterator[Part]:
         before, after = self._prelude(tools)
         if messages and messages[0].role == "system" and "system" in self._format.opens:
             yield from self._parts(before)
@@ -112,7 +131,10 @@ class MarkedRenderer:
                 yield self._content(message)
                 yield from self._parts(self._format.closes[message.role])
             else:
-                raise ConfigError(f"the {self.name} format has no {message.role} message: use a scaffold made for it")
+                raise ConfigError(
+                    f"the {self.name} format has no {message.role} message: use a scaffold made "
+                    "for it"
+                )
 
     def _reply(self, message: Message, opening: str) -> Iterator[Part]:
         """A reply as it is on a path: the given opening, then what the model wrote."""
@@ -153,7 +175,9 @@ class MarkedRenderer:
             return self._format.prelude + opens["system"], closes["system"]
         key = msgspec.json.encode(list(tools))
         if key not in self._preludes:
-            before, found, after = self._before_question([Message("system", _SENTINEL)], tools).partition(_SENTINEL)
+            before, found, after = self._before_question(
+                [Message("system", _SENTINEL)], tools
+            ).partition(_SENTINEL)
             if not found:
                 raise ConfigError("the chat template drops the system message")
             self._preludes[key] = before, after
@@ -173,7 +197,8 @@ class MarkedRenderer:
         question = self._format.opens["user"] + _QUESTION.content + self._format.closes["user"]
         if not text.endswith(question):
             raise ConfigError(
-                f"the template ends a question with {text[-40:]!r}, not as {self.name} does: {question!r}"
+                f"the template ends a question with {text[-40:]!r}, not as {self.name} does: "
+                f"{question!r}"
             )
         return text.removesuffix(question)
 
@@ -181,23 +206,33 @@ class MarkedRenderer:
         """What the template begins a reply with, after the format's own mark."""
         if not self._template.source:
             return ""
-        plain, generating = (self._template.text([_QUESTION], generate=each) for each in (False, True))
+        plain, generating = (
+            self._template.text([_QUESTION], generate=each) for each in (False, True)
+        )
         begun = plain + self._format.opens["assistant"]
         if not generating.startswith(begun):
-            raise ConfigError(f"the template begins a reply otherwise: {first_difference(begun, generating)}")
+            raise ConfigError(
+                f"the template begins a reply otherwise: {first_difference(begun, generating)}"
+            )
         return generating.removeprefix(begun)
 
     def _compare(self, talks: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> None:
-        """Raises ConfigError where a talk is written otherwise than by the template, up to the openings of past replies,
-        which templates drop and paths keep."""
+        """Raises ConfigError where a talk is written otherwise than by the template, up to the
+        openings of past replies, which templates drop and paths keep."""
         for talk in talks if self._template.source else ():
             if talk[0].role == "system" and "system" not in self._format.opens:
                 continue
             theirs = self._pieces.marked(self._template.text(talk, generate=True, tools=tools))
-            ours = [self._unbroken(self._conversation(talk, tools, opening)) for opening in ("", self._opening)]
+            ours = [
+                self._unbroken(self._conversation(talk, tools, opening))
+                for opening in ("", self._opening)
+            ]
             if theirs not in ours:
                 texts = self._pieces.decode(ours[0]), self._pieces.decode(theirs)
-                raise ConfigError(f"the {self.name} renderer differs from the template: {first_difference(*texts)}")
+                raise ConfigError(
+                    f"the {self.name} renderer differs from the template: "
+                    f"{first_difference(*texts)}"
+                )
 
     def _unbroken(self, parts: Iterator[Part]) -> list[int]:
         """Ids as of one text, where tokens may reach from a reply's header into the reply."""

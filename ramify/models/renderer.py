@@ -7,9 +7,9 @@
     prompt([u])  ──sampled r──▶  prompt([u]) + r  ──extend([o], after=r)──▶  prompt([u]) + r + extend([o], after=r)
                                                                              = prompt([u, parse(r), o])
 
-The last line holds wherever ``r`` are the ids that the tokenizer itself gives to what they say. Which renderer a
-tokenizer gets is decided by its chat template and its tokens; whatever is chosen has written canned conversations as the
-template itself does, or it is not chosen.
+The last line holds wherever ``r`` are the ids that the tokenizer itself gives to what they say.
+Which renderer a tokenizer gets is decided by its chat template and its tokens; whatever is chosen
+has written canned conversations as the template itself does, or it is not chosen.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Renderer(Protocol):
         ...
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Ids to append after the sampled ids ``after``; closes the reply where its end was not sampled."""
+        """Ids to append after the sampled ids ``after``; closes the reply where its end was not
+        sampled."""
         ...
 
     def parse(self, ids: Sequence[int]) -> Message:
@@ -54,12 +55,17 @@ class Renderer(Protocol):
 
 
 def renderer_of(
-    tokenizer: PreTrainedTokenizerFast, *, stop_ids: Sequence[int] = (), thinking: bool | None = None
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    stop_ids: Sequence[int] = (),
+    thinking: bool | None = None,
 ) -> Renderer:
-    """The renderer for a tokenizer. ``stop_ids`` end a reply besides the format's own end; ``thinking`` switches a
-    hybrid model's thinking on or off, where its template knows ``enable_thinking``.
+    """The renderer for a tokenizer. ``stop_ids`` end a reply besides the format's own end;
+    ``thinking`` switches a hybrid model's thinking on or off, where its template knows
+    ``enable_thinking``.
 
-    Raises ConfigError for a tokenizer without its template's tokens, or with neither template nor known tokens."""
+    Raises ConfigError for a tokenizer without its template's tokens, or with neither template nor
+    known tokens."""
     pieces, template = TextPieces(tokenizer), ChatTemplate(tokenizer, thinking)
     for format in FORMATS:
         if not _uses(format, template, pieces):
@@ -73,7 +79,8 @@ def renderer_of(
     if not template.source:
         known = ", ".join(format.tokens[0] for format in FORMATS)
         raise ConfigError(
-            f"the tokenizer has no chat template, and none of the markers of a known format ({known}): set its "
+            "the tokenizer has no chat template, and none of the markers of a known format "
+            f"({known}): set its "
             "chat_template to the one that the model was trained with"
         )
     return TemplateRenderer(pieces, template, stop_ids)

@@ -1,4 +1,5 @@
-"""A model's raw text taken apart: thinking, content, calls of tools; and written together again, to the same letter."""
+"""A model's raw text taken apart: thinking, content, calls of tools; and written together again, to
+the same letter."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ _CALL = re.compile(r"\n?<tool_call>\n(\{.*?\})\n</tool_call>", re.DOTALL)
 def split_reply(text: str, *, thinks: bool, tool_calls: bool) -> Message:
     """``"<think>\\nhm\\n</think>\\n\\nyes"`` -> reasoning ``"hm"``, content ``"yes"``.
 
-    ``thinks``: a thinking block at the beginning is reasoning, also one that was cut off. ``tool_calls``: calls at the
-    end, as Qwen writes them, are calls; one that is no JSON stays text."""
+    ``thinks``: a thinking block at the beginning is reasoning, also one that was cut off.
+    ``tool_calls``: calls at the end, as Qwen writes them, are calls; one that is no JSON stays
+    text."""
     reasoning = None
     if thinks and (text.startswith("<think>") or "</think>" in text):
         inside, _, text = text.removeprefix("<think>").partition("</think>")
@@ -34,12 +36,16 @@ def joined_reply(message: Message) -> str:
         for call in message.tool_calls
     ]
     text = "\n".join([message.content, *calls] if message.content else calls) or message.content
-    return text if message.reasoning is None else f"<think>\n{message.reasoning}\n</think>\n\n{text}"
+    return (
+        text if message.reasoning is None else f"<think>\n{message.reasoning}\n</think>\n\n{text}"
+    )
 
 
 def _call(index: int, body: str) -> ToolCall | None:
     try:
         call = json.loads(body)
-        return ToolCall(f"call_{index}", str(call["name"]), json.dumps(call["arguments"], ensure_ascii=False))
+        return ToolCall(
+            f"call_{index}", str(call["name"]), json.dumps(call["arguments"], ensure_ascii=False)
+        )
     except (ValueError, KeyError, TypeError):
         return None

@@ -3,8 +3,9 @@
     y = x r weight,  r = 1 / sqrt(mean(x²) + eps)          g = dy weight
     dweight = sum over rows of dy x r                      dx = r (g - x r mean(g x r))
 
-PyTorch has one kernel for the forward pass, which is used here, and takes its backward pass apart into a dozen; on
-2,000 rows of 128 this one takes a third of the time. Elsewhere PyTorch has a kernel for both.
+PyTorch has one kernel for the forward pass, which is used here, and takes its backward pass apart
+into a dozen; on 2,000 rows of 128 this one takes a third of the time. Elsewhere PyTorch has a
+kernel for both.
 
 Legend: D size of the last dimension.
 """
@@ -22,7 +23,12 @@ _HAS_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm")
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """``x`` [..., D] normed over its last dimension; both of one type."""
-    if _HAS_KERNEL and x.device.type == "cpu" and torch.is_grad_enabled() and x.dtype == torch.float32:
+    if (
+        _HAS_KERNEL
+        and x.device.type == "cpu"
+        and torch.is_grad_enabled()
+        and x.dtype == torch.float32
+    ):
         return cast(Tensor, _RmsNorm.apply(x, weight_D, eps))  # type: ignore[no-untyped-call]
     return F.rms_norm(x, weight_D.shape, weight_D, eps)
 
@@ -39,7 +45,8 @@ class _RmsNorm(torch.autograd.Function):
         (dy,) = grads
         x, r, weight_D = ctx.saved_tensors
         share_ND = (dy * x).mul_(r).flatten(0, -2)
-        # Sums as products with a vector: a CPU sums over rows and over the last dimension faster so.
+        # Sums as products with a vector: a CPU sums over rows and over the last dimension faster
+        # so.
         dweight_D = share_ND.t().mv(torch.ones(len(share_ND)))
         mean = share_ND.mv(weight_D).mul_(-1 / x.shape[-1]).view(r.shape)
         dx = (dy * weight_D).addcmul_(x, mean.mul_(r)).mul_(r)

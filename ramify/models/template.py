@@ -1,13 +1,15 @@
 """A renderer for any chat template: what a conversation's text gains when messages are added to it.
 
-It renders a conversation once without and once with the added messages, and takes the difference. That is only right
-where a template never changes what it has written before; a few canned conversations are tried when a policy is loaded,
-and ``unstable`` says what was found. Then ``prompt`` still works, ``extend`` does not.
+It renders a conversation once without and once with the added messages, and takes the difference.
+That is only right where a template never changes what it has written before; a few canned
+conversations are tried when a policy is loaded, and ``unstable`` says what was found. Then
+``prompt`` still works, ``extend`` does not.
 
-Where the end of a reply's header and its beginning would make one token, a path has two, and a fresh ``prompt`` one.
+Where the end of a reply's header and its beginning would make one token, a path has two, and a
+fresh ``prompt`` one.
 
-The formats that ``marked_renderer.py`` knows are better rendered there: it never reads a marker in a message as one. Here a
-message's markers are made harmless by a zero-width space.
+The formats that ``marked_renderer.py`` knows are better rendered there: it never reads a marker in
+a message as one. Here a message's markers are made harmless by a zero-width space.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ from ramify.types.message import Message, ToolCall
 
 _STAND_IN = (Message("user", "QUESTION"), Message("assistant", "REPLY"))
 _TALK = (
-    Message("user", "How many lines\nhave 3 words?"), Message("assistant", "print(len(context))"),
-    Message("user", "17\n"), Message("assistant", "Five."), Message("user", "Sure? Ümläut 1,234"),
-)  # fmt: skip
+    Message("user", "How many lines\nhave 3 words?"),
+    Message("assistant", "print(len(context))"),
+    Message("user", "17\n"),
+    Message("assistant", "Five."),
+    Message("user", "Sure? Ümläut 1,234"),
+)
 CANNED: tuple[tuple[Message, ...], ...] = (_TALK, (Message("system", "Answer briefly."), *_TALK))
 """Conversations that every renderer must write as the template does."""
 
@@ -44,7 +49,9 @@ class ChatTemplate:
         self.source = _source(tokenizer)
         """The template itself; empty where the tokenizer has none."""
 
-    def text(self, messages: Sequence[Message], *, generate: bool, tools: Sequence[Tool] = ()) -> str:
+    def text(
+        self, messages: Sequence[Message], *, generate: bool, tools: Sequence[Tool] = ()
+    ) -> str:
         """The conversation as text; ``generate`` adds the beginning of the next reply.
 
         Raises ConfigError where the template refuses these messages."""
@@ -52,11 +59,16 @@ class ChatTemplate:
 
         try:
             text = self._tokenizer.apply_chat_template(
-                [_wire(message) for message in messages], tools=[_wire_tool(tool) for tool in tools] or None,
-                tokenize=False, add_generation_prompt=generate, **self._fields,
-            )  # fmt: skip
+                [_wire(message) for message in messages],
+                tools=[_wire_tool(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=generate,
+                **self._fields,
+            )
         except TemplateError as error:
-            raise ConfigError(f"the tokenizer's chat template refuses this conversation: {error}") from None
+            raise ConfigError(
+                f"the tokenizer's chat template refuses this conversation: {error}"
+            ) from None
         assert isinstance(text, str)
         return text
 
@@ -88,12 +100,15 @@ class TemplateRenderer:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Ids of the whole conversation and of the beginning of the next reply."""
         if tools:
-            raise ConfigError("this tokenizer's replies are not read for calls of tools: leave native tools out")
+            raise ConfigError(
+                "this tokenizer's replies are not read for calls of tools: leave native tools out"
+            )
         safe = [self._harmless(message) for message in messages]
         return self._pieces.marked(self._template.text(safe, generate=True))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Ids to append after the sampled ids ``after``. Raises ConfigError where the template is ``unstable``."""
+        """Ids to append after the sampled ids ``after``. Raises ConfigError where the template is
+        ``unstable``."""
         if self.unstable:
             raise ConfigError(f"this chat template cannot be extended: {self.unstable}")
         added = self._pieces.marked(self._gain([self._harmless(message) for message in messages]))
@@ -102,7 +117,9 @@ class TemplateRenderer:
     def parse(self, ids: Sequence[int]) -> Message:
         """The reply that sampled ids stand for."""
         end = self.stop_ids if ids and ids[-1] in self.stop_ids else ()
-        return split_reply(self._pieces.decode(ids[:-1] if end else ids), thinks=self._thinks, tool_calls=False)
+        return split_reply(
+            self._pieces.decode(ids[:-1] if end else ids), thinks=self._thinks, tool_calls=False
+        )
 
     def _gain(self, messages: Sequence[Message]) -> str:
         """What the template writes after a reply's text, with ``messages`` following it."""
@@ -121,7 +138,8 @@ class TemplateRenderer:
         return ""
 
     def _differs(self, talk: Sequence[Message], reply: int) -> str:
-        """How the path up to the reply at index ``reply`` and the messages after differs from a fresh rendering."""
+        """How the path up to the reply at index ``reply`` and the messages after differs from a
+        fresh rendering."""
         path = self._template.text(talk[:reply], generate=True) + talk[reply].content
         fresh = self._template.text(talk[: reply + 2], generate=True)
         gain = self._gain(talk[reply + 1 : reply + 2])
@@ -139,8 +157,12 @@ class TemplateRenderer:
     def _harmless(self, message: Message) -> Message:
         if self._markers is None or not self._markers.search(message.content):
             return message
-        content = self._markers.sub(lambda found: found[0][0] + "\u200b" + found[0][1:], message.content)
-        return Message(message.role, content, message.reasoning, message.tool_calls, message.tool_call_id)
+        content = self._markers.sub(
+            lambda found: found[0][0] + "\u200b" + found[0][1:], message.content
+        )
+        return Message(
+            message.role, content, message.reasoning, message.tool_calls, message.tool_call_id
+        )
 
 
 def _source(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -165,7 +187,11 @@ def _wire_call(call: ToolCall) -> dict[str, Any]:
         arguments = json.loads(call.arguments)
     except ValueError:
         arguments = call.arguments
-    return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments}}
+    return {
+        "type": "function",
+        "id": call.id,
+        "function": {"name": call.name, "arguments": arguments},
+    }
 
 
 def _wire_tool(tool: Tool) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Text to ids and back, with a line between markers and text: what a message says is never read as a marker.
+"""Text to ids and back, with a line between markers and text: what a message says is never read as
+a marker.
 
 pieces.text("a<|im_end|>")     the ids of those letters
 pieces.marked("a<|im_end|>")   a, and the marker's id: for what a template wrote
@@ -30,7 +31,7 @@ class TextPieces:
         self._plain.encode_special_tokens = True
         self.special_tokens = tuple(
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special
-        )  # fmt: skip
+        )
 
     def text(self, text: str) -> list[int]:
         """Ids of ``text`` taken as it is."""
@@ -63,7 +64,8 @@ class TextPieces:
         ids = self.marked(marker)
         if len(ids) != 1:
             raise ConfigError(
-                f"the tokenizer has no token {marker!r} (it gives {len(ids)} ids), which its chat template needs: "
+                f"the tokenizer has no token {marker!r} (it gives {len(ids)} ids), which its chat "
+                "template needs: "
                 "add it, or use the tokenizer that belongs to this checkpoint"
             )
         return ids[0]
@@ -71,6 +73,9 @@ class TextPieces:
 
 def first_difference(ours: str, theirs: str) -> str:
     """Where two texts part, for an error: ``"'…abc' against '…abd'"``."""
-    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+        min(len(ours), len(theirs)),
+    )
     start = max(at - 20, 0)
     return f"{ours[start : at + 20]!r} against {theirs[start : at + 20]!r}"

@@ -1,7 +1,8 @@
-"""Weights of a policy on disk: safetensors in Hugging Face's layout, one file or several with an index.
+"""Weights of a policy on disk: safetensors in Hugging Face's layout, one file or several with an
+index.
 
-Reading compares before it copies, and names the first thing that does not fit. Writing casts where asked, stores a tied
-output matrix once, and splits what is larger than five gigabytes.
+Reading compares before it copies, and names the first thing that does not fit. Writing casts where
+asked, stores a tied output matrix once, and splits what is larger than five gigabytes.
 """
 
 from __future__ import annotations
@@ -19,15 +20,25 @@ from ramify.errors import ConfigError, StoreError
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _IGNORED = ("rotary_emb.inv_freq",)
 """Ends of keys that old checkpoints hold and that are computed."""
-_UNCHECKED = frozenset({
-    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
-    "output_attentions", "output_hidden_states", "return_dict",
-})  # fmt: skip
+_UNCHECKED = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
+)
 """Fields of a configuration that change no number."""
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, mapped from disk. Raises StoreError where there are none or a file is broken."""
+    """All tensors of a checkpoint, mapped from disk. Raises StoreError where there are none or a
+    file is broken."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -36,12 +47,15 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         try:
             tensors |= load_file(path)
         except (OSError, SafetensorError) as error:
-            raise StoreError(f"{path} cannot be read as safetensors: {error}; copy or download it again") from None
+            raise StoreError(
+                f"{path} cannot be read as safetensors: {error}; copy or download it again"
+            ) from None
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(_IGNORED)}
 
 
 def check_weights(module: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
-    """Raises ConfigError that names the first tensor that is missing, too many, or of another shape."""
+    """Raises ConfigError that names the first tensor that is missing, too many, or of another
+    shape."""
     expected = module.state_dict()
     shared = _shared(module)
     for name, tensor in expected.items():
@@ -49,19 +63,26 @@ def check_weights(module: nn.Module, weights: Mapping[str, Tensor], where: str) 
             if name in shared and shared[name] in weights:
                 continue
             raise ConfigError(
-                f"{where} has no tensor '{name}', which its config.json asks for: the checkpoint is not whole"
+                f"{where} has no tensor '{name}', which its config.json asks for: the checkpoint "
+                "is not whole"
             )
         if weights[name].shape != tensor.shape:
             raise ConfigError(
-                f"{where}: tensor '{name}' is {_shape(weights[name])}, and {_shape(tensor)} by the configuration: "
+                f"{where}: tensor '{name}' is {_shape(weights[name])}, and {_shape(tensor)} by the "
+                "configuration: "
                 "the weights belong to another config.json"
             )
     if extra := next((name for name in weights if name not in expected), None):
-        raise ConfigError(f"{where} has a tensor '{extra}' that the model of its config.json does not have")
+        raise ConfigError(
+            f"{where} has a tensor '{extra}' that the model of its config.json does not have"
+        )
 
 
-def load_weights(module: nn.Module, weights: Mapping[str, Tensor], where: str = "the checkpoint") -> None:
-    """Copy ``weights`` into the parameters of ``module``, in their place and precision. Raises as ``check_weights``."""
+def load_weights(
+    module: nn.Module, weights: Mapping[str, Tensor], where: str = "the checkpoint"
+) -> None:
+    """Copy ``weights`` into the parameters of ``module``, in their place and precision. Raises as
+    ``check_weights``."""
     check_weights(module, weights, where)
     expected = module.state_dict()
     with torch.no_grad():
@@ -80,7 +101,8 @@ def write_weights(module: nn.Module, folder: Path, dtype: torch.dtype | None = N
 
 
 def config_difference(ours: Any, theirs: Any) -> str:
-    """The first field in which two Hugging Face configurations differ in a way that matters; empty where none."""
+    """The first field in which two Hugging Face configurations differ in a way that matters; empty
+    where none."""
     mine, other = ours.to_dict(), theirs.to_dict()
     for name in ["model_type", *sorted(mine.keys() | other.keys())]:
         if name not in _UNCHECKED and mine.get(name) != other.get(name):
@@ -94,14 +116,20 @@ def _files(folder: Path) -> Iterator[Path]:
         return
     index = folder / _INDEX
     if not index.is_file():
-        raise StoreError(f"{folder} has neither {_SINGLE} nor {_INDEX}: give a folder with safetensors weights")
+        raise StoreError(
+            f"{folder} has neither {_SINGLE} nor {_INDEX}: give a folder with safetensors weights"
+        )
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError) as error:
-        raise StoreError(f"{index} is no index of safetensors files: {error!r}; copy or download it again") from None
+        raise StoreError(
+            f"{index} is no index of safetensors files: {error!r}; copy or download it again"
+        ) from None
     for name in names:
         if not (folder / name).is_file():
-            raise StoreError(f"{folder}: {_INDEX} names {name}, which is not there: the download is not whole")
+            raise StoreError(
+                f"{folder}: {_INDEX} names {name}, which is not there: the download is not whole"
+            )
         yield folder / name
 
 
@@ -117,7 +145,11 @@ def _shared(module: nn.Module) -> dict[str, str]:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else tensor.detach()
+    return (
+        tensor.detach().to(dtype)
+        if dtype is not None and tensor.is_floating_point()
+        else tensor.detach()
+    )
 
 
 def _shape(tensor: Tensor) -> str:

@@ -1,8 +1,9 @@
-"""A context, encoded once: what sessions are opened over, a store keeps by its digest, and children share.
+"""A context, encoded once: what sessions are opened over, a store keeps by its digest, and children
+share.
 
-Decides where the bytes lie: a large context in an anonymous file of memory, which the fork server maps, a small one in
-a bytes object, which goes over the wire. Leaves out who decodes it and when (``process.py``), and the codec
-(``guest/values.py``).
+Decides where the bytes lie: a large context in an anonymous file of memory, which the fork server
+maps, a small one in a bytes object, which goes over the wire. Leaves out who decodes it and when
+(``process.py``), and the codec (``guest/values.py``).
 """
 
 from __future__ import annotations
@@ -27,9 +28,20 @@ LARGE_BYTES = 1 << 20
 
 
 class SharedContext:
-    """One value, ready for any number of sessions. Raises SandboxError for what no session can hold."""
+    """One value, ready for any number of sessions. Raises SandboxError for what no session can
+    hold."""
 
-    __slots__ = ("__weakref__", "_data", "_digest", "_fd", "chars", "kind", "nbytes", "serial", "value")
+    __slots__ = (
+        "__weakref__",
+        "_data",
+        "_digest",
+        "_fd",
+        "chars",
+        "kind",
+        "nbytes",
+        "serial",
+        "value",
+    )
 
     def __init__(self, value: Any) -> None:
         try:
@@ -40,7 +52,8 @@ class SharedContext:
 
     def _hold(self, value: Any, parts: list[Any], chars: int) -> None:
         self.serial = next(_serials)
-        """Tells this object from every other one of the process, also from later ones at its address."""
+        """Tells this object from every other one of the process, also from later ones at its
+        address."""
         self.value = value
         self.kind: str = type(value).__name__
         """Name of the Python type in the session."""
@@ -91,7 +104,8 @@ class SharedContext:
         return context
 
     def pack(self) -> dict[str, Any]:
-        """The value as data that any JSON writer takes, for a journal; ``unpack`` is the way back."""
+        """The value as data that any JSON writer takes, for a journal; ``unpack`` is the way
+        back."""
         encoder = ValueEncoder()
         packed: dict[str, Any] = {"value": encoder.encode(self.value)}
         if encoder.blobs:
@@ -109,7 +123,8 @@ class SharedContext:
 
 
 def anonymous_file(name: str) -> int:
-    """A file of memory without a name, or where the platform has none, one on disk that is unlinked already."""
+    """A file of memory without a name, or where the platform has none, one on disk that is unlinked
+    already."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile(prefix=name) as file:

@@ -1,9 +1,9 @@
 """The provider ``docker``: every session in a container of its own, on an engine of this machine.
 
-Decides what a container may do (nothing but compute in memory: no network, no capability, no privilege to gain, a root
-that cannot be written, limits of memory, processor and processes) and that the engine really enforces it: what it says
-of the container is compared with what was asked for. Leaves out the engine's HTTP (``docker_engine.py``) and the guest's
-way in (``remote.py``).
+Decides what a container may do (nothing but compute in memory: no network, no capability, no
+privilege to gain, a root that cannot be written, limits of memory, processor and processes) and
+that the engine really enforces it: what it says of the container is compared with what was asked
+for. Leaves out the engine's HTTP (``docker_engine.py``) and the guest's way in (``remote.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from urllib.parse import quote
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
-from ramify.sandbox.docker_engine import ContainerStdio, DockerEngine, DockerEngineError, find_socket
+from ramify.sandbox.docker_engine import (
+    ContainerStdio,
+    DockerEngine,
+    DockerEngineError,
+    find_socket,
+)
 from ramify.sandbox.remote import Carries, RemoteSandbox
 
 IMAGE = "python:3.12-slim"
@@ -49,7 +54,9 @@ class DockerService:
         try:
             await self._engine.ask("start a container", "POST", f"/containers/{id}/start")
             if not self._allow_weaker:
-                said = await self._engine.ask("describe a container", "GET", f"/containers/{id}/json")
+                said = await self._engine.ask(
+                    "describe a container", "GET", f"/containers/{id}/json"
+                )
                 _compare(wanted, said)
         except BaseException:
             await running.close()
@@ -58,21 +65,29 @@ class DockerService:
 
     async def _create(self, wanted: dict[str, Any]) -> str:
         try:
-            made = await self._engine.ask("create a container", "POST", "/containers/create", wanted)
+            made = await self._engine.ask(
+                "create a container", "POST", "/containers/create", wanted
+            )
         except DockerEngineError as error:
             if error.status != 404:
                 raise
             await self._pull(wanted["Image"])
-            made = await self._engine.ask("create a container", "POST", "/containers/create", wanted)
+            made = await self._engine.ask(
+                "create a container", "POST", "/containers/create", wanted
+            )
         return str(made["Id"])
 
     async def _pull(self, image: str) -> None:
         has_tag = ":" in image.rpartition("/")[2]
         query = quote(image if has_tag or "@" in image else f"{image}:latest", safe="")
-        steps = await self._engine.ask(f"pull the image '{image}'", "POST", f"/images/create?fromImage={query}")
+        steps = await self._engine.ask(
+            f"pull the image '{image}'", "POST", f"/images/create?fromImage={query}"
+        )
         for step in steps if isinstance(steps, list) else [steps]:
             if isinstance(step, dict) and "error" in step:
-                raise SandboxError(f"sandbox 'docker': the image '{image}' could not be pulled: {step['error']}")
+                raise SandboxError(
+                    f"sandbox 'docker': the image '{image}' could not be pulled: {step['error']}"
+                )
 
     async def close(self) -> None:
         """Nothing is held between sessions."""
@@ -104,16 +119,35 @@ def container(command: list[str], spec: SandboxSpec) -> dict[str, Any]:
     """What the engine is asked to create."""
     memory = spec.memory_bytes + _OVERHEAD_BYTES
     return {
-        "Image": spec.image or IMAGE, "Entrypoint": command[:1], "Cmd": command[1:], "User": _NOBODY, "WorkingDir": "/tmp",
-        "AttachStdin": True, "AttachStdout": True, "AttachStderr": True, "OpenStdin": True, "StdinOnce": True,
-        "Tty": False, "NetworkDisabled": True, "Labels": {"ramify": "session"},
+        "Image": spec.image or IMAGE,
+        "Entrypoint": command[:1],
+        "Cmd": command[1:],
+        "User": _NOBODY,
+        "WorkingDir": "/tmp",
+        "AttachStdin": True,
+        "AttachStdout": True,
+        "AttachStderr": True,
+        "OpenStdin": True,
+        "StdinOnce": True,
+        "Tty": False,
+        "NetworkDisabled": True,
+        "Labels": {"ramify": "session"},
         "HostConfig": {
-            "NetworkMode": "none", "ReadonlyRootfs": True, "CapDrop": ["ALL"], "Privileged": False,
-            "SecurityOpt": ["no-new-privileges"], "Memory": memory, "MemorySwap": memory,
-            "NanoCpus": int(NUM_CPUS * 1e9), "PidsLimit": MAX_PROCESSES, "IpcMode": "private", "AutoRemove": True,
-            "Tmpfs": {"/tmp": f"rw,nosuid,nodev,mode=1777,size={SCRATCH_BYTES}"}, "LogConfig": {"Type": "none"},
+            "NetworkMode": "none",
+            "ReadonlyRootfs": True,
+            "CapDrop": ["ALL"],
+            "Privileged": False,
+            "SecurityOpt": ["no-new-privileges"],
+            "Memory": memory,
+            "MemorySwap": memory,
+            "NanoCpus": int(NUM_CPUS * 1e9),
+            "PidsLimit": MAX_PROCESSES,
+            "IpcMode": "private",
+            "AutoRemove": True,
+            "Tmpfs": {"/tmp": f"rw,nosuid,nodev,mode=1777,size={SCRATCH_BYTES}"},
+            "LogConfig": {"Type": "none"},
         },
-    }  # fmt: skip
+    }
 
 
 def _compare(wanted: dict[str, Any], said: dict[str, Any]) -> None:
@@ -133,7 +167,8 @@ def _compare(wanted: dict[str, Any], said: dict[str, Any]) -> None:
         missing.append("User")
     if missing:
         raise SandboxError(
-            f"sandbox 'docker': this engine did not apply {', '.join(missing)} to the container, as it says itself; "
+            f"sandbox 'docker': this engine did not apply {', '.join(missing)} to the container, "
+            "as it says itself; "
             "use another engine, or accept it with SandboxSpec(allow_weaker=True)"
         )
 
@@ -149,4 +184,6 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
         kill=True,
         starts_processes=True,
     )
-    return RemoteSandbox(spec, DockerService(DockerEngine(find_socket()), spec.allow_weaker), caps, None)
+    return RemoteSandbox(
+        spec, DockerService(DockerEngine(find_socket()), spec.allow_weaker), caps, None
+    )

@@ -1,7 +1,8 @@
-"""A container engine's HTTP API over its unix socket: plain requests, and the attached stream of a container.
+"""A container engine's HTTP API over its unix socket: plain requests, and the attached stream of a
+container.
 
-Decides where an engine is looked for and how its answers become values or one-line errors. Leaves out what is asked of
-it (``docker.py``). Podman's compatible service speaks the same.
+Decides where an engine is looked for and how its answers become values or one-line errors. Leaves
+out what is asked of it (``docker.py``). Podman's compatible service speaks the same.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ class DockerEngineError(SandboxError):
 
 
 def find_socket() -> str:
-    """Path of the engine's socket. Raises ConfigError for a DOCKER_HOST that is none, SandboxError where there is no
-    engine."""
+    """Path of the engine's socket. Raises ConfigError for a DOCKER_HOST that is none, SandboxError
+    where there is no engine."""
     host = os.environ.get("DOCKER_HOST", "")
     if host and not host.startswith("unix://"):
         raise ConfigError(
-            f"DOCKER_HOST is {host!r}, and only unix:// sockets are spoken: set it to unix:///path/to/its.sock"
+            f"DOCKER_HOST is {host!r}, and only unix:// sockets are spoken: set it to "
+            "unix:///path/to/its.sock"
         )
     paths = [host.removeprefix("unix://")] if host else list(_usual_places())
     for path in paths:
@@ -71,13 +73,16 @@ class DockerEngine:
         self._path = path
 
     async def ask(self, what: str, method: str, path: str, body: Any = None) -> Any:
-        """The decoded answer to a request; ``what`` says in an error what could not be done. Raises EngineError."""
+        """The decoded answer to a request; ``what`` says in an error what could not be done. Raises
+        EngineError."""
         reader, writer = await self._send(method, path, body, "Connection: close\r\n")
         try:
             status, headers = await _head(reader)
             data = await _body(reader, status, headers)
         except _BROKEN as error:
-            raise SandboxError(f"the container engine at {self._path} broke off ({what}): {error}") from None
+            raise SandboxError(
+                f"the container engine at {self._path} broke off ({what}): {error}"
+            ) from None
         finally:
             await _shut(writer)
         if status >= 400:
@@ -87,7 +92,9 @@ class DockerEngine:
     async def attach(self, container: str) -> ContainerStdio:
         """The stream of a container that was created with its standard input open."""
         path = f"/containers/{quote(container)}/attach?stream=1&stdin=1&stdout=1&stderr=1"
-        reader, writer = await self._send("POST", path, None, "Upgrade: tcp\r\nConnection: Upgrade\r\n")
+        reader, writer = await self._send(
+            "POST", path, None, "Upgrade: tcp\r\nConnection: Upgrade\r\n"
+        )
         try:
             status, headers = await _head(reader)
             if status not in (101, 200):
@@ -95,7 +102,9 @@ class DockerEngine:
                 raise DockerEngineError("attach to a container", status, message)
         except _BROKEN as error:
             await _shut(writer)
-            raise SandboxError(f"the container engine at {self._path} broke off (attach): {error}") from None
+            raise SandboxError(
+                f"the container engine at {self._path} broke off (attach): {error}"
+            ) from None
         except BaseException:
             await _shut(writer)
             raise
@@ -110,7 +119,8 @@ class DockerEngine:
             reader, writer = await asyncio.open_unix_connection(self._path)
         except OSError as error:
             raise SandboxError(
-                f"sandbox 'docker': no engine answers at {self._path} ({error.strerror or error}); {HOW_TO_GET_ONE}"
+                f"sandbox 'docker': no engine answers at {self._path} ({error.strerror or error}); "
+                f"{HOW_TO_GET_ONE}"
             ) from None
         head = f"{method} {path} HTTP/1.1\r\nHost: docker\r\n{kind}Content-Length: {len(data)}\r\n{more}\r\n"
         writer.write(head.encode() + data)
@@ -118,7 +128,8 @@ class DockerEngine:
 
 
 class ContainerStdio:
-    """Standard input and output of a container without a terminal: what it says comes in frames, told by stream."""
+    """Standard input and output of a container without a terminal: what it says comes in frames,
+    told by stream."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -175,13 +186,16 @@ def _headers(lines: list[str]) -> dict[str, str]:
 
 
 async def _body(reader: asyncio.StreamReader, status: int, headers: dict[str, str]) -> bytes:
-    """Raises ValueError for a body that is too long, or whose length does not follow HTTP's grammar."""
+    """Raises ValueError for a body that is too long, or whose length does not follow HTTP's
+    grammar."""
     if status in (204, 304):
         return b""
     coding, length = headers.get("transfer-encoding"), headers.get("content-length")
     if coding is not None:
         if coding.lower() != "chunked" or length is not None:
-            raise ValueError(f"its Transfer-Encoding is {coding[:40]!r}, its Content-Length {str(length)[:40]!r}")
+            raise ValueError(
+                f"its Transfer-Encoding is {coding[:40]!r}, its Content-Length {str(length)[:40]!r}"
+            )
         return await _chunks(reader)
     if length is None:
         body = bytearray()

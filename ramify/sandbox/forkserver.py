@@ -1,8 +1,10 @@
-"""The fork server: a small process from which sessions are forked. Runs in a process of its own, never in the host.
+"""The fork server: a small process from which sessions are forked. Runs in a process of its own,
+never in the host.
 
-Decides how a session's process is set up (group, limits, folder, descriptors), that nothing it started outlives it,
-and that everything ends when the host does. Leaves out what a session does (``guest/``) and isolation. Started with
-an empty environment; the host's end is ``process.py``. Standard library only.
+Decides how a session's process is set up (group, limits, folder, descriptors), that nothing it
+started outlives it, and that everything ends when the host does. Leaves out what a session does
+(``guest/``) and isolation. Started with an empty environment; the host's end is ``process.py``.
+Standard library only.
 
     host ──control socket──> server ──fork──> session         a session talks to the host over a socket of its own
                                └────fork──> template ──fork──> session        (has decoded a large context once)
@@ -36,16 +38,51 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ramify.sandbox import shared_buffers
-    from ramify.sandbox.guest import frames, guest, interpreter, packed, shown, source, spools, values
+    from ramify.sandbox.guest import (
+        frames,
+        guest,
+        interpreter,
+        packed,
+        shown,
+        source,
+        spools,
+        values,
+    )
 else:
     import ramify_shared_buffers as shared_buffers
     from ramify_guest import frames, guest, interpreter, packed, shown, source, spools, values
 
 PRELOAD = (
-    "bisect", "concurrent.futures.thread", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum",
-    "fractions", "functools", "hashlib", "heapq", "html", "inspect", "itertools", "operator", "pprint", "random",
-    "statistics", "string", "subprocess", "tempfile", "textwrap", "threading", "time", "traceback", "typing", "uuid",
-)  # fmt: skip
+    "bisect",
+    "concurrent.futures.thread",
+    "copy",
+    "csv",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "difflib",
+    "enum",
+    "fractions",
+    "functools",
+    "hashlib",
+    "heapq",
+    "html",
+    "inspect",
+    "itertools",
+    "operator",
+    "pprint",
+    "random",
+    "statistics",
+    "string",
+    "subprocess",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "time",
+    "traceback",
+    "typing",
+    "uuid",
+)
 """What cells often import: done once here, it costs a session nothing."""
 MAX_FILE_BYTES = 256 << 20
 """Largest file that a session may write, its raw output included."""
@@ -82,7 +119,9 @@ class ForkServerControl:
             self._fill()
 
     def has_frame(self) -> bool:
-        return len(self._data) >= 4 and len(self._data) >= 4 + struct.unpack_from("<I", self._data)[0]
+        return (
+            len(self._data) >= 4 and len(self._data) >= 4 + struct.unpack_from("<I", self._data)[0]
+        )
 
     def _fill(self) -> None:
         data, ancillary, _, _ = self.sock.recvmsg(1 << 16, socket.CMSG_SPACE(16 * 4))
@@ -104,7 +143,8 @@ class ForkServerControl:
 
 
 class ForkServer:
-    """Forks sessions and templates on request, and sees to their end. A template is a server too."""
+    """Forks sessions and templates on request, and sees to their end. A template is a server
+    too."""
 
     def __init__(self, control: ForkServerControl, config: dict[str, Any]) -> None:
         self.control = control
@@ -112,7 +152,8 @@ class ForkServer:
         self._context: Any = None
         self._has_context = False
         self.take_wire: Any = None
-        """How a session and its branch get new wires after a fork, where the host does not send them along."""
+        """How a session and its branch get new wires after a fork, where the host does not send
+        them along."""
         self.children: dict[int, Any] = {}
         """Process -> what its session was given (``prepare``); _TEMPLATE for a template."""
         self._num_opened = 0
@@ -150,7 +191,9 @@ class ForkServer:
         elif op == "template":
             self._template(header, fds)
         elif op == "compile":
-            with contextlib.suppress(SyntaxError, ValueError):  # the session that installs it will tell
+            with contextlib.suppress(
+                SyntaxError, ValueError
+            ):  # the session that installs it will tell
                 source.precompile(header["source"], f"<{header['module']}>")
         elif op == "signal":
             if header["pid"] in self.children:
@@ -192,8 +235,8 @@ class ForkServer:
         return folder
 
     def enter(self, given: Any, fds: list[int]) -> tuple[list[int], tuple[int, int]]:
-        """In the session's process: take what was prepared, and let go of everything but ``fds``: wire, spool and shelf.
-        Returns where they are now, and the limits of memory."""
+        """In the session's process: take what was prepared, and let go of everything but ``fds``:
+        wire, spool and shelf. Returns where they are now, and the limits of memory."""
         os.setsid()
         tie_to_parent(self.pid)
         fds = keep_only(fds)
@@ -256,10 +299,18 @@ class ForkServer:
         (wire, spool, *rest), memory = self.enter(given, fds)
         random.seed(header["seed"])
         session = guest.Guest(
-            wire, wire, spools.FileOutputSpool(spool), max_output_bytes=self.config["max_output_bytes"], owns_process=True,
-            memory_limits=memory, can_fork=True, shared_buffers=shared_buffers.SharedMemoryBuffers(rest[0], is_host=False) if rest else None,
+            wire,
+            wire,
+            spools.FileOutputSpool(spool),
+            max_output_bytes=self.config["max_output_bytes"],
+            owns_process=True,
+            memory_limits=memory,
+            can_fork=True,
+            shared_buffers=shared_buffers.SharedMemoryBuffers(rest[0], is_host=False)
+            if rest
+            else None,
             take_wire=self.take_wire,
-        )  # fmt: skip
+        )
         if self._has_context:
             session.notebook.bind("context", self._context, True)
         gc.enable()
@@ -269,7 +320,8 @@ class ForkServer:
     # -- endings
 
     def _reap(self) -> None:
-        """Bury the dead. A session's group is killed while its leader's number cannot have gone to anyone else."""
+        """Bury the dead. A session's group is killed while its leader's number cannot have gone to
+        anyone else."""
         while True:
             pid = _next_dead()
             if not pid:
@@ -284,10 +336,13 @@ class ForkServer:
                 self.clear(given)
             if is_ours:
                 with contextlib.suppress(OSError):
-                    self.control.send({"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+                    self.control.send(
+                        {"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)}
+                    )
 
     def end_strays(self) -> None:
-        """Processes that left their session's group fall to us when it ends, since we are the subreaper."""
+        """Processes that left their session's group fall to us when it ends, since we are the
+        subreaper."""
         with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
             for pid in map(int, file.read().split()):
                 if pid not in self.children:
@@ -344,7 +399,8 @@ def _in_child(life: Any) -> None:
 
 
 def quiet_signals() -> None:
-    """As a new process has them. By ``_signal``, since ``signal`` makes enums of all numbers: see ``_warm_up``."""
+    """As a new process has them. By ``_signal``, since ``signal`` makes enums of all numbers: see
+    ``_warm_up``."""
     _signal.set_wakeup_fd(-1)
     _signal.signal(_SIGCHLD, _SIG_DFL)
 
@@ -362,7 +418,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def tie_to_parent(parent: int) -> None:
-    """Die with the parent, also where it is killed; and inherit what our own children leave behind."""
+    """Die with the parent, also where it is killed; and inherit what our own children leave
+    behind."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
@@ -370,8 +427,8 @@ def tie_to_parent(parent: int) -> None:
 
 
 def keep_only(fds: list[int]) -> list[int]:
-    """Close every descriptor but standard input and ``fds`` (wire, spool, …), which go where no loop over numbers goes.
-    Standard output and error become the spool."""
+    """Close every descriptor but standard input and ``fds`` (wire, spool, …), which go where no
+    loop over numbers goes. Standard output and error become the spool."""
     at = min(MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 8)
     kept = []
     for fd in fds:
@@ -388,24 +445,39 @@ def keep_only(fds: list[int]) -> list[int]:
 
 
 def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
-    """What one session may take. Returns the address space for a cell, on top of what it was forked with, and for
-    the guest."""
+    """What one session may take. Returns the address space for a cell, on top of what it was forked
+    with, and for the guest."""
     memory = mapped + memory_bytes
-    limits = {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "NOFILE": MAX_FILES + _OUT_OF_REACH, "AS": memory + GUEST_BYTES}
+    limits = {
+        "CORE": 0,
+        "FSIZE": MAX_FILE_BYTES,
+        "NOFILE": MAX_FILES + _OUT_OF_REACH,
+        "AS": memory + GUEST_BYTES,
+    }
     for name, limit in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(number, (min(limit, MAX_FILES) if name == "NOFILE" else limit, limit))
+            resource.setrlimit(
+                number, (min(limit, MAX_FILES) if name == "NOFILE" else limit, limit)
+            )
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    return (memory, memory + GUEST_BYTES) if most == resource.RLIM_INFINITY else (min(memory, most), most)
+    return (
+        (memory, memory + GUEST_BYTES)
+        if most == resource.RLIM_INFINITY
+        else (min(memory, most), most)
+    )
 
 
 def mapped_bytes(proc: int | None = None) -> int:
     """Address space of this process. ``proc``: a descriptor of /proc, where it has no name."""
     try:
-        fd = os.open("/proc/self/statm" if proc is None else "self/statm", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+        fd = os.open(
+            "/proc/self/statm" if proc is None else "self/statm",
+            os.O_RDONLY | os.O_CLOEXEC,
+            dir_fd=proc,
+        )
         try:
             return int(os.read(fd, 256).split()[0]) * mmap.PAGESIZE
         finally:
@@ -417,8 +489,8 @@ def mapped_bytes(proc: int | None = None) -> int:
 def _warm_up() -> None:
     """Walk through what every session does, so that none pays for it.
 
-    Most of the time of a fork goes into copying the pages that a session writes to, one fault each; code that has run
-    before writes less: it is specialised, what it makes once is made."""
+    Most of the time of a fork goes into copying the pages that a session writes to, one fault each;
+    code that has run before writes less: it is specialised, what it makes once is made."""
     interpreter.complete_builtins()
     try:
         raise ValueError
@@ -436,10 +508,19 @@ def _rehearse(cells: int) -> None:
     wire, spool = theirs.detach(), os.memfd_create("rehearsal")
     with host:
         for id in range(cells):
-            host.sendall(b"".join(frames.frame(json.dumps({"op": "run", "id": id, "code": "x = 1\nx"}).encode())))
+            host.sendall(
+                b"".join(
+                    frames.frame(json.dumps({"op": "run", "id": id, "code": "x = 1\nx"}).encode())
+                )
+            )
         host.shutdown(socket.SHUT_WR)
         guest.Guest(
-            wire, wire, spools.FileOutputSpool(spool), max_output_bytes=1000, owns_process=False, can_fork=True
+            wire,
+            wire,
+            spools.FileOutputSpool(spool),
+            max_output_bytes=1000,
+            owns_process=False,
+            can_fork=True,
         ).serve()
     os.close(spool)
 
@@ -474,11 +555,14 @@ def preload(paths: list[str], names: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001  (a package may raise anything when imported)
-            raise PackageNotImportable(f"'{name}' cannot be imported: {type(error).__name__}: {error}") from None
+            raise PackageNotImportable(
+                f"'{name}' cannot be imported: {type(error).__name__}: {error}"
+            ) from None
 
 
 def settle(proc: int | None = None) -> None:
-    """Before the first fork: be the first to go when memory runs out, and have everything at hand."""
+    """Before the first fork: be the first to go when memory runs out, and have everything at
+    hand."""
     global _libc
     if sys.platform == "linux":
         import ctypes

@@ -1,7 +1,8 @@
 """The host's end of a fork server: requests and replies over its control socket.
 
-Decides how a server process is started (an empty environment, one descriptor) and how replies, which may carry
-descriptors, find who asked. Leaves out what is asked for (``process.py``) and how it is done (``forkserver.py``).
+Decides how a server process is started (an empty environment, one descriptor) and how replies,
+which may carry descriptors, find who asked. Leaves out what is asked for (``process.py``) and how
+it is done (``forkserver.py``).
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-"""All that a session sees of an environment. Sets have one order in every session; large heaps fork fast (huge pages);
-threads do not each reserve address space; and no library starts threads before the fork."""
+"""All that a session sees of an environment. Sets have one order in every session; large heaps fork
+fast (huge pages); threads do not each reserve address space; and no library starts threads before
+the fork."""
 START_S = 60.0
 
 
@@ -70,20 +72,31 @@ class ForkServerChannel:
 
     async def wait_ready(self) -> None:
         """Until the server serves. Raises SandboxError with its reason if it does not."""
-        await asyncio.wait((self.ready, self.gone), timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            (self.ready, self.gone), timeout=START_S, return_when=asyncio.FIRST_COMPLETED
+        )
         if not self.ready.done():
-            why = "ended before it was ready" if self.gone.done() else f"was not ready after {START_S:g} s"
+            why = (
+                "ended before it was ready"
+                if self.gone.done()
+                else f"was not ready after {START_S:g} s"
+            )
             raise SandboxError(f"the fork server {why}: {self._last_words()}")
         self.ready.result()
 
     def _last_words(self) -> str:
         if self._complaints is None:
             return "no reason given"
-        lines = os.pread(self._complaints, 1 << 16, 0).decode("utf-8", "replace").strip().splitlines()
+        lines = (
+            os.pread(self._complaints, 1 << 16, 0).decode("utf-8", "replace").strip().splitlines()
+        )
         return lines[-1] if lines else f"{sys.executable} said nothing"
 
-    async def ask(self, header: dict[str, Any], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
-        """Send a request; the reply and its descriptors, which are the caller's. Raises SandboxError for a refusal."""
+    async def ask(
+        self, header: dict[str, Any], fds: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Send a request; the reply and its descriptors, which are the caller's. Raises
+        SandboxError for a refusal."""
         async with self._room:
             self._last_id += 1
             id = header["id"] = self._last_id
@@ -109,7 +122,8 @@ class ForkServerChannel:
             raise SandboxError(f"the fork server is gone: {error}") from None
 
     def _send_rest(self, data: bytes) -> None:
-        """A long request (a module's source): the server reads it at once, so that blocking is short."""
+        """A long request (a module's source): the server reads it at once, so that blocking is
+        short."""
         self._sock.setblocking(True)
         try:
             self._sock.settimeout(10.0)
@@ -146,7 +160,9 @@ class ForkServerChannel:
                 call(header["status"])
             return
         reply = self._replies.get(header["id"]) if "id" in header else self.ready
-        if reply is None or reply.done():  # nobody waits any more; the process sees its socket closed
+        if (
+            reply is None or reply.done()
+        ):  # nobody waits any more; the process sees its socket closed
             for fd in fds:
                 os.close(fd)
         elif header["op"] == "failed":
@@ -193,16 +209,33 @@ class ForkServerChannel:
 def start_server(
     config: dict[str, Any], modules: Sequence[str] = ("shared_buffers", "guest", "forkserver")
 ) -> StartedForkServer:
-    """A fork server in a process of its own, which gets no more of the host than one descriptor. Needs no event loop.
+    """A fork server in a process of its own, which gets no more of the host than one descriptor.
+    Needs no event loop.
 
     ``modules``: what it loads (``guest_files.py``); the last one's ``main`` is its life."""
     ours, theirs = socket.socketpair()
     complaints = anonymous_file("ramify-errors")
     with theirs:
-        command = [sys.executable, "-s", "-S", "-P", "-c", _BOOT, str(FOLDER), *modules, str(theirs.fileno())]
+        command = [
+            sys.executable,
+            "-s",
+            "-S",
+            "-P",
+            "-c",
+            _BOOT,
+            str(FOLDER),
+            *modules,
+            str(theirs.fileno()),
+        ]
         process = subprocess.Popen(
-            command, env=ENVIRONMENT, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints,
-        )  # fmt: skip
+            command,
+            env=ENVIRONMENT,
+            pass_fds=[theirs.fileno()],
+            cwd="/",
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=complaints,
+        )
     ours.sendall(b"".join(frame(msgspec.json.encode(config))))
     return StartedForkServer(process, ours, complaints, config["folder"])

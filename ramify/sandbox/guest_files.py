@@ -1,10 +1,12 @@
-"""The files of this room that run where ramify is not: in a fork server, in a container, on a machine of a cloud.
+"""The files of this room that run where ramify is not: in a fork server, in a container, on a
+machine of a cloud.
 
-Decides what they are called there and how they get there. ``shared_buffers.py`` is there the module ``ramify_shelf``,
-``jail/walls.py`` is ``ramify_jail_walls``, and the folder ``guest/`` the package ``ramify_guest``. They are always loaded
-as files, by the same few lines, in the order in which they are named: on this machine from where they are (so that
-Python finds them compiled), elsewhere from a folder that their text was written to, and that is gone before any code of
-a session runs. Leaves out what starts there (``forkserver_channel.py``, ``remote.py``) and what is done there.
+Decides what they are called there and how they get there. ``shared_buffers.py`` is there the module
+``ramify_shelf``, ``jail/walls.py`` is ``ramify_jail_walls``, and the folder ``guest/`` the package
+``ramify_guest``. They are always loaded as files, by the same few lines, in the order in which they
+are named: on this machine from where they are (so that Python finds them compiled), elsewhere from
+a folder that their text was written to, and that is gone before any code of a session runs. Leaves
+out what starts there (``forkserver_channel.py``, ``remote.py``) and what is done there.
 """
 
 from __future__ import annotations

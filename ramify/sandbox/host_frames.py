@@ -1,7 +1,8 @@
 """What a guest may say, as the host reads it: every frame is hostile until it has passed here.
 
-Decides the schema and the sizes of frames from a guest. Leaves out the order in which they may come (``session.py``)
-and the layout of a frame and its values (``guest/``, of which this is the checked mirror).
+Decides the schema and the sizes of frames from a guest. Leaves out the order in which they may come
+(``session.py``) and the layout of a frame and its values (``guest/``, of which this is the checked
+mirror).
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class FailedFrame(_Frame, tag="failed"):
     message: str
 
 
-FromGuest = HelloFrame | OutputFrame | HostCallFrame | CellDoneFrame | OkFrame | ValueFrame | FailedFrame
+FromGuest = (
+    HelloFrame | OutputFrame | HostCallFrame | CellDoneFrame | OkFrame | ValueFrame | FailedFrame
+)
 _decoder = msgspec.json.Decoder(FromGuest)
 _encoder = msgspec.json.Encoder()
 
@@ -110,7 +113,9 @@ class FrameAssembler:
         while end - at >= 4:
             size = int.from_bytes(data[at : at + 4], "little")
             if not 5 <= size <= MAX_FRAME:
-                raise ProtocolError(f"a frame of {size:,} bytes, where 5 to {MAX_FRAME:,} are allowed")
+                raise ProtocolError(
+                    f"a frame of {size:,} bytes, where 5 to {MAX_FRAME:,} are allowed"
+                )
             if end - at < 4 + size:
                 self._need = 4 + size
                 break
@@ -122,7 +127,9 @@ class FrameAssembler:
             self._held = bytearray(data[at:])
 
 
-def parse(view: memoryview, shared_buffers: SharedMemoryBuffers | None = None) -> tuple[FromGuest, list[memoryview]]:
+def parse(
+    view: memoryview, shared_buffers: SharedMemoryBuffers | None = None
+) -> tuple[FromGuest, list[memoryview]]:
     """A frame and its blobs. Raises ProtocolError."""
     header, end = open_frame(view)
     if len(header) > MAX_HEADER:
@@ -149,11 +156,16 @@ def parse(view: memoryview, shared_buffers: SharedMemoryBuffers | None = None) -
 
 
 def _off_shelf(
-    message: FromGuest, lengths: Sequence[int], rest: int, shared_buffers: SharedMemoryBuffers | None
+    message: FromGuest,
+    lengths: Sequence[int],
+    rest: int,
+    shared_buffers: SharedMemoryBuffers | None,
 ) -> list[memoryview]:
     if shared_buffers is None or rest:
         raise ProtocolError(
-            "a frame with its blobs on a shelf, where there is none" if shared_buffers is None else "blobs twice"
+            "a frame with its blobs on a shelf, where there is none"
+            if shared_buffers is None
+            else "blobs twice"
         )
     if shared_buffers.owed is not None:
         raise ProtocolError("blobs on a shelf that was not free")
@@ -164,13 +176,17 @@ def _off_shelf(
         raise ProtocolError(str(error)) from None
 
 
-def value_of(message: HostCallFrame | CellDoneFrame | ValueFrame, data: Any, blobs: list[memoryview]) -> Any:
+def value_of(
+    message: HostCallFrame | CellDoneFrame | ValueFrame, data: Any, blobs: list[memoryview]
+) -> Any:
     """``data`` of a message, decoded. Raises ProtocolError."""
     return ValueDecoder(blobs, bounded=True).decode(data) if message.tags else data
 
 
 def request(
-    header: dict[str, Any], encoder: ValueEncoder | None = None, shared_buffers: SharedMemoryBuffers | None = None
+    header: dict[str, Any],
+    encoder: ValueEncoder | None = None,
+    shared_buffers: SharedMemoryBuffers | None = None,
 ) -> list[Any]:
     """A frame for a guest; long blobs go onto ``shelf``, where it has room."""
     blobs: list[Any] = []

@@ -1,9 +1,11 @@
-"""The provider ``inprocess``: the same guest in a thread of the host. For debugging, where a breakpoint must be reached.
+"""The provider ``inprocess``: the same guest in a thread of the host. For debugging, where a
+breakpoint must be reached.
 
-Decides how a guest shares its process: what its cells print goes to their session, and an interrupt is an exception
-set in its thread. Leaves out nearly everything else that a session promises: a cell cannot be killed, code blocked in C
-(``time.sleep``) cannot be interrupted, memory is not limited, ``random`` is the host's, output of other processes and
-of C code goes to the host's terminal, and ``sys.modules["__main__"]`` stays the host's.
+Decides how a guest shares its process: what its cells print goes to their session, and an interrupt
+is an exception set in its thread. Leaves out nearly everything else that a session promises: a cell
+cannot be killed, code blocked in C (``time.sleep``) cannot be interrupted, memory is not limited,
+``random`` is the host's, output of other processes and of C code goes to the host's terminal, and
+``sys.modules["__main__"]`` stays the host's.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from ramify.sandbox.shared_buffers import SharedMemoryBuffers
 from ramify.sandbox.transport import SCRATCH_BYTES, SocketStream
 
 WARNING = (
-    "sandbox 'inprocess': code runs inside this very process, with all that it holds, and cannot be stopped for sure. "
+    "sandbox 'inprocess': code runs inside this very process, with all that it holds, and cannot "
+    "be stopped for sure. "
     "It is for debugging; do not run code in it that you would not run yourself."
 )
 
@@ -57,9 +60,12 @@ class InprocessSandbox:
             raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
         transport = ThreadTransport(self.caps, self._scratch, self._spec.max_output_bytes)
         session = GuestSession(
-            transport, cell_s=self._spec.cell_s, grace_s=self._spec.grace_s, max_output_bytes=self._spec.max_output_bytes,
+            transport,
+            cell_s=self._spec.cell_s,
+            grace_s=self._spec.grace_s,
+            max_output_bytes=self._spec.max_output_bytes,
             on_close=self._sessions.discard,
-        )  # fmt: skip
+        )
         self._sessions.add(session)
         await session.ready()
         if context is not None:
@@ -76,7 +82,9 @@ class ThreadTransport:
 
     shared_buffers: SharedMemoryBuffers | None = None
 
-    def __init__(self, caps: SandboxCapabilities, scratch: bytearray, max_output_bytes: int) -> None:
+    def __init__(
+        self, caps: SandboxCapabilities, scratch: bytearray, max_output_bytes: int
+    ) -> None:
         self.caps = caps
         self._ours, theirs = socket.socketpair()
         self._stream = SocketStream(self._ours, scratch)
@@ -86,12 +94,17 @@ class ThreadTransport:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._guest: Guest | None = None
         self._thread = threading.Thread(
-            target=self._live, args=(theirs.detach(), max_output_bytes), name="ramify session", daemon=True
+            target=self._live,
+            args=(theirs.detach(), max_output_bytes),
+            name="ramify session",
+            daemon=True,
         )
         self._thread.start()
 
     def _live(self, fd: int, max_output_bytes: int) -> None:
-        guest = Guest(fd, fd, MemoryOutputSpool(), max_output_bytes=max_output_bytes, owns_process=False)
+        guest = Guest(
+            fd, fd, MemoryOutputSpool(), max_output_bytes=max_output_bytes, owns_process=False
+        )
         guest.notebook.builtins = _builtins_for(guest)
         self._guest = guest
         try:
@@ -107,7 +120,11 @@ class ThreadTransport:
             self._ended.set_result(None)
 
     def interrupt(self) -> None:
-        if self._guest is not None and self._thread.ident is not None and self._guest.interrupts.may_rise():
+        if (
+            self._guest is not None
+            and self._thread.ident is not None
+            and self._guest.interrupts.may_rise()
+        ):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread.ident), ctypes.py_object(KeyboardInterrupt)
             )
@@ -121,7 +138,11 @@ class ThreadTransport:
         return b""
 
     async def exit_reason(self) -> str:
-        return "its thread ended" if self._ended.done() else "its thread cannot be stopped and was left running"
+        return (
+            "its thread ended"
+            if self._ended.done()
+            else "its thread cannot be stopped and was left running"
+        )
 
     async def close(self) -> None:
         self.kill()
@@ -129,11 +150,13 @@ class ThreadTransport:
         await asyncio.wait((self._ended,), timeout=2.0)
 
 
-# ------------------------------------------------------------------------------------------------ printing
+# ------------------------------------------------------------------------------------------------
+# printing
 
 
 class _Router(io.TextIOBase):
-    """``sys.stdout`` while sessions live in this process: to the session whose thread writes, or to the host's own."""
+    """``sys.stdout`` while sessions live in this process: to the session whose thread writes, or to
+    the host's own."""
 
     def __init__(self, host: TextIO, name: str) -> None:
         self.host = host
@@ -165,7 +188,8 @@ _lock = threading.Lock()
 
 
 class _RoutedPrints:
-    """Within it, this thread's prints go to ``guest``. The first one in puts the routers up, the last takes them down."""
+    """Within it, this thread's prints go to ``guest``. The first one in puts the routers up, the
+    last takes them down."""
 
     def __init__(self, guest: Guest) -> None:
         self._guest = guest
@@ -173,7 +197,10 @@ class _RoutedPrints:
     def __enter__(self) -> None:
         with _lock:
             if not _guests:
-                sys.stdout, sys.stderr = _Router(sys.stdout, "stdout"), _Router(sys.stderr, "stderr")
+                sys.stdout, sys.stderr = (
+                    _Router(sys.stdout, "stdout"),
+                    _Router(sys.stderr, "stderr"),
+                )
             _guests[threading.get_ident()] = self._guest
 
     def __exit__(self, *_: object) -> None:
@@ -193,7 +220,9 @@ def _builtins_for(guest: Guest) -> types.ModuleType:
 
     @functools.wraps(print)
     def session_print(*values: Any, file: Any = None, **options: Any) -> None:
-        is_host = file is None and not isinstance(sys.stdout, _Router)  # the cell itself put another stream there
+        is_host = file is None and not isinstance(
+            sys.stdout, _Router
+        )  # the cell itself put another stream there
         print(*values, file=file if file is not None or is_host else guest.output.stdout, **options)
 
     own.__dict__.update(print=session_print, exit=_exit, quit=_exit)

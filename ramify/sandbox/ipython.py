@@ -1,8 +1,8 @@
 """The provider ``ipython``: the process sessions, whose cells run in a real IPython.
 
-Decides that IPython is loaded ahead of time and set up in every session. Leaves out how (``ipython_cells.py``, which
-runs there) and all that a session is beside (``process.py``). For users who know their notebook: ``%timeit``,
-``!command``, ``Out[3]``, ``obj?``.
+Decides that IPython is loaded ahead of time and set up in every session. Leaves out how
+(``ipython_cells.py``, which runs there) and all that a session is beside (``process.py``). For
+users who know their notebook: ``%timeit``, ``!command``, ``Out[3]``, ``obj?``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from ramify.sandbox.process import ProcessSandbox
 from ramify.sandbox.session import GuestSession
 
 WARNING = (
-    "sandbox 'ipython': code runs in a process of its own, without the host's environment and under limits of memory "
-    "and time, but with your user's rights: it can read your files and use the network. Do not run hostile code in it."
+    "sandbox 'ipython': code runs in a process of its own, without the host's environment and "
+    "under limits of memory "
+    "and time, but with your user's rights: it can read your files and use the network. Do not run "
+    "hostile code in it."
 )
 _LOADED = ("IPython", "IPython.core.interactiveshell")
 
@@ -32,7 +34,9 @@ class IPythonSandbox:
     def __init__(self, spec: SandboxSpec) -> None:
         if importlib.util.find_spec("IPython") is None:
             raise SandboxError("sandbox 'ipython' needs IPython: pip install 'ramify[ipython]'")
-        self._process = ProcessSandbox(msgspec.structs.replace(spec, packages=(*spec.packages, *_LOADED)))
+        self._process = ProcessSandbox(
+            msgspec.structs.replace(spec, packages=(*spec.packages, *_LOADED))
+        )
         self.caps: SandboxCapabilities = self._process.caps
         self._cells = (Path(__file__).parent / "ipython_cells.py").read_text("utf-8")
 

@@ -1,8 +1,9 @@
 """Runs inside a session of the provider ``ipython``: its cells go through IPython.
 
-Decides what stays the session's (where output goes, how errors and echoes are shown, which names are reserved) and what
-becomes IPython's: magics, ``!commands``, ``In`` and ``OutputFrame``, ``_`` and ``__``, ``obj?``, a ``;`` that keeps quiet.
-Installed as a module of the guest; needs nothing but IPython and the guest.
+Decides what stays the session's (where output goes, how errors and echoes are shown, which names
+are reserved) and what becomes IPython's: magics, ``!commands``, ``In`` and ``OutputFrame``, ``_``
+and ``__``, ``obj?``, a ``;`` that keeps quiet. Installed as a module of the guest; needs nothing
+but IPython and the guest.
 """
 
 # mypy: disable-error-code="misc, attr-defined, no-untyped-call, import-not-found, import-untyped"
@@ -84,9 +85,11 @@ def make_shell() -> CellShell:
     config.HistoryManager.enabled = False
     shell: CellShell = CellShell.instance(
         config=config, user_module=notebook.module, user_ns=notebook.namespace, ipython_dir=folder
-    )  # fmt: skip
+    )
     shell.loop_runner = notebook.complete
-    shell.input_transformer_manager.cleanup_transforms.remove(leading_empty_lines)  # it would shift the lines of errors
+    shell.input_transformer_manager.cleanup_transforms.remove(
+        leading_empty_lines
+    )  # it would shift the lines of errors
     vars(shell.InteractiveTB)["structured_traceback"] = (
         lambda *_, **__: []
     )  # it reads whole files, and the guest shows errors

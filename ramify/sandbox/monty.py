@@ -1,10 +1,13 @@
-"""The provider ``monty``: sessions in Monty, a small Python of its own (``pydantic-monty``), wherever that runs.
+"""The provider ``monty``: sessions in Monty, a small Python of its own (``pydantic-monty``),
+wherever that runs.
 
-Decides how a session's promises are kept without the guest: cells are fed to Monty's worker process, modules to install
-(they come from this package or its user, and are trusted) run in the host and lend the session their functions, and a
-cell that is stopped is undone, since the worker is begun again from what it held before. Leaves out most of Python:
-no ``del``, ``globals()``, generators, base classes, most of the standard library; exceptions of the host arrive as
-RuntimeError; of a module's values functions and plain ones are seen, and its ``namespace`` is as the last cell left it.
+Decides how a session's promises are kept without the guest: cells are fed to Monty's worker
+process, modules to install (they come from this package or its user, and are trusted) run in the
+host and lend the session their functions, and a cell that is stopped is undone, since the worker is
+begun again from what it held before. Leaves out most of Python: no ``del``, ``globals()``,
+generators, base classes, most of the standard library; exceptions of the host arrive as
+RuntimeError; of a module's values functions and plain ones are seen, and its ``namespace`` is as
+the last cell left it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from ramify.errors import ConfigError, HostCallError, SandboxError, SessionDied
-from ramify.sandbox.base import Answer, CellResult, PreparedContext, SandboxCapabilities, SandboxSpec
+from ramify.sandbox.base import (
+    Answer,
+    CellResult,
+    PreparedContext,
+    SandboxCapabilities,
+    SandboxSpec,
+)
 from ramify.sandbox.context import SharedContext
 from ramify.sandbox.guest.calls import HostError
 from ramify.sandbox.guest.packed import portable_to_host
@@ -60,7 +69,8 @@ class MontySandbox:
             raise SandboxError("sandbox 'monty' needs Monty: pip install 'ramify[monty]'") from None
         if spec.packages:
             raise ConfigError(
-                f"sandbox 'monty' has no packages, and '{spec.packages[0]}' was asked for: use another sandbox"
+                f"sandbox 'monty' has no packages, and '{spec.packages[0]}' was asked for: use "
+                "another sandbox"
             )
         atexit.unregister(_settle)
         atexit.register(_settle)
@@ -126,7 +136,9 @@ class MontySession:
 
     caps = CAPS
 
-    def __init__(self, monty: Any, pool: Any, spec: SandboxSpec, on_close: Callable[[MontySession], None]) -> None:
+    def __init__(
+        self, monty: Any, pool: Any, spec: SandboxSpec, on_close: Callable[[MontySession], None]
+    ) -> None:
         self._monty, self._pool, self._spec, self._on_close = monty, pool, spec, on_close
         self._loop = asyncio.get_running_loop()
         self._checkout: Any = None
@@ -201,9 +213,14 @@ class MontySession:
             self._last_output = cell.whole.text(cell.chars)
             note, error, restored = await self._after(error)
         shown = Cell(
-            code=code, stdout=cell.output.text(cell.chars), value=value, error=error, seconds=cell.worked_s,
-            stdout_chars=cell.chars, restored=tuple(restored),
-        )  # fmt: skip
+            code=code,
+            stdout=cell.output.text(cell.chars),
+            value=value,
+            error=error,
+            seconds=cell.worked_s,
+            stdout_chars=cell.chars,
+            restored=tuple(restored),
+        )
         return CellResult(shown, note, cell.stopped)
 
     async def _within(
@@ -214,7 +231,9 @@ class MontySession:
         try:
             while not work.done() and cell.stopped is None:
                 left = limit_s - cell.worked_s
-                await asyncio.wait((work, stop), timeout=max(left / 2, 0.01), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    (work, stop), timeout=max(left / 2, 0.01), return_when=asyncio.FIRST_COMPLETED
+                )
                 if not work.done() and cell.worked_s >= limit_s:
                     cell.interrupt("time")
         finally:
@@ -234,7 +253,9 @@ class MontySession:
         try:
             step = await self._timed(
                 cell,
-                self._worker.feed_start(code, inputs=inputs, external_lookup=self._lent, print_callback=cell.printed),
+                self._worker.feed_start(
+                    code, inputs=inputs, external_lookup=self._lent, print_callback=cell.printed
+                ),
             )
             while not isinstance(step, self._monty.MontyComplete):
                 step = await self._timed(cell, await self._next(cell, step))
@@ -249,7 +270,9 @@ class MontySession:
             return None, None
         self._last = output if _is_plain(output) else None
         return (
-            safe_repr(output) if not isinstance(output, self._monty.MontyClassProxy) else f"<{output.name} object>"
+            safe_repr(output)
+            if not isinstance(output, self._monty.MontyClassProxy)
+            else f"<{output.name} object>"
         ), None
 
     async def _timed(self, cell: _MontyCell, work: Any) -> Any:
@@ -282,22 +305,30 @@ class MontySession:
             return step.resume({"exception": _as_builtin(error)})
 
     def _plain(self, value: Any) -> Any:
-        """``value`` with objects of the session's own classes as data: of dataclasses their fields."""
+        """``value`` with objects of the session's own classes as data: of dataclasses their
+        fields."""
         if isinstance(value, self._monty.MontyClassProxy):
             return self._plain(value.attributes) if value.is_dataclass else f"<{value.name} object>"
         if type(value) in (list, tuple):
             return type(value)(map(self._plain, value))
-        return {key: self._plain(item) for key, item in value.items()} if type(value) is dict else value
+        return (
+            {key: self._plain(item) for key, item in value.items()}
+            if type(value) is dict
+            else value
+        )
 
     def _shown(self, error: Any) -> str:
         text = error.display()
         if isinstance(error, self._monty.MontySyntaxError):
             text = text.removeprefix("Traceback (most recent call last):\n")
-        named = _INPUT.sub(lambda found: f"<cell {self._cell_of.get(int(found[1]), found[1])}>", text)
+        named = _INPUT.sub(
+            lambda found: f"<cell {self._cell_of.get(int(found[1]), found[1])}>", text
+        )
         return cut(named, VALUE_CHARS)
 
     async def _is_alive(self) -> bool:
-        """Whether the worker outlived a cell: it raises MemoryError where it can, and is ended where not."""
+        """Whether the worker outlived a cell: it raises MemoryError where it can, and is ended
+        where not."""
         try:
             await self._feed("None")
         except self._monty.MontyError:
@@ -326,7 +357,10 @@ class MontySession:
                 try:
                     notes[name] = portable_to_host(await asyncio.to_thread(hook))
                 except Exception as failure:  # noqa: BLE001  (shown to whoever wrote the cell)
-                    notes[name], error = None, error or f"{type(failure).__name__}: {cut(str(failure), 2000)}"
+                    notes[name], error = (
+                        None,
+                        error or f"{type(failure).__name__}: {cut(str(failure), 2000)}",
+                    )
         for name, state in before.items():
             if state != self._states[name] and name not in restored:
                 await self._feed("None", inputs={name: dict(self._states[name])})
@@ -335,11 +369,14 @@ class MontySession:
             if name in self._reserved:
                 await self._feed("None", inputs={name: self._reserved[name]})
             else:
-                await self._feed(f"{name} = {_AGAIN}{name}", external_lookup={_AGAIN + name: self._lent[name]})
+                await self._feed(
+                    f"{name} = {_AGAIN}{name}", external_lookup={_AGAIN + name: self._lent[name]}
+                )
         return notes or None, error, sorted(restored)
 
     async def _look_back(self) -> None:
-        """What the modules see of the session: its names, and their own values as the cell left them."""
+        """What the modules see of the session: its names, and their own values as the cell left
+        them."""
         self._namespace.clear()
         self._namespace.update(self._reserved)
         for name in sorted(self._names | set(self._states)):
@@ -387,17 +424,24 @@ class MontySession:
         with self._request():
             made = types.ModuleType(module)
             made.__dict__.update(
-                call_host=self._call_host, HostError=HostError, namespace=self._namespace,
-                last_output=lambda: self._last_output, portable=portable_to_host, namespace_is_live=False,
-            )  # fmt: skip
+                call_host=self._call_host,
+                HostError=HostError,
+                namespace=self._namespace,
+                last_output=lambda: self._last_output,
+                portable=portable_to_host,
+                namespace_is_live=False,
+            )
             try:
                 exec(compile(source, f"<{module}>", "exec", 0, True), made.__dict__)
             except Exception as error:  # noqa: BLE001  (a module may raise anything)
                 line = (
-                    error.__traceback__.tb_next.tb_lineno if error.__traceback__ and error.__traceback__.tb_next else 0
+                    error.__traceback__.tb_next.tb_lineno
+                    if error.__traceback__ and error.__traceback__.tb_next
+                    else 0
                 )
                 raise SandboxError(
-                    f"module '{module}' could not be installed in the session: {type(error).__name__}: {error}, line {line}"
+                    f"module '{module}' could not be installed in the session: "
+                    f"{type(error).__name__}: {error}, line {line}"
                 ) from None
             self._modules[module] = made
             for name in made.__dict__.get("__all__", ()):
@@ -416,7 +460,9 @@ class MontySession:
         if cell is None:
             raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
         args, kwargs = portable_to_host([list(args), kwargs])
-        future = asyncio.run_coroutine_threadsafe(self._answer(cell, name, args, kwargs), self._loop)
+        future = asyncio.run_coroutine_threadsafe(
+            self._answer(cell, name, args, kwargs), self._loop
+        )
         cell.calls.add(future)
         try:
             return future.result()
@@ -435,7 +481,9 @@ class MontySession:
     # -- branches
 
     async def fork(self) -> MontySession:
-        raise SandboxError("a session of 'monty' cannot be forked: run without a search, or in the jail")
+        raise SandboxError(
+            "a session of 'monty' cannot be forked: run without a search, or in the jail"
+        )
 
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         raise SandboxError("a session of 'monty' is no branch: there is nothing to go on with")
@@ -461,7 +509,8 @@ class MontySession:
 
 
 def _look(code: str) -> tuple[set[str], bool, bool]:
-    """Of a cell: the names that it may bind, whether it ends in an expression, and whether it uses ``_``."""
+    """Of a cell: the names that it may bind, whether it ends in an expression, and whether it uses
+    ``_``."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):
@@ -498,8 +547,9 @@ def _as_builtin(error: Exception) -> Exception:
 
 
 def _settle() -> None:
-    """Before Python ends: a thread of Monty's runtime that lets go of a Python object while it does aborts the process
-    (pydantic-monty 1.4.0: one exit in seven on a busy machine), and nobody tells when the last one has."""
+    """Before Python ends: a thread of Monty's runtime that lets go of a Python object while it does
+    aborts the process (pydantic-monty 1.4.0: one exit in seven on a busy machine), and nobody tells
+    when the last one has."""
     time.sleep(SETTLE_S)
 
 

@@ -1,7 +1,8 @@
 """Where the host keeps the packages that sessions may import, and which files of them a jail shows.
 
-Decides that a folder into which packages were installed is shown as a whole, and that of any other, such as a checkout,
-only what can be imported under the names that were asked for: never the ``.env``, ``.git`` or keys beside it.
+Decides that a folder into which packages were installed is shown as a whole, and that of any other,
+such as a checkout, only what can be imported under the names that were asked for: never the
+``.env``, ``.git`` or keys beside it.
 
     site-packages/numpy       asked for ──> site-packages           what it needs is there too
     checkout/src/mine/        asked for ──> checkout/src/mine       without its hidden files
@@ -28,12 +29,16 @@ _PROJECT = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg")
 
 
 def locate(packages: Sequence[str]) -> list[str]:
-    """The folders in which ``packages`` and what they need are found, each once. Raises ConfigError."""
-    return list(dict.fromkeys(os.path.dirname(place) for name in packages for place in _places(name)))
+    """The folders in which ``packages`` and what they need are found, each once. Raises
+    ConfigError."""
+    return list(
+        dict.fromkeys(os.path.dirname(place) for name in packages for place in _places(name))
+    )
 
 
 def readable(packages: Sequence[str]) -> list[str]:
-    """The files and folders of ``packages`` that sessions of a jail may read. Raises ConfigError."""
+    """The files and folders of ``packages`` that sessions of a jail may read. Raises
+    ConfigError."""
     found: list[str] = []
     for place in (place for name in packages for place in _places(name)):
         if _is_installed(os.path.dirname(place)):
@@ -43,19 +48,29 @@ def readable(packages: Sequence[str]) -> list[str]:
 
 
 def listed(packages: Sequence[str]) -> list[str]:
-    """Folders of ``packages`` of which a jail shows a part: imports look for names there. Raises ConfigError."""
+    """Folders of ``packages`` of which a jail shows a part: imports look for names there. Raises
+    ConfigError."""
     places = [os.path.realpath(place) for name in packages for place in _places(name)]
     shown = {*readable(packages)}
     return [place for place in dict.fromkeys(places) if os.path.isdir(place) and place not in shown]
 
 
 def _places(name: str) -> list[str]:
-    """The folder or file of a package, or each folder of a namespace; also where a link in their place leads."""
+    """The folder or file of a package, or each folder of a namespace; also where a link in their
+    place leads."""
     spec = _spec(name)
-    found = [place for place in spec.submodule_search_locations or () if os.path.isabs(place) and os.path.isdir(place)]
+    found = [
+        place
+        for place in spec.submodule_search_locations or ()
+        if os.path.isabs(place) and os.path.isdir(place)
+    ]
     if not found and spec.origin and os.path.exists(spec.origin):
         found = [os.path.abspath(spec.origin)]
-    real = [real for place in found if os.path.basename(real := os.path.realpath(place)) == os.path.basename(place)]
+    real = [
+        real
+        for place in found
+        if os.path.basename(real := os.path.realpath(place)) == os.path.basename(place)
+    ]
     return list(dict.fromkeys([*found, *real]))
 
 
@@ -78,7 +93,10 @@ def _is_installed(folder: str) -> bool:
         *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")),
     ]
     real = os.path.realpath(folder)
-    if real in map(os.path.realpath, known) or os.path.basename(real) in ("site-packages", "dist-packages"):
+    if real in map(os.path.realpath, known) or os.path.basename(real) in (
+        "site-packages",
+        "dist-packages",
+    ):
         return not _is_project(real)
     return False
 
@@ -93,7 +111,11 @@ def _shown(place: str) -> list[str]:
         return [os.path.dirname(place)]
     if not os.path.isdir(place):
         return [place]
-    return _package(place) if _is_package(place) and not _is_project(place) else list(_importable(place))
+    return (
+        _package(place)
+        if _is_package(place) and not _is_project(place)
+        else list(_importable(place))
+    )
 
 
 def _package(folder: str) -> list[str]:
@@ -130,7 +152,10 @@ def _importable(folder: str) -> Iterator[str]:
 
 
 def _is_package(folder: str) -> bool:
-    return any(os.path.isfile(os.path.join(folder, f"__init__{end}")) for end in importlib.machinery.all_suffixes())
+    return any(
+        os.path.isfile(os.path.join(folder, f"__init__{end}"))
+        for end in importlib.machinery.all_suffixes()
+    )
 
 
 def _remedy(name: str) -> str:
@@ -139,7 +164,8 @@ def _remedy(name: str) -> str:
     found = sorted(
         imported
         for imported, distributions in importlib.metadata.packages_distributions().items()
-        if not imported.startswith("_") and wanted in (each.lower().replace("_", "-") for each in distributions)
+        if not imported.startswith("_")
+        and wanted in (each.lower().replace("_", "-") for each in distributions)
     )
     if found:
         return f"it is imported as '{found[0]}'"

@@ -1,8 +1,8 @@
 """The provider ``process``: every session a CPython process of its own, forked in milliseconds.
 
-Decides which process a session is forked from (the fork server, or a template that holds its large context already)
-and that closing leaves nothing behind. Leaves out the way to a session once it is there (``process_transport.py``) and
-isolation: code here has the user's rights.
+Decides which process a session is forked from (the fork server, or a template that holds its large
+context already) and that closing leaves nothing behind. Leaves out the way to a session once it is
+there (``process_transport.py``) and isolation: code here has the user's rights.
 
     ProcessSandbox ──Link──> fork server ──┬─> session ──SocketStream──> GuestSession
                    └─Link──> template ─────┴─> session
@@ -33,11 +33,14 @@ from ramify.sandbox.session import GuestSession
 from ramify.sandbox.transport import ReadBuffers
 
 WARNING = (
-    "sandbox 'process': code runs in a process of its own, without the host's environment and under limits of memory "
-    "and time, but with your user's rights: it can read your files and use the network. Do not run hostile code in it."
+    "sandbox 'process': code runs in a process of its own, without the host's environment and "
+    "under limits of memory "
+    "and time, but with your user's rights: it can read your files and use the network. Do not run "
+    "hostile code in it."
 )
 _STARTS = 3
-"""Of a fork server that is killed before it serves, or before a session that was asked for is there."""
+"""Of a fork server that is killed before it serves, or before a session that was asked for is
+there."""
 _BURY_S = 2.0
 _GONE_S = 0.2
 """In which a server that was killed is known to be gone."""
@@ -54,20 +57,28 @@ class ProcessSandbox:
     def __init__(self, spec: SandboxSpec) -> None:
         if sys.platform == "win32" or not hasattr(os, "fork"):
             raise SandboxError(
-                "sandbox 'process' needs fork, which this platform lacks: run inside WSL2 or a container, "
+                "sandbox 'process' needs fork, which this platform lacks: run inside WSL2 or a "
+                "container, "
                 "or use the provider 'inprocess' for debugging"
             )
         is_linux = sys.platform == "linux"
         self.caps = SandboxCapabilities(
-            limits_memory=is_linux, interrupt=True, kill=True, fork=is_linux, starts_processes=True, shares_context=True
-        )  # fmt: skip
+            limits_memory=is_linux,
+            interrupt=True,
+            kill=True,
+            fork=is_linux,
+            starts_processes=True,
+            shares_context=True,
+        )
         self.spec = spec
         self.paths = locate(spec.packages)
         self._server: asyncio.Task[ForkServerChannel] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._folders: list[str] = []
         self.sessions: set[GuestSession] = set()
-        self._templates: dict[int, tuple[weakref.ref[SharedContext], asyncio.Task[ForkServerChannel]]] = {}
+        self._templates: dict[
+            int, tuple[weakref.ref[SharedContext], asyncio.Task[ForkServerChannel]]
+        ] = {}
         self._retired: list[ForkServerChannel] = []
         self._compiled: set[tuple[str, str]] = set()
         self.buffers = ReadBuffers()
@@ -88,14 +99,17 @@ class ProcessSandbox:
                 return session
             except SandboxError:
                 await asyncio.wait([link.gone], timeout=_GONE_S)
-                if not left or not link.gone.done():  # else its server was killed before anybody had the session
+                if (
+                    not left or not link.gone.done()
+                ):  # else its server was killed before anybody had the session
                     raise
         raise AssertionError("a session is opened or an error raised")
 
     # -- servers
 
     async def base(self) -> ForkServerChannel:
-        """The fork server, started when the first session is asked for, and again should it have been killed."""
+        """The fork server, started when the first session is asked for, and again should it have
+        been killed."""
         if self._server is None or _is_gone(self._server):
             self._server = asyncio.ensure_future(self._start())
         return await asyncio.shield(self._server)
@@ -120,7 +134,8 @@ class ProcessSandbox:
         return _launched.pop(self.spec, None) or _start(self.spec, self.paths)
 
     async def _template(self, context: SharedContext) -> ForkServerChannel:
-        """The process that has decoded ``context``; made for its first session, kept as long as the context."""
+        """The process that has decoded ``context``; made for its first session, kept as long as the
+        context."""
         base = await self.base()
         key, loop = context.serial, asyncio.get_running_loop()
         if key not in self._templates or _is_gone(self._templates[key][1]):
@@ -131,14 +146,19 @@ class ProcessSandbox:
                     loop.call_soon_threadsafe(self._retire, key)
 
             gone = weakref.ref(context, retire)
-            self._templates[key] = (gone, asyncio.ensure_future(self._start_template(base, context)))
+            self._templates[key] = (
+                gone,
+                asyncio.ensure_future(self._start_template(base, context)),
+            )
         try:
             return await asyncio.shield(self._templates[key][1])
         except SandboxError:
             self._templates.pop(key, None)
             raise
 
-    async def _start_template(self, base: ForkServerChannel, context: SharedContext) -> ForkServerChannel:
+    async def _start_template(
+        self, base: ForkServerChannel, context: SharedContext
+    ) -> ForkServerChannel:
         ours, theirs = socket.socketpair()
         link = ForkServerChannel(ours)
         with theirs:
@@ -172,7 +192,9 @@ class ProcessSandbox:
 
     # -- sessions
 
-    async def fork(self, link: ForkServerChannel, seed: str, *, early: bool = False) -> GuestSession:
+    async def fork(
+        self, link: ForkServerChannel, seed: str, *, early: bool = False
+    ) -> GuestSession:
         """A session forked from ``link``'s process. ``early``: nobody waits for it yet."""
         _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + _SPARE_FDS)
         ours, theirs = socket.socketpair()
@@ -188,9 +210,14 @@ class ProcessSandbox:
             raise
         transport = self.make_transport(ours, link, reply["pid"], fds[0] if fds else -1, files)
         session = GuestSession(
-            transport, cell_s=self.spec.cell_s, grace_s=self.spec.grace_s, max_output_bytes=self.spec.max_output_bytes,
-            on_close=self.closed, on_fork=self.opened, on_install=self._compile_once(link),
-        )  # fmt: skip
+            transport,
+            cell_s=self.spec.cell_s,
+            grace_s=self.spec.grace_s,
+            max_output_bytes=self.spec.max_output_bytes,
+            on_close=self.closed,
+            on_fork=self.opened,
+            on_install=self._compile_once(link),
+        )
         self.sessions.add(session)
         try:
             await session.ready()
@@ -213,7 +240,12 @@ class ProcessSandbox:
         """Sessions forked from now on are ahead of those forked before."""
 
     def make_transport(
-        self, sock: socket.socket, link: ForkServerChannel, pid: int, pidfd: int, files: SessionMemoryFiles
+        self,
+        sock: socket.socket,
+        link: ForkServerChannel,
+        pid: int,
+        pidfd: int,
+        files: SessionMemoryFiles,
     ) -> ProcessTransport:
         return ProcessTransport(self.caps, sock, self.buffers, link, pid, pidfd, files)
 
@@ -233,10 +265,18 @@ class ProcessSandbox:
     async def close(self) -> None:
         self._is_closed = True
         await asyncio.gather(*(session.close() for session in [*self.sessions]))
-        started = [task for task in (self._server, *(task for _, task in self._templates.values())) if task is not None]
+        started = [
+            task
+            for task in (self._server, *(task for _, task in self._templates.values()))
+            if task is not None
+        ]
         self._templates.clear()
         await asyncio.gather(*started, return_exceptions=True)
-        links = [task.result() for task in reversed(started) if not task.cancelled() and task.exception() is None]
+        links = [
+            task.result()
+            for task in reversed(started)
+            if not task.cancelled() and task.exception() is None
+        ]
         for link in [*self._retired, *links]:
             await link.close()
         while self._processes:
@@ -257,10 +297,11 @@ _launched: dict[SandboxSpec, StartedForkServer] = {}
 
 
 def launch(spec: SandboxSpec) -> None:
-    """Start the fork server that the next sandbox of ``spec`` will take, while the caller does other things.
+    """Start the fork server that the next sandbox of ``spec`` will take, while the caller does
+    other things.
 
-    For a command that knows early what it needs: no event loop need run yet. A server that nobody takes ends with the
-    process."""
+    For a command that knows early what it needs: no event loop need run yet. A server that nobody
+    takes ends with the process."""
     if not _launched:
         atexit.register(_discard)
     if spec not in _launched:
@@ -279,10 +320,15 @@ def _discard() -> None:
 
 
 def _start(spec: SandboxSpec, paths: list[str]) -> StartedForkServer:
-    return start_server({
-        "paths": paths, "packages": list(spec.packages), "folder": tempfile.mkdtemp(prefix="ramify-"),
-        "memory_bytes": spec.memory_bytes, "max_output_bytes": spec.max_output_bytes,
-    })  # fmt: skip
+    return start_server(
+        {
+            "paths": paths,
+            "packages": list(spec.packages),
+            "folder": tempfile.mkdtemp(prefix="ramify-"),
+            "memory_bytes": spec.memory_bytes,
+            "max_output_bytes": spec.max_output_bytes,
+        }
+    )
 
 
 async def _was_killed(process: subprocess.Popen[bytes]) -> bool:
@@ -293,7 +339,12 @@ async def _was_killed(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _is_gone(server: asyncio.Task[ForkServerChannel]) -> bool:
-    return server.done() and not server.cancelled() and server.exception() is None and server.result().gone.done()
+    return (
+        server.done()
+        and not server.cancelled()
+        and server.exception() is None
+        and server.result().gone.done()
+    )
 
 
 def _make_room(fds: int) -> None:
@@ -306,7 +357,8 @@ def _make_room(fds: int) -> None:
     limit = fds * 2 if hard == resource.RLIM_INFINITY else min(fds * 2, hard)
     if limit < fds:
         raise SandboxError(
-            f"{fds} open files are needed but {hard} allowed: raise it (ulimit -n) or run fewer sessions"
+            f"{fds} open files are needed but {hard} allowed: raise it (ulimit -n) or run fewer "
+            "sessions"
         )
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,7 +1,9 @@
-"""The way to one forked session: its socket, its process, and the files of memory that it shares with the host.
+"""The way to one forked session: its socket, its process, and the files of memory that it shares
+with the host.
 
-Decides how a session is signalled without ever hitting another process, how a branch's process is known, and how the
-output of a killed session is still had. Leaves out what it is forked from (``process.py``).
+Decides how a session is signalled without ever hitting another process, how a branch's process is
+known, and how the output of a killed session is still had. Leaves out what it is forked from
+(``process.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class SessionMemoryFiles:
 
     def __init__(self, spool: int, shared_buffers: SharedMemoryBuffers | None) -> None:
         self.spool = spool
-        """What the session prints; the host keeps it, so that a killed session's output is not lost."""
+        """What the session prints; the host keeps it, so that a killed session's output is not
+        lost."""
         self.shared_buffers = shared_buffers
         """Where long strings lie on their way."""
 
@@ -48,12 +51,17 @@ class SessionMemoryFiles:
             os.close(spool)
             raise
         return cls(
-            spool, SharedMemoryBuffers(shared_buffers, is_host=True, scratch=scratch) if shared_buffers >= 0 else None
+            spool,
+            SharedMemoryBuffers(shared_buffers, is_host=True, scratch=scratch)
+            if shared_buffers >= 0
+            else None,
         )
 
     def given(self) -> tuple[int, ...]:
         """The descriptors that the session gets."""
-        return (self.spool,) if self.shared_buffers is None else (self.spool, self.shared_buffers.fd)
+        return (
+            (self.spool,) if self.shared_buffers is None else (self.spool, self.shared_buffers.fd)
+        )
 
     def close(self) -> None:
         os.close(self.spool)
@@ -66,8 +74,19 @@ class ProcessTransport:
     """The way to one forked session."""
 
     __slots__ = (
-        "_exited", "_files", "_pid", "buffers", "caps", "link", "pause", "pidfd", "resume", "shared_buffers", "stream", "write",
-    )  # fmt: skip
+        "_exited",
+        "_files",
+        "_pid",
+        "buffers",
+        "caps",
+        "link",
+        "pause",
+        "pidfd",
+        "resume",
+        "shared_buffers",
+        "stream",
+        "write",
+    )
 
     def __init__(
         self,
@@ -81,7 +100,11 @@ class ProcessTransport:
     ) -> None:
         self.caps = caps
         self.stream = SocketStream(sock, buffers.stream)
-        self.write, self.pause, self.resume = self.stream.write, self.stream.pause, self.stream.resume
+        self.write, self.pause, self.resume = (
+            self.stream.write,
+            self.stream.pause,
+            self.stream.resume,
+        )
         self.link, self._pid, self.pidfd, self._files = link, pid, pidfd, files
         self.shared_buffers = files.shared_buffers
         self.buffers = buffers
@@ -119,14 +142,18 @@ class ProcessTransport:
         try:
             ours, theirs = socket.socketpair()
             try:
-                ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before the branch can speak
+                ours.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_PASSCRED, 1
+                )  # before the branch can speak
                 return ours, theirs, SessionMemoryFiles.make(self.buffers.shared_buffers)
             except BaseException:
                 ours.close()
                 theirs.close()
                 raise
         except OSError as error:
-            raise SandboxError(f"the session cannot be forked: nothing to reach a branch by: {error}") from None
+            raise SandboxError(
+                f"the session cannot be forked: nothing to reach a branch by: {error}"
+            ) from None
 
     def end_branch(self, transport: BranchTransport) -> None:
         """The branch is there, or will not come."""
@@ -137,7 +164,11 @@ class ProcessTransport:
     def move(self, sock: socket.socket, files: SessionMemoryFiles) -> SessionMemoryFiles:
         """From here on the session is reached by these. Returns the files that it had."""
         self.stream = self.stream.successor(sock)
-        self.write, self.pause, self.resume = self.stream.write, self.stream.pause, self.stream.resume
+        self.write, self.pause, self.resume = (
+            self.stream.write,
+            self.stream.pause,
+            self.stream.resume,
+        )
         old, self._files = self._files, files
         self.shared_buffers = files.shared_buffers
         return old
@@ -194,8 +225,9 @@ class ProcessTransport:
 
 
 class BranchTransport(ProcessTransport):
-    """The way to a session that another one became by forking. Its process is known once the kernel has told who spoke
-    first on its socket; its end shows on the descriptor of its process, for its parent is not the server."""
+    """The way to a session that another one became by forking. Its process is known once the kernel
+    has told who spoke first on its socket; its end shows on the descriptor of its process, for its
+    parent is not the server."""
 
     __slots__ = ("_sock",)
 
@@ -226,7 +258,14 @@ class BranchTransport(ProcessTransport):
         except OSError:
             data, ancillary = b"", []
         asyncio.get_running_loop().remove_reader(self._sock)
-        pid = next((struct.unpack("3i", packed)[0] for _, kind, packed in ancillary if kind == _SCM_CREDENTIALS), 0)
+        pid = next(
+            (
+                struct.unpack("3i", packed)[0]
+                for _, kind, packed in ancillary
+                if kind == _SCM_CREDENTIALS
+            ),
+            0,
+        )
         if not data or not self.is_proven(pid):
             lost()
             return

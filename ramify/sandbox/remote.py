@@ -1,8 +1,9 @@
 """Sessions behind a service that starts commands elsewhere: a container engine, a cloud.
 
-Decides how the guest gets there (its files are the first thing sent; nothing is installed: ``guest_files.py``), how its
-bytes share one stream with what else can be done to it, and how streams are read that carry only text, or that begin
-with a greeting. Leaves out what a service is: each is a ``SandboxService`` of a few lines (``docker.py``, ``cloud/``).
+Decides how the guest gets there (its files are the first thing sent; nothing is installed:
+``guest_files.py``), how its bytes share one stream with what else can be done to it, and how
+streams are read that carry only text, or that begin with a greeting. Leaves out what a service is:
+each is a ``SandboxService`` of a few lines (``docker.py``, ``cloud/``).
 
     GuestSession ── RemoteDoor ──packets──> Stream ······> session_supervisor.py ──fork──> guest/
 
@@ -27,7 +28,17 @@ from ramify.sandbox.forkserver_channel import ENVIRONMENT
 from ramify.sandbox.guest.values import ProtocolError
 from ramify.sandbox.guest_files import LOADER, texts
 from ramify.sandbox.session import GuestSession
-from ramify.sandbox.session_supervisor import DATA, END, ENDED, FAILED, HEAD, INTERRUPT, KILL, UNKNOWN, to_lines
+from ramify.sandbox.session_supervisor import (
+    DATA,
+    END,
+    ENDED,
+    FAILED,
+    HEAD,
+    INTERRUPT,
+    KILL,
+    UNKNOWN,
+    to_lines,
+)
 from ramify.sandbox.shared_buffers import SharedMemoryBuffers
 from ramify.sandbox.transport import how_it_ended
 
@@ -66,14 +77,25 @@ _SHORT = f"import base64;exec(base64.b64decode('{base64.b64encode(_BOOT.encode()
 def boot_command(carries: Carries) -> list[str]:
     """What a service is asked to start: Python 3.11 or later, with an environment of its own."""
     given = {**ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    return ["env", "-i", *(f"{name}={value}" for name, value in given.items()), "python3", "-P", "-c", _SHORT, carries]
+    return [
+        "env",
+        "-i",
+        *(f"{name}={value}" for name, value in given.items()),
+        "python3",
+        "-P",
+        "-c",
+        _SHORT,
+        carries,
+    ]
 
 
 def _parcel(spec: SandboxSpec, seed: str) -> bytes:
     config = {
-        "seed": seed, "packages": list(spec.packages),
-        "memory_bytes": spec.memory_bytes, "max_output_bytes": spec.max_output_bytes,
-    }  # fmt: skip
+        "seed": seed,
+        "packages": list(spec.packages),
+        "memory_bytes": spec.memory_bytes,
+        "max_output_bytes": spec.max_output_bytes,
+    }
     parcel = {"config": config, "modules": _MODULES, "files": texts(_MODULES)}
     return base64.b64encode(zlib.compress(json.dumps(parcel).encode())) + b"\n"
 
@@ -95,7 +117,8 @@ class ByteStream(Protocol):
 
 
 class SandboxService(Protocol):
-    """What a provider offers. May raise anything of its SDK; ``RemoteSandbox`` adds what was tried."""
+    """What a provider offers. May raise anything of its SDK; ``RemoteSandbox`` adds what was
+    tried."""
 
     name: str
     """For messages: "docker"."""
@@ -112,7 +135,11 @@ class RemoteSandbox:
     """Implements ``base.Sandbox`` over a ``SandboxService``: a box of its own for every session."""
 
     def __init__(
-        self, spec: SandboxSpec, service: SandboxService, caps: SandboxCapabilities, warning: str | None
+        self,
+        spec: SandboxSpec,
+        service: SandboxService,
+        caps: SandboxCapabilities,
+        warning: str | None,
     ) -> None:
         self.caps = caps
         self.warning = warning
@@ -147,13 +174,18 @@ class RemoteSandbox:
         except SandboxError:
             raise
         except Exception as error:
-            raise SandboxError(f"sandbox '{self._service.name}' could not start a session: {_told(error)}") from error
+            raise SandboxError(
+                f"sandbox '{self._service.name}' could not start a session: {_told(error)}"
+            ) from error
 
     def _session(self, transport: RemoteTransport) -> GuestSession:
         session = GuestSession(
-            transport, cell_s=self._spec.cell_s, grace_s=self._spec.grace_s, max_output_bytes=self._spec.max_output_bytes,
+            transport,
+            cell_s=self._spec.cell_s,
+            grace_s=self._spec.grace_s,
+            max_output_bytes=self._spec.max_output_bytes,
             on_close=self._sessions.discard,
-        )  # fmt: skip
+        )
         self._sessions.add(session)
         return session
 
@@ -168,7 +200,9 @@ class RemoteTransport:
 
     shared_buffers: SharedMemoryBuffers | None = None
 
-    def __init__(self, caps: SandboxCapabilities, stream: ByteStream, service: SandboxService) -> None:
+    def __init__(
+        self, caps: SandboxCapabilities, stream: ByteStream, service: SandboxService
+    ) -> None:
         self.caps = caps
         self._stream = stream
         self._service = service
@@ -187,7 +221,8 @@ class RemoteTransport:
         self._lost: Callable[[], None] = lambda: None
 
     async def begin(self, parcel: bytes) -> None:
-        """Send the guest over. Raises SandboxError with what the other end said instead of starting it."""
+        """Send the guest over. Raises SandboxError with what the other end said instead of starting
+        it."""
         greeting = bytearray()
         try:
             async with asyncio.timeout(START_S):
@@ -199,7 +234,9 @@ class RemoteTransport:
                 self._feed(bytes(greeting.partition(_MARK)[2]))
                 await self._stream.send(parcel)
         except TimeoutError:
-            raise SandboxError(f"sandbox '{self._service.name}': Python did not start within {START_S:g} s") from None
+            raise SandboxError(
+                f"sandbox '{self._service.name}': Python did not start within {START_S:g} s"
+            ) from None
 
     def _complaint(self, said: str) -> str:
         lines = said.strip().splitlines()
@@ -324,7 +361,9 @@ class RemoteTransport:
             kind, size = HEAD.unpack_from(data, at)
             end = at + HEAD.size + size
             if size > _MAX_PACKET_BYTES:
-                raise ProtocolError(f"a packet of {size:,} bytes, where {_MAX_PACKET_BYTES:,} are allowed")
+                raise ProtocolError(
+                    f"a packet of {size:,} bytes, where {_MAX_PACKET_BYTES:,} are allowed"
+                )
             if len(data) < end:
                 break
             self._obey(kind, bytes(data[at + HEAD.size : end]))
@@ -336,11 +375,17 @@ class RemoteTransport:
         if kind == DATA:
             self._received(memoryview(body))
         elif kind == FAILED:
-            self._ends(f"{body[:2000].decode('utf-8', 'replace')} (in its image; see SandboxSpec.image)")
+            self._ends(
+                f"{body[:2000].decode('utf-8', 'replace')} (in its image; see SandboxSpec.image)"
+            )
         elif kind == ENDED and len(body) >= END.size:
             status, start = END.unpack_from(body)
             self._left = (start, body[END.size :])
-            self._ends("it closed its connection to the host" if status == UNKNOWN else how_it_ended(status))
+            self._ends(
+                "it closed its connection to the host"
+                if status == UNKNOWN
+                else how_it_ended(status)
+            )
         else:
             raise ProtocolError("a packet that is none")
 

@@ -1,7 +1,8 @@
-"""What every provider must keep before it is documented, as a suite that ships: ``python -m ramify.sandbox.run_conformance NAME``.
+"""What every provider must keep before it is documented, as a suite that ships: ``python -m
+ramify.sandbox.run_conformance NAME``.
 
-Decides how the promises (``promises/``) are put to a sandbox and reported. A promise that rests on something the
-provider does not claim to have (``SandboxCapabilities``) is skipped, and says so.
+Decides how the promises (``promises/``) are put to a sandbox and reported. A promise that rests on
+something the provider does not claim to have (``SandboxCapabilities``) is skipped, and says so.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ async def check(sandbox: Sandbox, spec: SandboxSpec) -> list[ConformanceResult]:
     return [await check_one(sandbox, spec, check) for check in PROMISES]
 
 
-async def check_one(sandbox: Sandbox, spec: SandboxSpec, check: ConformanceCheck) -> ConformanceResult:
+async def check_one(
+    sandbox: Sandbox, spec: SandboxSpec, check: ConformanceCheck
+) -> ConformanceResult:
     """Put one promise to ``sandbox``, with sessions of its own."""
     missing = [name for name in check.needs if not getattr(sandbox.caps, name)]
     if missing:
@@ -65,7 +68,9 @@ async def _report(spec: SandboxSpec) -> bool:
             finding = await check_one(sandbox, spec, check)
             is_good = is_good and finding.kept is not False
             mark = {True: "kept", False: "BROKEN", None: "-"}[finding.kept]
-            print(f"{mark:<8}{finding.seconds:6.2f} s  {check.name:<46}{finding.detail}", flush=True)
+            print(
+                f"{mark:<8}{finding.seconds:6.2f} s  {check.name:<46}{finding.detail}", flush=True
+            )
     finally:
         await sandbox.close()
     return is_good
@@ -77,7 +82,9 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m ramify.sandbox.run_conformance [PROVIDER]", file=sys.stderr)
         return 2
     try:
-        spec = SandboxSpec(provider=arguments[0] if arguments else SandboxSpec().provider, memory_bytes=512 << 20)
+        spec = SandboxSpec(
+            provider=arguments[0] if arguments else SandboxSpec().provider, memory_bytes=512 << 20
+        )
         return 0 if asyncio.run(_report(spec)) else 1
     except RamifyError as error:
         print(error, file=sys.stderr)

@@ -1,7 +1,7 @@
 """A cell under way, as the host keeps it: what it printed, what it asked for, how long it worked.
 
-Decides when the clock runs, and what a branch that is forked in the middle has of its cell. Leaves out what is done with
-a cell that does not end (``session.py``).
+Decides when the clock runs, and what a branch that is forked in the middle has of its cell. Leaves
+out what is done with a cell that does not end (``session.py``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,28 @@ class RunningCell:
     """One cell under way."""
 
     __slots__ = (
-        "answer", "bug", "calls", "changed", "chars", "clock_from", "code", "end", "id", "last_call", "limit_s", "loop",
-        "output", "stopped", "tasks", "timer", "worked_s",
-    )  # fmt: skip
+        "answer",
+        "bug",
+        "calls",
+        "changed",
+        "chars",
+        "clock_from",
+        "code",
+        "end",
+        "id",
+        "last_call",
+        "limit_s",
+        "loop",
+        "output",
+        "stopped",
+        "tasks",
+        "timer",
+        "worked_s",
+    )
 
-    def __init__(self, id: int, code: str, answer: Answer, limit_s: float, max_output_bytes: int, now: float) -> None:
+    def __init__(
+        self, id: int, code: str, answer: Answer, limit_s: float, max_output_bytes: int, now: float
+    ) -> None:
         self.id = id
         self.code = code
         self.answer = answer
@@ -32,7 +49,8 @@ class RunningCell:
         """Of work; the time that the host takes to answer is not counted."""
         self.loop = asyncio.get_running_loop()
         self.changed: asyncio.Future[None] = self.loop.create_future()
-        """Wakes whoever waits for the end. Cancelling them cancels it, so it does not hold the end itself."""
+        """Wakes whoever waits for the end. Cancelling them cancels it, so it does not hold the end
+        itself."""
         self.end: tuple[host_frames.CellDoneFrame, Any] | SessionDied | None = None
         self.output = HeadTailBuffer(max_output_bytes)
         self.chars = 0

@@ -1,7 +1,8 @@
 """A session as the host sees it: one guest behind a door.
 
-Decides the order in which frames may come, which clock runs when, and what happens to a cell that does not end. Leaves
-out the bytes (``host_frames.py``, ``transport.py``), what is known of a cell meanwhile (``running_cell.py``), and what the guest does.
+Decides the order in which frames may come, which clock runs when, and what happens to a cell that
+does not end. Leaves out the bytes (``host_frames.py``, ``transport.py``), what is known of a cell
+meanwhile (``running_cell.py``), and what the guest does.
 
     run ──> run frame ──> … out* call* …  ──> done ──> Ran
               clock runs      └─ answer(name, args, kwargs) as a task each; the clock stands while any is under way
@@ -31,7 +32,8 @@ _WEIGHT_OF_JSON = 16
 _FORK_S = 10.0
 """Most time until a branch is there."""
 _INTERRUPTS = 5
-"""How often an interrupt is repeated within the grace time: it may come before the cell began, or be swallowed."""
+"""How often an interrupt is repeated within the grace time: it may come before the cell began, or
+be swallowed."""
 
 
 class GuestSession:
@@ -63,7 +65,7 @@ class GuestSession:
         "caps",
         "pid",
         "tree",
-    )  # fmt: skip
+    )
 
     def __init__(
         self,
@@ -105,9 +107,13 @@ class GuestSession:
 
     async def ready(self, timeout_s: float = 30.0) -> None:
         """Until the guest has said hello."""
-        await asyncio.wait((self._hello, self._ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            (self._hello, self._ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
         if not self._hello.done():
-            why = await self._why() if self._ended.done() else f"it said nothing for {timeout_s:g} s"
+            why = (
+                await self._why() if self._ended.done() else f"it said nothing for {timeout_s:g} s"
+            )
             await self.close()
             raise SandboxError(f"a session could not be opened: {why}")
 
@@ -121,7 +127,9 @@ class GuestSession:
         self._cell = cell
         return await self._finish(cell, limit_s, {"op": "run", "id": id, "code": code})
 
-    async def _finish(self, cell: RunningCell, limit_s: float, request: dict[str, Any] | None) -> CellResult:
+    async def _finish(
+        self, cell: RunningCell, limit_s: float, request: dict[str, Any] | None
+    ) -> CellResult:
         try:
             cell.timer = self._loop.call_later(limit_s, self._time_up, cell)
             if request is not None:
@@ -143,9 +151,14 @@ class GuestSession:
 
     def _ran(self, cell: RunningCell, done: host_frames.CellDoneFrame, note: Any) -> CellResult:
         shown = Cell(
-            code=cell.code, stdout=cell.text(), value=done.value, error=done.error, seconds=cell.worked_s,
-            stdout_chars=done.chars, restored=tuple(done.restored),
-        )  # fmt: skip
+            code=cell.code,
+            stdout=cell.text(),
+            value=done.value,
+            error=done.error,
+            seconds=cell.worked_s,
+            stdout_chars=done.chars,
+            restored=tuple(done.restored),
+        )
         return CellResult(shown, note, cell.stopped)
 
     async def _until_done(self, cell: RunningCell) -> tuple[host_frames.CellDoneFrame, Any]:
@@ -160,7 +173,8 @@ class GuestSession:
         raise SessionDied(f"the session ended in the middle of a cell: {why}", cell.text())
 
     async def _give_up(self, cell: RunningCell) -> None:
-        """The caller of ``run`` was cancelled: stop the cell, so that the session can go on or is known to be dead."""
+        """The caller of ``run`` was cancelled: stop the cell, so that the session can go on or is
+        known to be dead."""
         self._stop(cell, "cancelled")
         try:
             await cell.wait(self._grace_s + 1.0)
@@ -199,7 +213,9 @@ class GuestSession:
         try:
             await self._ask({"op": "install", "module": module, "source": source})
         except _GuestRefused as error:
-            raise SandboxError(f"module '{module}' could not be installed in the session: {error}") from None
+            raise SandboxError(
+                f"module '{module}' could not be installed in the session: {error}"
+            ) from None
 
     async def _ask(self, header: dict[str, Any], encoder: ValueEncoder | None = None) -> Any:
         self._check_free()
@@ -250,7 +266,10 @@ class GuestSession:
         except (
             UnicodeEncodeError
         ):  # code with lone surrogates: show them, so that Python can say what it thinks of them
-            shown = {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in header.items()}
+            shown = {
+                k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v
+                for k, v in header.items()
+            }
             parts = host_frames.request(shown, encoder, shared_buffers)
         self._transport.write(parts)
 
@@ -274,7 +293,9 @@ class GuestSession:
         """A branch. Forks that are asked for at the same time happen one after the other."""
         transport, cell = self._transport, self._cell
         if not self.caps.fork or not isinstance(transport, ForkingTransport):
-            raise SandboxError("sessions of this provider do not fork: use the provider 'jail' (or 'process')")
+            raise SandboxError(
+                "sessions of this provider do not fork: use the provider 'jail' (or 'process')"
+            )
         self._forks += 1
         try:
             async with self._forking:
@@ -293,12 +314,19 @@ class GuestSession:
             await transport.prepare_branch()
             self._check_waits(cell, also_waiting=True)
             pending = dict(cell.calls) if cell is not None else {}
-            behind = transport.begin_branch(host_frames.request({"op": "fork", "id": id}), self._moved)
+            behind = transport.begin_branch(
+                host_frames.request({"op": "fork", "id": id}), self._moved
+            )
             self._held = []
             branch = GuestSession(
-                behind, cell_s=self._cell_s, grace_s=self._grace_s, max_output_bytes=self._max_output_bytes,
-                on_close=self._on_close, on_fork=self._on_fork, on_install=self._on_install,
-            )  # fmt: skip
+                behind,
+                cell_s=self._cell_s,
+                grace_s=self._grace_s,
+                max_output_bytes=self._max_output_bytes,
+                on_close=self._on_close,
+                on_fork=self._on_fork,
+                on_install=self._on_install,
+            )
             try:
                 await self._until_forked(future, branch)
                 transport.check_apart()
@@ -331,10 +359,13 @@ class GuestSession:
         if self._failure is not None or self._ended.done():
             raise SessionDied(f"the session has ended: {self._failure or 'its process is gone'}")
         is_working = self._cell is not cell or (
-            cell is not None and (cell.end is not None or cell.stopped is not None or not cell.tasks)
+            cell is not None
+            and (cell.end is not None or cell.stopped is not None or not cell.tasks)
         )
         if is_working or (self._waiting is not None and not also_waiting):
-            raise SandboxError("the session is working: fork it while it is idle or waits for the host")
+            raise SandboxError(
+                "the session is working: fork it while it is idle or waits for the host"
+            )
 
     async def _until_forked(self, future: asyncio.Future[Any], branch: GuestSession) -> None:
         try:
@@ -343,7 +374,9 @@ class GuestSession:
         except _GuestRefused as error:
             raise SandboxError(f"the session cannot be forked: {error}") from None
         except SessionDied:
-            raise SessionDied(f"the session ended while it was forked: {await self._why()}") from None
+            raise SessionDied(
+                f"the session ended while it was forked: {await self._why()}"
+            ) from None
         except TimeoutError:
             self._fail(f"it did not fork within {_FORK_S:g} s")
             raise SessionDied(f"the session ended: {self._failure}") from None
@@ -352,7 +385,9 @@ class GuestSession:
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         cell, self._left = self._left, None
         if cell is None:
-            raise SandboxError("nothing to resume: this session was not forked in the middle of a cell")
+            raise SandboxError(
+                "nothing to resume: this session was not forked in the middle of a cell"
+            )
         self._cell = cell
         cell.answer = answer
         if timeout_s is not None:
@@ -392,9 +427,13 @@ class GuestSession:
             return
         if times:
             self._transport.interrupt()
-            cell.timer = self._loop.call_later(self._grace_s / _INTERRUPTS, self._interrupt_again, cell, times - 1)
+            cell.timer = self._loop.call_later(
+                self._grace_s / _INTERRUPTS, self._interrupt_again, cell, times - 1
+            )
         else:
-            self._fail(f"it did not stop within {self._grace_s:g} s of an interrupt ({cell.stopped})")
+            self._fail(
+                f"it did not stop within {self._grace_s:g} s of an interrupt ({cell.stopped})"
+            )
 
     def _fail(self, why: str) -> None:
         """The session cannot go on."""
@@ -466,14 +505,18 @@ class GuestSession:
         if self._failure is None:
             raise ProtocolError(f"a frame '{message.__struct_config__.tag}' that nobody waits for")
 
-    def _printed(self, cell: RunningCell, message: host_frames.OutputFrame, blobs: list[memoryview]) -> None:
+    def _printed(
+        self, cell: RunningCell, message: host_frames.OutputFrame, blobs: list[memoryview]
+    ) -> None:
         if len(blobs) != 1:
             raise ProtocolError(f"output in {len(blobs)} blobs")
         cell.output.add(bytes(blobs[0]), message.skip)
         cell.chars = message.chars
         self._upto = message.upto
 
-    def _ended_cell(self, cell: RunningCell, message: host_frames.CellDoneFrame, blobs: list[memoryview]) -> None:
+    def _ended_cell(
+        self, cell: RunningCell, message: host_frames.CellDoneFrame, blobs: list[memoryview]
+    ) -> None:
         if message.id != cell.id:
             raise ProtocolError(f"the end of cell {message.id}, while {cell.id} runs")
         note = host_frames.value_of(message, message.note, blobs)
@@ -484,10 +527,16 @@ class GuestSession:
         cell.ends((message, note))
 
     def _replied(
-        self, message: host_frames.FromGuest, blobs: list[memoryview], id: int, future: asyncio.Future[Any]
+        self,
+        message: host_frames.FromGuest,
+        blobs: list[memoryview],
+        id: int,
+        future: asyncio.Future[Any],
     ) -> bool:
         if (
-            not isinstance(message, host_frames.OkFrame | host_frames.ValueFrame | host_frames.FailedFrame)
+            not isinstance(
+                message, host_frames.OkFrame | host_frames.ValueFrame | host_frames.FailedFrame
+            )
             or message.id != id
             or future.done()
         ):
@@ -505,7 +554,11 @@ class GuestSession:
     # -- calls
 
     def _called(
-        self, cell: RunningCell, message: host_frames.HostCallFrame, blobs: list[memoryview], size: int
+        self,
+        cell: RunningCell,
+        message: host_frames.HostCallFrame,
+        blobs: list[memoryview],
+        size: int,
     ) -> None:
         if message.id <= cell.last_call:
             raise ProtocolError(f"call {message.id} after call {cell.last_call}")
@@ -517,19 +570,29 @@ class GuestSession:
             case _:
                 raise ProtocolError("a call without [args, kwargs]")
         if cell.stopped is not None:
-            self._refuse(message.id, HostCallError("Interrupted", f"the cell is being stopped ({cell.stopped})"))
+            self._refuse(
+                message.id,
+                HostCallError("Interrupted", f"the cell is being stopped ({cell.stopped})"),
+            )
             return
         if not cell.tasks:
             cell.clock_stops(self._loop.time())
         long = sum(map(len, blobs))
         short = size if message.shelved else size - long
         cell.calls[message.id] = (message.name, args, kwargs, long + _WEIGHT_OF_JSON * short)
-        cell.tasks[message.id] = self._loop.create_task(self._answer(cell, message.id, message.name, args, kwargs))
-        if len(cell.tasks) >= MAX_CALLS or sum(call[-1] for call in cell.calls.values()) > MAX_CALL_BYTES:
+        cell.tasks[message.id] = self._loop.create_task(
+            self._answer(cell, message.id, message.name, args, kwargs)
+        )
+        if (
+            len(cell.tasks) >= MAX_CALLS
+            or sum(call[-1] for call in cell.calls.values()) > MAX_CALL_BYTES
+        ):
             self._is_paused = True
             self._transport.pause()
 
-    async def _answer(self, cell: RunningCell, id: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+    async def _answer(
+        self, cell: RunningCell, id: int, name: str, args: list[Any], kwargs: dict[str, Any]
+    ) -> None:
         encoder = ValueEncoder(defers=self._transport.shared_buffers is not None)
         failure: HostCallError | None = None
         data = None
@@ -558,7 +621,10 @@ class GuestSession:
             data = encoder.encode(error.data)
         except CodecError:
             encoder, data = ValueEncoder(), {}
-        self._send({"op": "err", "id": id, "kind": error.kind, "message": str(error), "value": data}, encoder)
+        self._send(
+            {"op": "err", "id": id, "kind": error.kind, "message": str(error), "value": data},
+            encoder,
+        )
 
     def _settle(self, cell: RunningCell, id: int) -> None:
         cell.tasks.pop(id, None)

@@ -1,9 +1,11 @@
-"""The keeper: what runs first in a container or a cloud machine, forks the guest there and carries its bytes.
+"""The keeper: what runs first in a container or a cloud machine, forks the guest there and carries
+its bytes.
 
-Decides how one stream of a service (standard input and output, whatever lies between) holds the guest's bytes and what
-else can be done to it: interrupt, kill, the news of its end. So a service need offer no more than to start a command.
-Leaves out the host's end (``remote.py``) and what the guest does. Runs there, standard library only: it is sent with
-``guest/`` and ``forkserver.py``, and nothing is installed (``guest_files.py``).
+Decides how one stream of a service (standard input and output, whatever lies between) holds the
+guest's bytes and what else can be done to it: interrupt, kill, the news of its end. So a service
+need offer no more than to start a command. Leaves out the host's end (``remote.py``) and what the
+guest does. Runs there, standard library only: it is sent with ``guest/`` and ``forkserver.py``, and
+nothing is installed (``guest_files.py``).
 
     packet = u8 kind | u32 length | bytes          each in base64 on a line of its own where the stream carries only text
 
@@ -165,9 +167,13 @@ def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) 
     random.seed(config["seed"])
     gc.enable()
     guest.Guest(
-        wire, wire, spools.FileSpool(spool), max_output_bytes=config["max_output_bytes"], owns_process=True,
+        wire,
+        wire,
+        spools.FileSpool(spool),
+        max_output_bytes=config["max_output_bytes"],
+        owns_process=True,
         memory_limits=memory,
-    ).serve()  # fmt: skip
+    ).serve()
     os._exit(0)
 
 

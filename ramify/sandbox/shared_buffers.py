@@ -1,14 +1,17 @@
-"""Long strings between host and session: by a file of memory that both hold, instead of through their socket.
+"""Long strings between host and session: by a file of memory that both hold, instead of through
+their socket.
 
-A socket takes a megabyte in pieces of 200 kB, with a switch between the two processes for each; a file of memory takes
-it in one. The file has a fixed size and two halves, one to write to for each end:
+A socket takes a megabyte in pieces of 200 kB, with a switch between the two processes for each; a
+file of memory takes it in one. The file has a fixed size and two halves, one to write to for each
+end:
 
     [0, HALF)         written by the guest     the host has read it when it answers the call, or asks for the next thing
     [HALF, 2 HALF)    written by the host      the guest says in ``got`` how many it has read
 
-Decides when a half may be written again: once what lay there was read; until then, and for less than ``MIN_BYTES`` or
-more than a half, blobs stay in their frame. Neither end maps the file: reading copies, so that what was checked cannot
-change afterwards. Standard library only; used by both ends.
+Decides when a half may be written again: once what lay there was read; until then, and for less
+than ``MIN_BYTES`` or more than a half, blobs stay in their frame. Neither end maps the file:
+reading copies, so that what was checked cannot change afterwards. Standard library only; used by
+both ends.
 """
 
 from __future__ import annotations
@@ -24,15 +27,18 @@ from typing import Any
 MIN_BYTES = 1 << 16
 HALF_BYTES = 8 << 20
 _F_ADD_SEALS, _SEALS = 1033, 0x2 | 0x4
-"""Neither shrink nor grow, for good. The jail adds that nobody writes, once the file is of no more use."""
+"""Neither shrink nor grow, for good. The jail adds that nobody writes, once the file is of no more
+use."""
 _PUNCH, _KEEP_SIZE = 2, 1
 _MAX_PARTS = 64
 _PIECE = 1 << 18
-"""Text is encoded in pieces of this length: memory for all of it would be new each time, and cost more than its copy."""
+"""Text is encoded in pieces of this length: memory for all of it would be new each time, and cost
+more than its copy."""
 
 
 class ScratchBuffer:
-    """A buffer that grows as needed, used again and again: fresh memory costs more than what is copied into it."""
+    """A buffer that grows as needed, used again and again: fresh memory costs more than what is
+    copied into it."""
 
     __slots__ = ("_data",)
 
@@ -48,10 +54,23 @@ class ScratchBuffer:
 class SharedMemoryBuffers:
     """One end's view of the file."""
 
-    __slots__ = ("_at", "_from", "_is_used", "_scratch", "fd", "got", "is_free", "key", "owed", "put_count", "told")
+    __slots__ = (
+        "_at",
+        "_from",
+        "_is_used",
+        "_scratch",
+        "fd",
+        "got",
+        "is_free",
+        "key",
+        "owed",
+        "put_count",
+        "told",
+    )
 
     def __init__(self, fd: int, *, is_host: bool, scratch: ScratchBuffer | None = None) -> None:
-        """``scratch``: what ``take`` reads into, so that its blobs are valid until the next one of any shelf."""
+        """``scratch``: what ``take`` reads into, so that its blobs are valid until the next one of
+        any shelf."""
         self.fd = fd
         self._scratch = scratch
         self._at, self._from = (HALF_BYTES, 0) if is_host else (0, HALF_BYTES)
@@ -59,15 +78,18 @@ class SharedMemoryBuffers:
         self.is_free = True
         """Whether the other end has read what we put."""
         self.owed: int | None = None
-        """Of the host: the number of the frame whose blobs it took and has not answered. A guest puts nothing before that;
-        one that says so would have the host hold a half's worth for every few bytes on the wire."""
+        """Of the host: the number of the frame whose blobs it took and has not answered. A guest
+        puts nothing before that; one that says so would have the host hold a half's worth for every
+        few bytes on the wire."""
         self.key = -1
         """What ``put`` was given with it."""
         self.put_count = self.got = self.told = 0
-        """Times that we put, that we took, and the last of the latter that the other end knows of."""
+        """Times that we put, that we took, and the last of the latter that the other end knows
+        of."""
 
     def put(self, blobs: Sequence[Any], key: int) -> bool:
-        """Leave ``blobs`` (bytes, or ASCII text) for the other end, if they belong here and there is room."""
+        """Leave ``blobs`` (bytes, or ASCII text) for the other end, if they belong here and there
+        is room."""
         if not self.is_free or not MIN_BYTES <= sum(map(len, blobs)) <= HALF_BYTES:
             return False
         at = self._at
@@ -104,7 +126,9 @@ class SharedMemoryBuffers:
         """Give the memory back, if there was any use of it."""
         if self._is_used and self.is_free:
             self._is_used = False
-            _libc.fallocate(self.fd, _PUNCH | _KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(2 * HALF_BYTES))
+            _libc.fallocate(
+                self.fd, _PUNCH | _KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(2 * HALF_BYTES)
+            )
 
     def close(self) -> None:
         if self.fd >= 0:

@@ -1,7 +1,7 @@
 """What a provider gives a session: a stream of bytes to one guest, and what else can be done to it.
 
-Decides how bytes move between a socket and the event loop at the least cost. Leaves out what they mean
-(``session.py``) and what is behind the door (each provider).
+Decides how bytes move between a socket and the event loop at the least cost. Leaves out what they
+mean (``session.py``) and what is behind the door (each provider).
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from ramify.sandbox.shared_buffers import ScratchBuffer, SharedMemoryBuffers
 
 
 class Transport(Protocol):
-    """The way to one guest. All methods are called on the event loop's thread and return at once."""
+    """The way to one guest. All methods are called on the event loop's thread and return at
+    once."""
 
     caps: SandboxCapabilities
     shared_buffers: SharedMemoryBuffers | None
     """For long blobs, where host and guest are on one machine."""
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
-        """From now on hand bytes to ``received``, which does not keep them, and call ``lost`` at the end of the stream."""
+        """From now on hand bytes to ``received``, which does not keep them, and call ``lost`` at
+        the end of the stream."""
         ...
 
     def write(self, data: list[Any]) -> None:
@@ -42,7 +44,8 @@ class Transport(Protocol):
     def resume(self) -> None: ...
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the guest's main thread, if it runs a cell and the door can."""
+        """Raise KeyboardInterrupt in the guest's main thread, if it runs a cell and the door
+        can."""
         ...
 
     def kill(self) -> None:
@@ -50,7 +53,8 @@ class Transport(Protocol):
         ...
 
     def leftover(self, start: int) -> bytes:
-        """What a guest that is gone had printed and not sent, where the door can know: its spool from ``start``."""
+        """What a guest that is gone had printed and not sent, where the door can know: its spool
+        from ``start``."""
         ...
 
     async def exit_reason(self) -> str:
@@ -82,8 +86,8 @@ class ForkingTransport(Transport, Protocol):
         ...
 
     def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> Transport:
-        """Send ``frame``, and let one process be created. The door to the branch. ``heartbeat`` is called if the session itself
-        gets a new stream and new files."""
+        """Send ``frame``, and let one process be created. The door to the branch. ``heartbeat`` is
+        called if the session itself gets a new stream and new files."""
         ...
 
     def check_apart(self) -> None:
@@ -103,7 +107,8 @@ MAX_UNSENT_BYTES = 64 << 20
 
 
 class ReadBuffers:
-    """What all doors of one event loop read into: whoever gets bytes from there does not keep them."""
+    """What all doors of one event loop read into: whoever gets bytes from there does not keep
+    them."""
 
     __slots__ = ("shared_buffers", "stream")
 
@@ -113,9 +118,20 @@ class ReadBuffers:
 
 
 class SocketStream:
-    """Bytes over a socket, without a transport in between: two callbacks less on every round trip."""
+    """Bytes over a socket, without a transport in between: two callbacks less on every round
+    trip."""
 
-    __slots__ = ("_backlog", "_is_paused", "_loop", "_lost", "_received", "_scratch", "_sock", "_unsent", "_view")
+    __slots__ = (
+        "_backlog",
+        "_is_paused",
+        "_loop",
+        "_lost",
+        "_received",
+        "_scratch",
+        "_sock",
+        "_unsent",
+        "_view",
+    )
 
     def __init__(self, sock: socket.socket, scratch: bytearray) -> None:
         sock.setblocking(False)
@@ -155,7 +171,8 @@ class SocketStream:
         self._listen()
 
     def _listen(self) -> None:
-        """Read, or not: a guest that asks and does not read its answers must not fill the host's memory with them."""
+        """Read, or not: a guest that asks and does not read its answers must not fill the host's
+        memory with them."""
         if self._sock.fileno() < 0:
             return
         if self._is_paused or self._unsent > MAX_UNSENT_BYTES:
@@ -188,7 +205,9 @@ class SocketStream:
         count = -1
         if self._backlog is None:
             with contextlib.suppress(OSError):
-                count = self._sock.sendmsg(data, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+                count = self._sock.sendmsg(
+                    data, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+                )
         if count != sum(map(len, data)):
             raise SandboxError("the session does not read what it is sent")
 

@@ -1,4 +1,5 @@
-"""What a caller wants, whichever API it was said in; and the ``ramify`` field, which may only tighten limits.
+"""What a caller wants, whichever API it was said in; and the ``ramify`` field, which may only
+tighten limits.
 
     chat.read / responses.read ──> Wanted ──prompt.py──> context and question ──> a run
 Fields that change nothing here (``user``, ``metadata``, ``reasoning_effort``, …) are taken and ignored; one that would
@@ -54,9 +55,11 @@ class RequestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_reply_tokens: int | None = None
 
     def within(self, limits: Limits, most_cost: float | None) -> Limits:
-        """``limits`` of the server, tightened; ``most_cost`` is its dollars for one run. Raises Rejected for what would
-        widen them."""
-        given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        """``limits`` of the server, tightened; ``most_cost`` is its dollars for one run. Raises
+        Rejected for what would widen them."""
+        given = {
+            name: value for name, value in msgspec.structs.asdict(self).items() if value is not None
+        }
         for name, value in given.items():
             most = most_cost if name == "max_cost" else getattr(limits, name)
             if most is not None and value > most:
@@ -65,7 +68,9 @@ class RequestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     param=f"ramify.limits.{name}",
                 )
             if value < 0 or (value == 0 and name != "max_depth"):
-                raise RequestRejected(f"{name}={value!r} allows nothing: give more", param=f"ramify.limits.{name}")
+                raise RequestRejected(
+                    f"{name}={value!r} allows nothing: give more", param=f"ramify.limits.{name}"
+                )
         return msgspec.structs.replace(limits, **given)
 
 
@@ -83,7 +88,9 @@ class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         if self.depth is None:
             return self.limits
         if self.limits.max_depth is not None:
-            raise RequestRejected("the depth is also given as limits.max_depth: leave one out", param="ramify.depth")
+            raise RequestRejected(
+                "the depth is also given as limits.max_depth: leave one out", param="ramify.depth"
+            )
         return msgspec.structs.replace(self.limits, max_depth=self.depth)
 
 
@@ -113,21 +120,29 @@ class AnswerRequest(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestRejected(
-                f"the answer may have {self.max_tokens} tokens: give at least 1", param=self.max_tokens_field
+                f"the answer may have {self.max_tokens} tokens: give at least 1",
+                param=self.max_tokens_field,
             )
         if self.temperature is not None and not 0 <= self.temperature <= 2:
-            raise RequestRejected(f"temperature={self.temperature} must be from 0 to 2", param="temperature")
+            raise RequestRejected(
+                f"temperature={self.temperature} must be from 0 to 2", param="temperature"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise RequestRejected(f"top_p={self.top_p} must be above 0 and at most 1", param="top_p")
+            raise RequestRejected(
+                f"top_p={self.top_p} must be above 0 and at most 1", param="top_p"
+            )
         if self.offer is not None and self.own.cite:
             raise RequestRejected(
-                "an answer that may be a call of tools cannot be cited: leave one out", param="ramify.cite"
+                "an answer that may be a call of tools cannot be cited: leave one out",
+                param="ramify.cite",
             )
 
     def sampling(self, server: Sampling) -> Sampling:
         """How this run's replies are drawn."""
         given = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
-        return msgspec.structs.replace(server, **{name: value for name, value in given.items() if value is not None})
+        return msgspec.structs.replace(
+            server, **{name: value for name, value in given.items() if value is not None}
+        )
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
@@ -147,16 +162,19 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def refuse_unsupported(body: bytes, harmless: Mapping[str, Sequence[Any]]) -> None:
-    """Raises Rejected for the first of ``harmless``'s fields that is given with another value than those."""
+    """Raises Rejected for the first of ``harmless``'s fields that is given with another value than
+    those."""
     fields = decode(_any, body)
     for name, values in harmless.items():
         if fields.get(name) is not None and fields[name] not in values:
-            raise RequestRejected(f"{name}={fields[name]!r:.100} is not supported: leave it out", param=name)
+            raise RequestRejected(
+                f"{name}={fields[name]!r:.100} is not supported: leave it out", param=name
+            )
 
 
 def schema_of(format: Any, where: str, *, nested: bool) -> tuple[dict[str, Any] | None, str]:
-    """The schema that a response format asks for, and the field it is in. In chat completions it is ``nested`` in
-    ``json_schema``."""
+    """The schema that a response format asks for, and the field it is in. In chat completions it is
+    ``nested`` in ``json_schema``."""
     if format is None:
         return None, where
     kind = format.get("type") if isinstance(format, dict) else None
@@ -166,12 +184,15 @@ def schema_of(format: Any, where: str, *, nested: bool) -> tuple[dict[str, Any] 
         return {"type": "object"}, where
     if kind != "json_schema":
         raise RequestRejected(
-            f"a response format of type {kind!r:.60} is not known: give text, json_object or json_schema",
+            f"a response format of type {kind!r:.60} is not known: give text, json_object or "
+            "json_schema",
             param=f"{where}.type",
         )
     where = f"{where}.json_schema" if nested else where
     holder = format.get("json_schema") if nested else format
     schema = holder.get("schema") if isinstance(holder, dict) else None
     if not isinstance(schema, dict):
-        raise RequestRejected("there is no schema: give a JSON schema as an object", param=f"{where}.schema")
+        raise RequestRejected(
+            "there is no schema: give a JSON schema as an object", param=f"{where}.schema"
+        )
     return schema, f"{where}.schema"

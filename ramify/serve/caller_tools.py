@@ -1,4 +1,5 @@
-"""Functions of the caller's that a run may ask to have called: ``tools`` of a request, ``tool_calls`` of its answer.
+"""Functions of the caller's that a run may ask to have called: ``tools`` of a request,
+``tool_calls`` of its answer.
 
     tools ──> Offer: the answer is a text (or meets the response format), or {"tool_calls": [{"name": …, "arguments": {…}}]}
 Decides how they are told of, in words that any model reads, and that arguments are checked against their schemas before the
@@ -69,7 +70,9 @@ class ToolOffer(AnswerType, frozen=True):
                 raise
             return text.strip()
         is_call = isinstance(value, dict) and [*value] == ["tool_calls"]
-        return self.convert(value if is_call or self.must_call or self.of_value is not None else text.strip())
+        return self.convert(
+            value if is_call or self.must_call or self.of_value is not None else text.strip()
+        )
 
     def instruction(self) -> str:
         lines = [
@@ -78,36 +81,55 @@ class ToolOffer(AnswerType, frozen=True):
             for each in self.functions
         ]
         answer = (
-            "a text" if self.of_value is None else f"a value of this JSON schema: {json.dumps(self.of_value.schema)}"
+            "a text"
+            if self.of_value is None
+            else f"a value of this JSON schema: {json.dumps(self.of_value.schema)}"
         )
-        otherwise = "At least one must be called." if self.must_call else f"Otherwise the answer is {answer}."
-        return "\n".join([
-            "Whoever asks has these functions. They are not in your session; they are called for you once you are done:",
-            *lines,
-            'To have some called, let the final answer be {"tool_calls": [{"name": "…", "arguments": {…}}]} and nothing '
-            f"else: their results come with the next question. {otherwise}",
-        ])  # fmt: skip
+        otherwise = (
+            "At least one must be called."
+            if self.must_call
+            else f"Otherwise the answer is {answer}."
+        )
+        return "\n".join(
+            [
+                "Whoever asks has these functions. They are not in your session; they are called "
+                "for you once you are done:",
+                *lines,
+                'To have some called, let the final answer be {"tool_calls": [{"name": "…", "arguments": {…}}]} and nothing '
+                f"else: their results come with the next question. {otherwise}",
+            ]
+        )
 
     def alone(self) -> str:
         return f"{self.instruction()} Reply with the answer alone."
 
 
 def offer_of(
-    tools: Sequence[OfferedFunction], choice: Any, parallel: bool, schema: dict[str, Any] | None, schema_field: str
+    tools: Sequence[OfferedFunction],
+    choice: Any,
+    parallel: bool,
+    schema: dict[str, Any] | None,
+    schema_field: str,
 ) -> ToolOffer | None:
-    """What a request offers; None where nothing may be called. Raises Rejected that names the field."""
+    """What a request offers; None where nothing may be called. Raises Rejected that names the
+    field."""
     named = _named(choice)
     if choice == "none" or (not tools and named is None and choice != "required"):
         return None
     if not tools:
         raise RequestRejected(
-            "there are no tools to choose from: give some, or leave tool_choice out", param="tool_choice"
+            "there are no tools to choose from: give some, or leave tool_choice out",
+            param="tool_choice",
         )
     names = [each.name for each in tools]
     if len(set(names)) < len(names) or len(names) > _MOST or not all(names):
-        raise RequestRejected(f"{len(names)} tools: give at most {_MOST}, each with a name of its own", param="tools")
+        raise RequestRejected(
+            f"{len(names)} tools: give at most {_MOST}, each with a name of its own", param="tools"
+        )
     if named is not None and named not in names:
-        raise RequestRejected(f"there is no tool {named!r:.80}: give one of {', '.join(names)}", param="tool_choice")
+        raise RequestRejected(
+            f"there is no tool {named!r:.80}: give one of {', '.join(names)}", param="tool_choice"
+        )
     usable = tuple(each for each in tools if named in (None, each.name))
     try:
         of_value = answer_type(schema, trusted=False)
@@ -154,19 +176,33 @@ def _named(choice: Any) -> str | None:
         if isinstance(name, str):
             return name
     raise RequestRejected(
-        f"tool_choice={choice!r:.100} is not supported: give auto, none, required or one function", param="tool_choice"
+        f"tool_choice={choice!r:.100} is not supported: give auto, none, required or one function",
+        param="tool_choice",
     )
 
 
 def _schema(functions: Sequence[OfferedFunction], parallel: bool) -> dict[str, Any]:
     calls = [
         {
-            "type": "object", "required": ["name", "arguments"], "additionalProperties": False,
-            "properties": {"name": {"const": each.name}, "arguments": each.parameters or {"type": "object"}},
+            "type": "object",
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+            "properties": {
+                "name": {"const": each.name},
+                "arguments": each.parameters or {"type": "object"},
+            },
         }
         for each in functions
-    ]  # fmt: skip
-    listed = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **({} if parallel else {"maxItems": 1})}
+    ]
+    listed = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": calls},
+        **({} if parallel else {"maxItems": 1}),
+    }
     return {
-        "type": "object", "required": ["tool_calls"], "additionalProperties": False, "properties": {"tool_calls": listed},
-    }  # fmt: skip
+        "type": "object",
+        "required": ["tool_calls"],
+        "additionalProperties": False,
+        "properties": {"tool_calls": listed},
+    }

@@ -1,6 +1,8 @@
-"""Chat completions over runs: a body in, ``AnswerRequest`` out; an ``ServedAnswer`` in, a body or the events of a stream out.
+"""Chat completions over runs: a body in, ``AnswerRequest`` out; an ``ServedAnswer`` in, a body or
+the events of a stream out.
 
-What a policy of one's own is asked over the same API is ``completions.py``, which has the shapes that both share.
+What a policy of one's own is asked over the same API is ``completions.py``, which has the shapes
+that both share.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ import msgspec
 
 from ramify.serve import completions
 from ramify.serve.answer import ServedAnswer
-from ramify.serve.answer_request import AnswerRequest, RamifyRequestFields, decode, refuse_unsupported, schema_of
+from ramify.serve.answer_request import (
+    AnswerRequest,
+    RamifyRequestFields,
+    decode,
+    refuse_unsupported,
+    schema_of,
+)
 from ramify.serve.caller_tools import OfferedFunction, offer_of
 from ramify.serve.content_parts import Content, Role, said
 from ramify.serve.web import RequestRejected
@@ -22,10 +30,19 @@ PATH = "/v1/chat/completions"
 _CHUNK_CHARS = 8000
 """Of an answer in one event: some clients refuse longer lines than 64 KiB."""
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
-    "top_logprobs": (0,), "functions": ([],), "function_call": ("none",),
-    "audio": (), "modalities": (["text"],), "web_search_options": (), "return_token_ids": (False,),
-}  # fmt: skip
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "return_token_ids": (False,),
+}
 """Field -> the values at which it changes nothing."""
 
 
@@ -86,16 +103,33 @@ def read(body: bytes) -> AnswerRequest:
     limit_field = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
     stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     tools = [each.function for each in asked.tools or ()]
-    names = {call.id: call.function.name for each in asked.messages for call in each.tool_calls or ()}
+    names = {
+        call.id: call.function.name for each in asked.messages for call in each.tool_calls or ()
+    }
     return AnswerRequest(
         tuple(
-            said(each.role, each.content, f"messages[{index}]", _calls(each), names.get(each.tool_call_id or "", ""))
+            said(
+                each.role,
+                each.content,
+                f"messages[{index}]",
+                _calls(each),
+                names.get(each.tool_call_id or "", ""),
+            )
             for index, each in enumerate(asked.messages)
         ),
-        bool(asked.stream), schema, field, limit, limit_field, asked.temperature, asked.top_p, asked.ramify or RamifyRequestFields(),
-        asked.seed, tuple(stops), offer_of(tools, asked.tool_choice, asked.parallel_tool_calls is not False, schema, field),
+        bool(asked.stream),
+        schema,
+        field,
+        limit,
+        limit_field,
+        asked.temperature,
+        asked.top_p,
+        asked.ramify or RamifyRequestFields(),
+        asked.seed,
+        tuple(stops),
+        offer_of(tools, asked.tool_choice, asked.parallel_tool_calls is not False, schema, field),
         asked.stream_options is not None and asked.stream_options.include_usage,
-    )  # fmt: skip
+    )
 
 
 FIELD = "messages"
@@ -121,7 +155,8 @@ def whole(answer: ServedAnswer, wanted: AnswerRequest, id: str, model: str) -> d
 
 
 class ChatStream:
-    """The events of one streamed completion, in order: ``begin``, any number of ``progress``, then ``end`` or ``fail``."""
+    """The events of one streamed completion, in order: ``begin``, any number of ``progress``, then
+    ``end`` or ``fail``."""
 
     def __init__(self, wanted: AnswerRequest, id: str, model: str) -> None:
         self._wanted, self._id, self._model = wanted, id, model
@@ -143,7 +178,11 @@ class ChatStream:
         if self._wanted.with_usage:
             usage = completions.usage_fields(answer.usage)
             yield _sse(
-                {**completions.head(self._id, self._model, "chat.completion.chunk"), "choices": [], "usage": usage}
+                {
+                    **completions.head(self._id, self._model, "chat.completion.chunk"),
+                    "choices": [],
+                    "usage": usage,
+                }
             )
         yield b"data: [DONE]\n\n"
 

@@ -1,7 +1,8 @@
-"""OpenAI's chat completions from the server's side: a body in, a ``Request`` out; a ``Reply`` in, bodies and events out.
+"""OpenAI's chat completions from the server's side: a body in, a ``Request`` out; a ``Reply`` in,
+bodies and events out.
 
-Fields that change nothing here (``user``, ``metadata``, …) are taken and ignored; one that would change the answer and is
-not understood is refused by name, so that nobody believes it was heeded.
+Fields that change nothing here (``user``, ``metadata``, …) are taken and ignored; one that would
+change the answer and is not understood is refused by name, so that nobody believes it was heeded.
 """
 
 from __future__ import annotations
@@ -17,9 +18,18 @@ from ramify.errors import Refused
 from ramify.types.message import Message, Reply, ToolCall, Usage
 
 _NOT_HERE = {
-    "n": 1, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0, "logit_bias": None,
-    "top_logprobs": 0, "response_format": None, "tool_choice": "auto", "functions": None, "audio": None,
-}  # fmt: skip
+    "n": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "logit_bias": None,
+    "top_logprobs": 0,
+    "response_format": None,
+    "tool_choice": "auto",
+    "functions": None,
+    "audio": None,
+}
 """Field -> the value at which it changes nothing."""
 
 
@@ -94,8 +104,14 @@ def read(body: bytes) -> CompletionRequest:
     limit = _limit(asked)
     if limit is not None and limit < 1:
         raise Refused(f"max_tokens is {limit}: give at least 1")
-    if not (asked.temperature or 0) >= 0 or not 0 < (1 if asked.top_p is None else asked.top_p) <= 1:
-        raise Refused(f"temperature={asked.temperature} must be at least 0, top_p={asked.top_p} above 0 and at most 1")
+    if (
+        not (asked.temperature or 0) >= 0
+        or not 0 < (1 if asked.top_p is None else asked.top_p) <= 1
+    ):
+        raise Refused(
+            f"temperature={asked.temperature} must be at least 0, top_p={asked.top_p} above 0 and "
+            "at most 1"
+        )
     return asked
 
 
@@ -103,21 +119,44 @@ def request_of(asked: CompletionRequest, window: int) -> Request:
     """What the engine is asked. Without a limit a reply may fill the window."""
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     sampling = Sampling(
-        max_tokens=_limit(asked) or window, temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k,
-        stop=tuple(filter(None, stop)), seed=asked.seed, logprobs=True,
-    )  # fmt: skip
-    tools = tuple(
-        Tool(each.function.name, each.function.description, each.function.parameters) for each in asked.tools or ()
+        max_tokens=_limit(asked) or window,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        stop=tuple(filter(None, stop)),
+        seed=asked.seed,
+        logprobs=True,
     )
-    return Request(tuple(map(_message, asked.messages)), sampling, tools=tools, affinity=asked.prompt_cache_key or "")
+    tools = tuple(
+        Tool(each.function.name, each.function.description, each.function.parameters)
+        for each in asked.tools or ()
+    )
+    return Request(
+        tuple(map(_message, asked.messages)),
+        sampling,
+        tools=tools,
+        affinity=asked.prompt_cache_key or "",
+    )
 
 
 def completion(
-    reply: Reply, asked: CompletionRequest, id: str, model: str, text_of: Callable[[Sequence[int]], str]
+    reply: Reply,
+    asked: CompletionRequest,
+    id: str,
+    model: str,
+    text_of: Callable[[Sequence[int]], str],
 ) -> dict[str, Any]:
     """The whole body."""
-    choice: dict[str, Any] = {"index": 0, "message": _wire(reply.message), "finish_reason": reply.finish}
-    body = {**head(id, model, "chat.completion"), "choices": [choice], "usage": usage_fields(reply.usage)}
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": _wire(reply.message),
+        "finish_reason": reply.finish,
+    }
+    body = {
+        **head(id, model, "chat.completion"),
+        "choices": [choice],
+        "usage": usage_fields(reply.usage),
+    }
     _add_tokens(body, choice, reply, asked, text_of)
     return body
 
@@ -140,23 +179,38 @@ def opening(id: str, model: str) -> dict[str, Any]:
 
 
 def ending(
-    reply: Reply, asked: CompletionRequest, id: str, model: str, text_of: Callable[[Sequence[int]], str]
+    reply: Reply,
+    asked: CompletionRequest,
+    id: str,
+    model: str,
+    text_of: Callable[[Sequence[int]], str],
 ) -> list[dict[str, Any]]:
     """The last events: calls of tools, why it ended, and what it used where that was asked for."""
     events = []
     if calls := _wire(reply.message).get("tool_calls"):
-        events.append(event(id, model, {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}))
+        events.append(
+            event(id, model, {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
+        )
     last = event(id, model, {})
     last["choices"][0]["finish_reason"] = reply.finish
     _add_tokens(last, last["choices"][0], reply, asked, text_of)
     events.append(last)
     if asked.stream_options is not None and asked.stream_options.include_usage:
-        events.append({**head(id, model, "chat.completion.chunk"), "choices": [], "usage": usage_fields(reply.usage)})
+        events.append(
+            {
+                **head(id, model, "chat.completion.chunk"),
+                "choices": [],
+                "usage": usage_fields(reply.usage),
+            }
+        )
     return events
 
 
-def failure(text: str, kind: str, code: str | None = None, param: str | None = None, **more: Any) -> bytes:
-    """The body of an error; ``param`` is the field that is wrong, ``more`` are fields beside OpenAI's."""
+def failure(
+    text: str, kind: str, code: str | None = None, param: str | None = None, **more: Any
+) -> bytes:
+    """The body of an error; ``param`` is the field that is wrong, ``more`` are fields beside
+    OpenAI's."""
     return encode({"error": {"message": text, "type": kind, "code": code, "param": param, **more}})
 
 
@@ -169,9 +223,14 @@ def _message(said: _CompletionMessage) -> Message:
     if not isinstance(content, str):
         kinds = {str(part.get("type")) for part in content}
         if kinds - {"text"}:
-            raise Refused(f"content of type {', '.join(sorted(kinds - {'text'}))} is not supported: give text")
+            raise Refused(
+                f"content of type {', '.join(sorted(kinds - {'text'}))} is not supported: give text"
+            )
         content = "".join(str(part.get("text", "")) for part in content)
-    calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in said.tool_calls or ())
+    calls = tuple(
+        ToolCall(call.id, call.function.name, call.function.arguments)
+        for call in said.tool_calls or ()
+    )
     role = "system" if said.role == "developer" else said.role
     return Message(role, content, said.reasoning_content, calls, said.tool_call_id)
 
@@ -182,7 +241,11 @@ def _wire(message: Message) -> dict[str, Any]:
         wire["reasoning_content"] = message.reasoning
     if message.tool_calls:
         wire["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for call in message.tool_calls
         ]
     return wire

@@ -1,7 +1,8 @@
-"""The parts of a message's content, as chat completions and responses write them: texts and files, and nothing else.
+"""The parts of a message's content, as chat completions and responses write them: texts and files,
+and nothing else.
 
-A file travels inside the request, as base64. One that was uploaded before (``file_id``) or stands on the web
-(``file_url``) is refused: this server keeps no files and fetches nothing.
+A file travels inside the request, as base64. One that was uploaded before (``file_id``) or stands
+on the web (``file_url``) is refused: this server keeps no files and fetches nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class ContentPart(msgspec.Struct):
         match self.type:
             case "text" | "input_text" | "output_text":
                 if self.text is None:
-                    raise RequestRejected(f"a part of type {self.type} has no text", param=f"{where}.text")
+                    raise RequestRejected(
+                        f"a part of type {self.type} has no text", param=f"{where}.text"
+                    )
                 return self.text
             case "refusal":
                 return self.refusal or ""
@@ -51,27 +54,34 @@ class ContentPart(msgspec.Struct):
                 return _attached(self.filename, self.file_data, where)
             case _:
                 raise RequestRejected(
-                    f"content of type {self.type!r:.60} is not supported: give text or files", param=f"{where}.type"
+                    f"content of type {self.type!r:.60} is not supported: give text or files",
+                    param=f"{where}.type",
                 )
 
 
 Content = str | list[ContentPart] | None
 
 
-def said(role: Role, content: Content, where: str, more: str = "", result_of: str = "") -> ChatMessage:
-    """One message; ``more`` is text that stands beside its content, ``result_of`` the tool whose result it is."""
+def said(
+    role: Role, content: Content, where: str, more: str = "", result_of: str = ""
+) -> ChatMessage:
+    """One message; ``more`` is text that stands beside its content, ``result_of`` the tool whose
+    result it is."""
     if isinstance(content, str):
         parts: list[str | AttachedFile] = [content]
     else:
         parts = [part.read(f"{where}.content[{index}]") for index, part in enumerate(content or ())]
     head = [f"(result of {result_of})"] if result_of else []
-    return ChatMessage("system" if role == "developer" else role, (*head, *parts, *([more] if more else [])))
+    return ChatMessage(
+        "system" if role == "developer" else role, (*head, *parts, *([more] if more else []))
+    )
 
 
 def _attached(name: str | None, data: str | None, where: str) -> AttachedFile:
     if not data:
         raise RequestRejected(
-            "a file must come with its content: give file_data as base64 (this server keeps no files and fetches none)",
+            "a file must come with its content: give file_data as base64 (this server keeps no "
+            "files and fetches none)",
             param=f"{where}.file_data",
         )
     return AttachedFile(name or "file", data, f"{where}.file_data")

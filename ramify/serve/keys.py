@@ -6,8 +6,9 @@
     max-cost = 20.0             # dollars, in all
     max-tokens = 50_000_000     # in all
 
-A run's most is held back when it begins and what it did cost is booked when it ends, so that a budget is never passed,
-however many runs a key has. Held amounts are in the file before a run begins: what a killed server held counts as spent.
+A run's most is held back when it begins and what it did cost is booked when it ends, so that a
+budget is never passed, however many runs a key has. Held amounts are in the file before a run
+begins: what a killed server held counts as spent.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ke
 
     def digest(self) -> str:
         """SHA-256 of the key, hexadecimal."""
-        return hashlib.sha256(self.key.encode()).hexdigest() if self.key else (self.sha256 or "").lower()
+        return (
+            hashlib.sha256(self.key.encode()).hexdigest()
+            if self.key
+            else (self.sha256 or "").lower()
+        )
 
     def fault(self) -> str | None:
         """What is wrong with it."""
@@ -90,9 +95,11 @@ class ApiCaller:
         key, spent = self.key, self.spent
         if key.max_runs is not None and self.num_runs >= key.max_runs:
             raise RequestRejected(
-                f"{self.num_runs} requests of this key are being answered, its most: come back", status=429,
-                code="rate_limit_exceeded", retry_after_s=1,
-            )  # fmt: skip
+                f"{self.num_runs} requests of this key are being answered, its most: come back",
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after_s=1,
+            )
         cost = self._left("dollars", key.max_cost, spent.cost, spent.held_cost)
         tokens = self._left("tokens", key.max_tokens, spent.tokens, spent.held_tokens)
         asked_cost = DEFAULT_MAX_COST if limits.max_cost is None else limits.max_cost
@@ -103,7 +110,10 @@ class ApiCaller:
         if key.max_tokens is not None:
             limits = msgspec.structs.replace(limits, max_tokens=int(tokens))
         held = BudgetHold(
-            0.0 if key.max_cost is None else cost, 0 if key.max_tokens is None else int(tokens), limits, is_short
+            0.0 if key.max_cost is None else cost,
+            0 if key.max_tokens is None else int(tokens),
+            limits,
+            is_short,
         )
         spent.held_cost += held.cost
         spent.held_tokens += held.tokens
@@ -113,7 +123,9 @@ class ApiCaller:
     def release(self, held: BudgetHold) -> None:
         """What was held is held no longer."""
         self.num_runs -= 1
-        self.spent.held_cost = self.spent.held_cost - held.cost if self.num_runs else 0.0  # no rounding errors are kept
+        self.spent.held_cost = (
+            self.spent.held_cost - held.cost if self.num_runs else 0.0
+        )  # no rounding errors are kept
         self.spent.held_tokens -= held.tokens
 
     def settle(self, held: BudgetHold, usage: Usage, cost: float | None) -> None:
@@ -129,14 +141,19 @@ class ApiCaller:
             return math.inf
         if spent >= most:
             raise RequestRejected(
-                f"this key has spent its {most:g} {unit}: ask whoever runs the server for more", status=429,
-                code="insufficient_quota", kind="insufficient_quota",
-            )  # fmt: skip
+                f"this key has spent its {most:g} {unit}: ask whoever runs the server for more",
+                status=429,
+                code="insufficient_quota",
+                kind="insufficient_quota",
+            )
         if spent + held >= most:
             raise RequestRejected(
-                f"all that is left of this key's {most:g} {unit} is held by runs that go on: come back", status=429,
-                code="rate_limit_exceeded", retry_after_s=5,
-            )  # fmt: skip
+                f"all that is left of this key's {most:g} {unit} is held by runs that go on: come "
+                "back",
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after_s=5,
+            )
         return most - spent - held
 
 
@@ -144,13 +161,16 @@ class ApiKeys:
     """All callers, and what they have spent; kept in a file where one is given."""
 
     def __init__(self, keys: Mapping[str, ApiKey], path: Path | None = None) -> None:
-        """Without ``keys`` everyone is the one caller without limits. Raises ConfigError for a key that is wrong."""
+        """Without ``keys`` everyone is the one caller without limits. Raises ConfigError for a key
+        that is wrong."""
         self._path = path
         spent = _read_spent(path)
         for name, key in keys.items():
             if fault := key.fault():
                 raise ConfigError(f"key '{name}': {fault}")
-        self.callers = {name: ApiCaller(name, key, spent.get(name, KeyUsage())) for name, key in keys.items()}
+        self.callers = {
+            name: ApiCaller(name, key, spent.get(name, KeyUsage())) for name, key in keys.items()
+        }
         self._others = {name: each for name, each in spent.items() if name not in keys}
         self._by_digest = {caller.key.digest(): caller for caller in self.callers.values()}
         if len(self._by_digest) < len(keys):
@@ -163,11 +183,14 @@ class ApiKeys:
         return self._anyone is not None
 
     def caller(self, given: str) -> ApiCaller:
-        """Whose key ``given`` is. Raises Rejected. It is looked up by its digest, so the time taken tells nothing."""
+        """Whose key ``given`` is. Raises Rejected. It is looked up by its digest, so the time taken
+        tells nothing."""
         found = self._anyone or self._by_digest.get(hashlib.sha256(given.encode()).hexdigest())
         if found is None:
             raise RequestRejected(
-                "wrong or missing API key: send it as Authorization: Bearer KEY", status=401, code="invalid_api_key"
+                "wrong or missing API key: send it as Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
             )
         return found
 
@@ -182,7 +205,9 @@ class ApiKeys:
                 file.write(msgspec.json.encode(spent))
             os.replace(new, self._path)
         except OSError as error:
-            raise StoreError(f"cannot write {self._path}: {error.strerror}; free some space") from None
+            raise StoreError(
+                f"cannot write {self._path}: {error.strerror}; free some space"
+            ) from None
 
 
 def read_keys(path: str | Path) -> dict[str, ApiKey]:
@@ -196,7 +221,8 @@ def read_keys(path: str | Path) -> dict[str, ApiKey]:
         raise ConfigError(f"the file of keys {path} is not TOML: {error}") from None
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"the file of keys {path}: {error}; a table [NAME] has key or sha256, max-runs, max-cost, max-tokens"
+            f"the file of keys {path}: {error}; a table [NAME] has key or sha256, max-runs, "
+            "max-cost, max-tokens"
         ) from None
 
 
@@ -208,7 +234,8 @@ def _read_spent(path: Path | None) -> dict[str, KeyUsage]:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, KeyUsage])
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
-            f"{path}, which says what each key has spent, cannot be read: {error}; repair or delete it"
+            f"{path}, which says what each key has spent, cannot be read: {error}; repair or "
+            "delete it"
         ) from None
     return {
         name: KeyUsage(each.cost + each.held_cost, each.tokens + each.held_tokens, each.runs)

@@ -1,4 +1,5 @@
-"""Questions over files as a tool of the Model Context Protocol, by the official SDK (the extra ``mcp``).
+"""Questions over files as a tool of the Model Context Protocol, by the official SDK (the extra
+``mcp``).
 
     client ── ask(question, paths) ──> read below the roots ──> a run ──> answer, with progress on the way
 Paths that lead out of the roots, by ``..`` or by a link, are refused: whoever starts the server says what may be read, and a
@@ -38,20 +39,23 @@ too many or too long to read. May be read: {roots}"""
 
 
 def server(rlm: RLM, roots: Sequence[str]) -> MCPServer[Any]:
-    """A server of the one tool ``ask``; ``rlm`` is entered by whoever runs it. Raises ConfigError for a root that is not
-    there."""
+    """A server of the one tool ``ask``; ``rlm`` is entered by whoever runs it. Raises ConfigError
+    for a root that is not there."""
     real = [os.path.realpath(os.path.expanduser(root)) for root in roots]
     for given, root in zip(roots, real, strict=True):
         if not os.path.exists(root):
             raise ConfigError(f"{given} does not exist: name folders or files that may be read")
     made: MCPServer[Any] = MCPServer("ramify", version=__version__, log_level="ERROR")
 
-    @made.tool(name="ask", description=_ABOUT.format(roots=", ".join(real)), structured_output=False)
+    @made.tool(
+        name="ask", description=_ABOUT.format(roots=", ".join(real)), structured_output=False
+    )
     async def ask(
         question: Annotated[str, Field(description="what is to be answered")],
         ctx: Context[Any, Any],
         paths: Annotated[
-            list[str] | None, Field(description="files, folders or globs, relative to a root or absolute; none: all")
+            list[str] | None,
+            Field(description="files, folders or globs, relative to a root or absolute; none: all"),
         ] = None,
         answer_schema: Annotated[
             dict[str, Any] | None, Field(description="JSON schema that the answer must meet")
@@ -82,12 +86,20 @@ def resolve(path: str, roots: Sequence[str]) -> list[str]:
         found = [place] if os.path.lexists(place) else []
         if not found and any(char in path for char in "*?["):
             found = sorted(glob.glob(place, recursive=True))
-        inside = [os.path.realpath(each) for each in found if _is_inside(os.path.realpath(each), roots)]
+        inside = [
+            os.path.realpath(each) for each in found if _is_inside(os.path.realpath(each), roots)
+        ]
         if inside:
             return inside
         if found:
-            raise ConfigError(f"{path} leads out of what may be read ({', '.join(roots)}): name something in there")
-    raise ConfigError(f"{path} does not exist in {', '.join(roots)}: check the name, or leave paths out to read all")
+            raise ConfigError(
+                f"{path} leads out of what may be read ({', '.join(roots)}): name something in "
+                "there"
+            )
+    raise ConfigError(
+        f"{path} does not exist in {', '.join(roots)}: check the name, or leave paths out to read "
+        "all"
+    )
 
 
 def _is_inside(real: str, roots: Sequence[str]) -> bool:
@@ -95,7 +107,11 @@ def _is_inside(real: str, roots: Sequence[str]) -> bool:
 
 
 async def _asked(
-    rlm: RLM, ctx: Context[Any, Any], loaded: LoadedContext, question: str, schema: dict[str, Any] | None
+    rlm: RLM,
+    ctx: Context[Any, Any],
+    loaded: LoadedContext,
+    question: str,
+    schema: dict[str, Any] | None,
 ) -> CallToolResult:
     watch = RequestWatcher()
     try:
@@ -109,10 +125,20 @@ async def _asked(
     finally:
         await watch.stop()
     if result.answer is None:
-        raise ToolError(f"{result.error or f'no answer: the run ended with {result.stop}'} (run {result.run_id})")
+        raise ToolError(
+            f"{result.error or f'no answer: the run ended with {result.stop}'} (run "
+            f"{result.run_id})"
+        )
     about = {
-        "answer": jsonable(result.answer), "stop": str(result.stop), "run": result.run_id, "cost": result.cost,
+        "answer": jsonable(result.answer),
+        "stop": str(result.stop),
+        "run": result.run_id,
+        "cost": result.cost,
         "not_loaded": [str(problem) for problem in loaded.problems],
-    }  # fmt: skip
-    text = result.response if result.stop is Stop.FINAL else f"{result.response}\n\n(Cut short: {result.stop}.)"
+    }
+    text = (
+        result.response
+        if result.stop is Stop.FINAL
+        else f"{result.response}\n\n(Cut short: {result.stop}.)"
+    )
     return CallToolResult(content=[TextContent(type="text", text=text)], structured_content=about)

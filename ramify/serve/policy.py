@@ -7,8 +7,9 @@
     POST /v1/completions         ids in, ids out (``token_completions.py``); POST /generate is the same as SGLang has it
     GET  /version, /server_info  what a trainer compares with its policy; how it brings new weights: ``weight_routes.py``
 
-A conversation that is sent back with one more message goes on by the ids that it had: the server remembers the paths of
-its last replies. Whoever hangs up frees the slot. Without a key it listens on loopback only.
+A conversation that is sent back with one more message goes on by the ids that it had: the server
+remembers the paths of its last replies. Whoever hangs up frees the slot. Without a key it listens
+on loopback only.
 """
 
 from __future__ import annotations
@@ -47,12 +48,21 @@ class PolicyServer:
     """The server; ``async with`` starts and stops it."""
 
     def __init__(
-        self, client: LocalClient, *, name: str, host: str = "127.0.0.1", port: int = 8000, key: str | None = None,
-        weight_transfer: bool = False, weight_syncs: Sequence[str] = (), weights_root: Path | None = None,
+        self,
+        client: LocalClient,
+        *,
+        name: str,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        key: str | None = None,
+        weight_transfer: bool = False,
+        weight_syncs: Sequence[str] = (),
+        weights_root: Path | None = None,
         wait_s: float = WAIT_S,
-    ) -> None:  # fmt: skip
-        """``name`` is the model's; ``port`` 0 takes a free one; ``key`` is asked for as a bearer token. With
-        ``weight_transfer`` whoever may ask may also replace the weights; the last three are ``WeightRoutes``'s.
+    ) -> None:
+        """``name`` is the model's; ``port`` 0 takes a free one; ``key`` is asked for as a bearer
+        token. With ``weight_transfer`` whoever may ask may also replace the weights; the last three
+        are ``WeightRoutes``'s.
 
         Raises ConfigError for an address beyond loopback without a key."""
         refuse_open(host, bool(key))
@@ -63,7 +73,11 @@ class PolicyServer:
         self._weights: WeightRoutes | None = None
         if weight_transfer:
             self._weights = WeightRoutes(
-                client, lambda: self._in_flight, weight_syncs=weight_syncs, root=weights_root, wait_s=wait_s
+                client,
+                lambda: self._in_flight,
+                weight_syncs=weight_syncs,
+                root=weights_root,
+                wait_s=wait_s,
             )
         self._listener = HttpListener(host, port)
 
@@ -96,7 +110,11 @@ class PolicyServer:
     async def _guarded(self, request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
         """The key, and every error as the API writes it."""
         given = bearer(request)
-        if self._key and request.path != "/health" and not hmac.compare_digest(given.encode(), self._key.encode()):
+        if (
+            self._key
+            and request.path != "/health"
+            and not hmac.compare_digest(given.encode(), self._key.encode())
+        ):
             return failed(401, "wrong or missing API key: send it as Authorization: Bearer KEY")
         try:
             response: web.StreamResponse = await handler(request)
@@ -114,18 +132,29 @@ class PolicyServer:
         return web.Response(body=text.encode(), headers={"Content-Type": server_metrics.TYPE})
 
     async def _models(self, _: web.Request) -> web.Response:
-        model = {"id": self.name, "object": "model", "owned_by": "ramify", "max_model_len": self._client.window}
+        model = {
+            "id": self.name,
+            "object": "model",
+            "owned_by": "ramify",
+            "max_model_len": self._client.window,
+        }
         return web.json_response({"object": "list", "data": [model]})
 
     async def _facts(self, _: web.Request) -> web.Response:
-        return web.json_response({**facts(self._client, self.name), "weight_transfer": self._weights is not None})
+        return web.json_response(
+            {**facts(self._client, self.name), "weight_transfer": self._weights is not None}
+        )
 
     async def _sample(self, http: web.Request) -> web.StreamResponse:
         async def answer() -> web.StreamResponse:
             body = await http.read()
             if http.path == "/generate":
-                return web.json_response(await token_completions.generate(self._client, body), dumps=_dumps)
-            return web.json_response(await token_completions.complete(self._client, body, self.name), dumps=_dumps)
+                return web.json_response(
+                    await token_completions.generate(self._client, body), dumps=_dumps
+                )
+            return web.json_response(
+                await token_completions.complete(self._client, body, self.name), dumps=_dumps
+            )
 
         return await self._counted(http, answer)
 
@@ -133,7 +162,11 @@ class PolicyServer:
         async def answer() -> web.StreamResponse:
             asked = completions.read(await http.read())
             request = self._paths.continued(completions.request_of(asked, self._client.window))
-            return await (self._streamed(http, asked, request) if asked.stream else self._whole(asked, request))
+            return await (
+                self._streamed(http, asked, request)
+                if asked.stream
+                else self._whole(asked, request)
+            )
 
         return await self._counted(http, answer)
 
@@ -141,10 +174,14 @@ class PolicyServer:
         self, http: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """``answer``, or what is wrong before it or in it."""
-        if http.content_type != "application/json":  # a page in a browser may post other types without asking
+        if (
+            http.content_type != "application/json"
+        ):  # a page in a browser may post other types without asking
             return failed(415, "send the body as application/json")
         if self._in_flight + self._waiting >= _MAX_IN_FLIGHT:
-            busy = failed(429, f"{self._in_flight + self._waiting} requests are being answered: come back")
+            busy = failed(
+                429, f"{self._in_flight + self._waiting} requests are being answered: come back"
+            )
             busy.headers["retry-after"] = "1"
             return busy
         try:
@@ -164,7 +201,8 @@ class PolicyServer:
             self._in_flight -= 1
 
     async def _there(self) -> None:
-        """Return once nothing that an answer needs sleeps. Raises ServerFailed where that takes too long."""
+        """Return once nothing that an answer needs sleeps. Raises ServerFailed where that takes too
+        long."""
         if self._weights is None:
             return
         self._waiting += 1
@@ -179,21 +217,32 @@ class PolicyServer:
         body = completions.completion(reply, asked, _new_id(), self.name, self._text)
         return web.Response(body=completions.encode(body), content_type="application/json")
 
-    async def _streamed(self, http: web.Request, asked: CompletionRequest, request: Request) -> web.StreamResponse:
-        """Raises what the engine refuses before the first event; what fails later is the last event."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    async def _streamed(
+        self, http: web.Request, asked: CompletionRequest, request: Request
+    ) -> web.StreamResponse:
+        """Raises what the engine refuses before the first event; what fails later is the last
+        event."""
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
         try:
             await self._send_events(http, response, asked, request)
         except RamifyError as error:
             if not response.prepared:
                 raise
-            await response.write(b"data: " + completions.failure(str(error), "server_error") + b"\n\n")
+            await response.write(
+                b"data: " + completions.failure(str(error), "server_error") + b"\n\n"
+            )
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
     async def _send_events(
-        self, http: web.Request, response: web.StreamResponse, asked: CompletionRequest, request: Request
+        self,
+        http: web.Request,
+        response: web.StreamResponse,
+        asked: CompletionRequest,
+        request: Request,
     ) -> None:
         id, before = _new_id(), Message("assistant")
         async with contextlib.aclosing(self._client.stream(request)) as parts:
@@ -215,7 +264,8 @@ class PolicyServer:
 
 
 class _Paths:
-    """Conversations up to a reply -> the ids that the model was given and sampled; the last few thousand."""
+    """Conversations up to a reply -> the ids that the model was given and sampled; the last few
+    thousand."""
 
     def __init__(self) -> None:
         self._ids: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()

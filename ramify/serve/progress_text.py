@@ -1,11 +1,21 @@
-"""A run's events -> lines of progress for whoever waits: what the root thinks and runs, what its sub-calls come to.
+"""A run's events -> lines of progress for whoever waits: what the root thinks and runs, what its
+sub-calls come to.
 
-Decides what of a run its caller sees while it goes on. What a provider said in an error stays with the operator.
+Decides what of a run its caller sees while it goes on. What a provider said in an error stays with
+the operator.
 """
 
 from __future__ import annotations
 
-from ramify.types.event import AnyEvent, AttemptFailed, CallEnded, CallStarted, CellRan, NoteAdded, ReplyReceived
+from ramify.types.event import (
+    AnyEvent,
+    AttemptFailed,
+    CallEnded,
+    CallStarted,
+    CellRan,
+    NoteAdded,
+    ReplyReceived,
+)
 from ramify.types.message import encodable
 
 _MOST_CHARS = 2000
@@ -37,16 +47,28 @@ class RunProgress:
             case ReplyReceived():
                 self.has_reply = True
                 said = event.reply.message.content.strip()
-                return f"turn {event.turn + 1}\n{_cut(said)}\n" if said and event.call in self._roots else ""
+                return (
+                    f"turn {event.turn + 1}\n{_cut(said)}\n"
+                    if said and event.call in self._roots
+                    else ""
+                )
             case CellRan(result=cell):
                 end = (
-                    cell.error.strip().splitlines()[0 if cell.died else -1] if cell.error else cell.value or cell.stdout
+                    cell.error.strip().splitlines()[0 if cell.died else -1]
+                    if cell.error
+                    else cell.value or cell.stdout
                 )
-                return f"call {event.call} ran {cell.seconds:.1f} s: {_line(end) or '(no output)'}\n"
+                return (
+                    f"call {event.call} ran {cell.seconds:.1f} s: {_line(end) or '(no output)'}\n"
+                )
             case AttemptFailed():
                 return f"call {event.call}: a request failed\n"
             case NoteAdded():
-                return f"call {event.call}: {_line(event.text)}\n" if "trying again" not in event.text else ""
+                return (
+                    f"call {event.call}: {_line(event.text)}\n"
+                    if "trying again" not in event.text
+                    else ""
+                )
             case CallEnded() if event.id not in self._roots and "." in event.id:
                 return f"call {event.id} ended: {event.stop}\n"
             case _:

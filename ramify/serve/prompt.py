@@ -1,8 +1,8 @@
 """Messages -> a context and a question.
 
-The last message of the user is the question. What is long becomes the context, and so does every attached file, read as
-``ramify ask`` reads files; where it stood, the question says where it is. Short instructions and short earlier messages
-stand before the question as they are.
+The last message of the user is the question. What is long becomes the context, and so does every
+attached file, read as ``ramify ask`` reads files; where it stood, the question says where it is.
+Short instructions and short earlier messages stand before the question as they are.
 
     system: be brief                      context["rows.csv"], context["message 2 (user)"]
     user: <90,000 characters>             Instructions: be brief
@@ -28,8 +28,8 @@ from ramify.sources.base import LoadedContext, SourceLoader, UnreadableSource
 from ramify.sources.file_kinds import SourceFile, read_file
 
 LONG_CHARS = MAX_BARE_PROMPT_CHARS
-"""A longer text becomes part of the context; for a model of a small window one that has more characters than the window has
-tokens."""
+"""A longer text becomes part of the context; for a model of a small window one that has more
+characters than the window has tokens."""
 _ENDS_CHARS = 400
 """Of a long question that are shown: it may say at either end what it wants."""
 _MOST_NAMES = 20
@@ -52,20 +52,24 @@ class _MovedPiece(msgspec.Struct):
     ends: str = ""
 
 
-def prompt_of(said: Sequence[ChatMessage], field: str, max_bytes: int, long_chars: int = LONG_CHARS) -> RunPrompt:
-    """``field`` holds the messages, for errors; ``max_bytes`` bounds what is read and unpacked; a text of more than
-    ``long_chars`` characters goes into the context. Raises Rejected."""
+def prompt_of(
+    said: Sequence[ChatMessage], field: str, max_bytes: int, long_chars: int = LONG_CHARS
+) -> RunPrompt:
+    """``field`` holds the messages, for errors; ``max_bytes`` bounds what is read and unpacked; a
+    text of more than ``long_chars`` characters goes into the context. Raises Rejected."""
     last = max((index for index, each in enumerate(said) if each.role == "user"), default=None)
     if last is None:
         raise RequestRejected("no message is the user's, so nothing is asked: add one", param=field)
     loading = SourceLoader(max_bytes)
     pieces = [
-        [_piece(part, each, index, loading, long_chars) for part in each.parts] for index, each in enumerate(said)
+        [_piece(part, each, index, loading, long_chars) for part in each.parts]
+        for index, each in enumerate(said)
     ]
     asked = _text(pieces[last], False)
     if not asked:
         raise RequestRejected(
-            "the last message of the user is empty: say what you want to know", param=f"{field}[{last}]"
+            "the last message of the user is empty: say what you want to know",
+            param=f"{field}[{last}]",
         )
     others = [index for index, each in enumerate(said) if index != last and each.role != "system"]
     rules = [index for index, each in enumerate(said) if each.role == "system"]
@@ -83,11 +87,17 @@ def prompt_of(said: Sequence[ChatMessage], field: str, max_bytes: int, long_char
         is_single = len(loading.texts) == 1
         before = dialogue(is_single)
     instructions = "\n".join(filter(None, (_text(pieces[index], is_single) for index in rules)))
-    return RunPrompt(_question(instructions, before, _asked(pieces[last], is_single)), _loaded(loading))
+    return RunPrompt(
+        _question(instructions, before, _asked(pieces[last], is_single)), _loaded(loading)
+    )
 
 
 def _piece(
-    part: str | AttachedFile, message: ChatMessage, index: int, loading: SourceLoader, long_chars: int
+    part: str | AttachedFile,
+    message: ChatMessage,
+    index: int,
+    loading: SourceLoader,
+    long_chars: int,
 ) -> str | _MovedPiece:
     if isinstance(part, str):
         if len(part) <= long_chars:
@@ -113,7 +123,9 @@ def _piece(
 
 def _decoded(part: AttachedFile) -> bytes:
     """``"data:text/csv;base64,YQ=="`` -> ``b"a"``"""
-    head, comma, rest = part.data.partition(",") if part.data.startswith("data:") else ("", "", part.data)
+    head, comma, rest = (
+        part.data.partition(",") if part.data.startswith("data:") else ("", "", part.data)
+    )
     if head and not (comma and head.endswith(";base64")):
         raise RequestRejected("a data: address must be of base64", param=part.where)
     try:
@@ -145,13 +157,15 @@ def _place(name: str, is_single: bool) -> str:
 
 
 def _asked(message: Sequence[str | _MovedPiece], is_single: bool) -> str:
-    """The question itself. Where all of it is long, its two ends are shown. A model is told of ``context`` in any case, so
-    that a question over a single one stays as it was asked."""
+    """The question itself. Where all of it is long, its two ends are shown. A model is told of
+    ``context`` in any case, so that a question over a single one stays as it was asked."""
     text = _text(message, is_single)
     own = "\n".join(piece for piece in message if isinstance(piece, str)).strip()
     if own:
         return own if is_single else text
-    ends = " ".join(piece.ends for piece in message if isinstance(piece, _MovedPiece) and piece.ends)
+    ends = " ".join(
+        piece.ends for piece in message if isinstance(piece, _MovedPiece) and piece.ends
+    )
     return f"{text}\nThe task is in there. {ends} Do what it asks.".replace("  ", " ")
 
 
@@ -166,4 +180,6 @@ def _loaded(loading: SourceLoader) -> LoadedContext | None:
         return None
     items = sorted(loading.items, key=lambda item: item.name)
     texts = {item.name: loading.texts[item.name] for item in items}
-    return LoadedContext(texts[items[0].name] if len(items) == 1 else texts, items, loading.problems, {}, {})
+    return LoadedContext(
+        texts[items[0].name] if len(items) == 1 else texts, items, loading.problems, {}, {}
+    )

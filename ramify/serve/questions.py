@@ -32,7 +32,8 @@ class ServedQuestion:
         self.watch = RequestWatcher()
 
     async def answer(self) -> ServedAnswer:
-        """Wait for it; cancelling this wait cancels the run. Raises Rejected where the run failed."""
+        """Wait for it; cancelling this wait cancels the run. Raises Rejected where the run
+        failed."""
         running = self.watch.running
         assert running is not None
         try:
@@ -41,21 +42,34 @@ class ServedQuestion:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise RequestRejected("the server ended before the run did", status=503, run=running.id) from None
+            raise RequestRejected(
+                "the server ended before the run did", status=503, run=running.id
+            ) from None
         except Exception as error:
             raise failure_of(error, str(error) or type(error).__name__, running.id) from error
-        if self.held.is_short and result.answer is None and not result.usage.calls and result.stop.is_truncated():
+        if (
+            self.held.is_short
+            and result.answer is None
+            and not result.usage.calls
+            and result.stop.is_truncated()
+        ):
             raise RequestRejected(
-                "what is left of this key's budget is too little for a request: ask whoever runs the server for more",
-                status=429, code="insufficient_quota", kind="insufficient_quota", run=running.id,
-            )  # fmt: skip
+                "what is left of this key's budget is too little for a request: ask whoever runs "
+                "the server for more",
+                status=429,
+                code="insufficient_quota",
+                kind="insufficient_quota",
+                run=running.id,
+            )
         return answer_of(result, self.wanted)
 
 
 class ServedQuestions:
     """All questions of one server."""
 
-    def __init__(self, rlm: RLM, keys: ApiKeys, metrics: ServerMetrics, max_runs: int, sampling: Sampling) -> None:
+    def __init__(
+        self, rlm: RLM, keys: ApiKeys, metrics: ServerMetrics, max_runs: int, sampling: Sampling
+    ) -> None:
         self._rlm, self._keys, self._metrics = rlm, keys, metrics
         self._max_runs, self._sampling = max_runs, sampling
         self._present: set[ServedQuestion] = set()
@@ -70,8 +84,8 @@ class ServedQuestions:
         return len(self._present)
 
     async def prepare(self) -> int:
-        """Models and sandbox, before anybody asks; the smallest window, in tokens. Raises ConfigError where a budget cannot be
-        kept."""
+        """Models and sandbox, before anybody asks; the smallest window, in tokens. Raises
+        ConfigError where a budget cannot be kept."""
         clients = await self._rlm.prepare()
         unpriced = [client.name for client in clients if client.price is None]
         if not unpriced:
@@ -80,21 +94,28 @@ class ServedQuestions:
         for caller in self._keys.callers.values():
             if unpriced and caller.key.max_cost is not None:
                 raise ConfigError(
-                    f"key '{caller.name}': max-cost cannot be kept, since {', '.join(unpriced)} has no known price: use "
+                    f"key '{caller.name}': max-cost cannot be kept, since {', '.join(unpriced)} "
+                    "has no known price: use "
                     "max-tokens, or add it to a price file (RAMIFY_PRICES)"
                 )
         return min(client.window for client in clients)
 
     @asynccontextmanager
-    async def ask(self, caller: ApiCaller, wanted: AnswerRequest, prompt: RunPrompt) -> AsyncIterator[ServedQuestion]:
+    async def ask(
+        self, caller: ApiCaller, wanted: AnswerRequest, prompt: RunPrompt
+    ) -> AsyncIterator[ServedQuestion]:
         """Begin to answer; cancelled where the block is left early. Raises Rejected."""
         if self.is_ending:
-            raise RequestRejected("the server is ending: ask again soon", status=503, retry_after_s=5)
+            raise RequestRejected(
+                "the server is ending: ask again soon", status=503, retry_after_s=5
+            )
         if self.num_present >= self._max_runs:
             raise RequestRejected(
-                f"{self.num_present} requests are being answered: come back", status=429, code="rate_limit_exceeded",
+                f"{self.num_present} requests are being answered: come back",
+                status=429,
+                code="rate_limit_exceeded",
                 retry_after_s=1,
-            )  # fmt: skip
+            )
         one = ServedQuestion(wanted, self._held(caller, wanted))
         self._present.add(one)
         try:
@@ -110,7 +131,9 @@ class ServedQuestions:
     def _held(self, caller: ApiCaller, wanted: AnswerRequest) -> BudgetHold:
         tighter = wanted.own.tighter()
         if tighter.max_cost is not None and self._most_cost is None:
-            raise RequestRejected("the server's model has no known price", param="ramify.limits.max_cost")
+            raise RequestRejected(
+                "the server's model has no known price", param="ramify.limits.max_cost"
+            )
         return caller.hold(tighter.within(self._rlm.limits, self._most_cost))
 
     def _start(self, one: ServedQuestion, caller: ApiCaller, prompt: RunPrompt) -> None:
@@ -123,11 +146,18 @@ class ServedQuestions:
             raise RequestRejected(str(error), param=wanted.schema_field) from None
         try:
             running = self._rlm.start(
-                *given, answer_type=kind, cite=wanted.own.cite, limits=one.held.limits, on_event=one.watch.apply,
-                sampling=wanted.sampling(self._sampling), metadata={"served": {"key": caller.name}},
-            )  # fmt: skip
+                *given,
+                answer_type=kind,
+                cite=wanted.own.cite,
+                limits=one.held.limits,
+                on_event=one.watch.apply,
+                sampling=wanted.sampling(self._sampling),
+                metadata={"served": {"key": caller.name}},
+            )
         except ConfigError as error:
-            raise RequestRejected(str(error), param="ramify.cite" if wanted.own.cite else None) from None
+            raise RequestRejected(
+                str(error), param="ramify.cite" if wanted.own.cite else None
+            ) from None
         one.watch.begin(running)
 
     def _settle(self, one: ServedQuestion, caller: ApiCaller) -> None:
@@ -140,10 +170,12 @@ class ServedQuestions:
             self._metrics.run(str(run.stop or "error"), run.usage, run.cost, run.seconds)
         self._keys.save()
 
-    # --- the end -----------------------------------------------------------------------------------------------
+    # --- the end
+    # -----------------------------------------------------------------------------------------------
 
     async def drain(self, grace_s: float, last_s: float) -> None:
-        """Take no more; let runs end for ``grace_s``, then ask them for their last word and wait ``last_s``."""
+        """Take no more; let runs end for ``grace_s``, then ask them for their last word and wait
+        ``last_s``."""
         self.is_ending = True
         if not await self._is_idle_within(grace_s):
             for one in self._present:

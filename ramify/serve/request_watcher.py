@@ -36,8 +36,9 @@ class RequestWatcher:
         self._wake.set()
 
     async def texts(self, patience_s: float) -> AsyncGenerator[str, None]:
-        """The progress as it comes, until the run ends. Nothing before a model has answered, so that a request that fails
-        at once can still be told so by its status; after ``patience_s`` without news, an empty text."""
+        """The progress as it comes, until the run ends. Nothing before a model has answered, so
+        that a request that fails at once can still be told so by its status; after ``patience_s``
+        without news, an empty text."""
         assert self._end is not None
         is_waiting = True
         while not self._end.done():

@@ -1,7 +1,9 @@
-"""OpenAI's responses over runs: a body in, ``AnswerRequest`` out; an ``ServedAnswer`` in, a response or the events of a stream out.
+"""OpenAI's responses over runs: a body in, ``AnswerRequest`` out; an ``ServedAnswer`` in, a
+response or the events of a stream out.
 
-A response is made of items: a reasoning item that grows with the run's progress, and a message with the answer. Nothing is
-kept between requests, so ``previous_response_id`` is refused: the whole conversation is sent, as clients do by default.
+A response is made of items: a reasoning item that grows with the run's progress, and a message with
+the answer. Nothing is kept between requests, so ``previous_response_id`` is refused: the whole
+conversation is sent, as clients do by default.
 """
 
 from __future__ import annotations
@@ -32,9 +34,14 @@ PATH = "/v1/responses"
 FIELD = "input"
 _CHUNK_CHARS = 8000
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (), "conversation": (), "prompt": (),
-    "background": (False,), "top_logprobs": (0,), "max_tool_calls": (), "context_management": ([],),
-}  # fmt: skip
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "background": (False,),
+    "top_logprobs": (0,),
+    "max_tool_calls": (),
+    "context_management": ([],),
+}
 """Field -> the values at which it changes nothing."""
 
 
@@ -77,19 +84,36 @@ def read(body: bytes) -> AnswerRequest:
     """Raises Rejected that names the field."""
     asked = decode(_decoder, body)
     refuse_unsupported(body, _HARMLESS)
-    items = [_Item(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
+    items = (
+        [_Item(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
+    )
     if not items:
         raise RequestRejected("there is no input: give a text or a list of items", param="input")
     messages = [ChatMessage("system", (asked.instructions,))] if asked.instructions else []
     names = {item.call_id: item.name for item in items if item.type == "function_call"}
     told = (_said(item, f"input[{index}]", names) for index, item in enumerate(items))
     messages += [each for each in told if each is not None]
-    schema, field = schema_of(asked.text.format if asked.text else None, "text.format", nested=False)
+    schema, field = schema_of(
+        asked.text.format if asked.text else None, "text.format", nested=False
+    )
     return AnswerRequest(
-        tuple(messages), bool(asked.stream), schema, field, asked.max_output_tokens, "max_output_tokens",
-        asked.temperature, asked.top_p, asked.ramify or RamifyRequestFields(),
-        offer=offer_of(asked.tools or (), asked.tool_choice, asked.parallel_tool_calls is not False, schema, field),
-    )  # fmt: skip
+        tuple(messages),
+        bool(asked.stream),
+        schema,
+        field,
+        asked.max_output_tokens,
+        "max_output_tokens",
+        asked.temperature,
+        asked.top_p,
+        asked.ramify or RamifyRequestFields(),
+        offer=offer_of(
+            asked.tools or (),
+            asked.tool_choice,
+            asked.parallel_tool_calls is not False,
+            schema,
+            field,
+        ),
+    )
 
 
 def new_id() -> str:
@@ -98,12 +122,16 @@ def new_id() -> str:
 
 def whole(answer: ServedAnswer, wanted: AnswerRequest, id: str, model: str) -> dict[str, Any]:
     """The whole response."""
-    return _ended(_Head(wanted, id, model), _called(answer) or [_message(f"msg_{id[5:]}", answer.text, answer)], answer)
+    return _ended(
+        _Head(wanted, id, model),
+        _called(answer) or [_message(f"msg_{id[5:]}", answer.text, answer)],
+        answer,
+    )
 
 
 class ResponseStream:
-    """The events of one streamed response: ``begin``, any number of ``progress``, then ``end`` or ``fail``. They are
-    numbered without a gap."""
+    """The events of one streamed response: ``begin``, any number of ``progress``, then ``end`` or
+    ``fail``. They are numbered without a gap."""
 
     def __init__(self, wanted: AnswerRequest, id: str, model: str) -> None:
         self._head = _Head(wanted, id, model)
@@ -113,7 +141,9 @@ class ResponseStream:
 
     def begin(self) -> bytes:
         response = self._head.body("in_progress", [], None)
-        return self._event("created", response=response) + self._event("in_progress", response=response)
+        return self._event("created", response=response) + self._event(
+            "in_progress", response=response
+        )
 
     def progress(self, text: str) -> bytes:
         opening = b""
@@ -147,7 +177,12 @@ class ResponseStream:
             [
                 self._event("output_item.added", output_index=index, item=opened),
                 self._event("function_call_arguments.delta", **place, delta=item["arguments"]),
-                self._event("function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]),
+                self._event(
+                    "function_call_arguments.done",
+                    **place,
+                    name=item["name"],
+                    arguments=item["arguments"],
+                ),
                 self._event("output_item.done", output_index=index, item=item),
             ]
         )
@@ -160,7 +195,9 @@ class ResponseStream:
         yield self._event("output_item.added", output_index=index, item=opened)
         yield self._event("content_part.added", **place, part=_part(""))
         for at in range(0, len(answer.text), _CHUNK_CHARS):
-            yield self._event("output_text.delta", **place, delta=answer.text[at : at + _CHUNK_CHARS], logprobs=[])
+            yield self._event(
+                "output_text.delta", **place, delta=answer.text[at : at + _CHUNK_CHARS], logprobs=[]
+            )
         yield self._event("output_text.done", **place, text=answer.text, logprobs=[])
         yield self._event("content_part.done", **place, part=_part(answer.text))
         yield self._event("output_item.done", output_index=index, item=item)
@@ -178,7 +215,11 @@ class ResponseStream:
         return b"".join(
             [
                 self._event("reasoning_summary_text.done", **place, text=text),
-                self._event("reasoning_summary_part.done", **place, part={"type": "summary_text", "text": text}),
+                self._event(
+                    "reasoning_summary_part.done",
+                    **place,
+                    part={"type": "summary_text", "text": text},
+                ),
                 self._event("output_item.done", output_index=0, item=item),
             ]
         )
@@ -200,7 +241,9 @@ class _Head:
     def __init__(self, wanted: AnswerRequest, id: str, model: str) -> None:
         self._id, self._model, self._wanted, self._created = id, model, wanted, int(time.time())
 
-    def body(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+    def body(
+        self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None
+    ) -> dict[str, Any]:
         wanted = self._wanted
         kind = (
             {"type": "text"}
@@ -208,12 +251,29 @@ class _Head:
             else {"type": "json_schema", "name": "answer", "schema": wanted.schema}
         )
         return {
-            "id": self._id, "object": "response", "created_at": self._created, "status": status, "model": self._model,
-            "output": output, "usage": usage, "error": None, "incomplete_details": None, "instructions": None,
-            "metadata": {}, "parallel_tool_calls": True, "temperature": wanted.temperature, "top_p": wanted.top_p,
-            "max_output_tokens": wanted.max_tokens, "tool_choice": "auto", "tools": [], "text": {"format": kind},
-            "previous_response_id": None, "store": False, "truncation": "disabled", "reasoning": {},
-        }  # fmt: skip
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "model": self._model,
+            "output": output,
+            "usage": usage,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "metadata": {},
+            "parallel_tool_calls": True,
+            "temperature": wanted.temperature,
+            "top_p": wanted.top_p,
+            "max_output_tokens": wanted.max_tokens,
+            "tool_choice": "auto",
+            "tools": [],
+            "text": {"format": kind},
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            "reasoning": {},
+        }
 
 
 def _ended(head: _Head, output: list[dict[str, Any]], answer: ServedAnswer) -> dict[str, Any]:
@@ -226,11 +286,15 @@ def _ended(head: _Head, output: list[dict[str, Any]], answer: ServedAnswer) -> d
 def _called(answer: ServedAnswer) -> list[dict[str, Any]]:
     return [
         {
-            "type": "function_call", "id": f"fc_{id[5:]}", "call_id": id, "name": call.name, "arguments": call.written(),
+            "type": "function_call",
+            "id": f"fc_{id[5:]}",
+            "call_id": id,
+            "name": call.name,
+            "arguments": call.written(),
             "status": "completed",
         }
         for id, call in answer.calls
-    ]  # fmt: skip
+    ]
 
 
 def _said(item: _Item, where: str, names: Mapping[str, str]) -> ChatMessage | None:
@@ -245,18 +309,29 @@ def _said(item: _Item, where: str, names: Mapping[str, str]) -> ChatMessage | No
         case "function_call":
             return ChatMessage("assistant", (f"(called {item.name}({item.arguments}))",))
         case "function_call_output":
-            output = item.output if isinstance(item.output, str) else msgspec.json.encode(item.output).decode()
+            output = (
+                item.output
+                if isinstance(item.output, str)
+                else msgspec.json.encode(item.output).decode()
+            )
             name = names.get(item.call_id)
             return ChatMessage("tool", ((f"(result of {name})", output) if name else (output,)))
         case _:
             raise RequestRejected(
-                f"an item of type {item.type!r:.60} is not supported: give messages", param=f"{where}.type"
+                f"an item of type {item.type!r:.60} is not supported: give messages",
+                param=f"{where}.type",
             )
 
 
 def _message(id: str, text: str, answer: ServedAnswer) -> dict[str, Any]:
     status = "completed" if answer.finish == "stop" else "incomplete"
-    return {"type": "message", "id": id, "status": status, "role": "assistant", "content": [_part(text)]}
+    return {
+        "type": "message",
+        "id": id,
+        "status": status,
+        "role": "assistant",
+        "content": [_part(text)],
+    }
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -265,10 +340,12 @@ def _part(text: str) -> dict[str, Any]:
 
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
-        "input_tokens": usage.input_tokens, "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "output_tokens": usage.output_tokens, "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "input_tokens": usage.input_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.total_tokens,
-    }  # fmt: skip
+    }
 
 
 open_stream = ResponseStream

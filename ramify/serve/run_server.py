@@ -77,7 +77,9 @@ class ApiFormat(Protocol):
 
     def new_id(self) -> str: ...
 
-    def whole(self, answer: ServedAnswer, wanted: AnswerRequest, id: str, model: str) -> dict[str, Any]: ...
+    def whole(
+        self, answer: ServedAnswer, wanted: AnswerRequest, id: str, model: str
+    ) -> dict[str, Any]: ...
 
     def open_stream(self, wanted: AnswerRequest, id: str, model: str) -> StreamEvents: ...
 
@@ -86,22 +88,34 @@ APIS: tuple[ApiFormat, ...] = (chat_completions, responses)
 
 
 class RunServer:
-    """The server; ``async with`` starts it and, at its end, closes it at once. ``drain`` first lets runs end."""
+    """The server; ``async with`` starts it and, at its end, closes it at once. ``drain`` first lets
+    runs end."""
 
     def __init__(
-        self, rlm: RLM, *, name: str, host: str = "127.0.0.1", port: int = 8000, keys: ApiKeys | None = None,
-        max_body_bytes: int = 64 << 20, max_runs: int = 256, sampling: Sampling | None = None,
+        self,
+        rlm: RLM,
+        *,
+        name: str,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        keys: ApiKeys | None = None,
+        max_body_bytes: int = 64 << 20,
+        max_runs: int = 256,
+        sampling: Sampling | None = None,
         ping_s: float = 15.0,
-    ) -> None:  # fmt: skip
-        """``name`` is the model's; ``max_runs`` go on at once, and who comes then is told to come back; ``sampling`` is
-        what a request may change temperature, top_p and seed of; a stream is silent for ``ping_s`` at most. Raises
-        ConfigError for an address beyond loopback without a key."""
+    ) -> None:
+        """``name`` is the model's; ``max_runs`` go on at once, and who comes then is told to come
+        back; ``sampling`` is what a request may change temperature, top_p and seed of; a stream is
+        silent for ``ping_s`` at most. Raises ConfigError for an address beyond loopback without a
+        key."""
         self._keys = keys or ApiKeys({})
         refuse_open(host, not self._keys.is_open)
         self.name, self.metrics = name, ServerMetrics()
         self._rlm, self._max_body_bytes, self._ping_s = rlm, max_body_bytes, ping_s
         self._long_chars = LONG_CHARS
-        self._questions = ServedQuestions(rlm, self._keys, self.metrics, max_runs, sampling or Sampling())
+        self._questions = ServedQuestions(
+            rlm, self._keys, self.metrics, max_runs, sampling or Sampling()
+        )
         self._listener = HttpListener(host, port)
         self._is_open = False
         self._created = int(time.time())
@@ -116,7 +130,8 @@ class RunServer:
         """Questions that are being answered."""
         return self._questions.num_present
 
-    # --- beginning and end -------------------------------------------------------------------------------------
+    # --- beginning and end
+    # -------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> RunServer:
         await self._rlm.__aenter__()
@@ -125,9 +140,11 @@ class RunServer:
             self._long_chars = min(LONG_CHARS, window)
             app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guarded])
             for path, get in (
-                ("/healthz", self._health), ("/metrics", self._metrics), ("/v1/models", self._models),
+                ("/healthz", self._health),
+                ("/metrics", self._metrics),
+                ("/v1/models", self._models),
                 ("/v1/models/{name:.+}", self._model),
-            ):  # fmt: skip
+            ):
                 app.router.add_get(path, get)
             for api in APIS:
                 app.router.add_post(api.PATH, self._asked_over(api))
@@ -150,10 +167,12 @@ class RunServer:
             await self._rlm.__aexit__(None, None, None)
 
     async def drain(self, grace_s: float, last_s: float = 30.0) -> None:
-        """Take no more requests; let runs end for ``grace_s``, then ask them for their last word, and wait ``last_s``."""
+        """Take no more requests; let runs end for ``grace_s``, then ask them for their last word,
+        and wait ``last_s``."""
         await self._questions.drain(grace_s, last_s)
 
-    # --- every request -----------------------------------------------------------------------------------------
+    # --- every request
+    # -----------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -177,7 +196,9 @@ class RunServer:
             return error.response()
         except web.HTTPException as error:
             why = error.text if error.status == 413 else error.reason  # which has the sizes
-            return RequestRejected(f"{http.method} {http.path}: {why}", status=error.status).response()
+            return RequestRejected(
+                f"{http.method} {http.path}: {why}", status=error.status
+            ).response()
         except RamifyError as error:
             return RequestRejected(str(error), status=500).response()
         except ConnectionResetError:  # whoever asked is gone in the middle of an event
@@ -188,10 +209,13 @@ class RunServer:
         return response
 
     def _check_host(self, http: web.Request) -> None:
-        """A page in a browser can have its own name point here; without a key, only this machine's names are taken."""
+        """A page in a browser can have its own name point here; without a key, only this machine's
+        names are taken."""
         host = http.url.host or ""
         if self._keys.is_open and not is_loopback(host):
-            raise RequestRejected(f"the host {host!r} is not this machine: ask {self.url}", status=403)
+            raise RequestRejected(
+                f"the host {host!r} is not this machine: ask {self.url}", status=403
+            )
 
     async def _health(self, _: web.Request) -> web.Response:
         is_ending = self._questions.is_ending
@@ -208,21 +232,26 @@ class RunServer:
     async def _model(self, http: web.Request) -> web.Response:
         if http.match_info["name"] != self.name:
             raise RequestRejected(
-                f"there is no model {http.match_info['name']!r:.80}: this server has {self.name}", status=404,
-                code="model_not_found", param="model",
-            )  # fmt: skip
+                f"there is no model {http.match_info['name']!r:.80}: this server has {self.name}",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
         return web.json_response(self._described())
 
     def _described(self) -> dict[str, Any]:
         return {"id": self.name, "object": "model", "created": self._created, "owned_by": "ramify"}
 
-    # --- one question ------------------------------------------------------------------------------------------
+    # --- one question
+    # ------------------------------------------------------------------------------------------
 
     def _asked_over(self, api: ApiFormat) -> Any:
         async def asked(http: web.Request) -> web.StreamResponse:
             wanted, prompt = await self._read(http, api)
             with continued(http.headers):
-                async with self._questions.ask(self._keys.caller(bearer(http)), wanted, prompt) as one:
+                async with self._questions.ask(
+                    self._keys.caller(bearer(http)), wanted, prompt
+                ) as one:
                     if wanted.stream:
                         return await self._streamed(http, api, one)
                     answer = await one.answer()
@@ -232,23 +261,34 @@ class RunServer:
         return asked
 
     async def _read(self, http: web.Request, api: ApiFormat) -> tuple[AnswerRequest, RunPrompt]:
-        if http.content_type != "application/json":  # a page in a browser may post other types without asking
+        if (
+            http.content_type != "application/json"
+        ):  # a page in a browser may post other types without asking
             raise RequestRejected("send the body as application/json", status=415)
         try:
             async with asyncio.timeout(_UPLOAD_S):
                 body = await http.read()
         except TimeoutError:
-            raise RequestRejected(f"the body did not arrive within {_UPLOAD_S:g} s", status=408) from None
+            raise RequestRejected(
+                f"the body did not arrive within {_UPLOAD_S:g} s", status=408
+            ) from None
 
         def read() -> tuple[AnswerRequest, RunPrompt]:
             wanted = api.read(body)
-            return wanted, prompt_of(wanted.said, api.FIELD, _UNPACKED * self._max_body_bytes, self._long_chars)
+            return wanted, prompt_of(
+                wanted.said, api.FIELD, _UNPACKED * self._max_body_bytes, self._long_chars
+            )
 
         return await asyncio.to_thread(read) if len(body) > _LARGE_BYTES else read()
 
-    async def _streamed(self, http: web.Request, api: ApiFormat, one: ServedQuestion) -> web.StreamResponse:
-        """What fails before a model has answered is an error with its status; what fails later is the last event."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    async def _streamed(
+        self, http: web.Request, api: ApiFormat, one: ServedQuestion
+    ) -> web.StreamResponse:
+        """What fails before a model has answered is an error with its status; what fails later is
+        the last event."""
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
         stream = api.open_stream(one.wanted, api.new_id(), self.name)
 
         async def send(part: Callable[[], bytes]) -> None:

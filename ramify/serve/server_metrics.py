@@ -1,6 +1,7 @@
 """What the server counts, in the text form that Prometheus reads: ``GET /metrics``.
 
-Names of keys and models are not labels: a label must have few values, and callers are not for everyone to see.
+Names of keys and models are not labels: a label must have few values, and callers are not for
+everyone to see.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class ServerMetrics:
     """Counters since the server began."""
 
     def __init__(self) -> None:
-        self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(int))
+        self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(
+            lambda: defaultdict(int)
+        )
         self._buckets = [0] * (len(_SECONDS) + 1)
         self._seconds = 0.0
         self.in_flight = 0
@@ -58,7 +61,8 @@ class ServerMetrics:
             lines += [f"# HELP {name} {about}", f"# TYPE {name} counter"]
             values = self._counts[name]
             lines += [
-                f"{name}{{{labels}}} {value}" if labels else f"{name} {value}" for labels, value in values.items()
+                f"{name}{{{labels}}} {value}" if labels else f"{name} {value}"
+                for labels, value in values.items()
             ]
         lines += [
             f"# HELP {_IN_FLIGHT} Runs that go on now.",
@@ -68,7 +72,10 @@ class ServerMetrics:
         return "\n".join([*lines, *self._histogram()]) + "\n"
 
     def _histogram(self) -> list[str]:
-        lines = [f"# HELP {_DURATION} Seconds from question to answer.", f"# TYPE {_DURATION} histogram"]
+        lines = [
+            f"# HELP {_DURATION} Seconds from question to answer.",
+            f"# TYPE {_DURATION} histogram",
+        ]
         total = 0
         for bound, count in zip((*map(str, _SECONDS), "+Inf"), self._buckets, strict=True):
             total += count

@@ -9,7 +9,8 @@
     SGLang   POST /release_memory_occupation      {"tags": ["kv_cache", "weights"]}; weights are dropped
                   /resume_memory_occupation
 
-Requests wait until all is there again, and are refused after ten minutes; whoever asks how the server is, is told.
+Requests wait until all is there again, and are refused after ten minutes; whoever asks how the
+server is, is told.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ class PolicySleep:
     """What sleeps of one server."""
 
     def __init__(
-        self, client: LocalClient, stop: Callable[[str], Awaitable[object]], go_on: Callable[[], None],
-        is_updating: Callable[[], bool], wait_s: float = WAIT_S,
-    ) -> None:  # fmt: skip
-        """``stop`` has nothing sampled any more, by vLLM's mode; ``go_on`` the opposite, where nothing else forbids it.
-        ``wait_s``: how long a request waits."""
+        self,
+        client: LocalClient,
+        stop: Callable[[str], Awaitable[object]],
+        go_on: Callable[[], None],
+        is_updating: Callable[[], bool],
+        wait_s: float = WAIT_S,
+    ) -> None:
+        """``stop`` has nothing sampled any more, by vLLM's mode; ``go_on`` the opposite, where
+        nothing else forbids it. ``wait_s``: how long a request waits."""
         self._client, self._stop, self._go_on, self._is_updating = client, stop, go_on, is_updating
         self._wait_s = wait_s
         self._asleep: set[str] = set()
@@ -70,7 +75,8 @@ class PolicySleep:
                 await self._is_there.wait()
         except TimeoutError:
             raise ServerFailed(
-                f"nobody was answered for {self._wait_s:g} s: {self.why() or 'an update brought its weights just now'}"
+                f"nobody was answered for {self._wait_s:g} s: "
+                f"{self.why() or 'an update brought its weights just now'}"
             ) from None
 
     def why(self) -> str:
@@ -80,19 +86,23 @@ class PolicySleep:
         missing = self._client.missing
         if missing:
             return (
-                f"the server gave its weights back while it slept, and {len(missing)} have not been brought since, as "
+                f"the server gave its weights back while it slept, and {len(missing)} have not "
+                "been brought since, as "
                 f"{', '.join(missing[:_NAMED])}: send all of them"
             )
         return ""
 
-    # --- routes --------------------------------------------------------------------------------------------------
+    # --- routes
+    # --------------------------------------------------------------------------------------------------
 
     async def sleep(self, http: web.Request, _: Body) -> Body:
         level, tags = int(http.query.get("level", "1")), http.query.getall("tags", [])
         if level not in (0, 1, 2):
             raise ValueError(f"level={level}: give 0, 1 or 2")
         wanted = _known(tags) if tags else TAGS if level else ()
-        await self._fall_asleep(wanted, http.query.get("mode", "abort"), keep=not tags and level == 1)
+        await self._fall_asleep(
+            wanted, http.query.get("mode", "abort"), keep=not tags and level == 1
+        )
         return {"status": "asleep"}
 
     async def release(self, _: web.Request, body: Body) -> Body:
@@ -112,7 +122,9 @@ class PolicySleep:
     async def _fall_asleep(self, tags: Collection[str], mode: str, *, keep: bool) -> None:
         async with self._changing:
             if self._is_updating():
-                raise RuntimeError("its weights are being updated: finish that first, then let it sleep")
+                raise RuntimeError(
+                    "its weights are being updated: finish that first, then let it sleep"
+                )
             before = set(self._asleep)
             self._is_there.clear()
             self._asleep.add(_SCHEDULING)

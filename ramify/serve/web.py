@@ -1,6 +1,7 @@
 """What every server of this room shares: listening, keys on the wire, and errors in OpenAI's shape.
 
-It decides how a refusal looks and which addresses are safe without a key. It leaves out what is served.
+It decides how a refusal looks and which addresses are safe without a key. It leaves out what is
+served.
 """
 
 from __future__ import annotations
@@ -13,16 +14,29 @@ from aiohttp import web
 from ramify.errors import ConfigError, cannot_listen
 from ramify.serve.completions import failure
 
-_KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
 
 
 class RequestRejected(Exception):
-    """A request that gets an error instead of an answer. ``str()`` says what is wrong, for the caller."""
+    """A request that gets an error instead of an answer. ``str()`` says what is wrong, for the
+    caller."""
 
     def __init__(
-        self, text: str, *, param: str | None = None, status: int = 400, code: str | None = None, kind: str = "",
-        retry_after_s: float | None = None, run: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        text: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        kind: str = "",
+        retry_after_s: float | None = None,
+        run: str | None = None,
+    ) -> None:
         """``param`` is the field that is wrong, ``run`` the id of the run that failed."""
         super().__init__(text)
         self.param, self.status, self.code, self.run = param, status, code, run
@@ -34,10 +48,18 @@ class RequestRejected(Exception):
         return failure(str(self), self.kind, self.code, self.param, **more)
 
     def response(self) -> web.Response:
-        headers = {} if self.retry_after_s is None else {"retry-after": f"{max(1, round(self.retry_after_s))}"}
-        if self.run is not None:  # asking again would pay for a whole run again: the caller is to decide that
+        headers = (
+            {}
+            if self.retry_after_s is None
+            else {"retry-after": f"{max(1, round(self.retry_after_s))}"}
+        )
+        if (
+            self.run is not None
+        ):  # asking again would pay for a whole run again: the caller is to decide that
             headers |= {"x-ramify-run": self.run, "x-should-retry": "false"}
-        return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=headers)
+        return web.Response(
+            status=self.status, body=self.body(), content_type="application/json", headers=headers
+        )
 
 
 def kind_of(status: int) -> str:
@@ -65,7 +87,10 @@ def is_loopback(host: str) -> bool:
 def refuse_open(host: str, has_key: bool) -> None:
     """Raises ConfigError for an address beyond loopback without a key."""
     if not has_key and not is_loopback(host):
-        raise ConfigError(f"{host} can be reached from other machines: give a key (--api-key), or serve on 127.0.0.1")
+        raise ConfigError(
+            f"{host} can be reached from other machines: give a key (--api-key), or serve on "
+            "127.0.0.1"
+        )
 
 
 class HttpListener:
@@ -85,7 +110,9 @@ class HttpListener:
 
     async def start(self, app: web.Application, **options: Any) -> None:
         # A request of somebody who hung up is cancelled.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, **options)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, **options
+        )
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, self.host, self.port, backlog=1024)
         try:

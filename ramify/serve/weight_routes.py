@@ -1,4 +1,5 @@
-"""New weights for a policy that is served: the routes of vLLM and those of SGLang, over one embedded engine.
+"""New weights for a policy that is served: the routes of vLLM and those of SGLang, over one
+embedded engine.
 
     vLLM     POST /pause?mode=abort|wait|keep  /resume  /reset_prefix_cache
              POST /init_weight_transfer_engine  /start_weight_update  /update_weights  /finish_weight_update
@@ -7,9 +8,9 @@
     ours     GET  /fingerprint
     memory   of both: ``sleep.py``
 
-They are there only where the server was started with ``--weight-transfer``: who reaches them decides what the model says.
-Nothing is sampled between the beginning of an update and its end; one that broke off is said to whoever asks for a reply,
-until a whole one has arrived.
+They are there only where the server was started with ``--weight-transfer``: who reaches them
+decides what the model says. Nothing is sampled between the beginning of an update and its end; one
+that broke off is said to whoever asks for a reply, until a whole one has arrived.
 """
 
 from __future__ import annotations
@@ -55,15 +56,17 @@ class WeightRoutes:
         root: Path | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
-        """``in_flight`` counts the requests that are being answered; ``carriers`` are classes of one's own that may be
-        asked for besides the built-in; with ``root`` files of weights are read below that folder alone. ``wait_s``: how long
-        requests wait while it sleeps."""
+        """``in_flight`` counts the requests that are being answered; ``carriers`` are classes of
+        one's own that may be asked for besides the built-in; with ``root`` files of weights are
+        read below that folder alone. ``wait_s``: how long requests wait while it sleeps."""
         self._client, self._in_flight = client, in_flight
         self._carriers = {*WEIGHT_SYNCS, *weight_syncs}
         self._root = root.resolve() if root is not None else None
         self._receiver: WeightReceiver | None = None
         self._is_paused = self._is_updating = False
-        self.sleep = PolicySleep(client, self._stopped, self._go_on, lambda: self._is_updating, wait_s)
+        self.sleep = PolicySleep(
+            client, self._stopped, self._go_on, lambda: self._is_updating, wait_s
+        )
         self._num_taken = 0
         """Chunks of the update that is under way."""
         self.broken = ""
@@ -71,28 +74,42 @@ class WeightRoutes:
 
     def add_to(self, app: web.Application) -> None:
         for path, act in {
-            "/pause": self._pause, "/resume": self._resume, "/reset_prefix_cache": self._reset, "/sleep": self.sleep.sleep,
-            "/wake_up": self.sleep.wake, "/init_weight_transfer_engine": self._init, "/start_weight_update": self._start,
-            "/update_weights": self._update, "/finish_weight_update": self._finish,
-            "/shutdown_weight_transfer_engine": self._shut_down, "/pause_generation": self._pause_generation,
-            "/continue_generation": self._resume, "/flush_cache": self._reset,
-            "/update_weights_from_disk": self._from_disk, "/release_memory_occupation": self.sleep.release,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/reset_prefix_cache": self._reset,
+            "/sleep": self.sleep.sleep,
+            "/wake_up": self.sleep.wake,
+            "/init_weight_transfer_engine": self._init,
+            "/start_weight_update": self._start,
+            "/update_weights": self._update,
+            "/finish_weight_update": self._finish,
+            "/shutdown_weight_transfer_engine": self._shut_down,
+            "/pause_generation": self._pause_generation,
+            "/continue_generation": self._resume,
+            "/flush_cache": self._reset,
+            "/update_weights_from_disk": self._from_disk,
+            "/release_memory_occupation": self.sleep.release,
             "/resume_memory_occupation": self.sleep.resume,
-        }.items():  # fmt: skip
+        }.items():
             app.router.add_post(path, _answered(act))
         for path, tell in {
-            "/is_paused": self._tell_paused, "/is_sleeping": self.sleep.tell, "/weight_info": self._tell_version,
-            "/get_world_size": self._tell_size, "/fingerprint": self._tell_fingerprint,
-        }.items():  # fmt: skip
+            "/is_paused": self._tell_paused,
+            "/is_sleeping": self.sleep.tell,
+            "/weight_info": self._tell_version,
+            "/get_world_size": self._tell_size,
+            "/fingerprint": self._tell_fingerprint,
+        }.items():
             app.router.add_get(path, _answered(tell))
 
     def close(self) -> None:
-        """Leave the trainer's group, or let go of its memory: a broadcast would wait for who is gone. Idempotent."""
+        """Leave the trainer's group, or let go of its memory: a broadcast would wait for who is
+        gone. Idempotent."""
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
 
-    # --- pause -----------------------------------------------------------------------------------------
+    # --- pause
+    # -----------------------------------------------------------------------------------------
 
     async def _pause(self, http: web.Request, _: Body) -> Body:
         return await self._stop(http.query.get("mode", "abort"))
@@ -128,14 +145,16 @@ class WeightRoutes:
             self._client.resume()
         self.sleep.told()
 
-    # --- weights -------------------------------------------------------------------------------------------------
+    # --- weights
+    # -------------------------------------------------------------------------------------------------
 
     async def _init(self, http: web.Request, body: Body) -> Body:
         info = _object(body, "init_info")
         name = str(info.get("weight_sync", ""))
         if name not in self._carriers:
             raise ConfigError(
-                f"the carrier '{name[:80]}' is not taken here; there are {', '.join(sorted(self._carriers))}: one of your own "
+                f"the carrier '{name[:80]}' is not taken here; there are "
+                f"{', '.join(sorted(self._carriers))}: one of your own "
                 "is named when the server is started (--weight-sync)"
             )
         if name == "file":
@@ -151,14 +170,18 @@ class WeightRoutes:
 
     async def _start(self, _: web.Request, __: Body) -> Body:
         if self._receiver is None:
-            raise StaleWeights("there is no update before init_weight_transfer_engine: was this engine started anew?")
+            raise StaleWeights(
+                "there is no update before init_weight_transfer_engine: was this engine started "
+                "anew?"
+            )
         self._check_awake()
         self._client.pause()
         self._is_updating, self._num_taken = True, 0
         return {"message": "Weight update started"}
 
     async def _update(self, http: web.Request, body: Body) -> Body:
-        """A chunk; with ``begins`` also the beginning of an update, with ``weight_version`` also its end."""
+        """A chunk; with ``begins`` also the beginning of an update, with ``weight_version`` also
+        its end."""
         info = _object(body, "update_info")
         if body.get("begins"):
             await self._start(http, body)
@@ -166,16 +189,22 @@ class WeightRoutes:
         if receiver is None or not self._is_updating:
             raise RuntimeError("start_weight_update comes before update_weights")
         ends = "weight_version" in body
-        await self._take(lambda: receiver.take(info), self._number(body["weight_version"]) if ends else None)
+        await self._take(
+            lambda: receiver.take(info), self._number(body["weight_version"]) if ends else None
+        )
         if ends:
             self._finished(receiver, body["weight_version"])
         return {"message": "Weights updated"}
 
-    async def _take(self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None) -> None:
+    async def _take(
+        self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None
+    ) -> None:
         try:
             await self._client.take(pieces, version)
         except StaleWeights:  # nothing of it was taken
-            self.broken = self.broken or (f"an update broke off: {_NOT_WHOLE}" if self._num_taken else "")
+            self.broken = self.broken or (
+                f"an update broke off: {_NOT_WHOLE}" if self._num_taken else ""
+            )
             raise
         except BaseException as error:
             self.broken = f"an update broke off ({error}): {_NOT_WHOLE}"
@@ -217,7 +246,9 @@ class WeightRoutes:
         self._client.pause(abort=bool(body.get("abort_all_requests")))
         self._is_updating, self._num_taken = True, 0
         version = self._number(body.get("weight_version"))
-        await self._take(lambda: (WeightPiece(name, tensor) for name, tensor in found.items()), version)
+        await self._take(
+            lambda: (WeightPiece(name, tensor) for name, tensor in found.items()), version
+        )
         self._end()
         return {"success": True, "message": "Succeeded to update model weights."}
 
@@ -227,9 +258,12 @@ class WeightRoutes:
 
     def _check_folder(self, folder: Path) -> None:
         if self._root is not None and not folder.resolve().is_relative_to(self._root):
-            raise ConfigError(f"weights are read below {self._root} alone, and {folder} is not there")
+            raise ConfigError(
+                f"weights are read below {self._root} alone, and {folder} is not there"
+            )
 
-    # --- what is asked -------------------------------------------------------------------------------------------
+    # --- what is asked
+    # -------------------------------------------------------------------------------------------
 
     async def _tell_paused(self, _: web.Request, __: Body) -> Body:
         return {"is_paused": self._is_paused}
@@ -250,10 +284,15 @@ def facts(client: LocalClient, name: str) -> dict[str, Any]:
     """What a trainer compares with its policy."""
     policy = client.policy
     return {
-        "version": __version__, "ramify_protocol": PROTOCOL, "model": name, "max_model_len": client.window,
-        "vocab_size": policy.config.vocab_size, "dtype": str(policy.dtype).removeprefix("torch."),
-        "logprobs_mode": "processed_logprobs", "weight_version": str(client.version),
-    }  # fmt: skip
+        "version": __version__,
+        "ramify_protocol": PROTOCOL,
+        "model": name,
+        "max_model_len": client.window,
+        "vocab_size": policy.config.vocab_size,
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "logprobs_mode": "processed_logprobs",
+        "weight_version": str(client.version),
+    }
 
 
 def _answered(

@@ -1,7 +1,8 @@
 """What zip and tar share: bounds against bombs, names of members, and what becomes of each member.
 
-Nothing is ever written, so a member's name can do no harm; it is tidied all the same. Bounds: the bytes of the whole
-load (``SourceLoader.spend``), a ratio that no honest text reaches, and a number of members.
+Nothing is ever written, so a member's name can do no harm; it is tidied all the same. Bounds: the
+bytes of the whole load (``SourceLoader.spend``), a ratio that no honest text reaches, and a number
+of members.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ def read_member(name: str, data: bytes, loading: SourceLoader) -> None:
 def check_ratio(num_bytes: int, packed_bytes: int, name: str) -> None:
     if num_bytes > RATIO_FROM_BYTES and num_bytes > MAX_RATIO * max(packed_bytes, 1):
         raise SourceError(
-            f"{name} unpacks to over {MAX_RATIO} times its size, as a bomb would: unpack it yourself if you trust it"
+            f"{name} unpacks to over {MAX_RATIO} times its size, as a bomb would: unpack it "
+            "yourself if you trust it"
         )
 
 
 def check_count(num_members: int, archive: str) -> None:
     if num_members > MAX_MEMBERS:
-        raise SourceError(f"{archive} has over {MAX_MEMBERS:,} members: unpack it and name the ones that matter")
+        raise SourceError(
+            f"{archive} has over {MAX_MEMBERS:,} members: unpack it and name the ones that matter"
+        )

@@ -24,7 +24,8 @@ _SHOWN = 6
 
 
 class UnreadableSource(Exception):
-    """Why one source cannot be read, as the end of a sentence that begins with its name; and what to do."""
+    """Why one source cannot be read, as the end of a sentence that begins with its name; and what
+    to do."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(f"{reason}: {remedy}" if remedy else reason)
@@ -82,7 +83,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
                 f"a dict from name to text: {len(self.items):,} entries, {chars:,} characters",
                 f"kinds: {_by_suffix(self.items)}",
                 f"names: {names}",
-                *(f"{item.name!r}: {item.detail}" for item in self.items[:200] if item.detail)][: 3 + _SHOWN]  # fmt: skip
+                *(f"{item.name!r}: {item.detail}" for item in self.items[:200] if item.detail),
+            ][: 3 + _SHOWN]
         if self.problems:
             lines.append(f"not loaded: {len(self.problems):,} files ({_by_suffix(self.problems)})")
         return "\n".join(lines)
@@ -91,23 +93,38 @@ class LoadedContext(msgspec.Struct, frozen=True):
         """What was loaded, what could not be, and what was left out, a line each, for a person."""
         chars = sum(item.chars for item in self.items)
         if len(self.items) <= _SHOWN:
-            lines = [f"{item.name}: {item.detail or item.kind}, {item.chars:,} characters" for item in self.items]
+            lines = [
+                f"{item.name}: {item.detail or item.kind}, {item.chars:,} characters"
+                for item in self.items
+            ]
         else:
             lines = [f"{len(self.items):,} texts, {chars:,} characters: {_by_suffix(self.items)}"]
-            lines += [f"{item.name}: {item.detail}" for item in self.items if item.kind in ("sqlite", "pdf")][:_SHOWN]
+            lines += [
+                f"{item.name}: {item.detail}"
+                for item in self.items
+                if item.kind in ("sqlite", "pdf")
+            ][:_SHOWN]
         reasons: dict[str, list[str]] = {}
         for problem in self.problems:
             reasons.setdefault(problem.reason, []).append(problem.name)
-        lines += [f"not loaded ({len(names):,}), {reason}: {listing(names)}" for reason, names in reasons.items()]
-        lines += [f"left out ({len(names):,}), {reason}: {listing(names)}" for reason, names in self.left_out.items()]
+        lines += [
+            f"not loaded ({len(names):,}), {reason}: {listing(names)}"
+            for reason, names in reasons.items()
+        ]
+        lines += [
+            f"left out ({len(names):,}), {reason}: {listing(names)}"
+            for reason, names in self.left_out.items()
+        ]
         return [_printable(line) for line in lines]
 
 
 class SourceLoader:
-    """Collects what the readers find; refuses more than ``max_bytes`` of text and unpacked data in all, and a file that
-    takes more than ``max_file_s`` to parse."""
+    """Collects what the readers find; refuses more than ``max_bytes`` of text and unpacked data in
+    all, and a file that takes more than ``max_file_s`` to parse."""
 
-    def __init__(self, max_bytes: int, max_file_s: float = MAX_FILE_S, work: ProgressTask | None = None) -> None:
+    def __init__(
+        self, max_bytes: int, max_file_s: float = MAX_FILE_S, work: ProgressTask | None = None
+    ) -> None:
         """``work`` is told how much was read."""
         self.max_bytes, self.max_file_s = max_bytes, max_file_s
         self._work = work

@@ -1,7 +1,8 @@
 """Bytes to text, and one line on what a table or a list of records holds.
 
-Encodings: UTF-8, UTF-16 and UTF-32 by their byte order mark, else UTF-8, else Windows-1252 (said in the detail).
-A file with a NUL byte near its start, or many control characters, is binary. Line ends stay as they are.
+Encodings: UTF-8, UTF-16 and UTF-32 by their byte order mark, else UTF-8, else Windows-1252 (said in
+the detail). A file with a NUL byte near its start, or many control characters, is binary. Line ends
+stay as they are.
 """
 
 from __future__ import annotations
@@ -38,11 +39,15 @@ def decode(data: bytes) -> tuple[str, str]:
     for mark, encoding in _MARKS:
         if data.startswith(mark):
             try:
-                return data[len(mark) :].decode(encoding), "" if encoding == "utf-8" else f"from {encoding.upper()}"
+                return data[len(mark) :].decode(
+                    encoding
+                ), "" if encoding == "utf-8" else f"from {encoding.upper()}"
             except UnicodeDecodeError:
                 break
     head = data[:HEAD_BYTES]
-    if b"\0" in head or len(head) - len(head.translate(None, _CONTROLS)) > _MAX_CONTROLS * len(head):
+    if b"\0" in head or len(head) - len(head.translate(None, _CONTROLS)) > _MAX_CONTROLS * len(
+        head
+    ):
         raise UnreadableSource("is binary")
     try:
         return data.decode("utf-8"), ""
@@ -69,7 +74,10 @@ def _csv(text: str, delimiter: str | None) -> str:
     delimiter = delimiter or max(",;\t|", key=first.count)
     quoted = '"' in text
     if len(text) > _MAX_PARSED_CHARS and quoted:
-        columns, num_rows = next(csv.reader([first], delimiter=delimiter), []), f"about {text.count(chr(10)):,}"
+        columns, num_rows = (
+            next(csv.reader([first], delimiter=delimiter), []),
+            f"about {text.count(chr(10)):,}",
+        )
     elif quoted:
         rows = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
         try:
@@ -77,7 +85,10 @@ def _csv(text: str, delimiter: str | None) -> str:
         except csv.Error as error:
             return f"CSV, damaged at line {rows.line_num}: {error}"
     else:
-        columns, num_rows = first.strip("\r\n").split(delimiter), f"{max(0, _count_lines(text) - 1):,}"
+        columns, num_rows = (
+            first.strip("\r\n").split(delimiter),
+            f"{max(0, _count_lines(text) - 1):,}",
+        )
     return f"CSV: {_names(columns, 'column')}; {num_rows} rows"
 
 

@@ -1,6 +1,7 @@
 """Which kind a file is, by its first bytes and then by its name; and who reads that kind.
 
-A reader is a function ``(file, loading) -> None`` in a module of its own, imported when its kind is first met.
+A reader is a function ``(file, loading) -> None`` in a module of its own, imported when its kind is
+first met.
 """
 
 from __future__ import annotations

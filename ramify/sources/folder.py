@@ -1,7 +1,8 @@
 """Every readable file below a folder.
 
-Left out, and said so: what ``.gitignore`` files exclude, hidden files (they hold settings and keys more often than
-content; name one to have it), and links to what is in the folder anyway. Links that lead out of it are refused.
+Left out, and said so: what ``.gitignore`` files exclude, hidden files (they hold settings and keys
+more often than content; name one to have it), and links to what is in the folder anyway. Links that
+lead out of it are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _SQLITE_TAILS = ("-wal", "-shm", "-journal")
 
 
 def read_folder(folder: Path, prefix: str, loading: SourceLoader) -> None:
-    """Load what is below ``folder``; names begin with ``prefix`` (empty, or with a slash at its end)."""
+    """Load what is below ``folder``; names begin with ``prefix`` (empty, or with a slash at its
+    end)."""
     _Walk(folder, prefix, loading).run()
 
 
@@ -46,7 +48,9 @@ class _Walk:
             self._loading.problem(self._prefix + below, f"cannot be listed: {error.strerror}")
             return []
         if any(entry.name == ".gitignore" for entry in entries):
-            layers = extend(layers, self._root / below / ".gitignore", self._top + below, self._loading)
+            layers = extend(
+                layers, self._root / below / ".gitignore", self._top + below, self._loading
+            )
         folders: list[tuple[str, Layers]] = []
         for entry in entries:
             name = below + entry.name
@@ -68,7 +72,9 @@ class _Walk:
             return "hidden"
         if layers and is_ignored(self._top + name, layers):
             return "ignored by .gitignore"
-        if entry.name.endswith(_SQLITE_TAILS) and os.path.exists(entry.path[: entry.path.rindex("-")]):
+        if entry.name.endswith(_SQLITE_TAILS) and os.path.exists(
+            entry.path[: entry.path.rindex("-")]
+        ):
             return "part of a database"
         return None
 
@@ -77,9 +83,13 @@ class _Walk:
         if not os.path.exists(target):
             self._loading.problem(self._prefix + name, "is a link to nothing")
         elif os.path.commonpath([target, self._root]) == str(self._root):
-            self._loading.leave_out(self._prefix + name, "a link to what is here under its own name")
+            self._loading.leave_out(
+                self._prefix + name, "a link to what is here under its own name"
+            )
         else:
-            self._loading.problem(self._prefix + name, "is a link out of the folder: name its target to have it read")
+            self._loading.problem(
+                self._prefix + name, "is a link out of the folder: name its target to have it read"
+            )
 
     def _file(self, name: str) -> None:
         self._num_files += 1

@@ -1,6 +1,8 @@
-"""What ``.gitignore`` files leave out, with git's rules: nested ones count, the nearest one decides.
+"""What ``.gitignore`` files leave out, with git's rules: nested ones count, the nearest one
+decides.
 
-The files of the repository around the folder count too, and its ``.git/info/exclude``. The user's global one does not.
+The files of the repository around the folder count too, and its ``.git/info/exclude``. The user's
+global one does not.
 """
 
 from __future__ import annotations
@@ -18,22 +20,29 @@ class IgnoreFile(msgspec.Struct, frozen=True):
 
     spec: GitIgnoreSpec
     base: str
-    """The folder that it is about, relative to the top, with a slash at its end; empty for the top."""
+    """The folder that it is about, relative to the top, with a slash at its end; empty for the
+    top."""
 
 
 Layers = tuple[IgnoreFile, ...]
 
 
 def outer_layers(folder: Path, loading: SourceLoader) -> tuple[Layers, str]:
-    """The layers of the repository above ``folder``, and the path from its top to ``folder`` (``"src/"``)."""
-    top = next((parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), folder)
+    """The layers of the repository above ``folder``, and the path from its top to ``folder``
+    (``"src/"``)."""
+    top = next(
+        (parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), folder
+    )
     layers: Layers = extend((), top / ".git/info/exclude", "", loading)
     base = ""
     for part in folder.relative_to(top).parts:
         layers = extend(layers, top / base / ".gitignore", base, loading)
         base += f"{part}/"
     if is_ignored(base, layers):
-        return (), base  # the user named a folder that the repository around it leaves out: its rules are not about it
+        return (
+            (),
+            base,
+        )  # the user named a folder that the repository around it leaves out: its rules are not about it
     return layers, base
 
 
@@ -46,7 +55,9 @@ def extend(layers: Layers, path: Path, base: str, loading: SourceLoader) -> Laye
     try:
         return (*layers, IgnoreFile(GitIgnoreSpec.from_lines(lines), base))
     except ValueError as error:
-        loading.problem(f"{base}{path.name}", f"has a pattern that cannot be used, so none of it is: {error}")
+        loading.problem(
+            f"{base}{path.name}", f"has a pattern that cannot be used, so none of it is: {error}"
+        )
         return layers
 
 

@@ -1,4 +1,5 @@
-"""What a user points at -> a context: files, folders, globs, ``-`` for standard input, databases, archives, PDF.
+"""What a user points at -> a context: files, folders, globs, ``-`` for standard input, databases,
+archives, PDF.
 
     one file or standard input   the text itself
     several, a folder, a zip …   a dict from name to text, in order of names
@@ -43,11 +44,14 @@ _MANY = 3
 
 
 def load(
-    paths: Sequence[str | Path], *, stdin: BinaryIO | None = None, max_bytes: int = MAX_BYTES,
+    paths: Sequence[str | Path],
+    *,
+    stdin: BinaryIO | None = None,
+    max_bytes: int = MAX_BYTES,
     max_file_s: float = MAX_FILE_S,
-) -> LoadedContext:  # fmt: skip
-    """Read everything that ``paths`` name. SourceError where one cannot be read, or nothing is in them; ``max_file_s`` is
-    the most that parsing one PDF may take."""
+) -> LoadedContext:
+    """Read everything that ``paths`` name. SourceError where one cannot be read, or nothing is in
+    them; ``max_file_s`` is the most that parsing one PDF may take."""
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     if not names:
         raise SourceError("nothing to read: name a file, a folder, or '-' for standard input")
@@ -66,7 +70,9 @@ def _expand(name: str) -> list[tuple[str, bool]]:
     if name == _STDIN:
         return [(name, True)]
     if "://" in name:
-        raise SourceError(f"{name} is an address, not a path: fetch it first, as in curl -sL URL | ramify ask … -")
+        raise SourceError(
+            f"{name} is an address, not a path: fetch it first, as in curl -sL URL | ramify ask … -"
+        )
     name = os.path.expanduser(name)
     if os.path.lexists(name) or not any(char in name for char in "*?["):
         return [(name, True)]
@@ -81,9 +87,16 @@ def _expand(name: str) -> list[tuple[str, bool]]:
 
 
 def _labels(paths: list[str]) -> list[str]:
-    """A name for each path: as given where that is short and plain, else relative to the folder common to all."""
+    """A name for each path: as given where that is short and plain, else relative to the folder
+    common to all."""
     if len(paths) == 1:
-        return ["stdin" if paths[0] == _STDIN else "" if os.path.isdir(paths[0]) else os.path.basename(paths[0])]
+        return [
+            "stdin"
+            if paths[0] == _STDIN
+            else ""
+            if os.path.isdir(paths[0])
+            else os.path.basename(paths[0])
+        ]
     files = [os.path.normpath(path) for path in paths if path != _STDIN]
     if any(os.path.isabs(path) or path.startswith("..") for path in files):
         whole = [os.path.abspath(path) for path in files]
@@ -93,7 +106,9 @@ def _labels(paths: list[str]) -> list[str]:
     return ["stdin" if path == _STDIN else next(rest).replace(os.sep, "/") for path in paths]
 
 
-def _read_path(path: str, label: str, named: bool, stdin: BinaryIO | None, loading: SourceLoader) -> None:
+def _read_path(
+    path: str, label: str, named: bool, stdin: BinaryIO | None, loading: SourceLoader
+) -> None:
     shown = "standard input" if path == _STDIN else path
     try:
         if path == _STDIN:
@@ -107,13 +122,17 @@ def _read_path(path: str, label: str, named: bool, stdin: BinaryIO | None, loadi
             _read_one(path, label, loading)
     except UnreadableSource as error:
         if named:
-            raise SourceError(f"{shown} {error.reason}: {error.remedy or 'convert it to text first'}") from None
+            raise SourceError(
+                f"{shown} {error.reason}: {error.remedy or 'convert it to text first'}"
+            ) from None
         loading.problem(label, str(error))
     except FileNotFoundError:
         raise SourceError(f"{path} does not exist: {_nearest(path)}") from None
     except OSError as error:
         if named:
-            raise SourceError(f"{shown} cannot be read: {error.strerror}; check its permissions") from None
+            raise SourceError(
+                f"{shown} cannot be read: {error.strerror}; check its permissions"
+            ) from None
         loading.problem(label, f"cannot be read: {error.strerror}")
 
 
@@ -135,7 +154,9 @@ def _read_one(path: str, label: str, loading: SourceLoader) -> None:
 
 def _read_pipe(path: str, loading: SourceLoader) -> bytes:
     """All of a pipe with a name, such as <(zcat log.gz)."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # or opening waits for a writer, for ever
+    fd = os.open(
+        path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    )  # or opening waits for a writer, for ever
     with open(fd, "rb", buffering=0) as stream:
         head = _first_block(fd)
         os.set_blocking(fd, True)
@@ -144,7 +165,8 @@ def _read_pipe(path: str, loading: SourceLoader) -> bytes:
 
 
 def _first_block(fd: int) -> bytes:
-    """What is in a pipe that does not block; nothing where its writer has written nothing yet, or is done.
+    """What is in a pipe that does not block; nothing where its writer has written nothing yet, or
+    is done.
 
     Raises Unreadable where there is no writer within ``WRITER_S``."""
     poll = select.poll()
@@ -163,7 +185,9 @@ def _first_block(fd: int) -> bytes:
 
 def _drain(stream: BinaryIO, name: str, loading: SourceLoader) -> bytes:
     data = bytearray()
-    read = getattr(stream, "read1", stream.read)  # one read at a time: a terminal says its end, Ctrl-D, only once
+    read = getattr(
+        stream, "read1", stream.read
+    )  # one read at a time: a terminal says its end, Ctrl-D, only once
     while block := read(_BLOCK_BYTES):
         data += block
         loading.spend(len(block), name)
@@ -177,8 +201,14 @@ def _finish(loading: SourceLoader, names: list[str], single: bool) -> LoadedCont
         raise SourceError(f"{shown} {_why_empty(loading, single)}")
     items = sorted(loading.items, key=lambda item: item.name)
     texts = {item.name: loading.texts[item.name] for item in items}
-    context = loading.texts[items[0].name] if single and len(items) == 1 and "/" not in items[0].name else texts
-    return LoadedContext(context, items, loading.problems, loading.left_out, _tools(loading.databases))
+    context = (
+        loading.texts[items[0].name]
+        if single and len(items) == 1 and "/" not in items[0].name
+        else texts
+    )
+    return LoadedContext(
+        context, items, loading.problems, loading.left_out, _tools(loading.databases)
+    )
 
 
 def _why_empty(loading: SourceLoader, single: bool) -> str:
@@ -203,7 +233,11 @@ def _nearest(path: str) -> str:
     try:
         names = os.listdir(folder)
     except OSError:
-        return f"nor does the folder {folder}" if not os.path.exists(folder) else f"{folder} cannot be listed"
+        return (
+            f"nor does the folder {folder}"
+            if not os.path.exists(folder)
+            else f"{folder} cannot be listed"
+        )
     close = get_close_matches(name, names, n=1)
     if close:
         return f"did you mean {os.path.join(named, close[0])}?"

@@ -1,4 +1,5 @@
-"""The text of a PDF, page by page, by ``pypdf`` (the extra ``pdf``). Leaves out pictures, so also scanned pages.
+"""The text of a PDF, page by page, by ``pypdf`` (the extra ``pdf``). Leaves out pictures, so also
+scanned pages.
 
 A PDF can be made to take hours, so it is parsed in a thread that is stopped when its time is over.
 """
@@ -23,18 +24,22 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
         import pypdf
     except ImportError:
         raise UnreadableSource("is a PDF", "reading it needs pip install 'ramify[pdf]'") from None
-    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns of every slip in a file; the text is what counts
+    logging.getLogger("pypdf").setLevel(
+        logging.ERROR
+    )  # it warns of every slip in a file; the text is what counts
     try:
         pages = in_time(lambda: _pages(pypdf.PdfReader(io.BytesIO(file.data))), loading.max_file_s)
     except UnreadableSource:
         raise
     except TimeoutError:
         raise UnreadableSource(
-            f"is a PDF that takes more than {loading.max_file_s:g} s to read", "convert it to text first"
+            f"is a PDF that takes more than {loading.max_file_s:g} s to read",
+            "convert it to text first",
         ) from None
     except Exception as error:  # noqa: BLE001  a damaged PDF raises anything: KeyError, RecursionError …
         raise UnreadableSource(
-            "is a PDF that cannot be read", f"{type(error).__name__}: {' '.join(str(error).split())}"
+            "is a PDF that cannot be read",
+            f"{type(error).__name__}: {' '.join(str(error).split())}",
         ) from None
     if not any(page.strip() for page in pages):
         raise UnreadableSource("is a PDF without text, perhaps a scan", "run OCR on it first")
@@ -55,8 +60,8 @@ class _TimeIsOver(BaseException):
 
 
 def in_time(work: Callable[[], T], limit_s: float) -> T:
-    """``work()``, which is pure Python. Raises TimeoutError after ``limit_s``; the thread that does it is told to stop, and
-    does so at its next instruction."""
+    """``work()``, which is pure Python. Raises TimeoutError after ``limit_s``; the thread that does
+    it is told to stop, and does so at its next instruction."""
     done: list[T] = []
     failed: list[BaseException] = []
 
@@ -71,7 +76,9 @@ def in_time(work: Callable[[], T], limit_s: float) -> T:
     thread.join(limit_s)
     if thread.is_alive():
         assert thread.ident is not None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_TimeIsOver))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(_TimeIsOver)
+        )
         raise TimeoutError
     if failed:
         raise failed[0]

@@ -1,9 +1,10 @@
-"""SQLite databases: the schema with sample rows as context, and ``sql(query)`` for the session, on the host.
+"""SQLite databases: the schema with sample rows as context, and ``sql(query)`` for the session, on
+the host.
 
-Read-only thrice over: the file is opened so, ``query_only`` is set, and an authorizer allows nothing but reading (no
-ATTACH, no writing PRAGMA, no extension). Every query has a time limit, which ``sqlite_process.py``
-keeps where one step takes for ever, and caps on its rows and bytes. Each call has a
-connection of its own, so that any number of threads may ask at once.
+Read-only thrice over: the file is opened so, ``query_only`` is set, and an authorizer allows
+nothing but reading (no ATTACH, no writing PRAGMA, no extension). Every query has a time limit,
+which ``sqlite_process.py`` keeps where one step takes for ever, and caps on its rows and bytes.
+Each call has a connection of its own, so that any number of threads may ask at once.
 """
 
 from __future__ import annotations
@@ -37,9 +38,16 @@ _READING = {
     sqlite3.SQLITE_RECURSIVE,
 }
 _PRAGMAS = {
-    "table_info", "table_xinfo", "table_list", "index_list", "index_info", "index_xinfo", "foreign_key_list",
-    "database_list", "function_list",
-}  # fmt: skip
+    "table_info",
+    "table_xinfo",
+    "table_list",
+    "index_list",
+    "index_info",
+    "index_xinfo",
+    "foreign_key_list",
+    "database_list",
+    "function_list",
+}
 _BAD_FUNCTIONS = {"load_extension", "fts3_tokenizer"}
 
 Params = Sequence[Any] | Mapping[str, Any]
@@ -47,7 +55,9 @@ Params = Sequence[Any] | Mapping[str, Any]
 
 def read(file: SourceFile, loading: SourceLoader) -> None:
     if file.path is None:
-        raise UnreadableSource("is an SQLite database", "unpack it into a file of its own and name that")
+        raise UnreadableSource(
+            "is an SQLite database", "unpack it into a file of its own and name that"
+        )
     path = file.path.resolve()
     try:
         tables = _tables(path)
@@ -81,7 +91,9 @@ class SqliteDatabases:
         return self.paths[name]
 
 
-def run_query(path: Path, query: str, params: Params = (), limit_s: float = QUERY_S) -> list[tuple[Any, ...]]:
+def run_query(
+    path: Path, query: str, params: Params = (), limit_s: float = QUERY_S
+) -> list[tuple[Any, ...]]:
     """The rows. ValueError, PermissionError or TimeoutError say what is wrong with the query."""
     with _connect(path) as database:
         deadline = time.monotonic() + limit_s
@@ -91,7 +103,9 @@ def run_query(path: Path, query: str, params: Params = (), limit_s: float = QUER
         except sqlite3.DatabaseError as error:
             message = str(error)
             if message == "interrupted":
-                raise TimeoutError(f"sql: stopped after {limit_s:g} s: narrow it, or use an indexed column") from None
+                raise TimeoutError(
+                    f"sql: stopped after {limit_s:g} s: narrow it, or use an indexed column"
+                ) from None
             if "not authorized" in message or "prohibited" in message or "readonly" in message:
                 raise PermissionError(f"sql: only reading is allowed here ({message})") from None
             raise ValueError(f"sql: {message}") from None
@@ -105,10 +119,13 @@ def _fetch(cursor: sqlite3.Cursor) -> list[tuple[Any, ...]]:
         rows.append(row)
         num_bytes += sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)
         if len(rows) > MAX_ROWS:
-            raise ValueError(f"sql: more than {MAX_ROWS:,} rows: aggregate in SQL, or page with LIMIT and OFFSET")
+            raise ValueError(
+                f"sql: more than {MAX_ROWS:,} rows: aggregate in SQL, or page with LIMIT and OFFSET"
+            )
         if num_bytes > MAX_RESULT_BYTES:
             raise ValueError(
-                f"sql: more than {MAX_RESULT_BYTES >> 20} MB of rows: select fewer columns, or use substr()"
+                f"sql: more than {MAX_RESULT_BYTES >> 20} MB of rows: select fewer columns, or use "
+                "substr()"
             )
     return rows
 
@@ -120,7 +137,8 @@ def _connect(path: Path) -> Iterator[sqlite3.Connection]:
         try:
             database.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
         except sqlite3.OperationalError:
-            # A database in WAL mode cannot be opened in a folder that cannot be written, unless nobody else writes it.
+            # A database in WAL mode cannot be opened in a folder that cannot be written, unless
+            # nobody else writes it.
             database.close()
             database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True)
         database.execute("PRAGMA query_only = 1")
@@ -146,7 +164,8 @@ def _authorize(action: int, first: str | None, second: str | None, *_: str | Non
 def _tables(path: Path) -> list[str]:
     """Each table or view: its CREATE statement, its number of rows, its first rows."""
     statement = (
-        "SELECT name, sql FROM sqlite_master WHERE type IN ('table', 'view') AND substr(name, 1, 7) <> 'sqlite_' "
+        "SELECT name, sql FROM sqlite_master WHERE type IN ('table', 'view') AND substr(name, 1, "
+        "7) <> 'sqlite_' "
         "ORDER BY name"
     )
     deadline = time.monotonic() + _DESCRIBE_S
@@ -159,7 +178,9 @@ def _tables(path: Path) -> list[str]:
 def _describe(path: Path, name: str, sql: str) -> str:
     quoted = '"' + name.replace('"', '""') + '"'
     try:
-        count = f"{run_query(path, f'SELECT count(*) FROM {quoted}', limit_s=_COUNT_S)[0][0]:,} rows"
+        count = (
+            f"{run_query(path, f'SELECT count(*) FROM {quoted}', limit_s=_COUNT_S)[0][0]:,} rows"
+        )
     except TimeoutError:
         count = "too many rows to count quickly"
     except (ValueError, PermissionError) as error:

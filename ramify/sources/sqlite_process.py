@@ -1,10 +1,11 @@
-"""Queries in a process that can be killed: SQLite looks at its time limit between steps, and one step may take for ever.
+"""Queries in a process that can be killed: SQLite looks at its time limit between steps, and one
+step may take for ever.
 
     sql ──pickle──> a process that waits for queries ──pickle──> rows, or what was wrong
                         └── silent for longer than the limit: killed, and the next query gets another
 
-``instr`` over two long values, or ``LIKE '%a%a%a%b'``, is one step. Processes are started when they are needed, one for
-each query that runs at once, and end with this one.
+``instr`` over two long values, or ``LIKE '%a%a%a%b'``, is one step. Processes are started when they
+are needed, one for each query that runs at once, and end with this one.
 """
 
 from __future__ import annotations
@@ -36,16 +37,25 @@ class SqliteProcesses:
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def run(
-        self, path: Path, query: str, params: Params = (), limit_s: float = QUERY_S, grace_s: float = GRACE_S
+        self,
+        path: Path,
+        query: str,
+        params: Params = (),
+        limit_s: float = QUERY_S,
+        grace_s: float = GRACE_S,
     ) -> list[tuple[Any, ...]]:
-        """As ``run_query``, and for certain within ``limit_s + grace_s`` seconds, until the first of the rows comes."""
+        """As ``run_query``, and for certain within ``limit_s + grace_s`` seconds, until the first
+        of the rows comes."""
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is None or process.poll() is not None:
             process = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, env=_environment(),
-            )  # fmt: skip
+                [sys.executable, "-c", _COMMAND],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=_environment(),
+            )
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -54,14 +64,17 @@ class SqliteProcesses:
             poll.register(process.stdout, select.POLLIN)
             if not poll.poll((limit_s + grace_s) * 1000):
                 raise TimeoutError(
-                    f"sql: stopped after {limit_s:g} s: one of its functions takes too long on such values"
+                    f"sql: stopped after {limit_s:g} s: one of its functions takes too long on "
+                    "such values"
                 )
             rows, error = _receive(process.stdout)
         except (EOFError, OSError) as failure:
             _end(process)
             if isinstance(failure, TimeoutError):
                 raise
-            raise ValueError("sql: the query ended the process that it ran in: ask for less at once") from None
+            raise ValueError(
+                "sql: the query ended the process that it ran in: ask for less at once"
+            ) from None
         except BaseException:
             _end(process)
             raise

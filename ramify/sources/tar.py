@@ -1,7 +1,7 @@
 """Tar archives, plain or packed by gzip, bzip2 or xz; and single files packed so.
 
-The packed bytes are unpacked as a stream through ``_BoundedStream``, so that no header and no skipped member can bring more
-into memory, or make more work, than the load's bounds allow.
+The packed bytes are unpacked as a stream through ``_BoundedStream``, so that no header and no
+skipped member can bring more into memory, or make more work, than the load's bounds allow.
 """
 
 from __future__ import annotations

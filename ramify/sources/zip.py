@@ -28,14 +28,25 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
                 continue
             try:
                 data = _unpack(archive, info, name, loading)
-            except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error, OSError) as error:
+            except (
+                zipfile.BadZipFile,
+                NotImplementedError,
+                RuntimeError,
+                EOFError,
+                zlib.error,
+                OSError,
+            ) as error:
                 encrypted = info.flag_bits & 0x1
-                loading.problem(name, "is encrypted" if encrypted else f"cannot be unpacked: {error}")
+                loading.problem(
+                    name, "is encrypted" if encrypted else f"cannot be unpacked: {error}"
+                )
                 continue
             read_member(name, data, loading)
 
 
-def _unpack(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, loading: SourceLoader) -> bytes:
+def _unpack(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, loading: SourceLoader
+) -> bytes:
     """Block by block: the size that the archive states may be a lie."""
     data = bytearray()
     with archive.open(info) as member:

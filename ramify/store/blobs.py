@@ -1,7 +1,8 @@
 """Large values by content: ``blobs/ab/abcd…`` holds the bytes whose SHA-256 is ``abcd…``, once.
 
-A blob is written to a file of its own and renamed into place, so that a reader sees all of it or nothing. Leaves out
-which blobs are still needed (``prune.py``) and what the bytes mean (whoever puts them).
+A blob is written to a file of its own and renamed into place, so that a reader sees all of it or
+nothing. Leaves out which blobs are still needed (``prune.py``) and what the bytes mean (whoever
+puts them).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class BlobStore:
         return self.root / digest[:2] / digest
 
     def put(self, data: Bytes, digest: str | None = None) -> str:
-        """The digest of ``data``, which is now stored. ``digest`` spares the hashing where the caller has it."""
+        """The digest of ``data``, which is now stored. ``digest`` spares the hashing where the
+        caller has it."""
         data = memoryview(data).cast("B")
         digest = digest or hashlib.sha256(data).hexdigest()
         path = self.path(digest)
@@ -58,7 +60,10 @@ class BlobStore:
         with self.map(digest) as view:
             data = bytes(view)
         if hashlib.sha256(data).hexdigest() != digest:
-            raise StoreError(f"blob {self.path(digest)} is damaged: its bytes do not have the digest that names it")
+            raise StoreError(
+                f"blob {self.path(digest)} is damaged: its bytes do not have the digest that names "
+                "it"
+            )
         return data
 
     @contextmanager
@@ -68,7 +73,9 @@ class BlobStore:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise StoreError(f"blob {digest} is not in {self.root}: deleted, or from another store") from None
+            raise StoreError(
+                f"blob {digest} is not in {self.root}: deleted, or from another store"
+            ) from None
         except OSError as error:
             raise StoreError(f"cannot read the blob {path}: {error.strerror}") from error
         try:
@@ -81,13 +88,15 @@ class BlobStore:
             os.close(fd)
 
     def flush_failed(self, error: OSError) -> None:
-        """A blob that did not reach the disk is found damaged when it is read; its run can still be shown."""
+        """A blob that did not reach the disk is found damaged when it is read; its run can still be
+        shown."""
 
     def __contains__(self, digest: str) -> bool:
         return self.path(digest).exists()
 
     def list(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Every file, those left behind by a writer that was killed included (their names begin with a dot)."""
+        """Every file, those left behind by a writer that was killed included (their names begin
+        with a dot)."""
         if not self.root.is_dir():
             return
         for folder in os.scandir(self.root):
@@ -99,7 +108,8 @@ class BlobStore:
                         continue
 
     def delete(self, digest: str, spare_after: float) -> int:
-        """Delete the blob unless it was put again after ``spare_after`` (Unix time); the bytes freed."""
+        """Delete the blob unless it was put again after ``spare_after`` (Unix time); the bytes
+        freed."""
         path = self.path(digest)
         with self._hold(fcntl.LOCK_EX):
             try:
@@ -113,12 +123,15 @@ class BlobStore:
 
     @contextmanager
     def _hold(self, how: int) -> Iterator[None]:
-        """Keeps "it is there, so I need not write it" and "nobody needs it, so I delete it" apart."""
+        """Keeps "it is there, so I need not write it" and "nobody needs it, so I delete it"
+        apart."""
         lock = self.root / ".lock"
         try:
             fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         except OSError as error:
-            raise StoreError(f"cannot write {lock}: {error.strerror}; free some space, or set RAMIFY_HOME") from error
+            raise StoreError(
+                f"cannot write {lock}: {error.strerror}; free some space, or set RAMIFY_HOME"
+            ) from error
         try:
             fcntl.flock(fd, how)
             yield

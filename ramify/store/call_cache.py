@@ -1,7 +1,7 @@
 """Replies kept by the hash of what was asked, over all runs; used only where a user asks for it.
 
-The hash covers model, whole prompt and sampling, so a hit is a reply to the very same request. A cache that cannot be
-read or written is a StoreError, not a silent miss: a miss costs money.
+The hash covers model, whole prompt and sampling, so a hit is a reply to the very same request. A
+cache that cannot be read or written is a StoreError, not a silent miss: a miss costs money.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class CallCache:
             self._database.execute("PRAGMA synchronous = NORMAL")
             with self._database:
                 self._database.execute(
-                    "CREATE TABLE IF NOT EXISTS replies (hash TEXT PRIMARY KEY, at REAL, reply BLOB)"
+                    "CREATE TABLE IF NOT EXISTS replies (hash TEXT PRIMARY KEY, at REAL, reply "
+                    "BLOB)"
                 )
         except sqlite3.Error as error:
             self._database.close()
@@ -43,18 +44,23 @@ class CallCache:
     def get(self, prompt_hash: str) -> Reply | None:
         try:
             with self._lock:
-                row = self._database.execute("SELECT reply FROM replies WHERE hash = ?", (prompt_hash,)).fetchone()
+                row = self._database.execute(
+                    "SELECT reply FROM replies WHERE hash = ?", (prompt_hash,)
+                ).fetchone()
             return None if row is None else msgspec.msgpack.decode(row[0], type=Reply)
         except (sqlite3.Error, msgspec.DecodeError) as error:
             raise self._failed(error) from error
 
     def put(self, prompt_hash: str, reply: Reply) -> None:
-        """Keep ``reply``. One with text that is not Unicode is left out: it could not be read back as it was."""
+        """Keep ``reply``. One with text that is not Unicode is left out: it could not be read back
+        as it was."""
         try:
             data = msgspec.msgpack.encode(reply)
         except UnicodeEncodeError:
             return
-        self._change("INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", prompt_hash, time.time(), data)
+        self._change(
+            "INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", prompt_hash, time.time(), data
+        )
 
     def prune(self, older_than_s: float = 0.0) -> int:
         """Delete replies that were stored longer ago than that; how many."""
@@ -79,4 +85,7 @@ class CallCache:
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> StoreError:
-        return StoreError(f"the call cache {self.path} cannot be used: {error}; delete the file, or ask without it")
+        return StoreError(
+            f"the call cache {self.path} cannot be used: {error}; delete the file, or ask without "
+            "it"
+        )

@@ -1,7 +1,8 @@
 """One event as one line of JSON, whatever the event holds.
 
-The fast path is one call of the codec. The slow path is for what JSON or UTF-8 cannot hold, and for secrets: lone
-surrogates become ``\\\\udc80`` escapes, an infinite number the largest finite one, a secret ``«redacted NAME»``.
+The fast path is one call of the codec. The slow path is for what JSON or UTF-8 cannot hold, and for
+secrets: lone surrogates become ``\\\\udc80`` escapes, an infinite number the largest finite one, a
+secret ``«redacted NAME»``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ _encoder = msgspec.json.Encoder()
 
 def encode_line(event: AnyEvent, secrets: SecretRedactor) -> bytes:
     """``event`` as JSON and a newline."""
-    if type(event) is ReplyReceived and event.reply.logprobs and not math.isfinite(sum(event.reply.logprobs)):
+    if (
+        type(event) is ReplyReceived
+        and event.reply.logprobs
+        and not math.isfinite(sum(event.reply.logprobs))
+    ):
         return _plain_line(event, secrets)
     try:
         line = _encoder.encode(event)
@@ -36,10 +41,16 @@ def _plain_line(event: AnyEvent, secrets: SecretRedactor, cause: Exception | Non
         may_be_nan = (
             type(event) is not ReplyReceived
         )  # what a session answered may be anything; log-probabilities may not
-        return _encoder.encode({key: _clean(value, secrets, may_be_nan) for key, value in plain.items()}) + b"\n"
+        return (
+            _encoder.encode(
+                {key: _clean(value, secrets, may_be_nan) for key, value in plain.items()}
+            )
+            + b"\n"
+        )
     except (UnicodeEncodeError, RecursionError, TypeError) as error:
         raise StoreError(
-            f"a {event.__struct_config__.tag} event cannot be written as JSON: {cause or error}; give it plain values"
+            f"a {event.__struct_config__.tag} event cannot be written as JSON: {cause or error}; "
+            "give it plain values"
         ) from error
 
 
@@ -54,7 +65,10 @@ def _clean(value: Any, secrets: SecretRedactor, may_be_nan: bool) -> Any:
         case float() if math.isinf(value):
             return math.copysign(sys.float_info.max, value)
         case dict():
-            return {_clean(key, secrets, may_be_nan): _clean(item, secrets, may_be_nan) for key, item in value.items()}
+            return {
+                _clean(key, secrets, may_be_nan): _clean(item, secrets, may_be_nan)
+                for key, item in value.items()
+            }
         case list() | tuple():
             return [_clean(item, secrets, may_be_nan) for item in value]
         case _:

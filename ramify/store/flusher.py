@@ -1,4 +1,5 @@
-"""Group commit: one thread per store that puts written files on the disk, so that no event loop waits for it.
+"""Group commit: one thread per store that puts written files on the disk, so that no event loop
+waits for it.
 
 append ── flush(file) ──> due {file: owner} ──> thread: fsync, once however often it was asked for meanwhile
 close ─── settle(owner): what is due is done here, what is under way is waited for

@@ -1,7 +1,8 @@
 """One line per run for a listing, remembered so that thousands of journals need not be read again.
 
-The index is a cache of the journals and is never trusted over them: an entry counts while the journal's size and time
-of change are what they were. Writers do not touch it. If it is lost, locked or damaged, a listing reads the journals.
+The index is a cache of the journals and is never trusted over them: an entry counts while the
+journal's size and time of change are what they were. Writers do not touch it. If it is lost, locked
+or damaged, a listing reads the journals.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ _glance = msgspec.json.Decoder(_Glance)
 
 
 def summarise(path: Path) -> RunSummary:
-    """Read the journal at ``path`` for its summary: the numbers that ``TrajectoryFold`` would give, several times faster."""
+    """Read the journal at ``path`` for its summary: the numbers that ``TrajectoryFold`` would give,
+    several times faster."""
     summary, number = RunSummary(path.stem), 0
     try:
         for line in lines(path):
@@ -112,7 +114,10 @@ def _add(summary: RunSummary, event: _Glance) -> None:
             if summary.num_questions == 1:
                 summary.question, summary.started_at = event.question, event.started_at
         case "CallStarted":
-            summary.num_calls, summary.depth = summary.num_calls + 1, max(summary.depth, event.depth)
+            summary.num_calls, summary.depth = (
+                summary.num_calls + 1,
+                max(summary.depth, event.depth),
+            )
             summary.model = summary.model or event.model
         case "Replied":
             _charge(summary, event.reply.usage, event.reply.cost)
@@ -153,7 +158,9 @@ class RunIndex:
             summary = summarise(path)
             found.append(summary)
             if summary.problem is None:
-                fresh.append((path.stem, stat.st_size, stat.st_mtime_ns, msgspec.json.encode(summary)))
+                fresh.append(
+                    (path.stem, stat.st_size, stat.st_mtime_ns, msgspec.json.encode(summary))
+                )
         self._write(fresh)
         return found
 
@@ -175,7 +182,8 @@ class RunIndex:
             database = self._open()
             try:
                 rows = database.execute(
-                    "SELECT id, size, changed, summary FROM runs WHERE id >= ?", (min(ids, default=""),)
+                    "SELECT id, size, changed, summary FROM runs WHERE id >= ?",
+                    (min(ids, default=""),),
                 )
                 return {id: (size, changed, data) for id, size, changed, data in rows}
             finally:

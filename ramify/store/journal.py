@@ -1,7 +1,8 @@
 """A run's journal while it is written: one writer, one line and one ``write()`` per event.
 
-The lock is ``flock`` on the journal itself, so that the system frees it when the writer dies; ``RUN_ID.writer`` beside
-it only says who that is. Replies are put on the disk by the store's flusher, since they are what was paid for.
+The lock is ``flock`` on the journal itself, so that the system frees it when the writer dies;
+``RUN_ID.writer`` beside it only says who that is. Replies are put on the disk by the store's
+flusher, since they are what was paid for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ramify.store.private_files import FILE_MODE, Bytes, write_all
 from ramify.types.event import AnyEvent, ReplyReceived
 
 _PATIENCE_S = 0.3
-"""How long to try for the lock: a reader that asks whether a writer lives holds it for an instant."""
+"""How long to try for the lock: a reader that asks whether a writer lives holds it for an
+instant."""
 
 
 class JournalWriter(msgspec.Struct, frozen=True):
@@ -43,9 +45,12 @@ def this_process() -> JournalWriter:
 
 
 class Journal:
-    """Appends events to ``path``; ``store.create`` and ``store.reopen`` make one. Safe for several threads."""
+    """Appends events to ``path``; ``store.create`` and ``store.reopen`` make one. Safe for several
+    threads."""
 
-    def __init__(self, path: Path, fd: int, blobs: BlobStore, flusher: FsyncFlusher, secrets: SecretRedactor) -> None:
+    def __init__(
+        self, path: Path, fd: int, blobs: BlobStore, flusher: FsyncFlusher, secrets: SecretRedactor
+    ) -> None:
         self.id = path.stem
         self.path = path
         self._fd = fd
@@ -60,7 +65,8 @@ class Journal:
         self._closed = False
 
     def append(self, event: AnyEvent) -> None:
-        """Write ``event``: from here it survives the death of this process, and a reply soon that of the machine.
+        """Write ``event``: from here it survives the death of this process, and a reply soon that
+        of the machine.
 
         Raises StoreError if it cannot be written, and for every event after that one: the journal
         stays one that a killed run leaves, which can be resumed."""
@@ -70,8 +76,11 @@ class Journal:
             try:
                 write_all(self._fd, line, self.path)
             except StoreError as error:
-                self._gap = error  # a smaller event may still fit, but a journal with a gap cannot be resumed
-                os.ftruncate(self._fd, self._size)  # half a line must not stay: the next event would continue it
+                # a smaller event may still fit, but a journal with a gap cannot be resumed
+                self._gap = error
+                os.ftruncate(
+                    self._fd, self._size
+                )  # half a line must not stay: the next event would continue it
                 raise
             self._size += len(line)
             if type(event) is ReplyReceived:
@@ -91,7 +100,9 @@ class Journal:
         self._flusher.settle(self._blobs)
         self._flusher.settle(self)
         writer_file(self.path).unlink(missing_ok=True)
-        fcntl.flock(self._fd, fcntl.LOCK_UN)  # a process forked from this one may still hold the descriptor
+        fcntl.flock(
+            self._fd, fcntl.LOCK_UN
+        )  # a process forked from this one may still hold the descriptor
         os.close(self._fd)
         if self._failure is not None:
             raise _not_on_disk(self.path, self._failure)
@@ -101,7 +112,9 @@ class Journal:
 
     def _check(self) -> None:
         if self._closed:
-            raise StoreError(f"journal {self.path} is closed: open it again with store.reopen({self.id!r})")
+            raise StoreError(
+                f"journal {self.path} is closed: open it again with store.reopen({self.id!r})"
+            )
         if self._gap is not None:
             raise StoreError(str(self._gap))
         if self._failure is not None:
@@ -110,7 +123,12 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -152,7 +170,8 @@ def in_use(path: Path, holder: str) -> RunInUse:
 
 
 def writer(path: Path) -> JournalWriter | None:
-    """Who is writing the journal at ``path`` now; None if nobody is, also where the writer was killed."""
+    """Who is writing the journal at ``path`` now; None if nobody is, also where the writer was
+    killed."""
     named = _named(path)
     if named is None:
         return None
@@ -192,4 +211,6 @@ def cut_torn_line(fd: int) -> int:
 
 
 def _not_on_disk(path: Path, error: OSError) -> StoreError:
-    return StoreError(f"{path} may not be on the disk: {error.strerror}; free some space, or set RAMIFY_HOME")
+    return StoreError(
+        f"{path} may not be on the disk: {error.strerror}; free some space, or set RAMIFY_HOME"
+    )

@@ -1,7 +1,7 @@
 """A journal as it is read: whole, cut off, still being written, or damaged.
 
-A last line without a newline is one that a writer did not finish: it is left out. Anything else that cannot be read
-is an error that names the file and the line.
+A last line without a newline is one that a writer did not finish: it is left out. Anything else
+that cannot be read is an error that names the file and the line.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def decode_line(line: bytes, path: Path, number: int) -> AnyEvent:
     try:
         return _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreError(f"{path}, line {number} is damaged: {error}; the events before it can be read") from error
+        raise StoreError(
+            f"{path}, line {number} is damaged: {error}; the events before it can be read"
+        ) from error
 
 
 def check_version(line: bytes, path: Path) -> None:
@@ -77,16 +79,19 @@ def check_version(line: bytes, path: Path) -> None:
         return  # the whole decode says it better
     if version > SCHEMA_VERSION:
         raise StoreError(
-            f"{path} was written by a newer Ramify (schema {version}; this one reads up to {SCHEMA_VERSION}): "
+            f"{path} was written by a newer Ramify (schema {version}; this one reads up to "
+            f"{SCHEMA_VERSION}): "
             "pip install -U ramify"
         )
 
 
 async def follow(path: Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
-    """Every event from the first on, and those that come, until all is read and nobody writes any more.
+    """Every event from the first on, and those that come, until all is read and nobody writes any
+    more.
 
-    Between two questions of a conversation the writer lives, so following continues. What cannot be read is read again a
-    few times, in case the writer was at work there. Raises StoreError if it stays so, or if the journal was replaced."""
+    Between two questions of a conversation the writer lives, so following continues. What cannot be
+    read is read again a few times, in case the writer was at work there. Raises StoreError if it
+    stays so, or if the journal was replaced."""
     import asyncio  # heavy, and no other reader needs it
 
     offset, number, failures, inode = 0, 0, 0, 0
@@ -109,11 +114,14 @@ async def follow(path: Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
 
 
 def _same_file(path: Path, inode: int, offset: int) -> int:
-    """The inode of ``path``. Raises StoreError if it is not ``inode``, or if the file is shorter than what was read."""
+    """The inode of ``path``. Raises StoreError if it is not ``inode``, or if the file is shorter
+    than what was read."""
     try:
         stat = path.stat()
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
     if inode not in (0, stat.st_ino) or stat.st_size < offset:
-        raise StoreError(f"{path} was cut or replaced while it was followed: follow it again from its beginning")
+        raise StoreError(
+            f"{path} was cut or replaced while it was followed: follow it again from its beginning"
+        )
     return stat.st_ino

@@ -24,13 +24,15 @@ def make_folder(path: Path) -> Path:
         path.mkdir(FOLDER_MODE, exist_ok=True)
     except OSError as error:
         raise StoreError(
-            f"cannot make the folder {path}: {error.strerror}; set RAMIFY_HOME to one that is writable"
+            f"cannot make the folder {path}: {error.strerror}; set RAMIFY_HOME to one that is "
+            "writable"
         ) from error
     return path
 
 
 def write_all(fd: int, data: Bytes, path: Path) -> None:
-    """All of ``data`` in one ``write()`` where the system takes it so; StoreError naming ``path`` otherwise."""
+    """All of ``data`` in one ``write()`` where the system takes it so; StoreError naming ``path``
+    otherwise."""
     try:
         written = os.write(fd, data)
         if written == len(data):
@@ -39,7 +41,9 @@ def write_all(fd: int, data: Bytes, path: Path) -> None:
         while written < len(rest):
             written += os.write(fd, rest[written:])
     except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror}; free some space, or set RAMIFY_HOME") from error
+        raise StoreError(
+            f"cannot write {path}: {error.strerror}; free some space, or set RAMIFY_HOME"
+        ) from error
 
 
 def remove_file(path: Path) -> int:

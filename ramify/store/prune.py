@@ -1,8 +1,9 @@
 """Deleting runs, evaluations, and the blobs that nothing names any more.
 
-Which blobs are needed is read from the journals: every quoted string of 64 hexadecimal digits counts as a name. A run
-that is about to name a blob has put it (which renews the blob's time) a moment before; so a blob is spared that was
-put after the run it is deleted with had ended, or within the last hour where some run is being written.
+Which blobs are needed is read from the journals: every quoted string of 64 hexadecimal digits
+counts as a name. A run that is about to name a blob has put it (which renews the blob's time) a
+moment before; so a blob is spared that was put after the run it is deleted with had ended, or
+within the last hour where some run is being written.
 """
 
 from __future__ import annotations
@@ -58,23 +59,35 @@ class StorePruner:
         self._warned = False
 
     def remove(self, path: Path) -> int:
-        """Delete this journal and what only it named; the bytes freed. StoreError where it is being written."""
+        """Delete this journal and what only it named; the bytes freed. StoreError where it is being
+        written."""
         stat, candidates = _delete(path)
         return stat.st_size + self._collect(candidates)
 
     def prune(
-        self, newest_first: list[Path], older_than_s: float | None, keep_last: int | None, max_bytes: int | None
+        self,
+        newest_first: list[Path],
+        older_than_s: float | None,
+        keep_last: int | None,
+        max_bytes: int | None,
     ) -> PruneResult:
-        """The ids of the runs and of the evaluations that are gone. Both go by the same rules, each counted by itself."""
-        records = sorted((self._root / EVALUATIONS).glob("*.jsonl"), reverse=True)  # their names begin with their time
+        """The ids of the runs and of the evaluations that are gone. Both go by the same rules, each
+        counted by itself."""
+        records = sorted(
+            (self._root / EVALUATIONS).glob("*.jsonl"), reverse=True
+        )  # their names begin with their time
         records = records[keep_last or 0 :][::-1]
-        oldest_first = [path for path in newest_first[keep_last or 0 :][::-1] if writer(path) is None]
+        oldest_first = [
+            path for path in newest_first[keep_last or 0 :][::-1] if writer(path) is None
+        ]
         if older_than_s is None:
             takes_all = keep_last is not None and max_bytes is None
             going, leaving = (oldest_first, records) if takes_all else ([], [])
         else:
             going, leaving = (_older(paths, older_than_s) for paths in (oldest_first, records))
-        removed = PruneResult(self._remove_all(going), [path.stem for path in leaving if _delete_record(path)])
+        removed = PruneResult(
+            self._remove_all(going), [path.stem for path in leaving if _delete_record(path)]
+        )
         self._sweep()
         if max_bytes is not None:
             gone = {*removed.runs, *removed.evaluations}
@@ -87,7 +100,11 @@ class StorePruner:
         total = sum(_walk(self._root))
         data = msgspec.json.encode(_Size(total, time.time()))
         try:
-            fd = os.open(self._root / "size.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+            fd = os.open(
+                self._root / "size.json",
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
+                FILE_MODE,
+            )
             with os.fdopen(fd, "wb") as file:
                 file.write(data)
         except OSError:
@@ -95,7 +112,8 @@ class StorePruner:
         return total
 
     def warn_if_full(self) -> None:
-        """Warn, once per store object, when the store is over its cap. Measures at most once an hour."""
+        """Warn, once per store object, when the store is over its cap. Measures at most once an
+        hour."""
         if self._warned:
             return
         size = self._remembered()
@@ -103,7 +121,8 @@ class StorePruner:
         if size > cap:
             self._warned = True
             warnings.warn(
-                f"the store {self._root} holds {size / 1e9:.1f} GB, over its cap of {cap / 1e9:.1f} GB: "
+                f"the store {self._root} holds {size / 1e9:.1f} GB, over its cap of "
+                f"{cap / 1e9:.1f} GB: "
                 "prune old runs, or set RAMIFY_STORE_MAX_BYTES",
                 stacklevel=4,
             )
@@ -116,7 +135,8 @@ class StorePruner:
         return size.num_bytes if abs(time.time() - size.at) < _STALE_S else self.measure()
 
     def _remove_all(self, journals: list[Path]) -> list[str]:
-        """As ``remove``, with one scan for all; journals that somebody has begun to write again stay."""
+        """As ``remove``, with one scan for all; journals that somebody has begun to write again
+        stay."""
         removed, candidates = [], dict[str, float]()
         for path in journals:
             try:
@@ -124,7 +144,9 @@ class StorePruner:
             except StoreError:
                 continue
             removed.append(path.stem)
-            candidates |= {name: max(ended, candidates.get(name, 0.0)) for name, ended in named.items()}
+            candidates |= {
+                name: max(ended, candidates.get(name, 0.0)) for name, ended in named.items()
+            }
         self._collect(candidates)
         return removed
 
@@ -161,7 +183,8 @@ class StorePruner:
                 remove_file(path)
 
     def _collect(self, candidates: dict[str, float]) -> int:
-        """Delete the candidates (digest -> spare it if put after this time) that no journal names; bytes freed."""
+        """Delete the candidates (digest -> spare it if put after this time) that no journal names;
+        bytes freed."""
         if not candidates:
             return 0
         writing = any(writer(path.with_suffix(".jsonl")) for path in self._runs.glob("*.writer"))
@@ -180,11 +203,14 @@ def max_store_bytes() -> int:
     try:
         return int(float(given))
     except ValueError:
-        raise ConfigError(f"RAMIFY_STORE_MAX_BYTES is {given!r}: give a number of bytes, such as 20e9") from None
+        raise ConfigError(
+            f"RAMIFY_STORE_MAX_BYTES is {given!r}: give a number of bytes, such as 20e9"
+        ) from None
 
 
 def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
-    """Delete a journal that nobody writes; what it was, and the digests it named -> when it ended."""
+    """Delete a journal that nobody writes; what it was, and the digests it named -> when it
+    ended."""
     try:
         fd = open_locked(path, 0)
     except OSError as error:

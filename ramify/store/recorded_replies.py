@@ -1,4 +1,5 @@
-"""What a journal recorded, as a resumed or replayed run asks for it: by where in the tree, and checked by content.
+"""What a journal recorded, as a resumed or replayed run asks for it: by where in the tree, and
+checked by content.
 
     replay   every reply and tool result must be there; a missing or different one is ``ReplayDiverged``
     resume   what is there is used; what is missing (None) is asked for and paid
@@ -59,7 +60,8 @@ class RecordedReplies:
         self._cells: dict[tuple[str, int, int], Cell] = {}
         self._asked: dict[tuple[str, int], RequestStarted] = {}
         self._replaced: dict[tuple[str, int, str], tuple[RequestStarted, RequestStarted]] = {}
-        """(call, turn, hash) of a refused prompt -> its request, and the request that replaced it."""
+        """(call, turn, hash) of a refused prompt -> its request, and the request that replaced
+        it."""
         self._replies: dict[tuple[str, int], ReplyReceived] = {}
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
         self._attempts: dict[tuple[str, int], list[AttemptFailed]] = {}
@@ -70,12 +72,14 @@ class RecordedReplies:
         for event in events:
             self._add(event)
         if not self.questions:
-            raise StoreError("the journal holds no RunStarted event: the run was cut off before its first act")
+            raise StoreError(
+                "the journal holds no RunStarted event: the run was cut off before its first act"
+            )
         self.started = self.questions[0]
 
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None:
-        """The reply that was recorded for this request, with the prompt ids that it added. Raises what ended the call,
-        where that was the outcome."""
+        """The reply that was recorded for this request, with the prompt ids that it added. Raises
+        what ended the call, where that was the outcome."""
         self.check(call, turn, prompt_hash)
         if (call, turn) not in self._asked:
             self._fail_again(call)  # for want of budget, it was never sent
@@ -88,16 +92,18 @@ class RecordedReplies:
         return None if reply is None else reply.reply
 
     def check(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Raises ReplayDiverged if another request was recorded there, or if the run diverged before;
-        Refused if the model refused this prompt and another one replaced it."""
+        """Raises ReplayDiverged if another request was recorded there, or if the run diverged
+        before; Refused if the model refused this prompt and another one replaced it."""
         if self.diverged is not None:
             raise self.diverged
         asked = self._asked.get((call, turn))
         if asked is not None and asked.prompt_hash != prompt_hash:
             self._refuse_again(call, turn, prompt_hash)
             raise self._diverged(
-                f"run {self.started.id}, call {call}, turn {turn}: the prompt has hash {prompt_hash[:12]} but "
-                f"{asked.prompt_hash[:12]} was recorded; the code, tools or context have changed, so ask as a new run"
+                f"run {self.started.id}, call {call}, turn {turn}: the prompt has hash "
+                f"{prompt_hash[:12]} but "
+                f"{asked.prompt_hash[:12]} was recorded; the code, tools or context have changed, "
+                "so ask as a new run"
             )
 
     def reused_ids(self, call: str, turn: int) -> int:
@@ -109,7 +115,8 @@ class RecordedReplies:
         return self._attempts.get((call, turn), [])
 
     def in_flight(self, call: str, turn: int) -> bool:
-        """Whether this request had been sent, perhaps paid, and not been answered when the run was cut off."""
+        """Whether this request had been sent, perhaps paid, and not been answered when the run was
+        cut off."""
         place = (call, turn)
         is_open = place in self._asked and place not in self._replies and place not in self._booked
         return is_open and call not in self._ends
@@ -128,7 +135,8 @@ class RecordedReplies:
         return self._cells.get((call, turn, cell))
 
     def was_skipped(self, call: str, turn: int, cell: int) -> bool:
-        """Whether the run was closing by the time of this cell: nothing came after it but the last word, if that."""
+        """Whether the run was closing by the time of this cell: nothing came after it but the last
+        word, if that."""
         if (call, turn, cell) in self._cells:
             return False
         asked, ended = self._asked.get((call, turn + 1)), self._ends.get(call)
@@ -136,7 +144,9 @@ class RecordedReplies:
             return asked.last_word is not None
         return ended is not None and ended.stop.is_truncated()
 
-    def tool(self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str) -> ToolAnswered | None:
+    def tool(
+        self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str
+    ) -> ToolAnswered | None:
         """What a user's tool was recorded to have returned or raised."""
         found = self._tools.get((call, turn, cell, ordinal))
         place = f"call {call}, turn {turn}, cell {cell}, tool call {ordinal}"
@@ -145,8 +155,10 @@ class RecordedReplies:
             return None
         if found.arguments_hash != arguments_hash:
             raise self._diverged(
-                f"run {self.started.id}, {place}: the arguments have hash {arguments_hash[:12]} but "
-                f"{found.arguments_hash[:12]} was recorded for tool '{found.name}'; ask as a new run"
+                f"run {self.started.id}, {place}: the arguments have hash {arguments_hash[:12]} "
+                "but "
+                f"{found.arguments_hash[:12]} was recorded for tool '{found.name}'; ask as a new "
+                "run"
             )
         return found
 
@@ -156,12 +168,17 @@ class RecordedReplies:
         return self.diverged is not None or _key(event) in self._held
 
     def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Raise Refused for a prompt that was refused, and that another prompt replaced at the same place."""
+        """Raise Refused for a prompt that was refused, and that another prompt replaced at the same
+        place."""
         if (call, turn, prompt_hash) not in self._replaced:
             return
         before, after = self._replaced[call, turn, prompt_hash]
-        error = Refused(f"call {call}, turn {turn}: the prompt {prompt_hash[:12]} was refused when it was recorded")
-        # With as many messages, it was shortened; a last word without them is sent for no other reason.
+        error = Refused(
+            f"call {call}, turn {turn}: the prompt {prompt_hash[:12]} was refused when it was "
+            "recorded"
+        )
+        # With as many messages, it was shortened; a last word without them is sent for no other
+        # reason.
         error.too_long = len(before.prompt) == len(after.prompt) or before.last_word is not None
         raise error
 
@@ -169,7 +186,9 @@ class RecordedReplies:
         ended = self._ends.get(call)
         if ended is None:
             return
-        reason = ended.error or next((a.error for a in reversed(self.attempts) if a.call == call), str(ended.stop))
+        reason = ended.error or next(
+            (a.error for a in reversed(self.attempts) if a.call == call), str(ended.stop)
+        )
         if ended.stop.is_truncated():
             raise LimitReached(reason, ended.stop)
         raise ModelError(reason)
@@ -191,7 +210,9 @@ class RecordedReplies:
 
     def _missing(self, what: str) -> None:
         if self.strict:
-            raise self._diverged(f"run {self.started.id} recorded no such thing as {what}; resume it to ask for it")
+            raise self._diverged(
+                f"run {self.started.id} recorded no such thing as {what}; resume it to ask for it"
+            )
 
     def _can_be_resumed(self, end: RunEnded) -> bool:
         """A replay repeats a failure; a resume tries again."""
@@ -218,7 +239,10 @@ class RecordedReplies:
                 self._attempts.setdefault((event.call, event.turn), []).append(event)
             case ReplyReceived():
                 if (event.call, event.turn) not in self._asked:
-                    raise StoreError(f"call {event.call}, turn {event.turn} has a reply but no request in the journal")
+                    raise StoreError(
+                        f"call {event.call}, turn {event.turn} has a reply but no request in the "
+                        "journal"
+                    )
                 self._replies[event.call, event.turn] = event
             case CellRan():
                 self._cells[event.call, event.turn, event.cell] = event.result

@@ -47,7 +47,8 @@ class Store:
         self._pruner = StorePruner(self.root, self._runs, self.blobs)
 
     def new_id(self, question: str) -> str:
-        """``20260301-142501-5gk0x7m-which-host-failed``: sorts by time (UTC, to the microsecond), reads, is unique."""
+        """``20260301-142501-5gk0x7m-which-host-failed``: sorts by time (UTC, to the microsecond),
+        reads, is unique."""
         now = time.time()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
         fraction = _base32(int(now % 1 * 1e6), 4)
@@ -56,21 +57,27 @@ class Store:
         return "-".join([stamp, fraction + unique, *(word[:16] for word in words)])
 
     def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> Journal:
-        """A journal for a new run. ``secrets`` (name -> value) are kept out of it, as are those of the environment."""
+        """A journal for a new run. ``secrets`` (name -> value) are kept out of it, as are those of
+        the environment."""
         if not _ID.fullmatch(run_id):
-            raise StoreError(f"{run_id!r} cannot name a run: use letters, digits, '-', '_' and '.', at most 128")
+            raise StoreError(
+                f"{run_id!r} cannot name a run: use letters, digits, '-', '_' and '.', at most 128"
+            )
         self._pruner.warn_if_full()
         path = self._runs / f"{run_id}.jsonl"
         try:
             fd = open_locked(path, os.O_CREAT | os.O_EXCL)
         except FileExistsError:
-            raise StoreError(f"run {run_id} exists already in {self._runs}: resume it, or take another id") from None
+            raise StoreError(
+                f"run {run_id} exists already in {self._runs}: resume it, or take another id"
+            ) from None
         except OSError as error:
             raise StoreError(f"cannot create {path}: {error.strerror}") from error
         return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets))
 
     def reopen(self, run: str | Path, secrets: Mapping[str, str] | None = None) -> Journal:
-        """The journal of an earlier run, to go on with. A line that its writer did not finish is cut off."""
+        """The journal of an earlier run, to go on with. A line that its writer did not finish is
+        cut off."""
         path = self.path(run)
         try:
             fd = open_locked(path, 0)
@@ -92,7 +99,8 @@ class Store:
                 journal.append(event)
 
     def path(self, run: str | Path) -> Path:
-        """The journal that ``run`` means: a run's id, the unique beginning of one, ``"last"``, or a ``.jsonl`` file."""
+        """The journal that ``run`` means: a run's id, the unique beginning of one, ``"last"``, or a
+        ``.jsonl`` file."""
         name = str(run)
         if name.endswith(".jsonl"):
             path = Path(name).expanduser()
@@ -130,11 +138,14 @@ class Store:
         summaries = self._index.summaries(journals)
         claimed = {path.stem for path in self._runs.glob("*.writer")}
         for summary in summaries:
-            summary.alive = summary.id in claimed and writer(self._runs / f"{summary.id}.jsonl") is not None
+            summary.alive = (
+                summary.id in claimed and writer(self._runs / f"{summary.id}.jsonl") is not None
+            )
         return summaries
 
     def remove(self, run: str | Path) -> int:
-        """Delete a run and the blobs that no other run needs; the bytes freed. Refused while it is written."""
+        """Delete a run and the blobs that no other run needs; the bytes freed. Refused while it is
+        written."""
         path = self.path(run)
         if path.parent.resolve() != self._runs.resolve():
             raise StoreError(f"{path} is outside the store {self.root}: delete the file yourself")
@@ -143,13 +154,18 @@ class Store:
         return freed
 
     def prune(
-        self, older_than_s: float | None = None, keep_last: int | None = None, max_bytes: int | None = None
+        self,
+        older_than_s: float | None = None,
+        keep_last: int | None = None,
+        max_bytes: int | None = None,
     ) -> PruneResult:
-        """Delete runs and evaluations, oldest first, and the blobs that no run needs; the ids deleted.
+        """Delete runs and evaluations, oldest first, and the blobs that no run needs; the ids
+        deleted.
 
-        ``keep_last`` newest runs, and as many evaluations, stay in any case. Of the others go those whose last event is
-        older than ``older_than_s`` (all of them where neither this nor ``max_bytes`` is given), then as many as it takes
-        for the store to fit ``max_bytes``. What is being written stays. Without arguments, only litter goes."""
+        ``keep_last`` newest runs, and as many evaluations, stay in any case. Of the others go those
+        whose last event is older than ``older_than_s`` (all of them where neither this nor
+        ``max_bytes`` is given), then as many as it takes for the store to fit ``max_bytes``. What
+        is being written stays. Without arguments, only litter goes."""
         removed = self._pruner.prune(self._journals(), older_than_s, keep_last, max_bytes)
         self._index.forget(removed.runs)
         return removed
@@ -159,7 +175,8 @@ class Store:
         return self._pruner.measure()
 
     def _journals(self) -> list[Path]:
-        """Newest first. An id that does not begin with its time is placed by the file's time of change."""
+        """Newest first. An id that does not begin with its time is placed by the file's time of
+        change."""
         keyed = []
         for entry in os.scandir(self._runs):
             if entry.name.endswith(".jsonl"):

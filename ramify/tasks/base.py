@@ -1,4 +1,5 @@
-"""What a task is: questions that have a right answer, in splits that share none, and how an answer is scored.
+"""What a task is: questions that have a right answer, in splits that share none, and how an answer
+is scored.
 
     task.splits["train"][17] ──> Item ── prepare ──> Start ── the engine runs it ──> Trajectory ── score ──> Score
 
@@ -10,8 +11,9 @@ A task of one's own is a function that makes an item and one that scores an answ
 
     task = SimpleTask("teal", generated("teal", make), numeric)
 
-Leaves out who runs an item (``evaluate/attempt.py``) and what is done with rewards (``train/``). What a trajectory holds
-was written by a model and by its code: a score reads it as hostile text, never runs it, and is bounded in time.
+Leaves out who runs an item (``evaluate/attempt.py``) and what is done with rewards (``train/``).
+What a trajectory holds was written by a model and by its code: a score reads it as hostile text,
+never runs it, and is bounded in time.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from ramify.sandbox.base import Session
 from ramify.types.trajectory import Trajectory
 
 SPLITS = ("train", "validation", "test")
-"""Every task has these; validation chooses checkpoints, test is reported. A task may have more, for what it holds out."""
+"""Every task has these; validation chooses checkpoints, test is reported. A task may have more, for
+what it holds out."""
 ENDLESS = 1 << 40
 """Length of a generated split."""
 TASKS = {
@@ -59,7 +62,8 @@ class Item(msgspec.Struct, frozen=True):
     id: str = ""
     """Unique, and enough to find the item again: ``ledger/train/17``."""
     right: Any = None
-    """An answer that must score 1, where ``gold`` is not one itself (a list of accepted answers, say)."""
+    """An answer that must score 1, where ``gold`` is not one itself (a list of accepted answers,
+    say)."""
     wrong: Any = None
     """An answer that must not score 1; None: one that resembles no gold."""
     metadata: Mapping[str, Any] = {}
@@ -67,18 +71,21 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class TaskStart(msgspec.Struct, kw_only=True):
-    """What one rollout begins with; made anew for each, so that it may hold state. The engine takes it as a context."""
+    """What one rollout begins with; made anew for each, so that it may hold state. The engine takes
+    it as a context."""
 
     context: Any = None
     tools: Mapping[str, Any] = {}
-    """Functions (and values) in the session, of the root and of its children; functions run in the host."""
+    """Functions (and values) in the session, of the root and of its children; functions run in the
+    host."""
     about: str = ""
     """What the model is told of the context beyond its size and beginning."""
     on_session: Callable[[Session], Awaitable[None]] | None = None
-    """What is done to each fresh session of the rollout before its first cell: names bound, modules installed."""
+    """What is done to each fresh session of the rollout before its first cell: names bound, modules
+    installed."""
     on_end: Callable[[Any], Mapping[str, Any]] | None = None
-    """Called once with the answer (None where there is none) when the rollout has ended, however it did. What it returns
-    is put into the trajectory's ``metadata``, for the score."""
+    """Called once with the answer (None where there is none) when the rollout has ended, however it
+    did. What it returns is put into the trajectory's ``metadata``, for the score."""
 
     def manifest(self) -> str:
         """``about``, as the engine asks for it."""
@@ -98,7 +105,8 @@ class Score(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Task(Protocol):
-    """Questions and their score. ``validate`` (``validate.py``) proves it: the gold must score 1, a wrong answer not."""
+    """Questions and their score. ``validate`` (``validate.py``) proves it: the gold must score 1, a
+    wrong answer not."""
 
     name: str
     splits: Mapping[str, Sequence[Item]]
@@ -111,20 +119,28 @@ class Task(Protocol):
         ...
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
-        """What ``trajectory`` is worth as an answer to ``item``: the same for the same two, whenever it is asked. May
-        take its time (it is called in a thread), and may raise where the fault is the task's own."""
+        """What ``trajectory`` is worth as an answer to ``item``: the same for the same two,
+        whenever it is asked. May take its time (it is called in a thread), and may raise where the
+        fault is the task's own."""
         ...
 
 
-# --- data ----------------------------------------------------------------------------------------------------------
+# --- data
+# ----------------------------------------------------------------------------------------------------------
 
 
 class GeneratedSplit(Sequence[Item]):
-    """A split that is generated: item ``index`` is made from a random generator of its own, seeded by the task's name,
-    the seed, the split and the index. So splits are disjoint streams, and any item can be made again by itself."""
+    """A split that is generated: item ``index`` is made from a random generator of its own, seeded
+    by the task's name, the seed, the split and the index. So splits are disjoint streams, and any
+    item can be made again by itself."""
 
     def __init__(
-        self, task: str, split: str, make: Callable[[random.Random], Item], seed: int = 0, size: int = ENDLESS
+        self,
+        task: str,
+        split: str,
+        make: Callable[[random.Random], Item],
+        seed: int = 0,
+        size: int = ENDLESS,
     ) -> None:
         self.task, self.split, self.seed = task, split, seed
         self._make, self._size = make, size
@@ -142,7 +158,9 @@ class GeneratedSplit(Sequence[Item]):
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(self._size))]
         if not -self._size <= index < self._size:
-            raise IndexError(f"{self.task}/{self.split} has {self._size} items, and no item {index}")
+            raise IndexError(
+                f"{self.task}/{self.split} has {self._size} items, and no item {index}"
+            )
         index %= self._size
         name = f"{self.task}/{self.split}/{index}"
         item = self._make(random.Random(f"{name}/{self.seed}"))
@@ -151,14 +169,18 @@ class GeneratedSplit(Sequence[Item]):
     def _check_reachable(self, index: int | slice) -> None:
         """Raises ConfigError for what is counted from an end that there is not."""
         asked = (index.start, index.stop) if isinstance(index, slice) else (index,)
-        is_open = isinstance(index, slice) and (index.stop if (index.step or 1) > 0 else index.start) is None
+        is_open = (
+            isinstance(index, slice)
+            and (index.stop if (index.step or 1) > 0 else index.start) is None
+        )
         if not is_open and all(each is None or each >= 0 for each in asked):
             return
         shown = str(index)
         if isinstance(index, slice):
             shown = ":".join("" if each is None else str(each) for each in asked)
         raise ConfigError(
-            f"{self.task}/{self.split} has no end, and [{shown}] needs one: give both bounds, from 0 up, as in [0:100], or "
+            f"{self.task}/{self.split} has no end, and [{shown}] needs one: give both bounds, from "
+            "0 up, as in [0:100], or "
             "the task a size"
         )
 
@@ -176,7 +198,9 @@ def generated(
 def items_of(task: Task, split: str) -> Sequence[Item]:
     """The items of a split by name. Raises ConfigError for one that the task does not have."""
     if split not in task.splits:
-        raise ConfigError(f"task '{task.name}' has no split '{split}': {nearest(split, task.splits)}")
+        raise ConfigError(
+            f"task '{task.name}' has no split '{split}': {nearest(split, task.splits)}"
+        )
     return task.splits[split]
 
 
@@ -184,30 +208,40 @@ _OTHERS = "give file.py:attribute, module:attribute, rows in a .jsonl or .parque
 
 
 def task_of(name: str, **options: Any) -> Task:
-    """The task called ``name``: one of ``TASKS``; ``module:attribute`` or ``file.py:attribute``, a task or a function
-    that makes one of ``options``; or a file of rows (``.jsonl``, ``.parquet``, ``hf:NAME``), with the options of
-    ``data.dataset``. Raises ConfigError for what there is not, with the nearest that there is."""
+    """The task called ``name``: one of ``TASKS``; ``module:attribute`` or ``file.py:attribute``, a
+    task or a function that makes one of ``options``; or a file of rows (``.jsonl``, ``.parquet``,
+    ``hf:NAME``), with the options of ``data.dataset``. Raises ConfigError for what there is not,
+    with the nearest that there is."""
     if name.startswith("hf:") or name.endswith(DATA_SUFFIXES):
         name, options = "ramify.tasks.data:dataset", {"source": name, **options}
     module, _, attribute = TASKS.get(name, name).rpartition(":")
     if not module:
         raise ConfigError(f"unknown task '{name}': {nearest(name, TASKS)}; or {_OTHERS}")
     try:
-        found = getattr(_file(module) if module.endswith(".py") else importlib.import_module(module), attribute)
+        found = getattr(
+            _file(module) if module.endswith(".py") else importlib.import_module(module), attribute
+        )
     except FileNotFoundError as error:
         raise ConfigError(f"task '{name}': there is no file {error.filename}") from error
     except RamifyError:
         raise
     except Exception as error:  # whatever a file of the user's own raises
-        why = error if isinstance(error, ImportError | AttributeError | SyntaxError | OSError) else repr(error)
+        why = (
+            error
+            if isinstance(error, ImportError | AttributeError | SyntaxError | OSError)
+            else repr(error)
+        )
         raise ConfigError(f"task '{name}' cannot be loaded: {why}") from error
     if not isinstance(found, Task):
         found = _made(name, found, options)
     elif options:
-        raise ConfigError(f"task '{name}' is made already and takes no options: leave out {', '.join(options)}")
+        raise ConfigError(
+            f"task '{name}' is made already and takes no options: leave out {', '.join(options)}"
+        )
     if not isinstance(found, Task):
         raise ConfigError(
-            f"'{name}' gives a {type(found).__name__}, not a Task (name, splits, weights, prepare, score)"
+            f"'{name}' gives a {type(found).__name__}, not a Task (name, splits, weights, prepare, "
+            "score)"
         )
     return found
 
@@ -238,7 +272,8 @@ def _made(name: str, make: Any, options: Mapping[str, Any]) -> Any:
         raise ConfigError(f"task '{name}' with {dict(options)}: {why}") from error
 
 
-# --- scoring -------------------------------------------------------------------------------------------------------
+# --- scoring
+# -------------------------------------------------------------------------------------------------------
 
 
 def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
@@ -253,7 +288,8 @@ def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
 def scored(task: Task, item: Item, trajectory: Trajectory) -> Trajectory:
     """``trajectory`` with its rewards, those of its calls, and its metrics; the same object.
 
-    Raises RamifyError, naming task and item, where the score itself failed or gave what is no reward."""
+    Raises RamifyError, naming task and item, where the score itself failed or gave what is no
+    reward."""
     try:
         score = task.score(item, trajectory)
     except RamifyError:
@@ -272,12 +308,18 @@ def scored(task: Task, item: Item, trajectory: Trajectory) -> Trajectory:
 def _check(task: Task, item: Item, trajectory: Trajectory, score: Score) -> None:
     where = f"task '{task.name}', item {item.id}"
     if not score.rewards:
-        raise RamifyError(f"{where}: its score has no reward; give one by name, as in Score({{'correct': 1.0}})")
+        raise RamifyError(
+            f"{where}: its score has no reward; give one by name, as in Score({{'correct': 1.0}})"
+        )
     calls = {call.id for call in trajectory.calls}
     stray = sorted(score.calls.keys() - calls)
     if stray:
-        raise RamifyError(f"{where}: a reward for call {stray[0]!r}, which the trajectory does not have")
+        raise RamifyError(
+            f"{where}: a reward for call {stray[0]!r}, which the trajectory does not have"
+        )
     for rewards in (score.rewards, score.metrics, *score.calls.values()):
         for name, value in rewards.items():
             if not isinstance(value, int | float) or not math.isfinite(value):
-                raise RamifyError(f"{where}: reward '{name}' is {value!r}; it must be a finite number")
+                raise RamifyError(
+                    f"{where}: reward '{name}' is {value!r}; it must be a finite number"
+                )

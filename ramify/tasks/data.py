@@ -1,13 +1,15 @@
-"""A dataset as a task: rows of JSONL or Parquet files, of Hugging Face ``datasets``, or of a list, and a score by name.
+"""A dataset as a task: rows of JSONL or Parquet files, of Hugging Face ``datasets``, or of a list,
+and a score by name.
 
     dataset("questions.jsonl", question="q", gold="a")                          divided 80 : 10 : 10
     dataset({"train": "train.jsonl", "test": "test.parquet"}, context="document", reward="f1")
     dataset("hf:openai/gsm8k:main", gold="answer", reward="last_number")        the splits that it has
     dataset(rows, item=lambda row: Item(row["q"], gold=row["a"]), reward=lambda answer, item: …)
 
-Which column is what is said by name; an error names the file, the row and the column. One source without splits is
-divided by the hash of question and context, so that a row stays where it is when others are added, and the same question
-is never in two splits. Rows are read when they are looked at. Leaves out what a model is told beside them.
+Which column is what is said by name; an error names the file, the row and the column. One source
+without splits is divided by the hash of question and context, so that a row stays where it is when
+others are added, and the same question is never in two splits. Rows are read when they are looked
+at. Leaves out what a model is told beside them.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from ramify.tasks.simple import AnswerReward, SimpleTask, WholeTrajectoryReward
 
 Row = Mapping[str, Any]
 Source = Any
-"""A path to ``.jsonl`` or ``.parquet``, ``hf:NAME`` or ``hf:NAME:CONFIG``, a sequence of mappings, or a loaded
-``datasets.Dataset`` or ``DatasetDict``."""
+"""A path to ``.jsonl`` or ``.parquet``, ``hf:NAME`` or ``hf:NAME:CONFIG``, a sequence of mappings,
+or a loaded ``datasets.Dataset`` or ``DatasetDict``."""
 _SHARES = (("train", 0.8), ("validation", 0.1), ("test", 0.1))
 _HF_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
 
@@ -46,20 +48,28 @@ class DatasetColumns(msgspec.Struct, frozen=True):
     """Columns that the score needs, by their own names; ``choice`` needs ``choices``."""
 
     def item(self, row: Row) -> Item:
-        """Raises KeyError for a column that ``row`` does not have, TypeError for one of the wrong type."""
+        """Raises KeyError for a column that ``row`` does not have, TypeError for one of the wrong
+        type."""
         question = row[self.question]
         if not isinstance(question, str) or not question.strip():
             raise TypeError(f"column '{self.question}' is {question!r:.60}; a question is text")
         gold: Any = None if self.gold is None else row[self.gold]
         if gold is None and self.gold is not None:
-            raise TypeError(f"column '{self.gold}' is empty; every row needs a gold answer, or give gold=None")
+            raise TypeError(
+                f"column '{self.gold}' is empty; every row needs a gold answer, or give gold=None"
+            )
         is_choice = isinstance(gold, list | tuple) and len(gold)
-        context = {name: row[name] for name in self.context} if isinstance(self.context, tuple) else None
+        context = (
+            {name: row[name] for name in self.context} if isinstance(self.context, tuple) else None
+        )
         return Item(
-            question, row[self.context] if isinstance(self.context, str) else context, gold,
-            str(row[self.kind]) if self.kind is not None else "", right=gold[0] if is_choice else None,
+            question,
+            row[self.context] if isinstance(self.context, str) else context,
+            gold,
+            str(row[self.kind]) if self.kind is not None else "",
+            right=gold[0] if is_choice else None,
             metadata={name: row[name] for name in self.metadata},
-        )  # fmt: skip
+        )
 
 
 def dataset(
@@ -74,13 +84,14 @@ def dataset(
     reward: str | AnswerReward | WholeTrajectoryReward = "exact",
     name: str = "",
 ) -> SimpleTask:
-    """The task. ``item`` makes an item of a row instead of the columns; ``reward`` is a score of ``scoring`` by name, or
-    a function of (answer, item). With ``gold=None`` the rows have no gold answer, and ``reward`` must be a function that
-    needs none. Raises ConfigError, SourceError for what cannot be read, and when it is looked at, for
-    a row that is not as it should be."""
+    """The task. ``item`` makes an item of a row instead of the columns; ``reward`` is a score of
+    ``scoring`` by name, or a function of (answer, item). With ``gold=None`` the rows have no gold
+    answer, and ``reward`` must be a function that needs none. Raises ConfigError, SourceError for
+    what cannot be read, and when it is looked at, for a row that is not as it should be."""
     if gold is None and item is None and isinstance(reward, str):
         raise ConfigError(
-            f"dataset with gold=None and reward='{reward}', which compares with a gold answer: give a function of "
+            f"dataset with gold=None and reward='{reward}', which compares with a gold answer: "
+            "give a function of "
             "(answer, item), or the column with the gold answers"
         )
     several = context if isinstance(context, str) or context is None else tuple(context)
@@ -92,16 +103,23 @@ def dataset(
     if len(sources) == 1 and "" in sources:
         splits = _divided(name, sources[""], make)
     else:
-        splits = {split: DatasetItems(f"{name}/{split}", rows, make) for split, rows in sources.items()}
+        splits = {
+            split: DatasetItems(f"{name}/{split}", rows, make) for split, rows in sources.items()
+        }
     return SimpleTask(name, splits, scorer_of(reward))
 
 
-def scorer_of(reward: str | AnswerReward | WholeTrajectoryReward) -> AnswerReward | WholeTrajectoryReward:
+def scorer_of(
+    reward: str | AnswerReward | WholeTrajectoryReward,
+) -> AnswerReward | WholeTrajectoryReward:
     """A score by name, or as it is."""
     if not isinstance(reward, str):
         return reward
     if reward not in SCORERS:
-        raise ConfigError(f"unknown score '{reward}': {nearest(reward, SCORERS)}; or give a function of (answer, item)")
+        raise ConfigError(
+            f"unknown score '{reward}': {nearest(reward, SCORERS)}; or give a function of (answer, "
+            "item)"
+        )
     return SCORERS[reward]
 
 
@@ -109,7 +127,11 @@ class DatasetItems(Sequence[Item]):
     """Rows as items, made when they are looked at."""
 
     def __init__(
-        self, name: str, rows: Sequence[Row], make: Callable[[Row], Item], indices: Sequence[int] | None = None
+        self,
+        name: str,
+        rows: Sequence[Row],
+        make: Callable[[Row], Item],
+        indices: Sequence[int] | None = None,
     ) -> None:
         """``indices`` are the rows that belong here; None: all."""
         self._name, self._rows, self._make = name, rows, make
@@ -117,7 +139,9 @@ class DatasetItems(Sequence[Item]):
 
     def some(self, name: str, places: Sequence[int]) -> DatasetItems:
         """Those at ``places``, under another name; each keeps the number of its row."""
-        return DatasetItems(name, self._rows, self._make, [self._indices[place] for place in places])
+        return DatasetItems(
+            name, self._rows, self._make, [self._indices[place] for place in places]
+        )
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -146,22 +170,31 @@ def _made(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Ite
         raise ConfigError(f"{name}, row {number}: {error}") from error
 
 
-def _divided(name: str, rows: Sequence[Row], make: Callable[[Row], Item]) -> dict[str, Sequence[Item]]:
+def _divided(
+    name: str, rows: Sequence[Row], make: Callable[[Row], Item]
+) -> dict[str, Sequence[Item]]:
     """The three splits, by what is asked over what."""
     indices: dict[str, list[int]] = {split: [] for split in SPLITS}
     for number in range(len(rows)):
         item = _made(name, rows, number, make)
-        asked = hashlib.sha256(msgspec.json.encode((item.question, item.context), enc_hook=str)).digest()
+        asked = hashlib.sha256(
+            msgspec.json.encode((item.question, item.context), enc_hook=str)
+        ).digest()
         share = int.from_bytes(asked[:8], "big") / 2**64
         for split, size in _SHARES:
             share -= size
             if share < 0 or split == SPLITS[-1]:
                 indices[split].append(number)
                 break
-    return {split: DatasetItems(f"{name}/{split}", rows, make, found) for split, found in indices.items() if found}
+    return {
+        split: DatasetItems(f"{name}/{split}", rows, make, found)
+        for split, found in indices.items()
+        if found
+    }
 
 
-# --- where rows come from ----------------------------------------------------------------------------------------------
+# --- where rows come from
+# ----------------------------------------------------------------------------------------------
 
 
 def _sources(source: Source) -> dict[str, Sequence[Row]]:
@@ -170,24 +203,33 @@ def _sources(source: Source) -> dict[str, Sequence[Row]]:
         source = _hugging_face(source)
     if isinstance(source, Mapping):  # also a DatasetDict
         if not source:
-            raise ConfigError("a dataset needs a source for at least one split, as in {'test': 'questions.jsonl'}")
-        return {_HF_NAMES.get(str(split), str(split)): rows_of(each) for split, each in source.items()}
+            raise ConfigError(
+                "a dataset needs a source for at least one split, as in {'test': 'questions.jsonl'}"
+            )
+        return {
+            _HF_NAMES.get(str(split), str(split)): rows_of(each) for split, each in source.items()
+        }
     return {"": rows_of(source)}
 
 
 def rows_of(source: Source) -> Sequence[Row]:
-    """The rows of one file or list, read when they are looked at. Raises ConfigError, SourceError."""
+    """The rows of one file or list, read when they are looked at. Raises ConfigError,
+    SourceError."""
     if isinstance(source, str | Path):
         path = Path(source).expanduser()
         if path.suffix not in DATA_SUFFIXES:
-            raise ConfigError(f"{path}: rows are read from {' and '.join(DATA_SUFFIXES)}, and from hf:NAME")
+            raise ConfigError(
+                f"{path}: rows are read from {' and '.join(DATA_SUFFIXES)}, and from hf:NAME"
+            )
         if not path.is_file():
             raise SourceError(f"there is no file {path}")
         rows: Any = JsonlRows(path) if path.suffix == ".jsonl" else ParquetRows(path)
     else:
         rows = source
     if not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__"):
-        raise ConfigError(f"a {type(rows).__name__} is no dataset: give a file, hf:NAME, or a list of rows")
+        raise ConfigError(
+            f"a {type(rows).__name__} is no dataset: give a file, hf:NAME, or a list of rows"
+        )
     if len(rows) == 0:
         raise SourceError(f"{_name_of(source)}: there are no rows in it")
     found: Sequence[Row] = rows
@@ -207,7 +249,9 @@ def _package(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ConfigError(f"this needs {module.partition('.')[0]}: pip install 'ramify[{extra}]'") from None
+        raise ConfigError(
+            f"this needs {module.partition('.')[0]}: pip install 'ramify[{extra}]'"
+        ) from None
 
 
 def _name_of(source: Source) -> str:
@@ -219,7 +263,8 @@ def _name_of(source: Source) -> str:
 
 
 class JsonlRows(Sequence[Row]):
-    """The objects of a JSONL file, found once and decoded when they are looked at. Blank lines are no rows."""
+    """The objects of a JSONL file, found once and decoded when they are looked at. Blank lines are
+    no rows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -244,7 +289,9 @@ class JsonlRows(Sequence[Row]):
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise SourceError(f"{self._path}, line {number}: not JSON: {error}") from None
         if not isinstance(row, dict):
-            raise SourceError(f"{self._path}, line {number}: a {type(row).__name__}; every line is an object")
+            raise SourceError(
+                f"{self._path}, line {number}: a {type(row).__name__}; every line is an object"
+            )
         return row
 
 

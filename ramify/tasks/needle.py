@@ -5,8 +5,8 @@
     … The baker of Lodavi counts the quiet stone. The access code of Tamorusi is 482913. The clerk …
     What is the access code of Tamorusi?    ->  482913
 
-Beside it stand distractors: codes of others whose names begin alike, and codes that the same one had before. The text is
-generated; ``kind`` is the tenth of it in which the needle lies.
+Beside it stand distractors: codes of others whose names begin alike, and codes that the same one
+had before. The text is generated; ``kind`` is the tenth of it in which the needle lies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,18 @@ _NOUNS = (
     "tower",
     "road",
 )
-_VERBS = ("counts", "carries", "follows", "paints", "measures", "forgets", "repairs", "watches", "sells", "buries")
+_VERBS = (
+    "counts",
+    "carries",
+    "follows",
+    "paints",
+    "measures",
+    "forgets",
+    "repairs",
+    "watches",
+    "sells",
+    "buries",
+)
 _PEOPLE = ("baker", "clerk", "pilot", "weaver", "doctor", "miller", "singer", "guard")
 _SYLLABLES = ["".join(pair) for pair in itertools.product("bdfklmnprstvz", "aeiou")]
 _POOL = 2000
@@ -57,16 +68,24 @@ MIN_CHARS = 1000
 
 def needle(
     *, chars: int = 100_000, distractors: int = 6, depth: float | None = None, seed: int = 0
-) -> SimpleTask:  # fmt: skip
-    """The task. ``chars`` is the length of the text (to within a sentence), ``distractors`` the number of sentences like
-    the needle, ``depth`` where it lies (0 the beginning, 1 the end; None: anywhere)."""
-    if chars < MIN_CHARS or not 0 <= distractors <= chars // 200 or not (depth is None or 0 <= depth <= 1):
+) -> SimpleTask:
+    """The task. ``chars`` is the length of the text (to within a sentence), ``distractors`` the
+    number of sentences like the needle, ``depth`` where it lies (0 the beginning, 1 the end; None:
+    anywhere)."""
+    if (
+        chars < MIN_CHARS
+        or not 0 <= distractors <= chars // 200
+        or not (depth is None or 0 <= depth <= 1)
+    ):
         raise ConfigError(
-            f"needle: chars={chars} must be at least {MIN_CHARS}, distractors={distractors} from 0 to chars/200, "
+            f"needle: chars={chars} must be at least {MIN_CHARS}, distractors={distractors} from 0 "
+            "to chars/200, "
             f"depth={depth} from 0 to 1"
         )
     return SimpleTask(
-        "needle", generated("needle", lambda rng: _make(rng, chars, distractors, depth), seed=seed), normalised
+        "needle",
+        generated("needle", lambda rng: _make(rng, chars, distractors, depth), seed=seed),
+        normalised,
     )
 
 
@@ -83,10 +102,14 @@ def _make(rng: random.Random, chars: int, distractors: int, depth: float | None)
     text, at = _haystack(rng, chars, sentences, depth)
     tenth = min(9, 10 * at // len(text))
     question = f"What is the access code of {name}?"
-    return Item(question, text, codes[0], f"depth {10 * tenth}-{10 * tenth + 10} %", wrong=codes[-1] + "0")
+    return Item(
+        question, text, codes[0], f"depth {10 * tenth}-{10 * tenth + 10} %", wrong=codes[-1] + "0"
+    )
 
 
-def _haystack(rng: random.Random, chars: int, sentences: list[str], depth: float | None) -> tuple[str, int]:
+def _haystack(
+    rng: random.Random, chars: int, sentences: list[str], depth: float | None
+) -> tuple[str, int]:
     """(the text, where in it the first of ``sentences`` begins)."""
     pool = [_filler(rng) for _ in range(_POOL)]
     room = chars - sum(map(len, sentences)) - len(sentences)
@@ -94,7 +117,9 @@ def _haystack(rng: random.Random, chars: int, sentences: list[str], depth: float
     hay = rng.choices(pool, k=max(1, round(room / mean)))
     places = sorted((rng.random(), sentence) for sentence in sentences[1:])
     places.append((rng.random() if depth is None else depth, sentences[0]))
-    for share, sentence in sorted(places, reverse=True):  # from the end, so that earlier places stay where they are
+    for share, sentence in sorted(
+        places, reverse=True
+    ):  # from the end, so that earlier places stay where they are
         hay.insert(round(share * len(hay)), sentence)
     text = " ".join(hay)
     return text, text.index(sentences[0])

@@ -1,4 +1,5 @@
-"""A task made of data and functions: splits, a reward, and where a session needs more than its context, a beginning.
+"""A task made of data and functions: splits, a reward, and where a session needs more than its
+context, a beginning.
 
 A reward may take the trajectory, or only the answer and the item, and may give a number, several by name or a ``Score``::
 
@@ -25,7 +26,8 @@ AnswerReward = Callable[[Any, Item], Worth]
 
 
 class WholeTrajectoryReward(msgspec.Struct, frozen=True):
-    """Marks a reward that looks at the whole trajectory: ``WholeTrajectoryReward(fn)`` with ``fn(item, trajectory)``."""
+    """Marks a reward that looks at the whole trajectory: ``WholeTrajectoryReward(fn)`` with
+    ``fn(item, trajectory)``."""
 
     reward: Callable[[Item, Trajectory], Worth]
 
@@ -45,7 +47,9 @@ class SimpleTask(msgspec.Struct, frozen=True):
         if not self.name or not self.splits:
             raise ConfigError(f"task {self.name!r} needs a name and at least one split")
         if not callable(self.reward) and not isinstance(self.reward, WholeTrajectoryReward):
-            raise ConfigError(f"task '{self.name}': its reward is a {type(self.reward).__name__}; give a function")
+            raise ConfigError(
+                f"task '{self.name}': its reward is a {type(self.reward).__name__}; give a function"
+            )
 
     async def prepare(self, item: Item) -> TaskStart:
         return TaskStart(context=item.context) if self.begin is None else await self.begin(item)
@@ -53,7 +57,9 @@ class SimpleTask(msgspec.Struct, frozen=True):
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         reward, answer = self.reward, trajectory.answer
         return as_score(
-            reward.reward(item, trajectory) if isinstance(reward, WholeTrajectoryReward) else reward(answer, item)
+            reward.reward(item, trajectory)
+            if isinstance(reward, WholeTrajectoryReward)
+            else reward(answer, item)
         )
 
 

@@ -1,16 +1,18 @@
-"""A text environment as a task: ``init``, ``step``, ``close`` as in SkyRL-gym, or ``reset``, ``step`` as in Gymnasium.
+"""A text environment as a task: ``init``, ``step``, ``close`` as in SkyRL-gym, or ``reset``,
+``step`` as in Gymnasium.
 
     env_task("sums", splits, lambda item: skyrl_gym.make("gsm8k", extras=item.metadata["extras"]))
 
     session:  step("look north")  ──>  env.step  ──>  "You see a door."        rewards are kept, not shown
     the final answer, where the episode has not ended by then, is its last action
 
-An environment with an ``action_space`` (Gymnasium) takes values of it, not text: an action is then JSON, ``step("1")``
-for ``Discrete(2)`` and ``step("[0.5]")`` for a ``Box`` of one number. What is seen is ``str`` of the observation.
+An environment with an ``action_space`` (Gymnasium) takes values of it, not text: an action is then
+JSON, ``step("1")`` for ``Discrete(2)`` and ``step("[0.5]")`` for a ``Box`` of one number. What is
+seen is ``str`` of the observation.
 
-A model drives a session as in any other task and acts by the function ``step`` there. The reward ``return`` is the sum of
-the environment's rewards. Leaves out whether the environment is fair; ``validate`` tries it with the item's right answer
-as the only action.
+A model drives a session as in any other task and acts by the function ``step`` there. The reward
+``return`` is the sum of the environment's rewards. Leaves out whether the environment is fair;
+``validate`` tries it with the item's right answer as the only action.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from ramify.types.trajectory import Trajectory
 ENDED = "(the episode has ended)"
 _KEY = "episode"
 _ABOUT = (
-    "`step(action)` does one action, given as text, in an environment, and returns what is seen then. Your final answer, if "
+    "`step(action)` does one action, given as text, in an environment, and returns what is seen "
+    "then. Your final answer, if "
     "the episode has not ended by then, is its last action."
 )
 
@@ -41,20 +44,26 @@ def env_task(
     *,
     weights: Mapping[str, float] | None = None,
 ) -> SimpleTask:
-    """The task. ``make`` makes a fresh environment for an item: an object with ``init(prompt) -> (messages, info)`` or
-    ``reset() -> (observation, info)``; ``step(action)``, which gives a mapping with ``observations``, ``reward`` and
-    ``done``, or Gymnasium's five values; and perhaps ``close`` and ``get_metrics``."""
+    """The task. ``make`` makes a fresh environment for an item: an object with ``init(prompt) ->
+    (messages, info)`` or ``reset() -> (observation, info)``; ``step(action)``, which gives a
+    mapping with ``observations``, ``reward`` and ``done``, or Gymnasium's five values; and perhaps
+    ``close`` and ``get_metrics``."""
 
     async def begin(item: Item) -> TaskStart:
         episode = EnvEpisode(make(item), item)
         about = "\n".join(filter(None, [episode.opening, _ABOUT, episode.actions]))
-        return TaskStart(context=item.context, tools={"step": episode.step}, about=about, on_end=episode.end)
+        return TaskStart(
+            context=item.context, tools={"step": episode.step}, about=about, on_end=episode.end
+        )
 
     def score(item: Item, trajectory: Trajectory) -> Score:
         record = trajectory.metadata.get(_KEY)
         if record is None:  # nothing was played: the answer is all there is
             record = EnvEpisode(make(item), item).end(trajectory.answer)[_KEY]
-        return Score({"return": sum(record["rewards"])}, metrics={**record["metrics"], "steps": len(record["rewards"])})
+        return Score(
+            {"return": sum(record["rewards"])},
+            metrics={**record["metrics"], "steps": len(record["rewards"])},
+        )
 
     return SimpleTask(name, splits, WholeTrajectoryReward(score), dict(weights or {}), begin)
 
@@ -68,7 +77,9 @@ class EnvEpisode:
         self._done = False
         self.opening = _opened(env, item.question)
         """What the environment shows at first, beyond the question."""
-        self.actions = "" if _space(env) is None else f"An action is a value in JSON, from {_space(env)}."
+        self.actions = (
+            "" if _space(env) is None else f"An action is a value in JSON, from {_space(env)}."
+        )
         """Which values are actions; empty where any text is."""
 
     def step(self, action: str) -> str:
@@ -81,13 +92,18 @@ class EnvEpisode:
             return "\n".join(filter(None, [seen, ENDED if self._done else ""]))
 
     def end(self, answer: Any) -> dict[str, Any]:
-        """The record of the episode, once ``answer`` has been its last action where it is not over."""
+        """The record of the episode, once ``answer`` has been its last action where it is not
+        over."""
         try:
             text = as_text(answer)
             if text is not None:
                 self._do_last(text)
             metrics: Mapping[str, Any] = getattr(self._env, "get_metrics", dict)()
-            numbers = {str(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+            numbers = {
+                str(name): float(value)
+                for name, value in metrics.items()
+                if isinstance(value, int | float)
+            }
             return {_KEY: {"rewards": self._rewards, "done": self._done, "metrics": numbers}}
         finally:
             close = getattr(self._env, "close", None)
@@ -95,7 +111,8 @@ class EnvEpisode:
                 close()
 
     def _do_last(self, action: str) -> None:
-        """An action that the environment cannot do is worth nothing; within a session its error is shown instead."""
+        """An action that the environment cannot do is worth nothing; within a session its error is
+        shown instead."""
         try:
             self.step(action)
         except RamifyError:
@@ -120,7 +137,8 @@ def _space(env: Any) -> Any:
 
 
 def _action(env: Any, text: str) -> Any:
-    """The action that ``text`` names. Raises ValueError where it is not in the environment's space."""
+    """The action that ``text`` names. Raises ValueError where it is not in the environment's
+    space."""
     space = _space(env)
     if space is None:
         return text
@@ -131,12 +149,15 @@ def _action(env: Any, text: str) -> Any:
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         is_action = False
     if not is_action:
-        raise ValueError(f"{text[:100]!r} is not an action here: give a value in JSON, from {space}")
+        raise ValueError(
+            f"{text[:100]!r} is not an action here: give a value in JSON, from {space}"
+        )
     return action
 
 
 def _batch(space: Any, value: Any) -> Any:
-    """``value`` as a batch of one, as ``from_jsonable`` of ``space`` takes it: a tuple's and a dict's parts each are."""
+    """``value`` as a batch of one, as ``from_jsonable`` of ``space`` takes it: a tuple's and a
+    dict's parts each are."""
     parts = getattr(space, "spaces", None)
     if isinstance(parts, Mapping):
         return {name: _batch(part, value[name]) for name, part in parts.items()}
@@ -157,14 +178,16 @@ def _is_whole(space: Any, action: Any, value: Any) -> bool:
 
 
 def _stepped(result: Any) -> tuple[str, float, bool]:
-    """(what is seen, reward, whether that was the end) of what ``step`` gave. Raises RamifyError for anything else."""
+    """(what is seen, reward, whether that was the end) of what ``step`` gave. Raises RamifyError
+    for anything else."""
     if isinstance(result, Mapping):
         return _said(result["observations"] or []), float(result["reward"]), bool(result["done"])
     if isinstance(result, tuple) and len(result) == 5:
         observation, reward, terminated, truncated, _ = result
         return str(observation), float(reward), bool(terminated or truncated)
     raise RamifyError(
-        f"the environment's step gave a {type(result).__name__}: it must be a mapping with observations, reward and done, or "
+        f"the environment's step gave a {type(result).__name__}: it must be a mapping with "
+        "observations, reward and done, or "
         "(observation, reward, terminated, truncated, info)"
     )
 

@@ -1,7 +1,9 @@
-"""A task proves itself before anything is spent on it: the right answer scores 1, a wrong one does not.
+"""A task proves itself before anything is spent on it: the right answer scores 1, a wrong one does
+not.
 
-Items without a gold answer (open questions, environments that need several actions) are not scored here: nothing is known
-that their score should say. Leaves out whether a model can find the answer; only that the score would know it.
+Items without a gold answer (open questions, environments that need several actions) are not scored
+here: nothing is known that their score should say. Leaves out whether a model can find the answer;
+only that the score would know it.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ _TOLERANCE = 1e-9
 _OFF = "switch this check off if one answer cannot show it (task.validate=false in a recipe, --no-validate for eval)"
 
 
-def validate(task: Task, splits: Iterable[str] | None = None, num: int = 8, *, gold: bool = True) -> str:
-    """Check the first ``num`` items of each split. Raises ConfigError that names the item: one without a question, a
-    right answer that does not score 1, a wrong one (or none at all) that does, the same item twice.
+def validate(
+    task: Task, splits: Iterable[str] | None = None, num: int = 8, *, gold: bool = True
+) -> str:
+    """Check the first ``num`` items of each split. Raises ConfigError that names the item: one
+    without a question, a right answer that does not score 1, a wrong one (or none at all) that
+    does, the same item twice.
 
-    Scores are not checked for items without a gold answer, and for none with ``gold=False``. Returns a sentence that says
-    so, empty where all were checked."""
+    Scores are not checked for items without a gold answer, and for none with ``gold=False``.
+    Returns a sentence that says so, empty where all were checked."""
     if num < 1:
         raise ConfigError(f"validate task '{task.name}': num is {num}; give at least 1")
     seen: dict[bytes, str] = {}
@@ -51,13 +56,15 @@ def _skipped(task: Task, without: int, checked: int, gold: bool) -> str:
     if not without:
         return ""
     return (
-        f"task '{task.name}': {without} of the {checked} items that were looked at have no gold answer; the check of their "
+        f"task '{task.name}': {without} of the {checked} items that were looked at have no gold "
+        "answer; the check of their "
         "scores was skipped"
     )
 
 
 def prove(task: Task, item: Item, *, gold: bool = True) -> bool:
-    """Check one item. Returns whether its score was checked: not without a gold answer, and not with ``gold=False``."""
+    """Check one item. Returns whether its score was checked: not without a gold answer, and not
+    with ``gold=False``."""
     where = f"task '{task.name}', item {item.id or '(without an id)'}"
     if not item.id or not item.question.strip():
         raise ConfigError(f"{where}: an item needs an id and a question")
@@ -67,13 +74,17 @@ def prove(task: Task, item: Item, *, gold: bool = True) -> bool:
     reached = _worth(task, item, right)
     if abs(reached - 1) > _TOLERANCE:
         raise ConfigError(
-            f"{where}: the right answer {_short(right)} scores {reached:g} and not 1; correct the gold, the score or "
+            f"{where}: the right answer {_short(right)} scores {reached:g} and not 1; correct the "
+            "gold, the score or "
             f"the weights, or {_OFF}"
         )
     for wrong in (WRONG if item.wrong is None else item.wrong, None):
         reached = _worth(task, item, wrong)
         if reached >= 1 - _TOLERANCE:
-            raise ConfigError(f"{where}: the wrong answer {_short(wrong)} scores {reached:g}; the score takes anything")
+            raise ConfigError(
+                f"{where}: the wrong answer {_short(wrong)} scores {reached:g}; the score takes "
+                "anything"
+            )
     return True
 
 
@@ -81,9 +92,14 @@ def answered(item: Item, answer: Any) -> Trajectory:
     """A trajectory that is nothing but ``answer``."""
     call = Call("0", "rlm", "none:none", 0, item.question, answer=answer, stop=Stop.FINAL)
     return Trajectory(
-        id="answered", question=item.question, task=item.id, calls=[call], answer=answer, stop=Stop.FINAL,
+        id="answered",
+        question=item.question,
+        task=item.id,
+        calls=[call],
+        answer=answer,
+        stop=Stop.FINAL,
         metadata=dict(item.metadata),
-    )  # fmt: skip
+    )
 
 
 def _worth(task: Task, item: Item, answer: Any) -> float:
@@ -99,7 +115,9 @@ def _check_once(task: Task, split: str, item: Item, seen: dict[bytes, str]) -> N
     other = seen.setdefault(key, item.id)
     same_split = other.rpartition("/")[0] == item.id.rpartition("/")[0]
     if other != item.id and not same_split and split in SPLITS:
-        raise ConfigError(f"task '{task.name}': {item.id} is the same question over the same context as {other}")
+        raise ConfigError(
+            f"task '{task.name}': {item.id} is the same question over the same context as {other}"
+        )
 
 
 def _short(value: Any) -> str:

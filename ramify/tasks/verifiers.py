@@ -3,11 +3,13 @@
     task = from_verifiers("gsm8k-v1")                                       an installed taskset by its id
     task = from_verifiers(MyTaskset(MyConfig()), right=lambda data: data.answer)
 
-Its prompt is the question, its ``@reward`` and ``@metric`` methods the score, over a trace of one reply: the answer. Each
-reward comes weighted as it is there. ``context`` takes what should be in the session out of the row; without it a prompt
-that is too long to be a question is the context. Not here: tasksets that need a container, tool servers, a conversation
-of several turns (an ``Env`` of their own), or code before or after the reply (``setup``, ``finalize``). These are refused,
-and so is a score of which a reward needs a runtime. ``evaluate/verifiers_env.py`` is the other way round.
+Its prompt is the question, its ``@reward`` and ``@metric`` methods the score, over a trace of one
+reply: the answer. Each reward comes weighted as it is there. ``context`` takes what should be in
+the session out of the row; without it a prompt that is too long to be a question is the context.
+Not here: tasksets that need a container, tool servers, a conversation of several turns (an ``Env``
+of their own), or code before or after the reply (``setup``, ``finalize``). These are refused, and
+so is a score of which a reward needs a runtime. ``evaluate/verifiers_env.py`` is the other way
+round.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def verifiers_v1() -> Any:
     try:
         return importlib.import_module("verifiers.v1")
     except ImportError as error:
-        raise ConfigError(f"this needs the package verifiers, 0.4 or later: pip install verifiers ({error})") from None
+        raise ConfigError(
+            f"this needs the package verifiers, 0.4 or later: pip install verifiers ({error})"
+        ) from None
 
 
 def from_verifiers(
@@ -46,8 +50,9 @@ def from_verifiers(
     right: Callable[[Any], Any] | None = None,
     name: str = "",
 ) -> SimpleTask:
-    """The task over ``taskset``, or the installed one of that id. ``context`` and ``right`` take the session's context
-    and an answer that must score 1 out of a row (its ``TaskData``); without ``right``, ``validate`` has nothing to go by.
+    """The task over ``taskset``, or the installed one of that id. ``context`` and ``right`` take
+    the session's context and an answer that must score 1 out of a row (its ``TaskData``); without
+    ``right``, ``validate`` has nothing to go by.
 
     Raises ConfigError for what cannot be a task here."""
     vf = verifiers_v1()
@@ -55,12 +60,22 @@ def from_verifiers(
         taskset = _installed(taskset)
     name = name or taskset.config.id or type(taskset).__name__
     kind = type(taskset).task_type()
-    if kind.NEEDS_CONTAINER or kind.toolsets(taskset.config.task) or taskset.toolsets(taskset.config):
-        raise ConfigError(f"taskset '{name}' needs a container or tool servers of its own: it cannot be a task here")
-    hooks = [hook for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(vf.Task, hook)]
+    if (
+        kind.NEEDS_CONTAINER
+        or kind.toolsets(taskset.config.task)
+        or taskset.toolsets(taskset.config)
+    ):
+        raise ConfigError(
+            f"taskset '{name}' needs a container or tool servers of its own: it cannot be a task "
+            "here"
+        )
+    hooks = [
+        hook for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(vf.Task, hook)
+    ]
     if hooks:
         raise ConfigError(
-            f"taskset '{name}' runs code of its own around a reply ({' and '.join(hooks)} of {kind.__name__}), "
+            f"taskset '{name}' runs code of its own around a reply ({' and '.join(hooks)} of "
+            f"{kind.__name__}), "
             "which needs a runtime: it cannot be a task here"
         )
     rows = VerifiersItems(f"{name}/{split}", taskset, context, right)
@@ -72,7 +87,8 @@ def from_verifiers(
 
 
 def _installed(id: str) -> Any:
-    """The taskset of that id, with its own configuration. Raises ConfigError if it cannot be had or is not one reply."""
+    """The taskset of that id, with its own configuration. Raises ConfigError if it cannot be had or
+    is not one reply."""
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     try:
         env = loaders.environment_class(id)
@@ -80,12 +96,14 @@ def _installed(id: str) -> Any:
     except (ImportError, TypeError, ValueError) as error:  # pydantic's errors are ValueErrors
         said = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"taskset '{id}' of verifiers cannot be loaded: {said}; install it, or give the taskset itself with its "
+            f"taskset '{id}' of verifiers cannot be loaded: {said}; install it, or give the "
+            "taskset itself with its "
             "configuration"
         ) from None
     if env is not loaders.environment_class(""):
         raise ConfigError(
-            f"taskset '{id}' plays its tasks in an environment of its own ({env.__name__}), not by one reply: "
+            f"taskset '{id}' plays its tasks in an environment of its own ({env.__name__}), not by "
+            "one reply: "
             "it cannot be a task here"
         )
     return taskset
@@ -95,7 +113,11 @@ class VerifiersItems(Sequence[Item]):
     """Their tasks as items, read from the taskset as far as they are looked at."""
 
     def __init__(
-        self, name: str, taskset: Any, context: Callable[[Any], Any] | None, right: Callable[[Any], Any] | None
+        self,
+        name: str,
+        taskset: Any,
+        context: Callable[[Any], Any] | None,
+        right: Callable[[Any], Any] | None,
     ) -> None:
         self._name, self._context, self._right = name, context, right
         self._left: Iterator[Any] = iter(taskset)
@@ -144,21 +166,32 @@ async def _scored(vf: Any, task: Any, trajectory: Trajectory) -> Score:
     said = as_text(trajectory.answer) or ""
     asked = vf.UserMessage(content=task.data.prompt_text or trajectory.question)
     trace.nodes.append(vf.MessageNode(message=asked))
-    trace.nodes.append(vf.MessageNode(parent=0, message=vf.AssistantMessage(content=said), sampled=True))
+    trace.nodes.append(
+        vf.MessageNode(parent=0, message=vf.AssistantMessage(content=said), sampled=True)
+    )
     trace.info["ramify"] = {"stop": str(trajectory.stop), "calls": len(trajectory.calls)}
     await task.score(trace)
     missing = [name for name, reward in trace.rewards.items() if reward is None]
     if missing or not trace.rewards:
-        why = f"its reward '{missing[0]}' gave nothing" if missing else "no reward of it works without a runtime"
+        why = (
+            f"its reward '{missing[0]}' gave nothing"
+            if missing
+            else "no reward of it works without a runtime"
+        )
         raise RamifyError(f"task {type(task).__name__}, row {task.data.idx}: {why}")
     left_out = [reward.__name__ for reward in task.hooks("reward") if _needs_runtime(reward)]
-    left_out += [judge.reward_name for judge in task.plugged_judges() if _needs_runtime(judge.score)]
+    left_out += [
+        judge.reward_name for judge in task.plugged_judges() if _needs_runtime(judge.score)
+    ]
     if left_out:  # verifiers leaves them out of a score, which would be another one than theirs
         raise RamifyError(
-            f"task {type(task).__name__}, row {task.data.idx}: its reward '{left_out[0]}' needs a runtime, and there is none"
+            f"task {type(task).__name__}, row {task.data.idx}: its reward '{left_out[0]}' needs a "
+            "runtime, and there is none"
         )
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
-    return Score({name: float(reward.value) for name, reward in trace.rewards.items()}, metrics=metrics)
+    return Score(
+        {name: float(reward.value) for name, reward in trace.rewards.items()}, metrics=metrics
+    )
 
 
 def _needs_runtime(reward: Callable[..., Any]) -> bool:

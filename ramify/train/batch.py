@@ -1,14 +1,16 @@
-"""Pieces of a forest written down as a batch: tokens and segments, and an entry for each token that carries loss.
+"""Pieces of a forest written down as a batch: tokens and segments, and an entry for each token that
+carries loss.
 
     piece  [1 2 3] -> [7 8], [9]          token_ids 1 2 3 7 8 9     segments [0,3) [3,5)<0 [5,6)<0
     sampled: 7 8 by one sequence,         sources   2 3 2           the hidden state after which each was sampled
              9 by the other               targets   7 8 9
 
-Decides how streams of sequences become streams of entries. A token that was sampled at a temperature or within a kept set,
-and carries cross-entropy besides, has two entries: what is imitated is the plain distribution, what is reinforced the one
-that was drawn from.
+Decides how streams of sequences become streams of entries. A token that was sampled at a
+temperature or within a kept set, and carries cross-entropy besides, has two entries: what is
+imitated is the plain distribution, what is reinforced the one that was drawn from.
 
-Legend: T tokens of a batch, E its entries, n entries of one sequence, k teacher tokens per position.
+Legend: T tokens of a batch, E its entries, n entries of one sequence, k teacher tokens per
+position.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def entries(sequence: TokenSequence) -> Ints:
     for other in (sequence.ce, sequence.kd):
         weighs = weighs if other is None else weighs | (other != 0)
     if len(weighs) and weighs[0]:
-        raise ValueError(f"sequence {sequence.name} has a weight on its first token, which nothing predicts")
+        raise ValueError(
+            f"sequence {sequence.name} has a weight on its first token, which nothing predicts"
+        )
     return np.flatnonzero(weighs)
 
 
@@ -52,9 +56,13 @@ class BatchWriter:
     """Writes the batches of one step, whose streams and denominators they share."""
 
     def __init__(
-        self, sequences: Many[TokenSequence], learning: list[int], denominators: Mapping[str, float] | None
+        self,
+        sequences: Many[TokenSequence],
+        learning: list[int],
+        denominators: Mapping[str, float] | None,
     ) -> None:
-        """``learning``: which of ``sequences`` have entries; pieces name them by their place in it."""
+        """``learning``: which of ``sequences`` have entries; pieces name them by their place in
+        it."""
         self._sequences, self._learning = sequences, learning
         chosen = [sequences[index] for index in learning]
         self._named = _names(chosen)
@@ -70,9 +78,15 @@ class BatchWriter:
         for piece in pieces:
             first = len(segments)
             for stretch in piece.stretches:
-                ids = self._sequences[self._learning[stretch.sequence]].token_ids[stretch.begin : stretch.end]
+                ids = self._sequences[self._learning[stretch.sequence]].token_ids[
+                    stretch.begin : stretch.end
+                ]
                 columns.add(token_ids=ids, positions=np.arange(stretch.begin, stretch.end))
-                segments.append(Segment(end, end + len(ids), stretch.parent + first if stretch.parent >= 0 else -1))
+                segments.append(
+                    Segment(
+                        end, end + len(ids), stretch.parent + first if stretch.parent >= 0 else -1
+                    )
+                )
                 end += len(ids)
             for place, leaf in piece.leaves:
                 index = self._learning[place]
@@ -81,8 +95,8 @@ class BatchWriter:
         return self._batch(columns, segments, present)
 
     def _add_entries(self, columns: _Columns, index: int, places: tuple[Ints, Ints]) -> None:
-        """The entries of sequence ``index``. ``places``: where along its path each stretch begins, and how much further
-        on its tokens stand in the batch."""
+        """The entries of sequence ``index``. ``places``: where along its path each stretch begins,
+        and how much further on its tokens stand in the batch."""
         sequence = self._sequences[index]
         tokens = entries(sequence)
         plain = np.zeros(len(tokens), np.bool_)
@@ -132,12 +146,18 @@ class _Columns:
         for name, part in values.items():
             self._parts.setdefault(name, []).append(part)
 
-    def add_kept(self, kept: SamplingSupport | None, tokens: Ints, plain: npt.NDArray[np.bool_]) -> None:
-        """The kept sets of ``tokens``; empty for those that are imitated, and where nothing was cut off."""
+    def add_kept(
+        self, kept: SamplingSupport | None, tokens: Ints, plain: npt.NDArray[np.bool_]
+    ) -> None:
+        """The kept sets of ``tokens``; empty for those that are imitated, and where nothing was cut
+        off."""
         if kept is None:
             self.add(kept_sizes=np.zeros(len(tokens), np.int64), kept_ids=np.zeros(0, np.int64))
             return
-        starts, sizes = kept.offsets[tokens], np.where(plain, 0, kept.offsets[tokens + 1] - kept.offsets[tokens])
+        starts, sizes = (
+            kept.offsets[tokens],
+            np.where(plain, 0, kept.offsets[tokens + 1] - kept.offsets[tokens]),
+        )
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         self.add(kept_sizes=sizes, kept_ids=kept.ids[np.repeat(starts, sizes) + within])
 
@@ -145,12 +165,14 @@ class _Columns:
         return np.concatenate(self._parts[name])
 
     def kept(self) -> SamplingSupport:
-        return SamplingSupport(np.concatenate([[0], np.cumsum(self.whole("kept_sizes"))]), self.whole("kept_ids"))
+        return SamplingSupport(
+            np.concatenate([[0], np.cumsum(self.whole("kept_sizes"))]), self.whole("kept_ids")
+        )
 
 
 def _places(piece: BatchPiece, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
-    """For the path down to ``leaf``: where each of its stretches begins, and what to add to a place along the path to get
-    one in the batch. ``segments`` are those of the piece."""
+    """For the path down to ``leaf``: where each of its stretches begins, and what to add to a place
+    along the path to get one in the batch. ``segments`` are those of the piece."""
     begins, shifts = [], []
     while leaf >= 0:
         begins.append(piece.stretches[leaf].begin)
@@ -159,21 +181,31 @@ def _places(piece: BatchPiece, leaf: int, segments: list[Segment]) -> tuple[Ints
     return np.array(begins[::-1]), np.array(shifts[::-1])
 
 
-def _weights(sequence: TokenSequence, tokens: Ints, plain: npt.NDArray[np.bool_]) -> dict[str, Floats]:
-    """Streams that every sequence has. Where an entry is plain, another one has the token's other components."""
+def _weights(
+    sequence: TokenSequence, tokens: Ints, plain: npt.NDArray[np.bool_]
+) -> dict[str, Floats]:
+    """Streams that every sequence has. Where an entry is plain, another one has the token's other
+    components."""
     has_two = bool(plain.any())
-    found = {"advantages": sequence.advantages[tokens], "sampler_logprobs": sequence.sampler_logprobs[tokens]}
+    found = {
+        "advantages": sequence.advantages[tokens],
+        "sampler_logprobs": sequence.sampler_logprobs[tokens],
+    }
     for name in COMPONENTS:
         column: Floats | None = getattr(sequence, name)
         values = np.zeros(len(tokens), np.float32) if column is None else column[tokens]
         tempered = has_two or sequence.temperature != 1 or sequence.kept is not None
-        found[name] = np.where(plain == (name == "ce"), values, 0).astype(np.float32) if tempered else values
+        found[name] = (
+            np.where(plain == (name == "ce"), values, 0).astype(np.float32) if tempered else values
+        )
     return found
 
 
 def _others(sequence: TokenSequence) -> npt.NDArray[np.bool_]:
     """[T] where there is a weight other than that of cross-entropy."""
-    return np.not_equal(sequence.rl, 0) | (False if sequence.kd is None else np.not_equal(sequence.kd, 0))
+    return np.not_equal(sequence.rl, 0) | (
+        False if sequence.kd is None else np.not_equal(sequence.kd, 0)
+    )
 
 
 def _names(sequences: list[TokenSequence]) -> list[str]:
@@ -181,20 +213,30 @@ def _names(sequences: list[TokenSequence]) -> list[str]:
     names = sorted({name for sequence in sequences for name in sequence.streams})
     for sequence in sequences:
         if missing := [name for name in names if name not in sequence.streams]:
-            raise ValueError(f"sequence {sequence.name} has no stream '{missing[0]}', which others of this step have")
+            raise ValueError(
+                f"sequence {sequence.name} has no stream '{missing[0]}', which others of this step "
+                "have"
+            )
     return names
 
 
-def _denominators(sequences: list[TokenSequence], given: Mapping[str, float] | None) -> dict[str, float]:
+def _denominators(
+    sequences: list[TokenSequence], given: Mapping[str, float] | None
+) -> dict[str, float]:
     """Of the components that have weights."""
     found = {}
     for name in COMPONENTS:
-        columns = [column for each in sequences if (column := getattr(each, name)) is not None and column.any()]
+        columns = [
+            column
+            for each in sequences
+            if (column := getattr(each, name)) is not None and column.any()
+        ]
         if columns:
             total = sum(float(column.sum(dtype=np.float64)) for column in columns)
             found[name] = total if given is None else given.get(name, 0.0)
             if not found[name] > 0:
                 raise ValueError(
-                    f"component '{name}' has weights and the denominator {found[name]}: it must be positive"
+                    f"component '{name}' has weights and the denominator {found[name]}: it must be "
+                    "positive"
                 )
     return found

@@ -1,10 +1,12 @@
-"""How many rollouts go on at once: as many as were asked for, fewer while the engine's cache cannot hold them.
+"""How many rollouts go on at once: as many as were asked for, fewer while the engine's cache cannot
+hold them.
 
     engine throws sequences out, or is full and lets others wait   ──> a quarter fewer, once those that are too many have ended
     else, and all places are taken                                 ──> one more, up to the most
 
-Additive increase and multiplicative decrease, looked at no more than once in ``every_s``. In order of arrival. Leaves out
-what a rollout is (``rollout.py``), and how an engine knows (``inference.base.Pressure``).
+Additive increase and multiplicative decrease, looked at no more than once in ``every_s``. In order
+of arrival. Leaves out what a rollout is (``rollout.py``), and how an engine knows
+(``inference.base.Pressure``).
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _LESS = 0.75
 class ConcurrencyController:
     """Places that rollouts take while they go on: ``async with room``."""
 
-    def __init__(self, most: int, gauge: Gauge | None = None, *, least: int = 1, every_s: float = 1.0) -> None:
+    def __init__(
+        self, most: int, gauge: Gauge | None = None, *, least: int = 1, every_s: float = 1.0
+    ) -> None:
         self.limit = most
         """Rollouts at once, as of now."""
         self.used = 0

@@ -1,10 +1,12 @@
-"""Corrections for a sampler that is not the trainer: an engine of other numerics, other kernels, older weights.
+"""Corrections for a sampler that is not the trainer: an engine of other numerics, other kernels,
+older weights.
 
     gap = o - m      by which trainer (at the step's start) and sampler differ about a token
     moved = m - l    by which the policy has moved away from what sampled the token: the gap, and all steps since
 
-Each is a factor per token, without gradient, on the policy's loss (on KL and entropy it has no say); several multiply.
-A token that is masked keeps its place in what the loss is divided by, so that what others weigh does not depend on it.
+Each is a factor per token, without gradient, on the policy's loss (on KL and entropy it has no
+say); several multiply. A token that is masked keeps its place in what the loss is divided by, so
+that what others weigh does not depend on it.
 
     token_tis           min(exp(gap), cap)
     sequence_tis        min(exp(sum over the sequence of gap), cap)
@@ -101,9 +103,10 @@ class WorstTokenMask(LossFormula, frozen=True, kw_only=True, tag="worst_token_ma
 
 
 class Opsm(LossFormula, frozen=True, kw_only=True, tag="opsm"):
-    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): tokens with A < 0 of sequences that the policy has moved
-    away from since they were sampled, mean of m - l > delta, are masked. Not of o - l: it is 0 in a step of one minibatch,
-    and knows neither the sampler's own numerics nor how old its weights are."""
+    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): tokens with A < 0 of sequences that
+    the policy has moved away from since they were sampled, mean of m - l > delta, are masked. Not
+    of o - l: it is 0 in a step of one minibatch, and knows neither the sampler's own numerics nor
+    how old its weights are."""
 
     whole: ClassVar[bool] = True
     delta: float = 0.5

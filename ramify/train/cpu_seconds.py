@@ -1,10 +1,12 @@
-"""Where the processors' time of each step's rollouts went, in one file of the run's folder: ``processors.jsonl``.
+"""Where the processors' time of each step's rollouts went, in one file of the run's folder:
+``processors.jsonl``.
 
     {"step": 12, "cores": 2, "loop_s": 1.31, "sessions_s": 2.74, "engine": [{"sequences": 32, "reads": false, …}]}
 
-For runs whose engine is in the trainer's process, where all of them share the same cores: how long a step takes there
-depends on how much of the processors each wants, which ``cluster/`` reads off this. Leaves out learning, which is in
-``metrics.jsonl``, and what happens between rollouts: evaluations, checkpoints.
+For runs whose engine is in the trainer's process, where all of them share the same cores: how long
+a step takes there depends on how much of the processors each wants, which ``cluster/`` reads off
+this. Leaves out learning, which is in ``metrics.jsonl``, and what happens between rollouts:
+evaluations, checkpoints.
 """
 
 from __future__ import annotations
@@ -57,9 +59,11 @@ class CpuMeter:
         engine = self._paces()
         self._loop_s, self._sessions_s = time.thread_time(), below_s()
         return CpuSeconds(
-            cores=num_cores(), loop_s=self._loop_s - loop_s, sessions_s=max(0.0, self._sessions_s - sessions_s),
+            cores=num_cores(),
+            loop_s=self._loop_s - loop_s,
+            sessions_s=max(0.0, self._sessions_s - sessions_s),
             engine=engine,
-        )  # fmt: skip
+        )
 
 
 def num_cores() -> int:
@@ -68,8 +72,8 @@ def num_cores() -> int:
 
 
 def below_s() -> float:
-    """Processor seconds of all processes below this one, those that have ended and were waited for among them; 0 where the
-    system does not tell."""
+    """Processor seconds of all processes below this one, those that have ended and were waited for
+    among them; 0 where the system does not tell."""
     took, below = {}, defaultdict(list)
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -85,7 +89,8 @@ def below_s() -> float:
     return found / os.sysconf("SC_CLK_TCK") if found else 0.0
 
 
-# --- the file ------------------------------------------------------------------------------------------------------------
+# --- the file
+# ------------------------------------------------------------------------------------------------------------
 
 
 def write(folder: Path, spent: CpuSeconds) -> None:
@@ -112,5 +117,9 @@ def cut(folder: Path, step: int) -> None:
     path = folder / FILE
     if path.exists():
         fresh = path.with_suffix(".tmp")
-        fresh.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in read(folder) if each.step <= step))
+        fresh.write_bytes(
+            b"".join(
+                msgspec.json.encode(each) + b"\n" for each in read(folder) if each.step <= step
+            )
+        )
         fresh.replace(path)

@@ -1,12 +1,13 @@
-"""Distillation over k tokens per position: three forms, one function each, per entry and before any weight.
+"""Distillation over k tokens per position: three forms, one function each, per entry and before any
+weight.
 
     forward     Σ_k p_T (log p_T − log p)                          on the teacher's likeliest tokens
     reverse     Σ_{k+1} p (log p − log p_T)                        the same, and one bin for all other tokens (V2)
     surrogate   Σ_k max(−A ρ, −A clip(ρ, 1−ε_l, 1+ε_h))            on the policy's own likeliest tokens (V3)
                 A = clip(log p_T − log p_old, ±C) · softmax_k(log p_old),  ρ = p / p_old
 
-Log-probabilities are over the whole vocabulary, never renormalised on the k: else mass could leak out unpunished. Leaves
-out whose candidates they are (``signals/teacher.py``).
+Log-probabilities are over the whole vocabulary, never renormalised on the k: else mass could leak
+out unpunished. Leaves out whose candidates they are (``signals/teacher.py``).
 
 Legend: E entries, k candidates per entry.
 """
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 KdKind = Literal["forward", "reverse", "surrogate"]
 LEAST = 1e-8
-"""Mass of the bin of all other tokens, at least: with the whole vocabulary given it is empty, and adds 0."""
+"""Mass of the bin of all other tokens, at least: with the whole vocabulary given it is empty, and
+adds 0."""
 
 
 def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
@@ -29,15 +31,22 @@ def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
 
 
 def reverse_kl(teacher: Tensor, now: Tensor) -> Tensor:
-    """[E] of [E, k]. The same example: 0.404978. It is differentiated as it is, without a policy gradient."""
+    """[E] of [E, k]. The same example: 0.404978. It is differentiated as it is, without a policy
+    gradient."""
     rest, rest_teacher = _rest(now), _rest(teacher)
     return (now.exp() * (now - teacher)).sum(-1) + rest * (rest.log() - rest_teacher.log())
 
 
 def surrogate(
-    teacher: Tensor, old: Tensor, now: Tensor, clip: float = 1.0, low: float = 0.2, high: float = 0.28
+    teacher: Tensor,
+    old: Tensor,
+    now: Tensor,
+    clip: float = 1.0,
+    low: float = 0.2,
+    high: float = 0.28,
 ) -> Tensor:
-    """[E] of [E, k]; ``old`` is the policy that sampled. p_S .6 .3, p_T .2 .7, C=1, on-policy: 0.384234."""
+    """[E] of [E, k]; ``old`` is the policy that sampled. p_S .6 .3, p_T .2 .7, C=1, on-policy:
+    0.384234."""
     advantages = ((teacher - old).clamp(-clip, clip) * old.softmax(-1)).detach()
     ratio = (now - old.detach()).clamp(-20.0, 20.0).exp()
     losses = (-advantages * ratio).maximum(-advantages * ratio.clamp(1 - low, 1 + high))

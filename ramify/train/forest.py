@@ -4,10 +4,11 @@
     1 2 3 7 8 5             │         └──── [5]           goes through it
     1 2 3 9                 └────── [9]
 
-A token's hidden state depends on the tokens of its path and on nothing else, so whatever two sequences begin with alike
-can be computed once: prompts, forked prefixes, and also what two siblings happened to sample alike. What they learn from
-it stays apart, since a loss is counted by entry and not by token. The forest is the same in whatever order the sequences
-come. Found by sorting the sequences as byte strings and comparing neighbours: near-linear in the number of tokens.
+A token's hidden state depends on the tokens of its path and on nothing else, so whatever two
+sequences begin with alike can be computed once: prompts, forked prefixes, and also what two
+siblings happened to sample alike. What they learn from it stays apart, since a loss is counted by
+entry and not by token. The forest is the same in whatever order the sequences come. Found by
+sorting the sequences as byte strings and comparing neighbours: near-linear in the number of tokens.
 """
 
 from __future__ import annotations
@@ -68,17 +69,21 @@ class _GrowingForest:
         self.path: list[int] = []
 
     def add(self, sequence: int, shared: int, length: int) -> int:
-        """Put in a sequence that has ``shared`` tokens in common with the last one; returns the node it ends in."""
+        """Put in a sequence that has ``shared`` tokens in common with the last one; returns the
+        node it ends in."""
         while self.path and self.begin[self.path[-1]] >= shared:
             self.path.pop()
         if self.path and self.end[self.path[-1]] > shared:
             self._split(self.path.pop(), shared)
         if length > shared:
-            self.path.append(self._new(shared, length, self.path[-1] if self.path else -1, sequence))
+            self.path.append(
+                self._new(shared, length, self.path[-1] if self.path else -1, sequence)
+            )
         return self.path[-1]
 
     def grown(self, ends: list[int]) -> tuple[list[ForestNode], list[int]]:
-        """In preorder, children in the order of their ids. A node that was cut has its head behind it in the lists."""
+        """In preorder, children in the order of their ids. A node that was cut has its head behind
+        it in the lists."""
         children: list[list[int]] = [[] for _ in self.begin]
         roots: list[int] = []
         for node, parent in enumerate(self.parent):
@@ -91,7 +96,12 @@ class _GrowingForest:
             rank[node] = len(nodes)
             parent = self.parent[node]
             nodes.append(
-                ForestNode(self.begin[node], self.end[node], rank[parent] if parent >= 0 else -1, self.sequence[node])
+                ForestNode(
+                    self.begin[node],
+                    self.end[node],
+                    rank[parent] if parent >= 0 else -1,
+                    self.sequence[node],
+                )
             )
             stack.extend(children[node][::-1])
         return nodes, [rank[end] for end in ends]
@@ -104,7 +114,8 @@ class _GrowingForest:
         return len(self.begin) - 1
 
     def _split(self, node: int, at: int) -> None:
-        """``node`` keeps what comes after ``at``, so that those below it and those that end in it stay where they are."""
+        """``node`` keeps what comes after ``at``, so that those below it and those that end in it
+        stay where they are."""
         head = self._new(self.begin[node], at, self.parent[node], self.sequence[node])
         self.begin[node], self.parent[node] = at, head
         self.path.append(head)

@@ -1,21 +1,24 @@
-"""Groups of rollouts that steps do not wait for: begun in the order of their items, taken when they are whole.
+"""Groups of rollouts that steps do not wait for: begun in the order of their items, taken when they
+are whole.
 
     items ── begun while few enough are open ──> rollouts, as there is room ──> whole, read ──> taken by a step, or given up
                         ▲                                                                             │
                         └──────────────── one step more of them when the weights are newer ───────────┘
 
-A group is *open* from when it is begun until a step takes it. With ``items`` groups a step and weights that k steps made:
+A group is *open* from when it is begun until a step takes it. With ``items`` groups a step and
+weights that k steps made:
 
     may begin     at most (k + 1 + max_staleness) * items groups in all, so that what is whole waits for no more steps
     is taken      what is whole, oldest first. One whose rollouts take longer than the steps do is late; step k waits for
                   those that began at k - max_staleness - late, and for as many as later steps could not take in time
 
-``max_staleness = 0`` is the synchronous run: a step's groups are those of its own items, whole and in order. With dynamic
-sampling groups without a signal are given up for others, at most ``max_items`` a step. A rollout that takes ``straggler_factor``
-times the median, while nothing else is left that the step could wait for, is given up and its group goes on without it.
+``max_staleness = 0`` is the synchronous run: a step's groups are those of its own items, whole and
+in order. With dynamic sampling groups without a signal are given up for others, at most
+``max_items`` a step. A rollout that takes ``straggler_factor`` times the median, while nothing else
+is left that the step could wait for, is given up and its group goes on without it.
 
-Decides which groups a step has. Leaves out what they teach (``stages.py``) and which weights answer: those that are newest,
-also in the middle of a reply (``inference/``).
+Decides which groups a step has. Leaves out what they teach (``stages.py``) and which weights
+answer: those that are newest, also in the middle of a reply (``inference/``).
 """
 
 from __future__ import annotations
@@ -85,14 +88,27 @@ class GroupQueue:
     """The groups of one stage. ``close`` ends what still goes on."""
 
     def __init__(
-        self, rollouts: Rollouter, items: Sequence[Item], sample: StepSampleSpec, num_steps: int, *, next_item: int,
-        pending: Sequence[int] = (), read: Callable[[Group], Awaitable[None]] | None = None,
+        self,
+        rollouts: Rollouter,
+        items: Sequence[Item],
+        sample: StepSampleSpec,
+        num_steps: int,
+        *,
+        next_item: int,
+        pending: Sequence[int] = (),
+        read: Callable[[Group], Awaitable[None]] | None = None,
         has_no_signal: Callable[[Group], bool] = lambda group: False,
-    ) -> None:  # fmt: skip
-        """``next_item`` is the number of the first item that was never begun, ``pending`` of those that were begun before,
-        by a run that this one goes on from: they are begun first. ``read`` is done with each group when all its rollouts
-        are over; ``is_silent`` says of a whole group whether nothing can be learnt from it."""
-        self._rollouts, self._items, self._sample, self._num_steps = rollouts, items, sample, num_steps
+    ) -> None:
+        """``next_item`` is the number of the first item that was never begun, ``pending`` of those
+        that were begun before, by a run that this one goes on from: they are begun first. ``read``
+        is done with each group when all its rollouts are over; ``is_silent`` says of a whole group
+        whether nothing can be learnt from it."""
+        self._rollouts, self._items, self._sample, self._num_steps = (
+            rollouts,
+            items,
+            sample,
+            num_steps,
+        )
         self._next_item, self._again = next_item, deque(pending)
         self._read, self._is_silent = read, has_no_signal
         self.by_id: dict[str, Item] = {}
@@ -108,12 +124,15 @@ class GroupQueue:
         self._work: ProgressTask | None = None
         """That of the step which waits."""
 
-    # --- for who learns --------------------------------------------------------------------------------------------
+    # --- for who learns
+    # --------------------------------------------------------------------------------------------
 
     async def take(self, step: int) -> StepGroups:
         """The groups of step ``step``, once they are there. Raises what is a bug in a rollout."""
         self._at(step)
-        with report_progress("rollouts", self._sample.items * self._rollouts.per_item, "attempts") as work:
+        with report_progress(
+            "rollouts", self._sample.items * self._rollouts.per_item, "attempts"
+        ) as work:
             self._work = work
             while True:
                 self._look()
@@ -132,7 +151,8 @@ class GroupQueue:
             self._begin()
 
     def state(self) -> tuple[int, list[int]]:
-        """(the number of the first item that was never begun, those of groups that were begun and not taken)."""
+        """(the number of the first item that was never begun, those of groups that were begun and
+        not taken)."""
         return self._next_item, sorted([*self._again, *(each.number for each in self._open)])
 
     @contextlib.contextmanager
@@ -155,7 +175,8 @@ class GroupQueue:
         await close([a for each in self._open for a in each.rolling.attempts] + self._given_up)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # --- what begins -----------------------------------------------------------------------------------------------
+    # --- what begins
+    # -----------------------------------------------------------------------------------------------
 
     def _at(self, step: int) -> None:
         """The weights are those that ``step`` steps made."""
@@ -173,11 +194,17 @@ class GroupQueue:
             number = self._again.popleft() if self._again else self._next_item
             self._next_item = max(self._next_item, number + 1)
             item = self._items[number % len(self._items)]
-            name = f"item={number}" if self._sample.max_staleness else f"step={self._step}/group={self._begun_in_step}"
+            name = (
+                f"item={number}"
+                if self._sample.max_staleness
+                else f"step={self._step}/group={self._begun_in_step}"
+            )
             self._begun_in_step += 1
             self.by_id[item.id] = item
             rolling = self._rollouts.begin(item, name, self._over)
-            self._open.append(OpenGroup(number, rolling, asyncio.create_task(self._rolled(rolling))))
+            self._open.append(
+                OpenGroup(number, rolling, asyncio.create_task(self._rolled(rolling)))
+            )
 
     async def _rolled(self, rolling: GroupRollout) -> Group:
         group = await rolling.whole()
@@ -191,12 +218,17 @@ class GroupQueue:
         self._tell()
 
     def _tell(self) -> None:
-        """How far the step is that waits: the rollouts that are over of the groups it is nearest to having."""
+        """How far the step is that waits: the rollouts that are over of the groups it is nearest to
+        having."""
         if self._work is not None:
-            over = sorted((each.rolling.num_over for each in self._open if not each.has_no_signal), reverse=True)
+            over = sorted(
+                (each.rolling.num_over for each in self._open if not each.has_no_signal),
+                reverse=True,
+            )
             self._work.at(sum(over[: self._sample.items]))
 
-    # --- what is waited for ----------------------------------------------------------------------------------------
+    # --- what is waited for
+    # ----------------------------------------------------------------------------------------
 
     def _whole(self) -> list[OpenGroup]:
         return [each for each in self._open if each.is_whole]
@@ -212,10 +244,13 @@ class GroupQueue:
     async def _wait(self) -> None:
         """Until another group is whole, or it is time to look for slow rollouts again."""
         running = [each.task for each in self._open if each.group is None]
-        await asyncio.wait(running, timeout=self._give_up_slow_ones(), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            running, timeout=self._give_up_slow_ones(), return_when=asyncio.FIRST_COMPLETED
+        )
 
     def _give_up_slow_ones(self) -> float | None:
-        """Give up the rollouts that alone hold the step up, if any do; else seconds until some might."""
+        """Give up the rollouts that alone hold the step up, if any do; else seconds until some
+        might."""
         if not self._sample.straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None
         bound = self._sample.straggler_factor * median(self._took_s)
@@ -228,7 +263,8 @@ class GroupQueue:
 
     def _give_up(self, attempt: RolloutAttempt, bound: float) -> None:
         why = (
-            f"{attempt.name} was given up: it took more than {bound:.3g} s, {self._sample.straggler_factor:g} times the median, and "
+            f"{attempt.name} was given up: it took more than {bound:.3g} s, "
+            f"{self._sample.straggler_factor:g} times the median, and "
             "the step waited for nothing else (rl.sample.straggler_factor)"
         )
         self._notes.append(why)
@@ -274,8 +310,8 @@ def _unfinished(each: OpenGroup) -> list[RolloutAttempt]:
 
 
 def _time_left(each: OpenGroup, bound: float) -> float | None:
-    """Seconds until all rollouts of the group that go on have taken more than ``bound``; None where none goes on, or one
-    has yet to begin."""
+    """Seconds until all rollouts of the group that go on have taken more than ``bound``; None where
+    none goes on, or one has yet to begin."""
     began = [attempt.began_at for attempt in _unfinished(each)]
     if not began or None in began:
         return None

@@ -2,11 +2,12 @@
 
     {"step": 7, "number": 57, "item": "ledger/train/57", "version": 6, "outcome": "learnt", "rollouts": ["…"], "failed": []}
 
-A group is the attempts at one item, and is known by the item's running number: the first item of a run is the first of its
-training split that no demonstration used up, and each group takes the next. A line is written in the step that learnt from
-the group or gave it up, and cut off again where a run goes back to a checkpoint before that step. With what the
-checkpoint says of groups that had begun (``State.pending``) the numbers add up: each from the first to the last stands
-once, either here or there. ``accounts`` checks that. Leaves out what a group's rollouts said (``OUT/rollouts``).
+A group is the attempts at one item, and is known by the item's running number: the first item of a
+run is the first of its training split that no demonstration used up, and each group takes the next.
+A line is written in the step that learnt from the group or gave it up, and cut off again where a
+run goes back to a checkpoint before that step. With what the checkpoint says of groups that had
+begun (``State.pending``) the numbers add up: each from the first to the last stands once, either
+here or there. ``accounts`` checks that. Leaves out what a group's rollouts said (``OUT/rollouts``).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from ramify.types.trajectory import Group
 FILE = "groups.jsonl"
 
 Outcome = Literal["learnt", "silent", "lost", "release_memory"]
-"""``learnt``: tokens of it had an advantage. ``silent``: none had, or it was given up for another as nothing could be learnt
-from it. ``lost``: none of its rollouts came to a reward. ``spare``: more had been begun than the step needed."""
+"""``learnt``: tokens of it had an advantage. ``silent``: none had, or it was given up for another
+as nothing could be learnt from it. ``lost``: none of its rollouts came to a reward. ``spare``: more
+had been begun than the step needed."""
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,9 +70,9 @@ class GroupRecords(msgspec.Struct, frozen=True):
 
 def account(
     number: int, group: Group, learnt: Collection[str] | None, given_up: Sequence[str] = ()
-) -> GroupRecord:  # fmt: skip
-    """``learnt``: ids of the step's rollouts that taught something; None where the group was more than was needed.
-    ``given_up``: ids of rollouts that the group goes on without."""
+) -> GroupRecord:
+    """``learnt``: ids of the step's rollouts that taught something; None where the group was more
+    than was needed. ``given_up``: ids of rollouts that the group goes on without."""
     scored = [each.id for each in group.trajectories if each.rewards]
     outcome: Outcome = "release_memory" if learnt is None else "silent"
     if not scored:
@@ -78,20 +80,28 @@ def account(
     elif learnt and not set(learnt).isdisjoint(scored):
         outcome = "learnt"
     return GroupRecord(
-        number=number, item=group.task, version=_version(group), outcome=outcome, rollouts=scored,
+        number=number,
+        item=group.task,
+        version=_version(group),
+        outcome=outcome,
+        rollouts=scored,
         failed=[*(each.id for each in group.trajectories if not each.rewards), *given_up],
-    )  # fmt: skip
+    )
 
 
 def _version(group: Group) -> int | None:
-    replies = (turn.reply for tree in group.trajectories for call in tree.calls for turn in call.turns)
+    replies = (
+        turn.reply for tree in group.trajectories for call in tree.calls for turn in call.turns
+    )
     return min((span.version for reply in replies for span in reply.versions or ()), default=None)
 
 
 def write(folder: Path, accounts: Sequence[GroupRecord], step: int) -> None:
     """Add ``accounts``, which came about in step ``step``, with one write."""
     path = folder / FILE
-    lines = b"".join(msgspec.json.encode(msgspec.structs.replace(each, step=step)) + b"\n" for each in accounts)
+    lines = b"".join(
+        msgspec.json.encode(msgspec.structs.replace(each, step=step)) + b"\n" for each in accounts
+    )
     if not lines:
         return
     with path.open("ab+") as file:
@@ -121,12 +131,15 @@ def cut(folder: Path, step: int) -> None:
 
 
 def accounts(folder: Path) -> GroupRecords:
-    """What became of all groups up to the last checkpoint of the run in ``folder``; what came after it will come again.
-    Empty where there is none yet. Raises ConfigError where that is no run's folder: nothing missing would be said of it."""
+    """What became of all groups up to the last checkpoint of the run in ``folder``; what came after
+    it will come again. Empty where there is none yet. Raises ConfigError where that is no run's
+    folder: nothing missing would be said of it."""
     checkpoint = CheckpointStore(folder).latest()
     if checkpoint is None:
         if not any((folder / name).exists() for name in (FILE, "metrics.jsonl", "checkpoints")):
-            raise ConfigError(f"{folder} holds no run: give the folder that `ramify train` was given as --out")
+            raise ConfigError(
+                f"{folder} holds no run: give the folder that `ramify train` was given as --out"
+            )
         return GroupRecords({}, [], [], [])
     state = read_state(checkpoint)
     found = [each for each in read(folder) if each.step <= state.step]

@@ -4,10 +4,11 @@
     step        ── limits ──> stop or warn  KL above, entropy below what the run's author set
     step        ── alarms ──> warn          what a collapse looks like before the reward shows it
 
-An alarm is said once, when it begins, and again only after it has ceased; while it lasts its metric (``alarm_entropy`` …) is 1.
-What entropy and length are measured against is the mean of the stage's first steps. Decides from numbers alone, so that a
-resumed run decides alike: what is remembered is plain data in the checkpoint. Leaves out which checkpoint is best
-(``checkpoint.py``) and the learning rate's course (``OptimizerSpec.schedule``).
+An alarm is said once, when it begins, and again only after it has ceased; while it lasts its metric
+(``alarm_entropy`` …) is 1. What entropy and length are measured against is the mean of the stage's
+first steps. Decides from numbers alone, so that a resumed run decides alike: what is remembered is
+plain data in the checkpoint. Leaves out which checkpoint is best (``checkpoint.py``) and the
+learning rate's course (``OptimizerSpec.schedule``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """When a step counts as a sign of collapse. 0 switches one off."""
 
     zero_variance: float = 0.9
-    """Share of groups in which all rollouts came to the same reward, at or above which next to nothing is learnt."""
+    """Share of groups in which all rollouts came to the same reward, at or above which next to
+    nothing is learnt."""
     entropy: float = 0.1
     """Of what it was at first, at or below which the policy tries nothing new."""
     length: float = 3.0
@@ -35,9 +37,14 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Steps of a stage that are averaged to say what it was at first; alarms begin after them."""
 
     def __post_init__(self) -> None:
-        if self.window < 1 or min(self.zero_variance, self.entropy, self.clipped) < 0 or 0 < self.length <= 1:
+        if (
+            self.window < 1
+            or min(self.zero_variance, self.entropy, self.clipped) < 0
+            or 0 < self.length <= 1
+        ):
             raise ConfigError(
-                f"guard.alarms: window={self.window} must be at least 1, length={self.length} above 1 or 0, the others not "
+                f"guard.alarms: window={self.window} must be at least 1, length={self.length} "
+                "above 1 or 0, the others not "
                 "negative"
             )
 
@@ -46,13 +53,13 @@ class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """What ends a stage of rollouts before its last step."""
 
     patience: int = 0
-    """Evaluations on the validation stream, one after the other, without a new best, after which the stage is over; 0: it
-    goes on. The best checkpoint is what is left in any case."""
+    """Evaluations on the validation stream, one after the other, without a new best, after which
+    the stage is over; 0: it goes on. The best checkpoint is what is left in any case."""
     min_delta: float = 0.0
     """By how much the best has to be beaten."""
     max_kl: float = 0.0
-    """Most that a step's ``approx_kl`` (of the policy to that of the step's start), or its ``ref_kl`` where the loss has
-    one, may be; 0: any."""
+    """Most that a step's ``approx_kl`` (of the policy to that of the step's start), or its
+    ``ref_kl`` where the loss has one, may be; 0: any."""
     min_entropy: float = 0.0
     """Least entropy of sampled tokens, in nats; 0: any."""
     then: Literal["stop", "warn"] = "stop"
@@ -61,7 +68,9 @@ class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         if min(self.patience, self.min_delta, self.max_kl, self.min_entropy) < 0:
-            raise ConfigError("guard: patience, min_delta, max_kl and min_entropy cannot be negative")
+            raise ConfigError(
+                "guard: patience, min_delta, max_kl and min_entropy cannot be negative"
+            )
 
 
 class GuardState(msgspec.Struct, kw_only=True):
@@ -88,7 +97,9 @@ class GuardVerdict(msgspec.Struct):
     """Why the stage is over; empty where it is not."""
 
 
-def after_evaluation(guard: TrainingGuard, memory: GuardState, reward: float | None) -> GuardVerdict:
+def after_evaluation(
+    guard: TrainingGuard, memory: GuardState, reward: float | None
+) -> GuardVerdict:
     """``memory`` is brought up to date."""
     if reward is None:
         return GuardVerdict({}, [])
@@ -102,7 +113,9 @@ def after_evaluation(guard: TrainingGuard, memory: GuardState, reward: float | N
     return GuardVerdict({}, [], why)
 
 
-def after_step(guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]) -> GuardVerdict:
+def after_step(
+    guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
+) -> GuardVerdict:
     """``memory`` is brought up to date."""
     told = GuardVerdict({}, [])
     for name, is_on, why in _signs(guard.alarms, memory, values):
@@ -128,10 +141,15 @@ def _limits(guard: TrainingGuard, values: Mapping[str, float]) -> Iterator[tuple
         yield "max_kl", f"the KL is {kl:.4g}, above guard.max_kl={guard.max_kl:g}"
     entropy = values.get("entropy")
     if guard.min_entropy and entropy is not None and entropy < guard.min_entropy:
-        yield "min_entropy", f"the entropy is {entropy:.4g}, below guard.min_entropy={guard.min_entropy:g}"
+        yield (
+            "min_entropy",
+            f"the entropy is {entropy:.4g}, below guard.min_entropy={guard.min_entropy:g}",
+        )
 
 
-def _signs(alarms: CollapseAlarms, memory: GuardState, values: Mapping[str, float]) -> Iterator[tuple[str, bool, str]]:
+def _signs(
+    alarms: CollapseAlarms, memory: GuardState, values: Mapping[str, float]
+) -> Iterator[tuple[str, bool, str]]:
     """(alarm, whether it is on, why), of what was measured."""
     share = values.get("zero_variance")
     if alarms.zero_variance and share is not None:
@@ -139,7 +157,11 @@ def _signs(alarms: CollapseAlarms, memory: GuardState, values: Mapping[str, floa
         yield "zero_variance", share >= alarms.zero_variance, why
     clipped = values.get("clip_fraction")
     if alarms.clipped and clipped is not None:
-        yield "clipped", clipped >= alarms.clipped, f"the gradient of {clipped:.0%} of tokens was cut off"
+        yield (
+            "clipped",
+            clipped >= alarms.clipped,
+            f"the gradient of {clipped:.0%} of tokens was cut off",
+        )
     if memory.num < alarms.window:
         return
     first = {name: total / memory.num for name, total in memory.first.items()}
@@ -155,6 +177,8 @@ def _signs(alarms: CollapseAlarms, memory: GuardState, values: Mapping[str, floa
 
 def _remember(alarms: CollapseAlarms, memory: GuardState, values: Mapping[str, float]) -> None:
     names = ("entropy", "length_mean")
-    if memory.num < alarms.window and all(name in values for name in names):  # a silent step has no entropy
+    if memory.num < alarms.window and all(
+        name in values for name in names
+    ):  # a silent step has no entropy
         memory.num += 1
         memory.first = {name: memory.first.get(name, 0.0) + values[name] for name in names}

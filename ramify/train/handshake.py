@@ -1,7 +1,8 @@
-"""Processes of a run that connect back to it: each proves that it has the run's key, and nobody is waited for without end.
+"""Processes of a run that connect back to it: each proves that it has the run's key, and nobody is
+waited for without end.
 
-Whoever connects and is silent, or has another key, is turned away, and the next one is heard: a port scanner neither stops a
-start nor ends it.
+Whoever connects and is silent, or has another key, is turned away, and the next one is heard: a
+port scanner neither stops a start nor ends it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ PROOF_S = 10.0
 """How long one may take to prove itself."""
 
 
-def authenticate(peer: socket.socket, key: bytes, wait_s: float = PROOF_S) -> tuple[Connection, Any] | None:
-    """(the connection to ``peer``, what it says first), once both sides have shown that they have ``key``; None where that is
-    not so within ``wait_s`` at each answer. ``peer`` is used up."""
+def authenticate(
+    peer: socket.socket, key: bytes, wait_s: float = PROOF_S
+) -> tuple[Connection, Any] | None:
+    """(the connection to ``peer``, what it says first), once both sides have shown that they have
+    ``key``; None where that is not so within ``wait_s`` at each answer. ``peer`` is used up."""
     peer.setblocking(True)
     connection = Connection(peer.detach())
     try:

@@ -2,9 +2,10 @@
 
     h_ED ── chunk ── logits [n, V] ── / temperature ── kept ids only ── log-softmax at the targets
 
-The output matrix is applied at entries alone, in chunks whose logits are computed again in the backward pass once they
-are more than ``max_elements`` together: memory is bounded by a chunk and not by the vocabulary. Numbers are fp32 from the
-logits on. Legend: E entries, n of a chunk, D width, V vocabulary, j targets per entry.
+The output matrix is applied at entries alone, in chunks whose logits are computed again in the
+backward pass once they are more than ``max_elements`` together: memory is bounded by a chunk and
+not by the vocabulary. Numbers are fp32 from the logits on. Legend: E entries, n of a chunk, D
+width, V vocabulary, j targets per entry.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ class HeadRequest(NamedTuple):
     temperature: Tensor | None = None
     """[E]; None where it is 1 everywhere."""
     kept: tuple[Tensor, Tensor] | None = None
-    """Offsets [E + 1] and ids: the kept set of entry e is ``ids[offsets[e] : offsets[e + 1]]``; empty for all."""
+    """Offsets [E + 1] and ids: the kept set of entry e is ``ids[offsets[e] : offsets[e + 1]]``;
+    empty for all."""
     entropy: Literal["no", "value", "gradient"] = "no"
 
 
 def entry_logprobs(
     h_ED: Tensor, logits: Logits, asked: HeadRequest, num_ids: int, max_elements: int
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities [E, j], entropies [E] in nats, zeros where not asked for). ``num_ids`` is V."""
+    """(log-probabilities [E, j], entropies [E] in nats, zeros where not asked for). ``num_ids`` is
+    V."""
     num = len(h_ED)
     size = max(1, max_elements // num_ids)
     if num <= size:
@@ -47,7 +50,14 @@ def entry_logprobs(
     for start in range(0, num, size):
         part = _part(asked, start, min(start + size, num))
         parts.append(
-            checkpoint(_chunk, h_ED[start : start + size], logits, part, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(
+                _chunk,
+                h_ED[start : start + size],
+                logits,
+                part,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
         )
     logprobs, entropies = zip(*cast("list[tuple[Tensor, Tensor]]", parts), strict=True)
     return torch.cat(logprobs), torch.cat(entropies)

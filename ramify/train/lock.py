@@ -1,10 +1,12 @@
-"""The lock of a training folder: one process writes to it, and whoever comes second is refused at once.
+"""The lock of a training folder: one process writes to it, and whoever comes second is refused at
+once.
 
     OUT/.lock      held by ``flock`` as long as the run lasts; it says which process holds it: {"pid":4711,"host":"gpu-3"}
 
-The system frees the lock when its holder ends, however it ends, so that a killed run can be resumed.
-Only the process that owns a run takes the lock: not its ranks, engines or rollout processes, nor what starts it again.
-Leaves out what is written in the folder (``checkpoint.py``, ``metrics.py``).
+The system frees the lock when its holder ends, however it ends, so that a killed run can be
+resumed. Only the process that owns a run takes the lock: not its ranks, engines or rollout
+processes, nor what starts it again. Leaves out what is written in the folder (``checkpoint.py``,
+``metrics.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold the lock of the folder ``out``, which is made where it is missing, and removed if nothing was written there.
-    Raises RunInUse, naming the holder, where another process has it."""
+    """Hold the lock of the folder ``out``, which is made where it is missing, and removed if
+    nothing was written there. Raises RunInUse, naming the holder, where another process has it."""
     missing: list[Path] = []
     path = out / FILE
     try:
@@ -42,13 +44,16 @@ def locked(out: Path) -> Iterator[None]:
     except OSError as error:
         _remove(missing)
         raise ConfigError(
-            f"nothing can be written in the run's folder {out} ({error.strerror}): give another with --out DIR"
+            f"nothing can be written in the run's folder {out} ({error.strerror}): give another "
+            "with --out DIR"
         ) from error
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
-        fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked from this one may still hold the descriptor
+        fcntl.flock(
+            fd, fcntl.LOCK_UN
+        )  # a process forked from this one may still hold the descriptor
         os.close(fd)
         _remove(missing)
 
@@ -96,7 +101,8 @@ def _wait(fd: int, path: Path) -> None:
                 return warnings.warn(text, stacklevel=2)
             if time.monotonic() > deadline:
                 raise RunInUse(
-                    f"the run's folder {path.parent} is being written by {_named(path)}: wait for it, stop it, or give "
+                    f"the run's folder {path.parent} is being written by {_named(path)}: wait for "
+                    "it, stop it, or give "
                     "another folder with --out DIR"
                 ) from None
         time.sleep(0.02)

@@ -1,11 +1,13 @@
-"""Low-rank adapters: each chosen matrix W is trained as W + (alpha / rank) B A, with W held still (LoRA, 2106.09685).
+"""Low-rank adapters: each chosen matrix W is trained as W + (alpha / rank) B A, with W held still
+(LoRA, 2106.09685).
 
     attach(model, rank, alpha, targets)   from then on ``linear.weight`` is that sum, for whoever reads it
     merged(model)                         the sums under the names that the matrices had before
     with without(model)                   meanwhile it is W
 
-B begins at zero, so that nothing changes at first. Written as a parametrization of ``nn.Linear.weight``, so that any
-module, ours or transformers', computes with it unawares. Leaves out adapters on disk: a policy is saved with its sums.
+B begins at zero, so that nothing changes at first. Written as a parametrization of
+``nn.Linear.weight``, so that any module, ours or transformers', computes with it unawares. Leaves
+out adapters on disk: a policy is saved with its sums.
 """
 
 from __future__ import annotations
@@ -42,26 +44,38 @@ class LoraAdapter(nn.Module):
 
 
 def attach(
-    model: nn.Module, rank: int, alpha: float, targets: Sequence[str] | str = "all-linear", seed: int = 0
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str] | str = "all-linear",
+    seed: int = 0,
 ) -> int:
-    """Give every ``nn.Linear`` whose name's last part is in ``targets`` (``all-linear``: all but the output matrix) an
-    adapter, and hold everything else still. Returns how many parameters are trained. Raises ConfigError where nothing
-    has such a name."""
+    """Give every ``nn.Linear`` whose name's last part is in ``targets`` (``all-linear``: all but
+    the output matrix) an adapter, and hold everything else still. Returns how many parameters are
+    trained. Raises ConfigError where nothing has such a name."""
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     chosen = [module for name, module in model.named_modules() if is_chosen(name, module, targets)]
     if not chosen:
-        linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        linear = {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+        }
         raise ConfigError(
-            f"lora.targets={targets}: no linear module is called so; there are {', '.join(sorted(linear))}"
+            f"lora.targets={targets}: no linear module is called so; there are "
+            f"{', '.join(sorted(linear))}"
         )
     for module in chosen:
-        parametrize.register_parametrization(module, "weight", LoraAdapter(module.weight, rank, alpha, generator))
+        parametrize.register_parametrization(
+            module, "weight", LoraAdapter(module.weight, rank, alpha, generator)
+        )
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name -> parameter, as the model without adapters would have them; of one without them, as it has them."""
+    """Name -> parameter, as the model without adapters would have them; of one without them, as it
+    has them."""
     for name, parameter in model.named_parameters():
         owner, _, _ = name.partition(".parametrizations.")
         if owner == name:
@@ -71,7 +85,8 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, AdaptedMatrix | None]]:
-    """As ``merged``, with nothing computed yet: (name, the parameter below, it with its adapter or None)."""
+    """As ``merged``, with nothing computed yet: (name, the parameter below, it with its adapter or
+    None)."""
     for name, parameter in model.named_parameters():
         owner, _, _ = name.partition(".parametrizations.")
         if owner == name:
@@ -83,12 +98,15 @@ def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, AdaptedMatrix | No
 def _adapted(linear: nn.Module, base: Tensor) -> AdaptedMatrix:
     (adapter,) = cast(nn.ModuleDict, linear.parametrizations)["weight"].children()
     assert isinstance(adapter, LoraAdapter)
-    return AdaptedMatrix(base.detach(), lambda: (adapter.A.detach(), adapter.B.detach()), adapter.scale)
+    return AdaptedMatrix(
+        base.detach(), lambda: (adapter.A.detach(), adapter.B.detach()), adapter.scale
+    )
 
 
 @contextlib.contextmanager
 def without(model: nn.Module) -> Iterator[None]:
-    """The model as it was before ``attach``: nothing but the adapters has been trained. For one thread alone."""
+    """The model as it was before ``attach``: nothing but the adapters has been trained. For one
+    thread alone."""
     adapters = [module for module in model.modules() if isinstance(module, LoraAdapter)]
     for each in adapters:
         each.is_off = True

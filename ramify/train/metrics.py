@@ -2,9 +2,9 @@
 
     {"step": 12, "stage": "rl", "at_s": 41.2, "values": {"reward": 0.46, "sampled_tokens": 8123, …}}
 
-One line is written with one ``write``, so a killed run leaves whole lines but perhaps the last, which a reader skips.
-Whoever wants to watch listens; the page and the terminal's view read the same lines. On resume what a step wrote after
-the checkpoint is dropped, since it will be measured again.
+One line is written with one ``write``, so a killed run leaves whole lines but perhaps the last,
+which a reader skips. Whoever wants to watch listens; the page and the terminal's view read the same
+lines. On resume what a step wrote after the checkpoint is dropped, since it will be measured again.
 
 Of a step's rollouts is measured, besides what their algorithm says:
 
@@ -43,7 +43,8 @@ class StepMetrics(msgspec.Struct, frozen=True):
     at_s: float
     """Seconds of training since the run began, over all its resumptions."""
     values: dict[str, float]
-    """Name -> finite number (JSON has no other); ``validation/reward`` and ``test/reward`` are of those streams."""
+    """Name -> finite number (JSON has no other); ``validation/reward`` and ``test/reward`` are of
+    those streams."""
 
 
 class MetricsFile:
@@ -102,7 +103,8 @@ def _ends_a_line(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-# --- what rollouts came to -----------------------------------------------------------------------------------------------
+# --- what rollouts came to
+# -----------------------------------------------------------------------------------------------
 
 
 class DepthMetrics(msgspec.Struct, frozen=True):
@@ -123,12 +125,17 @@ class DepthMetrics(msgspec.Struct, frozen=True):
 
 
 def layers(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> list[DepthMetrics]:
-    """By depth and kind. ``weights`` are the task's, by reward name; the root's reward is the rollout's."""
+    """By depth and kind. ``weights`` are the task's, by reward name; the root's reward is the
+    rollout's."""
     members: dict[tuple[int, str], list[tuple[Call, float | None]]] = defaultdict(list)
     for tree in trajectories:
         for call in tree.calls:
-            rewards = tree.call_rewards.get(call.id) or (tree.rewards if call.parent is None else {})
-            members[call.depth, call.kind].append((call, total(rewards, weights) if rewards else None))
+            rewards = tree.call_rewards.get(call.id) or (
+                tree.rewards if call.parent is None else {}
+            )
+            members[call.depth, call.kind].append(
+                (call, total(rewards, weights) if rewards else None)
+            )
     return [_layer(depth, kind, members[depth, kind]) for depth, kind in sorted(members)]
 
 
@@ -139,16 +146,24 @@ def _layer(depth: int, kind: str, members: Sequence[tuple[Call, float | None]]) 
     logprobs = [value for reply in replies for value in reply.logprobs or ()]
     cut_short = sum(call.stop is not None and call.stop.is_truncated() for call in calls)
     return DepthMetrics(
-        depth, kind, len(calls), math.fsum(rewards) / len(rewards) if rewards else None, len(replies) / len(calls),
+        depth,
+        kind,
+        len(calls),
+        math.fsum(rewards) / len(rewards) if rewards else None,
+        len(replies) / len(calls),
         sum(len(reply.token_ids or ()) for reply in replies) / len(calls),
-        -math.fsum(logprobs) / len(logprobs) if logprobs else None, cut_short / len(calls),
-    )  # fmt: skip
+        -math.fsum(logprobs) / len(logprobs) if logprobs else None,
+        cut_short / len(calls),
+    )
 
 
 def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, float]:
-    """k -> pass@k for k = 2, 4, 8 … and the size of a group, over the groups that have so many attempts. A rollout that
-    failed is none: it says nothing of what the policy tried."""
-    right = [[total(tree.rewards, weights) >= RIGHT for tree in group.trajectories if tree.rewards] for group in groups]
+    """k -> pass@k for k = 2, 4, 8 … and the size of a group, over the groups that have so many
+    attempts. A rollout that failed is none: it says nothing of what the policy tried."""
+    right = [
+        [total(tree.rewards, weights) >= RIGHT for tree in group.trajectories if tree.rewards]
+        for group in groups
+    ]
     most = max((len(each) for each in right), default=0)
     powers = {2**power for power in range(1, most.bit_length()) if 2**power <= most}
     found = {}
@@ -158,23 +173,29 @@ def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, f
     return found
 
 
-def of_rollouts(groups: Sequence[Group], weights: Mapping[str, float], prefix: str = "") -> dict[str, float]:
+def of_rollouts(
+    groups: Sequence[Group], weights: Mapping[str, float], prefix: str = ""
+) -> dict[str, float]:
     """pass@k of the rollouts that were scored, and the layers."""
     found = {f"{prefix}pass@{k}": value for k, value in passes(groups, weights).items()}
     trajectories = [tree for group in groups for tree in group.trajectories]
     for layer in layers(trajectories, weights):
         name = f"{prefix}depth{layer.depth}.{layer.kind}"
         values = {
-            "reward": layer.reward, "calls": layer.calls / len(trajectories), "turns": layer.turns,
-            "sampled": layer.sampled, "surprise": layer.surprise, "truncated": layer.truncated,
-        }  # fmt: skip
+            "reward": layer.reward,
+            "calls": layer.calls / len(trajectories),
+            "turns": layer.turns,
+            "sampled": layer.sampled,
+            "surprise": layer.surprise,
+            "truncated": layer.truncated,
+        }
         found |= {f"{name}/{what}": value for what, value in values.items() if value is not None}
     return found
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """How many versions older than ``version``, which learns from them, the weights were that sampled the tokens; empty
-    where that is not known."""
+    """How many versions older than ``version``, which learns from them, the weights were that
+    sampled the tokens; empty where that is not known."""
     spans = [
         (span.end - span.start, version - span.version)
         for group in groups

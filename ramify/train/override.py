@@ -1,9 +1,11 @@
-"""``optim.lr=1e-5`` on a configuration: fields that exist, values of their type, and the nearest name where they do not.
+"""``optim.lr=1e-5`` on a configuration: fields that exist, values of their type, and the nearest
+name where they do not.
 
     override(run, ["rl.optim.lr=1e-5", "rl.algorithm=grpo", "rl.algorithm.credit=root", "task.options.rows=40"])
 
-A value is read as JSON where it is some (``1e-5``, ``true``, ``null``, ``[1, 2]``) and as text otherwise. Where a field holds
-one of several classes, its name (or a dotted path to a class of one's own) puts a new one there, with its defaults.
+A value is read as JSON where it is some (``1e-5``, ``true``, ``null``, ``[1, 2]``) and as text
+otherwise. Where a field holds one of several classes, its name (or a dotted path to a class of
+one's own) puts a new one there, with its defaults.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ Choices = Mapping[str, Mapping[str, Any]]
 
 
 def override(config: T, assignments: Sequence[str], choices: Choices | None = None) -> T:
-    """``config`` with what ``assignments`` say; itself unchanged. Raises ConfigError that names the assignment."""
+    """``config`` with what ``assignments`` say; itself unchanged. Raises ConfigError that names the
+    assignment."""
     for assignment in assignments:
         name, sign, text = assignment.partition("=")
         if not sign or not name:
-            raise ConfigError(f"'{assignment}' is no override: write FIELD=VALUE, as in rl.optim.lr=1e-4")
+            raise ConfigError(
+                f"'{assignment}' is no override: write FIELD=VALUE, as in rl.optim.lr=1e-4"
+            )
         config = _set(config, name.split("."), text, name, choices or {})
     return config
 
@@ -45,7 +50,9 @@ def load_class(path: str) -> Any:
 def of_name(name: str, table: Mapping[str, Any], what: str) -> Any:
     """The class that ``name`` stands for: of ``table``, or at a dotted path. Raises ConfigError."""
     if name not in table and not {".", ":"} & {*name}:
-        raise ConfigError(f"unknown {what} '{name}': {nearest(name, table)}; or module:name of one of your own")
+        raise ConfigError(
+            f"unknown {what} '{name}': {nearest(name, table)}; or module:name of one of your own"
+        )
     found = table.get(name, name)
     return load_class(found) if isinstance(found, str) else found
 
@@ -58,15 +65,22 @@ def _set(value: Any, path: Sequence[str], text: str, whole: str, choices: Choice
     if not isinstance(value, msgspec.Struct):
         done = whole.rsplit("." + ".".join(path), 1)[0]
         if value is None:
-            raise ConfigError(f"override {whole}={text}: {done} is not set here: set it as a whole, as {done}='{{…}}'")
-        raise ConfigError(f"override {whole}={text}: {done} is {value!r}, which has no field '{head}'")
+            raise ConfigError(
+                f"override {whole}={text}: {done} is not set here: set it as a whole, as "
+                f"{done}='{{…}}'"
+            )
+        raise ConfigError(
+            f"override {whole}={text}: {done} is {value!r}, which has no field '{head}'"
+        )
     if head not in value.__struct_fields__:
         known = nearest(head, value.__struct_fields__)
         now_called = new_name(whole) or new_name(head)
         advice = f"it is called {now_called} now" if now_called else known
         raise ConfigError(f"override {whole}={text}: no field '{head}': {advice}")
     now = getattr(value, head)
-    fresh = _set(now, rest, text, whole, choices) if rest else _value(value, head, text, whole, choices)
+    fresh = (
+        _set(now, rest, text, whole, choices) if rest else _value(value, head, text, whole, choices)
+    )
     try:
         return msgspec.structs.replace(value, **{head: fresh})
     except (ConfigError, ValueError) as error:

@@ -1,14 +1,16 @@
-"""From sequences to batches: what shares computation, what is cut, and which batch each piece goes into.
+"""From sequences to batches: what shares computation, what is cut, and which batch each piece goes
+into.
 
     sequences ── forest ──> trees ── share where it pays ── cut at max_tokens ──> pieces ── balance ──> [Batch]
 
-A tree that is larger than a batch is cut between its leaves, and each piece repeats the path that leads to it: the same
-hidden states computed twice, each entry counted once. So loss and gradient are those of the uncut tree. A single path
-longer than ``max_tokens`` is a piece by itself. Everything here is decided by lengths and ids alone: the same sequences,
-in any order, give the same batches.
+A tree that is larger than a batch is cut between its leaves, and each piece repeats the path that
+leads to it: the same hidden states computed twice, each entry counted once. So loss and gradient
+are those of the uncut tree. A single path longer than ``max_tokens`` is a piece by itself.
+Everything here is decided by lengths and ids alone: the same sequences, in any order, give the same
+batches.
 
-Leaves out what a batch holds (``batch.py``), what its entries mean (``loss.py``) and how a device computes them
-(``models/forest_attention.py``). Legend: E entries of a batch.
+Leaves out what a batch holds (``batch.py``), what its entries mean (``loss.py``) and how a device
+computes them (``models/forest_attention.py``). Legend: E entries of a batch.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class ComputeCost(msgspec.Struct, frozen=True):
     pair: float = 2e-3
     """One token that attends to one other: all layers, forward and backward."""
     share: float = 25.0
-    """One stretch that others branch off from: what it costs to start the work of its descendants on it."""
+    """One stretch that others branch off from: what it costs to start the work of its descendants
+    on it."""
     join: float = 0.08
     """One token below such a stretch: what it costs to join what it saw there with the rest."""
 
@@ -52,20 +55,25 @@ class PackingSpec(msgspec.Struct, frozen=True):
     """Compute what sequences begin with alike once; False: every path is a row of its own."""
     cost: ComputeCost = ComputeCost()
     fill_tokens: int = 0
-    """Trees go into one batch up to so many tokens, and a larger tree has a batch to itself, uncut: a CPU is fastest with a
-    few thousand tokens at once, but not by what cutting a tree costs. 0: ``max_tokens``."""
+    """Trees go into one batch up to so many tokens, and a larger tree has a batch to itself, uncut:
+    a CPU is fastest with a few thousand tokens at once, but not by what cutting a tree costs. 0:
+    ``max_tokens``."""
     multiple: int = 1
-    """Batches are a multiple of this many, as far as there are trees for them: the ranks that work on them at once."""
+    """Batches are a multiple of this many, as far as there are trees for them: the ranks that work
+    on them at once."""
 
 
 def pack(
-    sequences: Many[TokenSequence], packing: PackingSpec | None = None, denominators: Mapping[str, float] | None = None
+    sequences: Many[TokenSequence],
+    packing: PackingSpec | None = None,
+    denominators: Mapping[str, float] | None = None,
 ) -> list[Batch]:
-    """The batches of one optimizer step, of about equal cost. Sequences without any weight are left out.
+    """The batches of one optimizer step, of about equal cost. Sequences without any weight are left
+    out.
 
-    ``denominators``: what the sum of each component is divided by; by default its weights' sum over all sequences.
-    ValueError where a component has weights and no positive denominator, where a first token has a weight, and where
-    some sequences have a named stream and others do not.
+    ``denominators``: what the sum of each component is divided by; by default its weights' sum over
+    all sequences. ValueError where a component has weights and no positive denominator, where a
+    first token has a weight, and where some sequences have a named stream and others do not.
     """
     packing = packing or PackingSpec()
     learning = [index for index, sequence in enumerate(sequences) if len(entries(sequence))]
@@ -78,17 +86,23 @@ def pack(
     return [writer.batch(bin) for bin in _balanced(pieces, fill_tokens, packing.multiple)]
 
 
-def attach(sequences: Many[TokenSequence], batches: Many[Batch], name: str, values: Many[Floats]) -> None:
-    """Give ``sequences``, from which ``batches`` were packed, the stream ``name``: ``values`` has [E] for each batch. It
-    is 0 where a token carries no loss. Of a token with two entries (``batch.py``) it is that of the entry which is drawn
-    from: what ratios, a KL and a distillation compare with, while cross-entropy reads no stream."""
+def attach(
+    sequences: Many[TokenSequence], batches: Many[Batch], name: str, values: Many[Floats]
+) -> None:
+    """Give ``sequences``, from which ``batches`` were packed, the stream ``name``: ``values`` has
+    [E] for each batch. It is 0 where a token carries no loss. Of a token with two entries
+    (``batch.py``) it is that of the entry which is drawn from: what ratios, a KL and a distillation
+    compare with, while cross-entropy reads no stream."""
     for sequence in sequences:
         sequence.streams[name] = np.zeros(len(sequence), np.float32)
     for batch, column in zip(batches, values, strict=True):
         is_drawn = _is_drawn(batch)
         for index in batch.sequences:
             stream, is_mine = sequences[index].streams[name], batch.owners[:, 0] == index
-            for mine in (is_mine & ~is_drawn, is_mine & is_drawn):  # of two entries of a token the second is left
+            for mine in (
+                is_mine & ~is_drawn,
+                is_mine & is_drawn,
+            ):  # of two entries of a token the second is left
                 stream[batch.owners[mine, 1]] = column[mine]
 
 
@@ -101,7 +115,8 @@ def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
 
 
 def describe(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, float]:
-    """What packing came to: batches, tokens computed, tokens of the sequences, and how many times fewer were computed."""
+    """What packing came to: batches, tokens computed, tokens of the sequences, and how many times
+    fewer were computed."""
     computed = sum(len(batch) for batch in batches)
     present = {index for batch in batches for index in batch.sequences}
     whole = sum(len(sequences[index]) for index in present)
@@ -113,7 +128,8 @@ def describe(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, 
     }
 
 
-# --- what shares computation -----------------------------------------------------------------------------------------
+# --- what shares computation
+# -----------------------------------------------------------------------------------------
 
 
 class _Tree(NamedTuple):
@@ -124,7 +140,8 @@ class _Tree(NamedTuple):
 
 
 def _shared(found: Forest, packing: PackingSpec) -> list[_Tree]:
-    """The trees of ``found``, in which a node that does not pay as a stretch of its own is repeated in each child."""
+    """The trees of ``found``, in which a node that does not pay as a stretch of its own is repeated
+    in each child."""
     nodes = found.nodes
     begin = [node.begin for node in nodes]
     keeps = [True] * len(nodes)
@@ -140,7 +157,8 @@ def _shared(found: Forest, packing: PackingSpec) -> list[_Tree]:
         if node.parent >= 0:
             children[node.parent] += 1 if keeps[index] else num
             below[node.parent] += below[index] + (tokens if keeps[index] else tokens * num)
-    # A kept node begins where its nearest kept ancestor ends; those between them are repeated in it.
+    # A kept node begins where its nearest kept ancestor ends; those between them are repeated in
+    # it.
     owner = [-1] * len(nodes)
     for index, node in enumerate(nodes):
         parent = node.parent
@@ -149,8 +167,11 @@ def _shared(found: Forest, packing: PackingSpec) -> list[_Tree]:
     return _split_trees(found, keeps, owner, begin)
 
 
-def _split_trees(found: Forest, keeps: list[bool], owner: list[int], begin: list[int]) -> list[_Tree]:
-    """One tree per root that is left. A sequence that ends in a node that was repeated ends in that node's first copy."""
+def _split_trees(
+    found: Forest, keeps: list[bool], owner: list[int], begin: list[int]
+) -> list[_Tree]:
+    """One tree per root that is left. A sequence that ends in a node that was repeated ends in that
+    node's first copy."""
     trees: list[_Tree] = []
     place: list[tuple[int, int]] = [(-1, -1)] * len(found.nodes)
     """Node -> (tree, stretch in it)."""
@@ -172,7 +193,8 @@ def _split_trees(found: Forest, keeps: list[bool], owner: list[int], begin: list
 
 
 def _first_kept(found: Forest, keeps: list[bool]) -> list[int]:
-    """Node -> itself if it is kept, else the first kept one below it; one without children is always kept."""
+    """Node -> itself if it is kept, else the first kept one below it; one without children is
+    always kept."""
     first = list(range(len(found.nodes)))
     for index in range(len(found.nodes) - 1, -1, -1):
         parent = found.nodes[index].parent
@@ -181,11 +203,13 @@ def _first_kept(found: Forest, keeps: list[bool]) -> list[int]:
     return first
 
 
-# --- what is cut, and what goes together -----------------------------------------------------------------------------
+# --- what is cut, and what goes together
+# -----------------------------------------------------------------------------
 
 
 def _cut(tree: _Tree, packing: PackingSpec) -> list[BatchPiece]:
-    """Pieces of at most ``max_tokens``, as far as single paths allow; leaf after leaf goes into the piece while it fits."""
+    """Pieces of at most ``max_tokens``, as far as single paths allow; leaf after leaf goes into the
+    piece while it fits."""
     pieces: list[BatchPiece] = []
     present: set[int] = set()
     leaves: list[tuple[int, int]] = []
@@ -213,8 +237,11 @@ def _missing(tree: _Tree, leaf: int, present: set[int]) -> tuple[list[int], int]
     return missing, num_tokens
 
 
-def _piece(tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: ComputeCost) -> BatchPiece:
-    """``present`` stretches as a tree of its own; one that has a single child left becomes one with it."""
+def _piece(
+    tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: ComputeCost
+) -> BatchPiece:
+    """``present`` stretches as a tree of its own; one that has a single child left becomes one with
+    it."""
     order = sorted(present)
     children = dict.fromkeys(order, 0)
     for index in order:
@@ -233,18 +260,22 @@ def _piece(tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: 
         if index not in absorbed:
             rank[index] = len(stretches)
             stretch = tree.stretches[index]
-            stretches.append(ForestNode(begin[index], stretch.end, rank[parent[index]], stretch.sequence))
+            stretches.append(
+                ForestNode(begin[index], stretch.end, rank[parent[index]], stretch.sequence)
+            )
     for index in reversed(order):
         if index in absorbed:
             rank[index] = rank[absorbed[index]]
     num_tokens = sum(stretch.end - stretch.begin for stretch in stretches)
     total = sum(cost.of(stretch.begin, stretch.end) for stretch in stretches)
-    return BatchPiece(stretches, [(sequence, rank[leaf]) for sequence, leaf in leaves], num_tokens, total)
+    return BatchPiece(
+        stretches, [(sequence, rank[leaf]) for sequence, leaf in leaves], num_tokens, total
+    )
 
 
 def _balanced(pieces: list[BatchPiece], fill_tokens: int, multiple: int) -> list[list[BatchPiece]]:
-    """Bins of at most ``fill_tokens``, as far as single pieces allow: the dearest piece first, each into the cheapest bin
-    that has room for it."""
+    """Bins of at most ``fill_tokens``, as far as single pieces allow: the dearest piece first, each
+    into the cheapest bin that has room for it."""
     order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].cost, index))
     num_bins = -(-sum(piece.num_tokens for piece in pieces) // fill_tokens)
     num_bins += -num_bins % multiple

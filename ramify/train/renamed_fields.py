@@ -1,4 +1,5 @@
-"""Fields of a run that an earlier version called otherwise, so that what it wrote can still be read and resumed.
+"""Fields of a run that an earlier version called otherwise, so that what it wrote can still be read
+and resumed.
 
     with_new_names({"rl": {"sample": {"late": 4}}})  ->  {"rl": {"sample": {"grace_steps": 4}}}
     new_name("late")                                 ->  "rl.sample.grace_steps"
@@ -43,8 +44,13 @@ def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_name(field: str) -> str | None:
-    """What a field (its last name or its whole dotted one) is called today; None if it was not renamed."""
+    """What a field (its last name or its whole dotted one) is called today; None if it was not
+    renamed."""
     for old, new in RENAMED_FIELDS.items():
-        if field == old or field == old.rpartition(".")[2] or f"cadence.{old.rpartition('.')[2]}" == field:
+        if (
+            field == old
+            or field == old.rpartition(".")[2]
+            or f"cadence.{old.rpartition('.')[2]}" == field
+        ):
             return new
     return None

@@ -2,10 +2,11 @@
 
     item ── group attempts, as there is room for ──> ``evaluate.attempt``: prepare, RLM, score ──> Group, once all are over
 
-Decides the seeds: each rollout has its own, from the run's seed, its name and its item, and never from the time at which
-it began. A rollout that fails is recorded and its group goes on (``attempt`` says what is a failure); so is one that is
-given up, and one that was cut at its deadline, whose reward would depend on how busy the machine is. Leaves out credit
-(``algorithms/``), which weights answer (``training_loop.py``), and which items come when (``group_queue.py``).
+Decides the seeds: each rollout has its own, from the run's seed, its name and its item, and never
+from the time at which it began. A rollout that fails is recorded and its group goes on (``attempt``
+says what is a failure); so is one that is given up, and one that was cut at its deadline, whose
+reward would depend on how busy the machine is. Leaves out credit (``algorithms/``), which weights
+answer (``training_loop.py``), and which items come when (``group_queue.py``).
 """
 
 from __future__ import annotations
@@ -38,21 +39,27 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     concurrency: int = 128
     """Rollouts at once; each holds a session, and its children one each."""
     min_concurrency: int = 8
-    """Where the engine tells how full its cache is: how few at once there may be while sequences are thrown out of it; 0
-    for ``concurrency`` whatever it tells."""
+    """Where the engine tells how full its cache is: how few at once there may be while sequences
+    are thrown out of it; 0 for ``concurrency`` whatever it tells."""
     temperature: float = 1.0
     top_p: float | None = None
     top_k: int | None = None
     grace_s: float = GRACE_S
-    """How long past its own deadline (``limits.max_seconds``) a rollout is waited for before it counts as stalled. The
-    same holds for a task's ``prepare`` and ``score``."""
+    """How long past its own deadline (``limits.max_seconds``) a rollout is waited for before it
+    counts as stalled. The same holds for a task's ``prepare`` and ``score``."""
     direct: bool = False
-    """Whether one plain call may answer a short context, without a session. Such a rollout trains no recursive model."""
+    """Whether one plain call may answer a short context, without a session. Such a rollout trains
+    no recursive model."""
 
     def __post_init__(self) -> None:
-        if min(self.group, self.concurrency) < 1 or not self.temperature > 0 or not self.grace_s > 0:
+        if (
+            min(self.group, self.concurrency) < 1
+            or not self.temperature > 0
+            or not self.grace_s > 0
+        ):
             raise ConfigError(
-                f"rollout group={self.group} and concurrency={self.concurrency} must be at least 1, "
+                f"rollout group={self.group} and concurrency={self.concurrency} must be at least "
+                "1, "
                 f"temperature={self.temperature} and grace_s={self.grace_s} above 0"
             )
         if self.min_concurrency < 0:
@@ -61,16 +68,22 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def sampling(self, max_tokens: int, seed: int, *, greedy: bool = False) -> Sampling:
         if greedy:
             return Sampling(max_tokens, 0.0, seed=seed, logprobs=True)
-        return Sampling(max_tokens, self.temperature, self.top_p, seed=seed, logprobs=True, top_k=self.top_k)
+        return Sampling(
+            max_tokens, self.temperature, self.top_p, seed=seed, logprobs=True, top_k=self.top_k
+        )
 
 
 class RolloutAttempt:
     """One rollout, from when it was asked for to its end."""
 
     def __init__(
-        self, name: str, item: Item, room: ConcurrencyController, run: Callable[[], Coroutine[Any, Any, Trajectory]],
+        self,
+        name: str,
+        item: Item,
+        room: ConcurrencyController,
+        run: Callable[[], Coroutine[Any, Any, Trajectory]],
         over: Callable[[RolloutAttempt], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``over`` is called when it has ended, or was given up."""
         self.name = name
         self.began_at: float | None = None
@@ -91,7 +104,13 @@ class RolloutAttempt:
     def give_up(self, why: str) -> None:
         """Let its group go on without it. It may take a while to end; nobody waits for that."""
         if not self.result.done():
-            gone = Trajectory(self.name, self._item.question, task=self._item.id, errors=[why], stop=Stop.CANCELLED)
+            gone = Trajectory(
+                self.name,
+                self._item.question,
+                task=self._item.id,
+                errors=[why],
+                stop=Stop.CANCELLED,
+            )
             self.was_given_up = True
             self.result.set_result(gone)
             self._over(self)
@@ -126,22 +145,32 @@ class RolloutAttempt:
 class GroupRollout:
     """A group on its way: the attempts at one item."""
 
-    def __init__(self, item: Item, attempts: Sequence[RolloutAttempt], greedy: RolloutAttempt | None) -> None:
+    def __init__(
+        self, item: Item, attempts: Sequence[RolloutAttempt], greedy: RolloutAttempt | None
+    ) -> None:
         self.item = item
         self.attempts = [*attempts, *([greedy] if greedy is not None else [])]
         self._greedy = greedy
 
     async def whole(self) -> Group:
-        """Once all are over, without those that were given up, of which nothing is known. Raises what is a bug in one of
-        them, as soon as it comes."""
+        """Once all are over, without those that were given up, of which nothing is known. Raises
+        what is a bug in one of them, as soon as it comes."""
         await asyncio.gather(*(each.result for each in self.attempts))
-        found = [each.result.result() for each in self.attempts if each is not self._greedy and not each.was_given_up]
-        return Group(self.item.id, found, self._greedy.result.result() if self._greedy is not None else None)
+        found = [
+            each.result.result()
+            for each in self.attempts
+            if each is not self._greedy and not each.was_given_up
+        ]
+        return Group(
+            self.item.id, found, self._greedy.result.result() if self._greedy is not None else None
+        )
 
     @property
     def given_up(self) -> list[str]:
         """Names of the rollouts that the group goes on without."""
-        return [each.name for each in self.attempts if each is not self._greedy and each.was_given_up]
+        return [
+            each.name for each in self.attempts if each is not self._greedy and each.was_given_up
+        ]
 
     @property
     def num_over(self) -> int:
@@ -155,34 +184,56 @@ class GroupRollout:
 
 
 class Rollouter:
-    """Rolls items of one task out with one ``RLM``, which its owner keeps open (``async with rlm``), so that all rollouts
-    share one sandbox and one client."""
+    """Rolls items of one task out with one ``RLM``, which its owner keeps open (``async with
+    rlm``), so that all rollouts share one sandbox and one client."""
 
     def __init__(
-        self, rlm: RLM, task: Task, options: RolloutOptions, *, seed: int = 0, on_stall: Callable[[str], None] = print,
-        greedy: bool = False, gauge: Gauge | None = None, rollout_worker: RolloutSource | None = None,
-    ) -> None:  # fmt: skip
-        """``on_stall`` is told where a rollout stood that did not end. ``greedy``: one more rollout of each item, at
-        temperature 0, beside its group (``Group.greedy``). ``gauge`` tells how full the engine's cache is. ``runner``: who
-        rolls out, where that is not this process."""
+        self,
+        rlm: RLM,
+        task: Task,
+        options: RolloutOptions,
+        *,
+        seed: int = 0,
+        on_stall: Callable[[str], None] = print,
+        greedy: bool = False,
+        gauge: Gauge | None = None,
+        rollout_worker: RolloutSource | None = None,
+    ) -> None:
+        """``on_stall`` is told where a rollout stood that did not end. ``greedy``: one more rollout
+        of each item, at temperature 0, beside its group (``Group.greedy``). ``gauge`` tells how
+        full the engine's cache is. ``runner``: who rolls out, where that is not this process."""
         self._rollout_worker = rollout_worker
-        self._rlm, self._task, self._options, self._seed, self._on_stall = rlm, task, options, seed, on_stall
+        self._rlm, self._task, self._options, self._seed, self._on_stall = (
+            rlm,
+            task,
+            options,
+            seed,
+            on_stall,
+        )
         self._greedy = greedy
         self.per_item = options.group + greedy
         """Attempts at each item, the greedy one among them."""
         followed = gauge if options.min_concurrency else None
-        self.room = ConcurrencyController(options.concurrency, followed, least=options.min_concurrency)
+        self.room = ConcurrencyController(
+            options.concurrency, followed, least=options.min_concurrency
+        )
 
-    def begin(self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None) -> GroupRollout:
-        """The group ``name`` of attempts at ``item``, each of which begins when there is room for it; ``over`` is called
-        after each. To be ended by ``close``."""
+    def begin(
+        self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None
+    ) -> GroupRollout:
+        """The group ``name`` of attempts at ``item``, each of which begins when there is room for
+        it; ``over`` is called after each. To be ended by ``close``."""
 
         def one(number: int | str) -> RolloutAttempt:
             whole = f"{name}/rollout={number}"
-            return RolloutAttempt(whole, item, self.room, lambda: self._rollout(item, whole, number == "greedy"), over)
+            return RolloutAttempt(
+                whole, item, self.room, lambda: self._rollout(item, whole, number == "greedy"), over
+            )
 
         return GroupRollout(
-            item, [one(number) for number in range(self._options.group)], one("greedy") if self._greedy else None
+            item,
+            [one(number) for number in range(self._options.group)],
+            one("greedy") if self._greedy else None,
         )
 
     async def roots(self, items: Sequence[Item]) -> RootCount:
@@ -195,12 +246,15 @@ class Rollouter:
         return RootCount(len(items), direct, self._rlm.limits.max_depth)
 
     async def groups(
-        self, items: Sequence[Item], step: int, what: str = "rollouts",
+        self,
+        items: Sequence[Item],
+        step: int,
+        what: str = "rollouts",
         after: Callable[[Group], Awaitable[None]] | None = None,
-    ) -> list[Group]:  # fmt: skip
-        """One group per item, in order, each with its rollouts in order; what failed is among them. ``what`` is said of
-        it while it goes on. ``after`` is done with each group as soon as it is whole, while others go on. Raises only what
-        is a bug, or a cancellation."""
+    ) -> list[Group]:
+        """One group per item, in order, each with its rollouts in order; what failed is among them.
+        ``what`` is said of it while it goes on. ``after`` is done with each group as soon as it is
+        whole, while others go on. Raises only what is a bug, or a cancellation."""
 
         async def whole(rolling: GroupRollout) -> Group:
             group = await rolling.whole()
@@ -210,7 +264,10 @@ class Rollouter:
 
         with report_progress(what, len(items) * self.per_item, "attempts") as work:
             names = (f"step={step}/group={index}" for index in range(len(items)))
-            begun = [self.begin(item, name, lambda _: work.more()) for item, name in zip(items, names, strict=True)]
+            begun = [
+                self.begin(item, name, lambda _: work.more())
+                for item, name in zip(items, names, strict=True)
+            ]
             try:
                 async with asyncio.TaskGroup() as tasks:
                     found = [tasks.create_task(whole(each)) for each in begun]
@@ -226,19 +283,29 @@ class Rollouter:
         if self._rollout_worker is not None:
             return self._unless_cut(await self._rollout_worker.attempt(item, name, sampling))
         rollout = await attempt(
-            self._rlm, self._task, item, name=name, sampling=sampling, metadata={"rollout": name},
-            grace_s=self._options.grace_s, on_stall=self._on_stall, direct=self._options.direct,
-        )  # fmt: skip
+            self._rlm,
+            self._task,
+            item,
+            name=name,
+            sampling=sampling,
+            metadata={"rollout": name},
+            grace_s=self._options.grace_s,
+            on_stall=self._on_stall,
+            direct=self._options.direct,
+        )
         return self._unless_cut(rollout)
 
     def _unless_cut(self, rollout: Trajectory) -> Trajectory:
-        """``rollout``, without rewards if the deadline cut it: how busy a machine is must not become a reward."""
+        """``rollout``, without rewards if the deadline cut it: how busy a machine is must not
+        become a reward."""
         stops = [rollout.stop, *(call.stop for call in rollout.calls)]
         if rollout.rewards and Stop.DEADLINE in stops:
             rollout.rewards, rollout.call_rewards = {}, {}
             rollout.errors.append(
-                f"{rollout.id} was cut at its deadline, and nothing is learnt from it: raise limits.max_seconds "
-                f"({self._rlm.limits.max_seconds:g}), or lower rl.rollout.concurrency ({self._options.concurrency})"
+                f"{rollout.id} was cut at its deadline, and nothing is learnt from it: raise "
+                "limits.max_seconds "
+                f"({self._rlm.limits.max_seconds:g}), or lower rl.rollout.concurrency "
+                f"({self._options.concurrency})"
             )
         return rollout
 

@@ -3,8 +3,9 @@
     20 of the first 20 items begin with a recursive root (a session, with children down to depth 1)
     0 of the first 20 items begin with a recursive root: one plain call answers 20 of them
 
-A root that one plain call answers has no session, and teaches nothing about recursion. Decides how many items are looked
-at and what is reported. Leaves out the decision itself, which is the engine's (``engine/question.py``).
+A root that one plain call answers has no session, and teaches nothing about recursion. Decides how
+many items are looked at and what is reported. Leaves out the decision itself, which is the engine's
+(``engine/question.py``).
 """
 
 from __future__ import annotations
@@ -45,13 +46,18 @@ class RootCount(msgspec.Struct, frozen=True):
         reasons = []
         if self.direct:
             reasons.append(
-                f"one plain call answers {self.direct} of them (rl.rollout.direct=false gives each a session)"
+                f"one plain call answers {self.direct} of them (rl.rollout.direct=false gives each "
+                "a session)"
             )
         if not self.depth and self.direct < self.items:
-            reasons.append(f"{self.items - self.direct} have a session, and limits.max_depth=0 allows no children")
+            reasons.append(
+                f"{self.items - self.direct} have a session, and limits.max_depth=0 allows no "
+                "children"
+            )
         return head + (": " + "; ".join(reasons) if reasons else "")
 
 
 def first_items(items: Sequence[Item], first: int) -> list[Item]:
-    """The first items from number ``first`` on, as a run goes through them: again from the start at the end."""
+    """The first items from number ``first`` on, as a run goes through them: again from the start at
+    the end."""
     return [items[(first + number) % len(items)] for number in range(min(ITEMS, len(items)))]

@@ -1,5 +1,5 @@
-"""Checks that a run makes of itself, at its start, at every weight sync and on every step: the costliest bugs of this
-field were silent numbers.
+"""Checks that a run makes of itself, at its start, at every weight sync and on every step: the
+costliest bugs of this field were silent numbers.
 
     fingerprint   trainer and engine hold the same weights
     canary        a sampled reply's log-probabilities, by the engine's cache and by the trainer's forest, agree, and so do
@@ -9,8 +9,8 @@ field were silent numbers.
     ids           what the engine was given and sampled is what the tree says, id by id
     weights       compiling and packing lost none of the weight that the algorithm gave out, and doubled none
 
-A check that fails ends the run with a sentence that names it. That a step's advantages are all zero is no failure: the
-algorithm says why (``AssignedStep.no_signal``).
+A check that fails ends the run with a sentence that names it. That a step's advantages are all zero
+is no failure: the algorithm says why (``AssignedStep.no_signal``).
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ Floats64 = np.ndarray[Any, np.dtype[np.float64]]
 Weights = Iterable[tuple[str, "Tensor"]]
 CANARY_TOKENS = 16
 _MOVED = 0.01
-"""Share of the weights after whose change an engine cannot score as before. In bf16, by a model of half a million parameters
-and over 87 positions: 0.03 % changed no bit, twice of ten times; 0.3 % at 60 positions or more; 2.4 % at all."""
+"""Share of the weights after whose change an engine cannot score as before. In bf16, by a model of
+half a million parameters and over 87 positions: 0.03 % changed no bit, twice of ten times; 0.3 % at
+60 positions or more; 2.4 % at all."""
 _FEWEST = 32
 """Positions that must be bit for bit the same to mean anything."""
 _LOOKED_AT = 1024
@@ -59,11 +60,12 @@ class EngineScores(NamedTuple):
 
 
 class AuditedClient:
-    """A client that remembers which ids went through it, as hashes; everything else is the wrapped client's."""
+    """A client that remembers which ids went through it, as hashes; everything else is the wrapped
+    client's."""
 
     def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
-        """It remembers what went through since ``forget`` was called so many times and once more: rollouts of a later step
-        may be over before those of this one are learnt from."""
+        """It remembers what went through since ``forget`` was called so many times and once more:
+        rollouts of a later step may be over before those of this one are learnt from."""
         self.name, self.window, self.price = client.name, client.window, client.price
         self.client = client
         self.on_reply: Callable[[], None] | None = None
@@ -113,16 +115,24 @@ class SelfCheck:
     """The checks of one run."""
 
     def __init__(
-        self, seen: AuditedClient, weights: Callable[[], Weights], prompt: Sequence[Message], tolerance: float = 1e-4,
-        rounding: float = 0.0, hint: str = "",
-    ) -> None:  # fmt: skip
-        """``weights`` are the trained ones as the engine should have them; ``prompt`` is what the canary is asked;
-        ``tolerance``, ``rounding`` and ``hint`` as in ``CanaryLimits``. (In fp32 differences up to 2e-5 were seen at single
-        tokens, far less at most; bf16 rounds to three digits, so there they grow with the log-probabilities.)"""
+        self,
+        seen: AuditedClient,
+        weights: Callable[[], Weights],
+        prompt: Sequence[Message],
+        tolerance: float = 1e-4,
+        rounding: float = 0.0,
+        hint: str = "",
+    ) -> None:
+        """``weights`` are the trained ones as the engine should have them; ``prompt`` is what the
+        canary is asked; ``tolerance``, ``rounding`` and ``hint`` as in ``CanaryLimits``. (In fp32
+        differences up to 2e-5 were seen at single tokens, far less at most; bf16 rounds to three
+        digits, so there they grow with the log-probabilities.)"""
         self._seen, self._weights = seen, weights
         self._limits = CanaryLimits(tolerance, rounding, hint)
         self._request = Request(
-            tuple(prompt), Sampling(CANARY_TOKENS, temperature=1.0, seed=7, logprobs=True), affinity="canary"
+            tuple(prompt),
+            Sampling(CANARY_TOKENS, temperature=1.0, seed=7, logprobs=True),
+            affinity="canary",
         )
         self.worst = 0.0
         """Largest difference that a canary has shown."""
@@ -158,12 +168,18 @@ class SelfCheck:
         return fingerprint_of(noted()), some
 
     async def _one(
-        self, engine: InferenceClient, ours: str, some: Mapping[str, Tensor], backend: Backend, in_torch: InTorch
+        self,
+        engine: InferenceClient,
+        ours: str,
+        some: Mapping[str, Tensor],
+        backend: Backend,
+        in_torch: InTorch,
     ) -> None:
         theirs = await engine.fingerprint()
         if theirs is not None and ours != theirs:
             raise TrainError(
-                f"the engine answers with other weights (fingerprint {theirs}) than the trainer has ({ours}): the weight sync "
+                f"the engine answers with other weights (fingerprint {theirs}) than the trainer "
+                f"has ({ours}): the weight sync "
                 f"failed{self._where(engine)}"
             )
         reply = await engine.complete(self._request)
@@ -173,25 +189,35 @@ class SelfCheck:
         path = (*reply.prompt_ids, *reply.token_ids)
         ours_T = await in_torch(self._own_logprobs, backend, path)
         allowed = self._allowed(ours_T)
-        self._compare(engine, np.array(reply.logprobs), ours_T[len(reply.prompt_ids) :], "sampled", allowed)
+        self._compare(
+            engine, np.array(reply.logprobs), ours_T[len(reply.prompt_ids) :], "sampled", allowed
+        )
         scores = await engine.logprobs(path)
         self._compare(engine, np.array(scores), ours_T[1:], "scored", allowed)
         if theirs is None:
             self._moved(engine, EngineScores(path, tuple(scores), some, self._seen.client.version))
 
     def _moved(self, engine: InferenceClient, now: EngineScores) -> None:
-        """Raises TrainError where the engine scores as it did before, though the weights are others by more than rounding can
-        hide. Measured since its scores last changed: one small step may be hidden, many are not."""
+        """Raises TrainError where the engine scores as it did before, though the weights are others
+        by more than rounding can hide. Measured since its scores last changed: one small step may
+        be hidden, many are not."""
         before = self._scored.get(engine.name)
         if before is None or before[:2] != now[:2] or len(now.theirs) < _FEWEST:
             self._scored[engine.name] = now
             return
-        share = float(np.median([_share_changed(before.some[name], each) for name, each in now.some.items()] or [0.0]))
+        share = float(
+            np.median(
+                [_share_changed(before.some[name], each) for name, each in now.some.items()]
+                or [0.0]
+            )
+        )
         if share >= _MOVED:
             self.good_version = before.version
             raise TrainError(
-                f"the engine scores all {len(now.theirs)} tokens of the canary as it did at version {before.version}, bit for "
-                f"bit, though {share:.1%} of the weights are others since (median of all matrices): it took new weights and "
+                f"the engine scores all {len(now.theirs)} tokens of the canary as it did at "
+                f"version {before.version}, bit for "
+                f"bit, though {share:.1%} of the weights are others since (median of all "
+                "matrices): it took new weights and "
                 f"does not answer with them{self._where(engine)}"
             )
 
@@ -201,7 +227,12 @@ class SelfCheck:
         return max(self._limits.tolerance, self._limits.rounding * largest)
 
     def _compare(
-        self, engine: InferenceClient, theirs_T: Floats64, ours_T: Floats64, what: str, allowed: float
+        self,
+        engine: InferenceClient,
+        theirs_T: Floats64,
+        ours_T: Floats64,
+        what: str,
+        allowed: float,
     ) -> None:
         differences_T = np.nan_to_num(np.abs(ours_T - theirs_T), nan=np.inf)
         largest, mean = float(differences_T.max(initial=0.0)), float(differences_T.mean())
@@ -210,20 +241,26 @@ class SelfCheck:
             hint = f"; {self._limits.hint}" if self._limits.hint else ""
             at = int(np.argmax(differences_T))
             raise TrainError(
-                f"the canary's log-probabilities differ by {largest:.2g} between engine and trainer, {mean:.2g} on average, "
-                f"and at most {allowed:.3g} and {allowed / 10:.3g} are allowed ({theirs_T[at]:.5f} by the engine, "
-                f"{ours_T[at]:.5f} by the trainer, at {what} token {at}): they compute different models, or the engine's cache "
+                f"the canary's log-probabilities differ by {largest:.2g} between engine and "
+                f"trainer, {mean:.2g} on average, "
+                f"and at most {allowed:.3g} and {allowed / 10:.3g} are allowed ({theirs_T[at]:.5f} "
+                "by the engine, "
+                f"{ours_T[at]:.5f} by the trainer, at {what} token {at}): they compute different "
+                "models, or the engine's cache "
                 f"is stale{self._where(engine)}{hint}"
             )
 
     def _where(self, engine: InferenceClient) -> str:
         last = (
-            "none was checked before" if self.good_version is None else f"the last good version is {self.good_version}"
+            "none was checked before"
+            if self.good_version is None
+            else f"the last good version is {self.good_version}"
         )
         return f" ({engine.name}; version {self._seen.client.version}; {last})"
 
     def ids(self, groups: Sequence[Group]) -> None:
-        """Raises TrainError where a tree of the first group says other ids than went through the engine."""
+        """Raises TrainError where a tree of the first group says other ids than went through the
+        engine."""
         for trajectory in groups[0].trajectories:
             self._ids_of(trajectory)
         self._seen.forget()
@@ -236,7 +273,8 @@ class SelfCheck:
                 path = trajectory.path(call, index) if turn.num_ids is not None else None
                 if path is not None and not self._seen.has_seen(path.ids):
                     raise TrainError(
-                        f"{trajectory.id}/call={call.id}/turn={index}: the tree has {len(path)} ids that the engine was never "
+                        f"{trajectory.id}/call={call.id}/turn={index}: the tree has {len(path)} "
+                        "ids that the engine was never "
                         "given together: what would be trained on is not what was sampled"
                     )
 
@@ -244,11 +282,20 @@ class SelfCheck:
         """Raises TrainError where the batches of a step do not weigh what its rows do."""
         for name in ("rl", "ce", "kd"):
             given = sum(
-                float(np.sum(column, dtype=np.float64)) for row in rows if (column := getattr(row, name)) is not None
+                float(np.sum(column, dtype=np.float64))
+                for row in rows
+                if (column := getattr(row, name)) is not None
             )
-            packed = sum(float(np.sum(b.streams[name], dtype=np.float64)) for b in batches if name in b.streams)
+            packed = sum(
+                float(np.sum(b.streams[name], dtype=np.float64))
+                for b in batches
+                if name in b.streams
+            )
             if abs(given - packed) > 1e-5 * max(abs(given), 1.0):
-                raise TrainError(f"the batches of a step weigh {packed:.6g} in '{name}', their sequences {given:.6g}")
+                raise TrainError(
+                    f"the batches of a step weigh {packed:.6g} in '{name}', their sequences "
+                    f"{given:.6g}"
+                )
 
     def _own_logprobs(self, backend: Backend, ids: tuple[int, ...]) -> Floats64:
         """The trainer's log-probability of each of ``ids``; 0 for the first."""
@@ -269,6 +316,11 @@ def _row(ids: tuple[int, ...], num_given: int) -> Row:
     weights = zeros.copy()
     weights[num_given:] = 1
     return Row(
-        name="canary", token_ids=np.array(ids, np.int64), mask=weights > 0, sampler_logprobs=zeros, advantages=zeros,
-        rl=zeros, ce=weights,
-    )  # fmt: skip
+        name="canary",
+        token_ids=np.array(ids, np.int64),
+        mask=weights > 0,
+        sampler_logprobs=zeros,
+        advantages=zeros,
+        rl=zeros,
+        ce=weights,
+    )

@@ -1,12 +1,13 @@
-"""Trajectories to learn from as they stand: where they come from, their token ids, and which go into which step.
+"""Trajectories to learn from as they stand: where they come from, their token ids, and which go
+into which step.
 
     demonstrations of a task            ┐
     trajectories in a file or a store   ┴─ tokenised by the policy's renderer ─ stamped (``algorithms/sft.py``) ─ order ─> steps
 
-What was said by another model, or written by a program, has no ids of this policy: they are made here, once, reply by
-reply (the policy's own are kept), and from then on nothing knows that the policy did not say it itself. Decides the
-order: shuffled anew each epoch by the seed, cut into steps of about ``batch_tokens``, so that any step can be found again
-by its number.
+What was said by another model, or written by a program, has no ids of this policy: they are made
+here, once, reply by reply (the policy's own are kept), and from then on nothing knows that the
+policy did not say it itself. Decides the order: shuffled anew each epoch by the seed, cut into
+steps of about ``batch_tokens``, so that any step can be found again by its number.
 """
 
 from __future__ import annotations
@@ -61,15 +62,20 @@ class DemonstrationConversation(Protocol):
 
 
 def trajectory_of(conversations: Sequence[DemonstrationConversation]) -> Trajectory:
-    """A demonstration as the tree that the engine would have left: its calls with their conversations, and as rewards
-    whether each answered right what it was asked. Cells are not kept; they teach nothing."""
+    """A demonstration as the tree that the engine would have left: its calls with their
+    conversations, and as rewards whether each answered right what it was asked. Cells are not kept;
+    they teach nothing."""
     root = conversations[0]
     calls = [_call(each) for each in conversations]
     return Trajectory(
-        f"demo/{root.item}", root.messages[0].content, task=root.item, calls=calls, stop=Stop.FINAL,
+        f"demo/{root.item}",
+        root.messages[0].content,
+        task=root.item,
+        calls=calls,
+        stop=Stop.FINAL,
         rewards={"correct": float(root.correct)},
         call_rewards={each.call: {"correct": float(each.correct)} for each in conversations[1:]},
-    )  # fmt: skip
+    )
 
 
 def _call(conversation: DemonstrationConversation) -> Call:
@@ -80,9 +86,15 @@ def _call(conversation: DemonstrationConversation) -> Call:
             begin = index + 1
     above = conversation.call.rpartition(".")[0]
     return Call(
-        conversation.call, "rlm", "demonstrator", conversation.call.count("."), messages[0].content,
-        parent=Parent(above, 0, 0) if above else None, turns=turns, stop=Stop.FINAL,
-    )  # fmt: skip
+        conversation.call,
+        "rlm",
+        "demonstrator",
+        conversation.call.count("."),
+        messages[0].content,
+        parent=Parent(above, 0, 0) if above else None,
+        turns=turns,
+        stop=Stop.FINAL,
+    )
 
 
 class TrajectoryTokenizer:
@@ -98,10 +110,13 @@ class TrajectoryTokenizer:
         """The same code is said again and again."""
 
     def tokenised(self, trajectory: Trajectory) -> Trajectory:
-        """A copy of ``trajectory`` whose turns have ids, up to where a history was cut (from there on what was said
-        before is given anew), and without what judges were asked, which is never learnt."""
+        """A copy of ``trajectory`` whose turns have ids, up to where a history was cut (from there
+        on what was said before is given anew), and without what judges were asked, which is never
+        learnt."""
         calls = [
-            msgspec.structs.replace(call, turns=self._turns(call)) for call in trajectory.calls if call.kind != "judge"
+            msgspec.structs.replace(call, turns=self._turns(call))
+            for call in trajectory.calls
+            if call.kind != "judge"
         ]
         return msgspec.structs.replace(trajectory, calls=calls)
 
@@ -109,7 +124,9 @@ class TrajectoryTokenizer:
         if self._is_own(call):
             return call.turns
         if call.fork is not None:
-            raise ConfigError(f"call {call.id} continues another: branches are not learnt from as text")
+            raise ConfigError(
+                f"call {call.id} continues another: branches are not learnt from as text"
+            )
         path: list[int] = []
         said: list[int] = []
         num_messages = 0
@@ -122,7 +139,9 @@ class TrajectoryTokenizer:
                 prompt = [*conversation[: turn.reused], *turn.prompt]
                 reused, given = 0, self._renderer.prompt(prompt, self._tools)
             said = self._reply(turn.reply.message)
-            reply = msgspec.structs.replace(turn.reply, prompt_ids=tuple(given), token_ids=tuple(said), logprobs=None)
+            reply = msgspec.structs.replace(
+                turn.reply, prompt_ids=tuple(given), token_ids=tuple(said), logprobs=None
+            )
             turns.append(msgspec.structs.replace(turn, reply=reply, reused_ids=reused))
             path = [*path[:reused], *given, *said]
             conversation = [*conversation[: turn.reused], *turn.prompt, turn.reply.message]
@@ -130,15 +149,19 @@ class TrajectoryTokenizer:
         return turns
 
     def _is_own(self, call: Call) -> bool:
-        """Whether the ids that a call has are of this policy: they say what was given and said. They are kept then, since
-        a policy may cut a text up in another way than its tokenizer does."""
+        """Whether the ids that a call has are of this policy: they say what was given and said.
+        They are kept then, since a policy may cut a text up in another way than its tokenizer
+        does."""
         if not call.turns or call.turns[0].reused_ids:
             return False
-        if list(call.turns[0].reply.prompt_ids or ()) != self._renderer.prompt(call.turns[0].prompt, self._tools):
+        if list(call.turns[0].reply.prompt_ids or ()) != self._renderer.prompt(
+            call.turns[0].prompt, self._tools
+        ):
             return False
         replies = [turn.reply for turn in call.turns]
         return all(
-            reply.token_ids and self._renderer.parse(reply.token_ids).content == reply.message.content
+            reply.token_ids
+            and self._renderer.parse(reply.token_ids).content == reply.message.content
             for reply in replies
         )
 
@@ -149,7 +172,9 @@ class TrajectoryTokenizer:
             whole = self._renderer.prompt([_QUESTION, message])
             begin, end = len(self._opened), len(whole) - len(self._closing)
             if whole[:begin] != self._opened or whole[end:] != self._closing:
-                raise ConfigError("the renderer writes a reply otherwise than the path that it extends")
+                raise ConfigError(
+                    "the renderer writes a reply otherwise than the path that it extends"
+                )
             found = self._said[message] = whole[begin:end]
         return found
 
@@ -158,8 +183,8 @@ _QUESTION = Message("user", "?")
 
 
 def read(path: Path) -> Iterator[Trajectory]:
-    """The trajectories of a JSONL file, of all in a folder, or of a store, oldest first. Raises ConfigError that names the
-    line."""
+    """The trajectories of a JSONL file, of all in a folder, or of a store, oldest first. Raises
+    ConfigError that names the line."""
     if (path / _RUNS).is_dir():
         yield from _stored(path)
         return
@@ -175,7 +200,9 @@ def read(path: Path) -> Iterator[Trajectory]:
                     try:
                         yield decoder.decode(line)
                     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                        raise ConfigError(f"{path}, line {number}: no trajectory: {error}") from error
+                        raise ConfigError(
+                            f"{path}, line {number}: no trajectory: {error}"
+                        ) from error
     except OSError as error:
         raise ConfigError(f"trajectories cannot be read from {path}: {error.strerror}") from error
 
@@ -185,11 +212,13 @@ _RUNS = "runs"
 
 
 def _stored(root: Path) -> Iterator[Trajectory]:
-    """The runs of a store that came to an end, with the rewards that its evaluations gave them. What a user asked has no
-    reward."""
+    """The runs of a store that came to an end, with the rewards that its evaluations gave them.
+    What a user asked has no reward."""
     rewards: dict[str, dict[str, float]] = {}
     for file in sorted((root / EVALUATIONS).glob("*.jsonl")):
-        rewards |= {outcome.run: outcome.rewards for outcome in evaluation(file).outcomes if outcome.run}
+        rewards |= {
+            outcome.run: outcome.rewards for outcome in evaluation(file).outcomes if outcome.run
+        }
     store = Store(root)
     for summary in reversed(store.runs()):
         trajectory = store.load(summary.id)
@@ -206,8 +235,8 @@ def write(path: Path, trajectories: Iterable[Trajectory]) -> None:
 
 
 def order(rows: Sequence[Row], batch_tokens: int, epochs: int, seed: int) -> list[list[int]]:
-    """Which rows each step learns from: every row once per epoch, shuffled anew each time, steps of at most
-    ``batch_tokens`` tokens (a longer row is a step of its own)."""
+    """Which rows each step learns from: every row once per epoch, shuffled anew each time, steps of
+    at most ``batch_tokens`` tokens (a longer row is a step of its own)."""
     steps: list[list[int]] = []
     for epoch in range(epochs):
         shuffled = list(range(len(rows)))
@@ -229,7 +258,8 @@ DEMOS = {
     "programs": "ramify.train.sft_data:program_demos",
     "retool": "ramify.train.sft_data:retool_demos",
 }
-"""Name -> function (task, num, seed, scaffold, **options) that gives demonstrations, one per item of the training split."""
+"""Name -> function (task, num, seed, scaffold, **options) that gives demonstrations, one per item
+of the training split."""
 
 
 def ledger_demos(
@@ -252,7 +282,10 @@ def program_demos(
     from ramify.tasks.programs.demos import ProgramDemonstratorHabits, demonstrations
 
     return demonstrations(
-        task.splits["train"][:num], msgspec.convert(habits, ProgramDemonstratorHabits, strict=False), seed, scaffold
+        task.splits["train"][:num],
+        msgspec.convert(habits, ProgramDemonstratorHabits, strict=False),
+        seed,
+        scaffold,
     )
 
 
@@ -263,5 +296,7 @@ def retool_demos(
     from ramify.tasks.toolmath.demos import demonstrations
 
     if not source:
-        raise ConfigError("sft.demos=retool needs a file: give sft.options.source=ReTool-SFT.parquet (or .jsonl)")
+        raise ConfigError(
+            "sft.demos=retool needs a file: give sft.options.source=ReTool-SFT.parquet (or .jsonl)"
+        )
     return demonstrations(source, scaffold, num, lambda text: warnings.warn(text, stacklevel=2))

@@ -4,8 +4,9 @@
     sft      demonstrations, stored trajectories   ├── source.work(step) ──> Work: sequences of one or more optimizer steps
     rl       rollouts by the policy as it is now   ┘                         (everything after this is the same for all)
 
-Decides sizes and options of each stage, and how a step's rollouts are split into minibatches. Leaves out which rollouts
-those are (``group_queue.py``), and what is done with the work (``training_loop.py``).
+Decides sizes and options of each stage, and how a step's rollouts are split into minibatches.
+Leaves out which rollouts those are (``group_queue.py``), and what is done with the work
+(``training_loop.py``).
 """
 
 from __future__ import annotations
@@ -103,27 +104,33 @@ class TrainingStage(Protocol):
     optim: OptimizerSpec
     loss: LossSpec
     samples: bool
-    """Whether its work is sampled from the policy, so that the engine must have the newest weights."""
+    """Whether its work is sampled from the policy, so that the engine must have the newest
+    weights."""
     max_staleness: int
-    """How many steps older than the weights that learn from it the weights that made a work may be."""
+    """How many steps older than the weights that learn from it the weights that made a work may
+    be."""
     streams: frozenset[str]
-    """What the trainer is to compute of a work's rows before they are learnt from: ``old_logprobs``, ``ref_logprobs``,
-    ``values``, ``staleness``."""
+    """What the trainer is to compute of a work's rows before they are learnt from:
+    ``old_logprobs``, ``ref_logprobs``, ``values``, ``staleness``."""
     critic: bool
     """Whether there is one."""
     memory: dict[str, float]
-    """What its algorithm remembers after the last work that was made; to be set where a run is resumed."""
+    """What its algorithm remembers after the last work that was made; to be set where a run is
+    resumed."""
 
     @property
     def kept(self) -> Mapping[str, Checkpointable]:
-        """Name in a checkpoint -> what is to be kept once a step is done. What it is before, the stage makes anew."""
+        """Name in a checkpoint -> what is to be kept once a step is done. What it is before, the
+        stage makes anew."""
         ...
 
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
         """Put onto the rows of a whole work what follows from those streams; what was measured."""
         ...
 
-    def source(self, next_item: int, pending: Sequence[int]) -> AbstractAsyncContextManager[StepSource]:
+    def source(
+        self, next_item: int, pending: Sequence[int]
+    ) -> AbstractAsyncContextManager[StepSource]:
         """``next_item`` and ``pending`` as the run's state has them."""
         ...
 
@@ -133,7 +140,8 @@ class TrainingStage(Protocol):
 
 
 class FixedDataStage(ABC):
-    """What stages without rollouts have in common: nothing is to be computed first, or remembered."""
+    """What stages without rollouts have in common: nothing is to be computed first, or
+    remembered."""
 
     samples, max_staleness, critic, streams = False, 0, False, frozenset[str]()
     loss = LossSpec()
@@ -175,7 +183,9 @@ class WarmUpStage(FixedDataStage):
 
     name = "warmup"
 
-    def __init__(self, num_steps: int, optim: OptimizerSpec, ids: Sequence[int], batch_tokens: int, seed: int) -> None:
+    def __init__(
+        self, num_steps: int, optim: OptimizerSpec, ids: Sequence[int], batch_tokens: int, seed: int
+    ) -> None:
         super().__init__()
         self.num_steps, self.optim = num_steps, scheduled(self.name, optim, num_steps)
         self._ids, self._batch_tokens, self._seed = ids, batch_tokens, seed
@@ -190,12 +200,16 @@ class SftStage(FixedDataStage):
 
     name = "sft"
 
-    def __init__(self, rows: Sequence[Row], optim: OptimizerSpec, batch_tokens: int, epochs: int, seed: int) -> None:
+    def __init__(
+        self, rows: Sequence[Row], optim: OptimizerSpec, batch_tokens: int, epochs: int, seed: int
+    ) -> None:
         """Raises ConfigError where there is nothing to learn from."""
         super().__init__()
         self._rows, self._order = rows, order(rows, batch_tokens, epochs, seed)
         if not self._order:
-            raise ConfigError("supervised fine-tuning has nothing to learn from: no trajectory passed its filter")
+            raise ConfigError(
+                "supervised fine-tuning has nothing to learn from: no trajectory passed its filter"
+            )
         self.num_steps = len(self._order)
         self.optim = scheduled(self.name, optim, self.num_steps)
 
@@ -209,21 +223,26 @@ class StepSampleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     items: int = 24
     """Items of the task per step."""
     first_item: int = 0
-    """Of the training split, to begin with; after a stage of demonstrations the first that was not demonstrated."""
+    """Of the training split, to begin with; after a stage of demonstrations the first that was not
+    demonstrated."""
     max_items: int = 0
-    """With dynamic sampling: most items that a step may try until ``items`` of them have a signal; 0: no such search."""
+    """With dynamic sampling: most items that a step may try until ``items`` of them have a signal;
+    0: no such search."""
     minibatches: int = 1
     """Optimizer steps that a step's rollouts are split into, group by group."""
     max_staleness: int = 0
-    """Steps that rollouts may begin ahead: 0 has each step wait for its own; with 1 or more they go on while the trainer
-    learns, and take newer weights as they come, see ``group_queue.py``."""
+    """Steps that rollouts may begin ahead: 0 has each step wait for its own; with 1 or more they go
+    on while the trainer learns, and take newer weights as they come, see ``group_queue.py``."""
     grace_steps: int = 4
-    """Steps more that a slow rollout may take, with ``max_staleness`` above 0, before a step waits for it. At 0 no token is
-    older than ``max_staleness``, and ``max_staleness + 1`` steps take at least as long as the slowest rollout."""
+    """Steps more that a slow rollout may take, with ``max_staleness`` above 0, before a step waits
+    for it. At 0 no token is older than ``max_staleness``, and ``max_staleness + 1`` steps take at
+    least as long as the slowest rollout."""
     straggler_factor: float = 0.0
-    """A rollout is given up once it has taken so many times the median and its step waits for nothing else; 0: never."""
+    """A rollout is given up once it has taken so many times the median and its step waits for
+    nothing else; 0: never."""
     pause: bool = False
-    """Whether no rollout begins while the policy is evaluated, so that nothing but what has begun competes with it."""
+    """Whether no rollout begins while the policy is evaluated, so that nothing but what has begun
+    competes with it."""
 
     @property
     def max_token_staleness(self) -> int:
@@ -235,12 +254,20 @@ class StepSampleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ConfigError(f"rl.sample: grace_steps={self.grace_steps} must be at least 0")
         if self.straggler_factor and self.straggler_factor < 1:
             raise ConfigError(
-                f"rl.sample: straggler_factor={self.straggler_factor:g} is times the median: at least 1, or 0 for never"
+                f"rl.sample: straggler_factor={self.straggler_factor:g} is times the median: at "
+                "least 1, or 0 for never"
             )
-        if self.items < 1 or self.minibatches < 1 or self.max_staleness < 0 or 0 < self.max_items < self.items:
+        if (
+            self.items < 1
+            or self.minibatches < 1
+            or self.max_staleness < 0
+            or 0 < self.max_items < self.items
+        ):
             raise ConfigError(
-                f"rl.sample: items={self.items} and minibatches={self.minibatches} must be at least 1, "
-                f"max_items={self.max_items} 0 or at least items, max_staleness={self.max_staleness} not negative"
+                f"rl.sample: items={self.items} and minibatches={self.minibatches} must be at "
+                "least 1, "
+                f"max_items={self.max_items} 0 or at least items, "
+                f"max_staleness={self.max_staleness} not negative"
             )
 
 
@@ -250,10 +277,23 @@ class RlStage:
     name, samples = "rl", True
 
     def __init__(
-        self, num_steps: int, optim: OptimizerSpec, loss: LossSpec, *, task: Task, items: Sequence[Item], rollouts: Rollouter,
-        algorithm: Algorithm, sample: StepSampleSpec, temperature: float, signals: RunSignals | None = None,
-    ) -> None:  # fmt: skip
-        self.num_steps, self.optim = num_steps, scheduled(self.name, optim, num_steps * sample.minibatches)
+        self,
+        num_steps: int,
+        optim: OptimizerSpec,
+        loss: LossSpec,
+        *,
+        task: Task,
+        items: Sequence[Item],
+        rollouts: Rollouter,
+        algorithm: Algorithm,
+        sample: StepSampleSpec,
+        temperature: float,
+        signals: RunSignals | None = None,
+    ) -> None:
+        self.num_steps, self.optim = (
+            num_steps,
+            scheduled(self.name, optim, num_steps * sample.minibatches),
+        )
         self.loss = loss.for_minibatches(sample.minibatches)
         self.max_staleness = sample.max_staleness
         needs = needs_of(algorithm)
@@ -269,12 +309,23 @@ class RlStage:
     @contextlib.asynccontextmanager
     async def source(self, next_item: int, pending: Sequence[int]) -> AsyncIterator[StepSource]:
         async with contextlib.AsyncExitStack() as stack:
-            reader = None if self._signals is None else await stack.enter_async_context(self._signals.opened())
+            reader = (
+                None
+                if self._signals is None
+                else await stack.enter_async_context(self._signals.opened())
+            )
             queue = GroupQueue(
-                self._rollouts, self._items, self._sample, self.num_steps, next_item=next_item, pending=pending,
+                self._rollouts,
+                self._items,
+                self._sample,
+                self.num_steps,
+                next_item=next_item,
+                pending=pending,
                 read=None if reader is None else reader.group,
-                has_no_signal=lambda group: bool(self._composed(reader).assign_advantages([group], self._task.weights).no_signal),
-            )  # fmt: skip
+                has_no_signal=lambda group: bool(
+                    self._composed(reader).assign_advantages([group], self._task.weights).no_signal
+                ),
+            )
             stack.push_async_callback(queue.close)
             yield RolloutStepSource(self, queue, reader)
 
@@ -301,10 +352,14 @@ class RlStage:
             reader.forget(groups)
         learnt = {rollout.trajectory.id for rollout in assigned.rollouts}
         gone = taken.stragglers
-        accounts = [account(number, group, learnt, gone.get(number, ())) for number, group in taken.groups]
+        accounts = [
+            account(number, group, learnt, gone.get(number, ())) for number, group in taken.groups
+        ]
         accounts += taken.given_up
         notes = [*taken.notes, *assigned.notes]
-        return StepData(parts, metrics, assigned.no_signal, groups, notes, dict(self.memory), accounts)
+        return StepData(
+            parts, metrics, assigned.no_signal, groups, notes, dict(self.memory), accounts
+        )
 
     def _composed(self, reader: SignalReader | None) -> Algorithm:
         """The algorithm with what it remembers, and with what signals read."""
@@ -317,11 +372,15 @@ class RlStage:
         )
 
     def _parts(self, assigned: AssignedStep) -> list[Minibatch]:
-        """Minibatches of about as many rollouts each, in turn, so that each has some of every group. What is divided by
-        is split evenly: each minibatch is an estimate of the same loss."""
+        """Minibatches of about as many rollouts each, in turn, so that each has some of every
+        group. What is divided by is split evenly: each minibatch is an estimate of the same
+        loss."""
         num = min(self._sample.minibatches, len(assigned.rollouts))
         shares = {name: value / num for name, value in assigned.denominators.items()} if num else {}
-        return [Minibatch(sequences(assigned.rollouts[index::num], self._temperature), shares) for index in range(num)]
+        return [
+            Minibatch(sequences(assigned.rollouts[index::num], self._temperature), shares)
+            for index in range(num)
+        ]
 
 
 class RolloutStepSource:
@@ -342,15 +401,16 @@ class RolloutStepSource:
 
 
 def scheduled(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec:
-    """``optim`` with the stage's length as its schedule's, where it names none. Raises ConfigError, with the stage's name,
-    where that is too short for its warm-up."""
+    """``optim`` with the stage's length as its schedule's, where it names none. Raises ConfigError,
+    with the stage's name, where that is too short for its warm-up."""
     if optim.num_steps:
         return optim
     try:
         return msgspec.structs.replace(optim, num_steps=num_steps)
     except ConfigError as error:
         raise ConfigError(
-            f"{stage}.{error}: the stage has no more; lower {stage}.optim.warmup_steps, or set {stage}.optim.schedule=constant"
+            f"{stage}.{error}: the stage has no more; lower {stage}.optim.warmup_steps, or set "
+            f"{stage}.optim.schedule=constant"
         ) from None
 
 
@@ -363,8 +423,8 @@ def streams_of(loss: LossSpec) -> frozenset[str]:
 
 
 def _check_any_came_back(groups: Sequence[Group], step: int, notes: Sequence[str]) -> None:
-    """A step whose rollouts all failed is no step: something is wrong that more steps will not mend. ``notes`` say which
-    were given up."""
+    """A step whose rollouts all failed is no step: something is wrong that more steps will not
+    mend. ``notes`` say which were given up."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not any(trajectory.rewards for trajectory in trajectories):
         errors = [
@@ -372,12 +432,15 @@ def _check_any_came_back(groups: Sequence[Group], step: int, notes: Sequence[str
             *notes,
             "no error was said",
         ]
-        raise TrainError(f"all {len(trajectories)} rollouts of step {step} failed, the first with: {errors[0]}")
+        raise TrainError(
+            f"all {len(trajectories)} rollouts of step {step} failed, the first with: {errors[0]}"
+        )
 
 
 def _note_advantages(rollouts: Sequence[AssignedRollout]) -> None:
-    """Put each turn's advantages beside its rollout (``metadata["advantages"]``), where the rollouts that are kept show
-    them: ``{"0.1/2": 0.25}`` for turn 2 of call 0.1, and a list where its tokens differ."""
+    """Put each turn's advantages beside its rollout (``metadata["advantages"]``), where the
+    rollouts that are kept show them: ``{"0.1/2": 0.25}`` for turn 2 of call 0.1, and a list where
+    its tokens differ."""
     for rollout in rollouts:
         noted: dict[str, float | list[float]] = {}
         for (call, turn), credit in rollout.credits.items():
@@ -389,7 +452,9 @@ def _note_advantages(rollouts: Sequence[AssignedRollout]) -> None:
 
 def _measured(groups: Sequence[Group]) -> dict[str, float]:
     """What rollouts took and how they ended."""
-    calls = [call for group in groups for trajectory in group.trajectories for call in trajectory.calls]
+    calls = [
+        call for group in groups for trajectory in group.trajectories for call in trajectory.calls
+    ]
     turns = [turn for call in calls for turn in call.turns]
     stops = [call.stop for call in calls]
     num_sampled = sum(len(turn.reply.token_ids or ()) for turn in turns)
@@ -398,6 +463,11 @@ def _measured(groups: Sequence[Group]) -> dict[str, float]:
         "length_mean": num_sampled / max(sum(len(group.trajectories) for group in groups), 1),
         "given_tokens": float(sum(len(turn.reply.prompt_ids or ()) for turn in turns)),
         "turns_per_call": len(turns) / max(len(calls), 1),
-        "truncated": sum(stop is not None and stop.is_truncated() for stop in stops) / max(len(calls), 1),
-        "split_turns": sum(trajectory.metrics.get("split_turns", 0.0) for g in groups for trajectory in g.trajectories),
+        "truncated": sum(stop is not None and stop.is_truncated() for stop in stops)
+        / max(len(calls), 1),
+        "split_turns": sum(
+            trajectory.metrics.get("split_turns", 0.0)
+            for g in groups
+            for trajectory in g.trajectories
+        ),
     }

@@ -1,10 +1,12 @@
-"""What an algorithm writes on a rollout: per-token streams over what was sampled, call by call and turn by turn.
+"""What an algorithm writes on a rollout: per-token streams over what was sampled, call by call and
+turn by turn.
 
     Group ── algorithm.stamp ──> [Stamped] ── compile ──> [Sequence]
 
-Decides the form in which credit travels from the algorithms, which know rewards and trees, to ``compile``, which knows
-tokens and paths. A turn without a stamp carries no loss; its tokens are still there as context. Tokens that several
-branches share are stamped once, in the call that sampled them.
+Decides the form in which credit travels from the algorithms, which know rewards and trees, to
+``compile``, which knows tokens and paths. A turn without a stamp carries no loss; its tokens are
+still there as context. Tokens that several branches share are stamped once, in the call that
+sampled them.
 """
 
 from __future__ import annotations
@@ -30,11 +32,19 @@ class TokenCredit(msgspec.Struct, omit_defaults=True):
     streams: dict[str, list[float] | list[list[float]]] = msgspec.field(default_factory=dict)
     """Further named streams, each [N] or [N, k]: reference logprobs and the like."""
     given: float = 0.0
-    """Weight of the cross-entropy component of each token that the turn's prompt added (what was observed)."""
+    """Weight of the cross-entropy component of each token that the turn's prompt added (what was
+    observed)."""
 
     def __post_init__(self) -> None:
-        named: dict[str, Sized] = {"advantages": self.advantages, "rl": self.rl, "ce": self.ce, "kd": self.kd}
-        lengths = {name: len(values) for name, values in {**named, **self.streams}.items() if len(values)}
+        named: dict[str, Sized] = {
+            "advantages": self.advantages,
+            "rl": self.rl,
+            "ce": self.ce,
+            "kd": self.kd,
+        }
+        lengths = {
+            name: len(values) for name, values in {**named, **self.streams}.items() if len(values)
+        }
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the streams of a turn differ in length: {lengths}")
         if self.rl and not self.advantages:

@@ -9,8 +9,9 @@
         ▼
     evaluate ─ checkpoint                              then the next step, unless a guard ends the stage
 
-Synchronous training is ``max_staleness = 0``: rollouts of step k begin once step k-1 is over. Decides the order of things
-and what is written down when. Leaves out where work comes from (``stages.py``, ``group_queue.py``), credit, losses, and devices.
+Synchronous training is ``max_staleness = 0``: rollouts of step k begin once step k-1 is over.
+Decides the order of things and what is written down when. Leaves out where work comes from
+(``stages.py``, ``group_queue.py``), credit, losses, and devices.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from ramify.train import group_records as group_file
 from ramify.train import metrics as metric_file
 from ramify.train.backends.base import Backend, ReferenceModel
 from ramify.train.checkpoint import FOLDER, CheckpointState, CheckpointStore, read_state, verify
-from ramify.train.guards import GuardState, GuardVerdict, TrainingGuard, after_evaluation, after_step
+from ramify.train.guards import (
+    GuardState,
+    GuardVerdict,
+    TrainingGuard,
+    after_evaluation,
+    after_step,
+)
 from ramify.train.metrics import MetricsFile, StepMetrics
 from ramify.train.pack import attach, describe, pack
 from ramify.train.selfcheck import SelfCheck
@@ -56,13 +63,14 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """How often a run does what it does besides learning. Steps are those of a stage."""
 
     evaluate_every: int = 5
-    """Steps of a sampling stage between evaluations on the validation stream; 0: only at the stage's end."""
+    """Steps of a sampling stage between evaluations on the validation stream; 0: only at the
+    stage's end."""
     checkpoint_every: int = 0
-    """Steps between checkpoints, besides those after an evaluation, the first of all among them, and at the end of each
-    stage; 0: none besides."""
+    """Steps between checkpoints, besides those after an evaluation, the first of all among them,
+    and at the end of each stage; 0: none besides."""
     save_rollouts_every: int = 0
-    """Steps between those whose rollouts are kept, whole, in OUT/rollouts, to be looked at or learnt from
-    (``sft.trajectories``); 0: none."""
+    """Steps between those whose rollouts are kept, whole, in OUT/rollouts, to be looked at or
+    learnt from (``sft.trajectories``); 0: none."""
     keep_last: int = 2
     keep_best: int = 1
 
@@ -80,7 +88,8 @@ class PolicyHandle(Protocol):
         ...
 
     async def sleep(self) -> bool:
-        """Let engines that share the trainer's devices give their memory back until ``publish``; whether any do."""
+        """Let engines that share the trainer's devices give their memory back until ``publish``;
+        whether any do."""
         ...
 
     def release_memory(self) -> None:
@@ -123,10 +132,11 @@ class TrainingLoop:
         inform: Callable[[str], None] = print,
         watch: RunWatchdog | None = None,
     ) -> None:
-        """``first`` and ``final`` are splits that are reported before rollouts and at the end. ``reference_of`` makes a
-        backend of a saved policy, which a KL is measured to. ``say`` is told in a sentence what a person should know, as
-        that a step had no signal; ``inform`` gets what is worth knowing where all is well, as how many roots will be
-        recursive. ``watch`` bounds every wait."""
+        """``first`` and ``final`` are splits that are reported before rollouts and at the end.
+        ``reference_of`` makes a backend of a saved policy, which a KL is measured to. ``say`` is
+        told in a sentence what a person should know, as that a step had no signal; ``inform`` gets
+        what is worth knowing where all is well, as how many roots will be recursive. ``watch``
+        bounds every wait."""
         self.out, self._stages, self._backend_of, self._policy = out, stages, backend_of, policy
         self._schedule = schedule = schedule or Schedule()
         self._guard = guard or TrainingGuard()
@@ -154,10 +164,12 @@ class TrainingLoop:
         """Held while weights change, and until the engine has them."""
         self._since, self._cpu_since = time.monotonic(), 0.0
 
-    # --- the run -------------------------------------------------------------------------------------------------
+    # --- the run
+    # -------------------------------------------------------------------------------------------------
 
     async def run(self, resume: Path | None = None) -> CheckpointState:
-        """From the beginning, or from the checkpoint ``resume``, to the end. Returns where it stands then."""
+        """From the beginning, or from the checkpoint ``resume``, to the end. Returns where it
+        stands then."""
         self.out.mkdir(parents=True, exist_ok=True)
         is_stalled = False
         try:
@@ -172,7 +184,9 @@ class TrainingLoop:
             self._torch.close(0 if is_stalled else None)
             self.watch.close()
             if not is_stalled:
-                with contextlib.suppress(StoreError):  # a run that came to its end has waited before
+                with contextlib.suppress(
+                    StoreError
+                ):  # a run that came to its end has waited before
                     self.checkpoints.settle()
 
     async def _run(self, resume: Path | None) -> CheckpointState:
@@ -201,8 +215,12 @@ class TrainingLoop:
             for split in ("validation", *self._first):
                 await self.evaluate(split, "first", also)
                 also = {}
-            await self._in_torch(self._save)  # what rollouts began with is the best, where they make it worse
-        with report_progress(stage.name, stage.num_steps, "steps", first=self.state.stage_step) as told:
+            await self._in_torch(
+                self._save
+            )  # what rollouts began with is the best, where they make it worse
+        with report_progress(
+            stage.name, stage.num_steps, "steps", first=self.state.stage_step
+        ) as told:
             async with contextlib.aclosing(self._works(stage)) as works:
                 async for work in works:
                     await self._step(stage, work)
@@ -232,7 +250,8 @@ class TrainingLoop:
         )
 
     async def _works(self, stage: TrainingStage) -> AsyncGenerator[StepData, None]:
-        """The work of each step that is left. What is to come goes on meanwhile, as far as ``max_staleness`` allows."""
+        """The work of each step that is left. What is to come goes on meanwhile, as far as
+        ``max_staleness`` allows."""
         if self.state.memory:
             stage.memory = dict(self.state.memory)
         async with stage.source(self.state.next_item, self.state.pending) as source:
@@ -240,9 +259,13 @@ class TrainingLoop:
             for step in range(self.state.stage_step, stage.num_steps):
                 started = time.monotonic()
                 meter = self.meter if stage.samples else None
-                if meter is not None and (not stage.max_staleness or step == self.state.stage_step == 0):
+                if meter is not None and (
+                    not stage.max_staleness or step == self.state.stage_step == 0
+                ):
                     meter.restart()  # else rollouts went on while the last step was learnt from
-                work = await self.watch.bounded(f"the work of {self._where(stage)}", source.work(step))
+                work = await self.watch.bounded(
+                    f"the work of {self._where(stage)}", source.work(step)
+                )
                 work.metrics["work_s"] = time.monotonic() - started
                 self._spent = meter.spent() if meter is not None else None
                 yield work
@@ -262,7 +285,9 @@ class TrainingLoop:
             if work.parts:
                 values |= await self._rest()
                 values |= await self._in_torch(self._prepare, stage, work)
-            values |= _over_parts([await self._in_torch(self._learn, stage, part) for part in work.parts])
+            values |= _over_parts(
+                [await self._in_torch(self._learn, stage, part) for part in work.parts]
+            )
             values["learn_s"] = time.monotonic() - started
             state.step, state.stage_step, state.score = state.step + 1, state.stage_step + 1, None
             state.memory = work.memory
@@ -294,7 +319,9 @@ class TrainingLoop:
     async def _at_intervals(self, stage: TrainingStage) -> None:
         done, schedule = self.state.stage_step, self._schedule
         is_last = done == stage.num_steps or bool(self.state.stopped)
-        is_evaluated = stage.samples and (is_last or (schedule.evaluate_every and done % schedule.evaluate_every == 0))
+        is_evaluated = stage.samples and (
+            is_last or (schedule.evaluate_every and done % schedule.evaluate_every == 0)
+        )
         assert self._source is not None
         if is_evaluated or (is_last and self.state.stage + 1 == len(self._stages)):
             with self._source.paused():
@@ -303,7 +330,11 @@ class TrainingLoop:
             told = after_evaluation(self._guard, self.state.guard, self.state.score)
             self._told(told, f"step {self.state.step} ({stage.name})")
             is_last = bool(self.state.stopped)
-        if is_evaluated or is_last or (schedule.checkpoint_every and done % schedule.checkpoint_every == 0):
+        if (
+            is_evaluated
+            or is_last
+            or (schedule.checkpoint_every and done % schedule.checkpoint_every == 0)
+        ):
             self.state.next_item, self.state.pending = self._source.state()
             await self._in_torch(self._save)
 
@@ -316,10 +347,12 @@ class TrainingLoop:
             self.state.stopped = told.stop
         return told.metrics
 
-    # --- learning ------------------------------------------------------------------------------------------------
+    # --- learning
+    # ------------------------------------------------------------------------------------------------
 
     def _prepare(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
-        """What is to be known of a work's rows before the first of its parts is learnt from; in the torch thread."""
+        """What is to be known of a work's rows before the first of its parts is learnt from; in the
+        torch thread."""
         backend = self._backend
         assert backend is not None
         rows = [row for part in work.parts for row in part.rows]
@@ -327,7 +360,9 @@ class TrainingLoop:
             self._attach_lag(rows)
         if "ref_logprobs" in stage.streams:
             assert self._reference is not None
-            missing = [row for row in rows if "ref_logprobs" not in row.streams]  # a signal may have computed some
+            missing = [
+                row for row in rows if "ref_logprobs" not in row.streams
+            ]  # a signal may have computed some
             if missing:
                 _attach(missing, self._reference, "ref_logprobs", self._reference.logprobs)
         if "old_logprobs" in stage.streams:
@@ -337,12 +372,13 @@ class TrainingLoop:
         return stage.finish(rows)
 
     def _attach_lag(self, rows: Sequence[Row]) -> None:
-        """The stream ``staleness``: by how many versions the policy that is trained is newer than those that sampled the tokens."""
+        """The stream ``staleness``: by how many versions the policy that is trained is newer than
+        those that sampled the tokens."""
         for row in rows:
             if row.versions is not None:
-                row.streams["staleness"] = np.where(row.versions >= 0, self._policy.version - row.versions, 0).astype(
-                    np.float32
-                )
+                row.streams["staleness"] = np.where(
+                    row.versions >= 0, self._policy.version - row.versions, 0
+                ).astype(np.float32)
 
     def _learn(self, stage: TrainingStage, part: Minibatch) -> dict[str, float]:
         """One optimizer step; in the torch thread."""
@@ -363,12 +399,15 @@ class TrainingLoop:
             self._keep_policy(folder)
         elif not folder.is_dir():
             raise TrainError(
-                f"{folder} is not there: it is the policy that rollouts began with, which the run has a KL to; copy it from "
+                f"{folder} is not there: it is the policy that rollouts began with, which the run "
+                "has a KL to; copy it from "
                 "the run that the checkpoint is of"
             )
         checksums.check(folder)
         if self._reference_of is None:
-            raise TrainError("the run has a KL to a reference policy, and nothing was given that makes one")
+            raise TrainError(
+                "the run has a KL to a reference policy, and nothing was given that makes one"
+            )
         return self._reference_of(folder)
 
     def _keep_policy(self, folder: Path) -> None:
@@ -378,7 +417,8 @@ class TrainingLoop:
         checksums.write(folder)
 
     async def _rest(self) -> dict[str, float]:
-        """Let engines that share the trainer's devices sleep until weights are published again; how long that took."""
+        """Let engines that share the trainer's devices sleep until weights are published again; how
+        long that took."""
         started = time.monotonic()
         resting = self.watch.bounded(
             f"letting the engines sleep before step {self.state.step + 1}", self._policy.sleep()
@@ -395,7 +435,9 @@ class TrainingLoop:
         if self._is_resting:
             await self._in_torch(self._policy.release_memory)
             self._is_resting = False
-        await self.watch.bounded(f"giving the engine the weights after step {self.state.step}", self._policy.publish())
+        await self.watch.bounded(
+            f"giving the engine the weights after step {self.state.step}", self._policy.publish()
+        )
         self._is_published = True
         self.state.version += 1
         await self._checked()
@@ -406,8 +448,8 @@ class TrainingLoop:
             await self.watch.bounded(f"checking the engine after step {self.state.step}", checking)
 
     async def rejoin(self, give: Callable[[], Awaitable[bool]]) -> None:
-        """An engine is back: have it given the weights of now by ``give``, between two steps, and check it as the others.
-        What fails here ends the run."""
+        """An engine is back: have it given the weights of now by ``give``, between two steps, and
+        check it as the others. What fails here ends the run."""
         try:
             async with self._weights:
                 if await give():
@@ -415,11 +457,14 @@ class TrainingLoop:
         except Exception as error:  # noqa: BLE001 (raised where the run waits)
             self.watch.fail(error)
 
-    # --- what is written down ------------------------------------------------------------------------------------
+    # --- what is written down
+    # ------------------------------------------------------------------------------------
 
-    async def evaluate(self, split: str, stage: str, also: Mapping[str, float] | None = None) -> Mapping[str, float]:
-        """Measure the policy as it is on ``split``. On the validation stream it becomes the run's score, if there is one.
-        ``also`` is written down in the same row."""
+    async def evaluate(
+        self, split: str, stage: str, also: Mapping[str, float] | None = None
+    ) -> Mapping[str, float]:
+        """Measure the policy as it is on ``split``. On the validation stream it becomes the run's
+        score, if there is one. ``also`` is written down in the same row."""
         async with self._weights:
             await self._publish()
         started = time.monotonic()
@@ -433,8 +478,9 @@ class TrainingLoop:
         return values
 
     async def _report(self) -> None:
-        """The final splits, for the policy at the end (``last``) and for the best on the validation stream (``best``),
-        which is the one that is left in OUT/policy. That may be the one that rollouts began with."""
+        """The final splits, for the policy at the end (``last``) and for the best on the validation
+        stream (``best``), which is the one that is left in OUT/policy. That may be the one that
+        rollouts began with."""
         best, last = self.checkpoints.best(), self.checkpoints.latest()
         for name, checkpoint in (("last", last), ("best", best)):
             if checkpoint is None:
@@ -451,7 +497,9 @@ class TrainingLoop:
     def _write(self, stage: str, values: Mapping[str, float]) -> None:
         assert self._metrics is not None
         self._tick()
-        self._metrics.write(self.state.step, stage, self.state.seconds, {**values, "cpu_s": self.state.cpu_s})
+        self._metrics.write(
+            self.state.step, stage, self.state.seconds, {**values, "cpu_s": self.state.cpu_s}
+        )
 
     def _tick(self) -> None:
         self.state.seconds = time.monotonic() - self._since
@@ -459,9 +507,15 @@ class TrainingLoop:
 
     def _count(self, values: dict[str, float]) -> None:
         seconds = values.get("work_s", 0.0) + values["learn_s"]
-        for name in [name for name in values if name.endswith("/s")]:  # how long a signal was at it, beside rollouts
-            values[f"signal_share/{name.removesuffix('/s')}"] = values[name] / seconds if seconds else 0.0
-        tokens = values.get("sampled_tokens", 0.0) + values.get("given_tokens", 0.0) or values.get("row_tokens", 0.0)
+        for name in [
+            name for name in values if name.endswith("/s")
+        ]:  # how long a signal was at it, beside rollouts
+            values[f"signal_share/{name.removesuffix('/s')}"] = (
+                values[name] / seconds if seconds else 0.0
+            )
+        tokens = values.get("sampled_tokens", 0.0) + values.get("given_tokens", 0.0) or values.get(
+            "row_tokens", 0.0
+        )
         values["tokens_per_s"] = tokens / seconds if seconds else 0.0
 
     def _keep(self, groups: Sequence[Group]) -> None:
@@ -476,7 +530,9 @@ class TrainingLoop:
         self._tick()
         kept = self._stages[state.stage].kept if state.stage_step else {}
         others = {name: each.save for name, each in kept.items()}
-        self.checkpoints.save(state, {"backend": backend.save, "policy": self._policy.save, **others})
+        self.checkpoints.save(
+            state, {"backend": backend.save, "policy": self._policy.save, **others}
+        )
 
     def _go_back_to(self, checkpoint: Path) -> None:
         """Stand where ``checkpoint`` was written; in the torch thread."""
@@ -486,7 +542,8 @@ class TrainingLoop:
         later = self.checkpoints.abandon_after(self.state.step)
         if later:
             self._say(
-                f"the run goes back to step {self.state.step}: {len(later)} checkpoints of later steps are set aside "
+                f"the run goes back to step {self.state.step}: {len(later)} checkpoints of later "
+                "steps are set aside "
                 f"in {later[0].parent}"
             )
         self._cut(self.state.step)
@@ -502,12 +559,16 @@ class TrainingLoop:
             self._begin_next_stage()
 
     def _bring_reference(self, checkpoint: Path) -> None:
-        """Take over the reference of another run, which ``checkpoint`` is of: rollouts did not begin here."""
+        """Take over the reference of another run, which ``checkpoint`` is of: rollouts did not
+        begin here."""
         ours = self.out / REFERENCE
         if checkpoint.resolve().parent == self.checkpoints.folder.resolve():
             return
         shutil.rmtree(ours, ignore_errors=True)
-        theirs = next((each / REFERENCE for each in checkpoint.resolve().parents if (each / FOLDER).is_dir()), None)
+        theirs = next(
+            (each / REFERENCE for each in checkpoint.resolve().parents if (each / FOLDER).is_dir()),
+            None,
+        )
         if theirs is not None and theirs.is_dir():
             shutil.copytree(theirs, ours)
 
@@ -522,11 +583,16 @@ class TrainingLoop:
     async def _in_torch(self, work: Callable[..., T], *arguments: Any) -> T:
         name = getattr(work, "__name__", "work").strip("_")
         what = f"'{name}' in step {self.state.step + 1}"
-        return await self.watch.bounded(what, self._torch.run(work, *arguments), thread=self._torch.name)
+        return await self.watch.bounded(
+            what, self._torch.run(work, *arguments), thread=self._torch.name
+        )
 
 
 def _attach(
-    rows: Sequence[Row], backend: ReferenceModel, name: str, ask: Callable[[Sequence[Batch]], Sequence[Floats]]
+    rows: Sequence[Row],
+    backend: ReferenceModel,
+    name: str,
+    ask: Callable[[Sequence[Batch]], Sequence[Floats]],
 ) -> None:
     """Give ``rows`` the stream ``name``, by ``ask`` over batches made for ``backend``."""
     batches = pack(rows, backend.packing)
@@ -534,8 +600,9 @@ def _attach(
 
 
 def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over those optimizer steps of one step that have a number; sums of what is counted. How far trainer and sampler
-    are apart is told of the first alone, since after it the weights have moved."""
+    """Means over those optimizer steps of one step that have a number; sums of what is counted. How
+    far trainer and sampler are apart is told of the first alone, since after it the weights have
+    moved."""
     found: dict[str, float] = {}
     for name in dict.fromkeys(name for each in measured for name in each):
         values = [each[name] for each in measured if name in each]

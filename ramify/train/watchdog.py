@@ -1,13 +1,15 @@
-"""Every wait of a training run ends: with what was waited for, or with an error that says what stood where.
+"""Every wait of a training run ends: with what was waited for, or with an error that says what
+stood where.
 
     await watch.bounded("learning", work)      its value; TrainError where nothing moves for ``stall_s``
     watch.moved()                              something did: a reply came, a rollout ended, a batch of a step was computed
     watch.fail(error)                          whoever waits now, or next, gets this error instead
 
-What stands is told by a thread of its own, so that it is also told where the event loop itself stands. It writes all stacks
-(threads, tasks, and what ``others`` say, as ranks do) to OUT/stalled.txt, ends the wait, and, where the event loop does not
-react, raises the error in its thread. Leaves out waits that have bounds of their own, which are shorter: a reply, a cell,
-a rollout, a judge, a step of a weight update, a rank.
+What stands is told by a thread of its own, so that it is also told where the event loop itself
+stands. It writes all stacks (threads, tasks, and what ``others`` say, as ranks do) to
+OUT/stalled.txt, ends the wait, and, where the event loop does not react, raises the error in its
+thread. Leaves out waits that have bounds of their own, which are shorter: a reply, a cell, a
+rollout, a judge, a step of a weight update, a rank.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ FILE = "stalled.txt"
 _WAITING = (f"{os.sep}asyncio{os.sep}", f"{os.sep}threading.py")
 """In the places that only wait for others, which an error leaves out."""
 _GRACE_S = 10.0
-"""How long the event loop may take to notice that a wait was ended, and what was waited for to be given up."""
+"""How long the event loop may take to notice that a wait was ended, and what was waited for to be
+given up."""
 
 
 class StallError(TrainError):
@@ -63,8 +66,8 @@ class RunWatchdog:
         others: Callable[[], str] | None = None,
         on_stall: Callable[[str], None] | None = None,
     ) -> None:
-        """``others``: stacks of other processes, as text. ``on_stall`` is told, in the watching thread, before anything is
-        ended."""
+        """``others``: stacks of other processes, as text. ``on_stall`` is told, in the watching
+        thread, before anything is ended."""
         self._out, self._stall_s, self._others, self._on_stall = out, stall_s, others, on_stall
         self._waits: set[_Wait] = set()
         self._moved = time.monotonic()
@@ -77,14 +80,16 @@ class RunWatchdog:
         self._moved = time.monotonic()
 
     def fail(self, error: BaseException) -> None:
-        """End every wait, and each that begins from now on, with ``error``. For the thread of the event loop."""
+        """End every wait, and each that begins from now on, with ``error``. For the thread of the
+        event loop."""
         self._failed = self._failed or error
         for wait in self._waits:
             _end(wait, self._failed)
 
     async def bounded(self, what: str, work: Awaitable[T], *, thread: str = "") -> T:
-        """What ``work`` gives. ``what`` says in errors what was being done; ``thread`` begins the name of the thread that
-        does it, where it is not the event loop's. Where nobody waits for it any more, ``work`` is cancelled."""
+        """What ``work`` gives. ``what`` says in errors what was being done; ``thread`` begins the
+        name of the thread that does it, where it is not the event loop's. Where nobody waits for it
+        any more, ``work`` is cancelled."""
         task = asyncio.ensure_future(work)
         wait = _Wait(what, task, thread)
         self._begin(wait)
@@ -93,7 +98,9 @@ class RunWatchdog:
                 raise self._failed
             both: list[asyncio.Future[Any]] = [task, wait.ended]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if wait.ended.done():  # and whoever was told so counts on it, even if a value came at last
+            if (
+                wait.ended.done()
+            ):  # and whoever was told so counts on it, even if a value came at last
                 wait.ended.result()
             return task.result()
         finally:
@@ -115,7 +122,8 @@ class RunWatchdog:
             self._thread = threading.Thread(target=self._look, name="ramify-watch", daemon=True)
             self._thread.start()
 
-    # --- in the watching thread ----------------------------------------------------------------------------------
+    # --- in the watching thread
+    # ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
         while not self._closing.wait(min(1.0, self._stall_s / 4)):
@@ -128,12 +136,15 @@ class RunWatchdog:
     def _stalled(self, wait: _Wait) -> None:
         moved, stack = self._moved, _stack_of(wait)
         place = self._write(wait)
-        if wait not in self._waits or self._moved != moved:  # while others were asked where they stand
+        if (
+            wait not in self._waits or self._moved != moved
+        ):  # while others were asked where they stand
             place.unlink()
             return
         wait.is_told = True
         error = StallError(
-            f"{wait.what} stands still: nothing moved for {self._stall_s:g} s. It stands at {_last(stack)}. All stacks are in "
+            f"{wait.what} stands still: nothing moved for {self._stall_s:g} s. It stands at "
+            f"{_last(stack)}. All stacks are in "
             f"{place}; `ramify train --resume {self._out}` goes on from the last checkpoint"
         )
         if self._on_stall is not None:
@@ -143,12 +154,18 @@ class RunWatchdog:
         while wait in self._waits and time.monotonic() < until:
             time.sleep(0.02)
         if wait in self._waits:  # the event loop stands itself
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(wait.loop_thread), ctypes.py_object(StallError))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(wait.loop_thread), ctypes.py_object(StallError)
+            )
         self.moved()  # what else is waited for may have stood for this alone
 
     def _write(self, wait: _Wait) -> Path:
         path = self._out / FILE
-        parts = [f"{wait.what}: nothing moved for {self._stall_s:g} s\n", *_threads(), *_tasks(wait.loop)]
+        parts = [
+            f"{wait.what}: nothing moved for {self._stall_s:g} s\n",
+            *_threads(),
+            *_tasks(wait.loop),
+        ]
         if self._others is not None:
             parts.append(self._others())
         path.write_text("\n".join(parts))
@@ -156,7 +173,8 @@ class RunWatchdog:
 
 
 class SerialThread:
-    """A thread that carries work out in order, and that nobody has to wait for at the end of the process."""
+    """A thread that carries work out in order, and that nobody has to wait for at the end of the
+    process."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -211,7 +229,8 @@ def _end(wait: _Wait, error: BaseException) -> None:
         wait.ended.set_exception(error)
 
 
-# --- where things stand --------------------------------------------------------------------------------------------------
+# --- where things stand
+# --------------------------------------------------------------------------------------------------
 
 
 def _threads() -> Iterator[str]:
@@ -245,7 +264,8 @@ def _lines(task: asyncio.Task[Any]) -> Iterator[str]:
 
 
 def _stack_of(wait: _Wait) -> list[str]:
-    """Of the thread that does the work; of the coroutine that waits, where it is the event loop's and that one goes on."""
+    """Of the thread that does the work; of the coroutine that waits, where it is the event loop's
+    and that one goes on."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if wait.thread and thread.name.startswith(wait.thread) and thread.ident in frames:

@@ -30,12 +30,21 @@ def chooses(loss: LossSpec) -> bool:
 
 
 def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list[Batch]:
-    """``batches`` with the stream ``chosen``. ``logprobs`` [E] of each are the policy's as it is now."""
+    """``batches`` with the stream ``chosen``. ``logprobs`` [E] of each are the policy's as it is
+    now."""
     weighs = [batch.streams["rl"] != 0 for batch in batches]
     wheres = list(zip(batches, weighs, strict=True))
     now = _joined(each[where] for each, where in zip(logprobs, weighs, strict=True))
-    old_name = "old_logprobs" if all("old_logprobs" in batch.streams for batch in batches) else "sampler_logprobs"
-    old = now if loss.old == "now" else _joined(batch.streams[old_name][where] for batch, where in wheres)
+    old_name = (
+        "old_logprobs"
+        if all("old_logprobs" in batch.streams for batch in batches)
+        else "sampler_logprobs"
+    )
+    old = (
+        now
+        if loss.old == "now"
+        else _joined(batch.streams[old_name][where] for batch, where in wheres)
+    )
     advantages = _joined(batch.streams["advantages"][where] for batch, where in wheres)
     keys = np.concatenate([_keys(batch)[where] for batch, where in wheres])
     chosen = loss.policy.choose(LossStep(now, old, advantages, keys))
@@ -57,8 +66,10 @@ def check_whole(batches: Many[Batch]) -> None:
     for name, num in rows.items():
         if num > 1:
             raise TrainError(
-                f"the loss looks at whole sequences, and {name} is split into {num}: its history was cut or rendered anew, or "
-                "its rows were split; use a loss that goes token by token, or a scaffold whose histories only grow"
+                f"the loss looks at whole sequences, and {name} is split into {num}: its history "
+                "was cut or rendered anew, or "
+                "its rows were split; use a loss that goes token by token, or a scaffold whose "
+                "histories only grow"
             )
 
 
@@ -72,11 +83,14 @@ def _joined(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:
 
 
 def _keys(batch: Batch) -> npt.NDArray[np.uint64]:
-    """[E] a number for each entry that looks random and depends on its sequence's name and its place alone."""
+    """[E] a number for each entry that looks random and depends on its sequence's name and its
+    place alone."""
     seeds = {index: _hash(name) for index, name in batch.sequences.items()}
     mixed = np.array([seeds[index] for index in batch.owners[:, 0].tolist()], np.uint64)
     with np.errstate(over="ignore"):  # splitmix64
-        mixed = mixed + (batch.owners[:, 1].astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = mixed + (batch.owners[:, 1].astype(np.uint64) + np.uint64(1)) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))

@@ -3,7 +3,17 @@
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
 from ramify.types.sequence import Batch, Segment, TokenSequence
 from ramify.types.token_path import TokenPath, TokenSpan
-from ramify.types.trajectory import Call, Cell, ContextRef, Fork, Group, Parent, Stop, Trajectory, Turn
+from ramify.types.trajectory import (
+    Call,
+    Cell,
+    ContextRef,
+    Fork,
+    Group,
+    Parent,
+    Stop,
+    Trajectory,
+    Turn,
+)
 
 __all__ = [
     "Batch",
@@ -25,4 +35,4 @@ __all__ = [
     "Turn",
     "Usage",
     "VersionSpan",
-]  # fmt: skip
+]

@@ -1,7 +1,9 @@
-"""What happens in a run, as a stream of small facts: the one source of journal, live views and trajectory.
+"""What happens in a run, as a stream of small facts: the one source of journal, live views and
+trajectory.
 
-The engine emits each event before it acts on it. ``TrajectoryFold`` turns the stream, whole or cut off anywhere, into the
-``Trajectory``; the engine uses the same fold in memory that the store uses on a file.
+The engine emits each event before it acts on it. ``TrajectoryFold`` turns the stream, whole or cut
+off anywhere, into the ``Trajectory``; the engine uses the same fold in memory that the store uses
+on a file.
 
     RunStarted  (CallStarted (Requested (Attempted* Replied CellRan*)* CallEnded))*  RunEnded
                  of one call, in this order; calls of one run interleave
@@ -47,7 +49,8 @@ class RunStarted(Event, frozen=True, tag="RunStarted"):
     task: str = ""
     context: ContextRef | None = None
     config: dict[str, Any] = {}
-    """Models, limits, scaffold and sandbox as given: what a resume needs to go on in the same way. Never a key."""
+    """Models, limits, scaffold and sandbox as given: what a resume needs to go on in the same way.
+    Never a key."""
 
 
 class CallStarted(Event, frozen=True, tag="CallStarted"):
@@ -94,7 +97,8 @@ class ReplyReceived(Event, frozen=True, tag="Replied"):
     cached: bool = False
     """The reply came from a recorded run or the call cache, and was not paid now."""
     reused_ids: int = 0
-    """Ids of the call's path so far that the prompt begins with; ``reply.prompt_ids`` are those after."""
+    """Ids of the call's path so far that the prompt begins with; ``reply.prompt_ids`` are those
+    after."""
 
 
 class CellRan(Event, frozen=True, tag="CellRan"):
@@ -146,8 +150,8 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
 
 
 class ScoreAdded(Event, frozen=True, tag="Scored"):
-    """What a run, a call or a turn is worth to somebody. What is scored twice has its later number. ``at_s`` may be long
-    after the end, and says nothing of how long the run took."""
+    """What a run, a call or a turn is worth to somebody. What is scored twice has its later number.
+    ``at_s`` may be long after the end, and says nothing of how long the run took."""
 
     by: str
     """Who scored: ``task``, or the name of a signal or judge."""
@@ -156,7 +160,8 @@ class ScoreAdded(Event, frozen=True, tag="Scored"):
     turn: int = -1
     """Index in ``Call.turns``; -1 for the whole call."""
     rewards: dict[str, float] = {}
-    """Reward name -> reward, of the run or of a whole call: what training learns from and a listing shows."""
+    """Reward name -> reward, of the run or of a whole call: what training learns from and a listing
+    shows."""
     values: dict[str, float] = {}
     """Any other number by name; those of the whole run by its task are its ``metrics``."""
     tokens: dict[str, list[float]] = {}
@@ -166,9 +171,18 @@ class ScoreAdded(Event, frozen=True, tag="Scored"):
 
 
 AnyEvent = (
-    RunStarted | CallStarted | RequestStarted | AttemptFailed | ReplyReceived | CellRan | ToolAnswered | NoteAdded | CallEnded | RunEnded
+    RunStarted
+    | CallStarted
+    | RequestStarted
+    | AttemptFailed
+    | ReplyReceived
+    | CellRan
+    | ToolAnswered
+    | NoteAdded
+    | CallEnded
+    | RunEnded
     | ScoreAdded
-)  # fmt: skip
+)
 TASK = "task"
 """Who scored, where the task did."""
 
@@ -176,7 +190,8 @@ TASK = "task"
 class TrajectoryFold:
     """Events in, ``trajectory`` out; valid after every event, also of a run that was cut off.
 
-    A conversation is a second ``RunStarted`` … ``RunEnded`` in the same stream: its call ids go on counting.
+    A conversation is a second ``RunStarted`` … ``RunEnded`` in the same stream: its call ids go on
+    counting.
     """
 
     def __init__(self) -> None:
@@ -188,16 +203,25 @@ class TrajectoryFold:
         match event:
             case CallStarted():
                 call = Call(
-                    event.id, event.kind, event.model, event.depth, event.question,
-                    parent=event.parent, fork=event.fork, context=event.context, started_s=event.at_s,
-                )  # fmt: skip
+                    event.id,
+                    event.kind,
+                    event.model,
+                    event.depth,
+                    event.question,
+                    parent=event.parent,
+                    fork=event.fork,
+                    context=event.context,
+                    started_s=event.at_s,
+                )
                 self._calls[event.id] = call
                 self.trajectory.calls.append(call)
             case RequestStarted():
                 self._asked[event.call] = event
             case AttemptFailed():
                 self._charge(self._calls[event.call], event.usage, event.cost)
-                self.trajectory.errors.append(f"call {event.call}, turn {event.turn}: {event.error}")
+                self.trajectory.errors.append(
+                    f"call {event.call}, turn {event.turn}: {event.error}"
+                )
             case ReplyReceived():
                 call = self._calls[event.call]
                 asked = self._asked.pop(event.call)
@@ -212,13 +236,21 @@ class TrajectoryFold:
                 )
             case CallEnded():
                 call = self._calls[event.id]
-                call.stop, call.answer, call.error, call.ended_s = event.stop, event.answer, event.error, event.at_s
+                call.stop, call.answer, call.error, call.ended_s = (
+                    event.stop,
+                    event.answer,
+                    event.error,
+                    event.at_s,
+                )
                 if event.error:
                     self.trajectory.errors.append(f"call {event.id}: {event.error}")
             case RunStarted() if not self.trajectory.id:
                 self.trajectory.id, self.trajectory.question = event.id, event.question
                 self.trajectory.task, self.trajectory.context = event.task, event.context
-                self.trajectory.started_at, self.trajectory.metadata = event.started_at, dict(event.config)
+                self.trajectory.started_at, self.trajectory.metadata = (
+                    event.started_at,
+                    dict(event.config),
+                )
             case RunStarted():  # a conversation's next question
                 self.trajectory.stop, self.trajectory.answer = None, None
             case RunEnded():
@@ -226,15 +258,18 @@ class TrajectoryFold:
                 self.trajectory.answered_by = event.answered_by
                 self.trajectory.seconds = event.at_s
                 if self.trajectory.cost is None:
-                    self.trajectory.cost = event.cost  # 0 where there is a price and nothing was asked
+                    self.trajectory.cost = (
+                        event.cost
+                    )  # 0 where there is a price and nothing was asked
             case ScoreAdded():
                 note_score(self.trajectory, event)
             case _:
                 pass
 
     def _compare_ids(self, call: Call, turn: Turn) -> None:
-        """Count a turn whose prompt does not begin with all ids of the turns before, which a trainer must split or
-        refuse. Where its messages do begin with all of theirs, the client made ids of old text again: an error."""
+        """Count a turn whose prompt does not begin with all ids of the turns before, which a
+        trainer must split or refuse. Where its messages do begin with all of theirs, the client
+        made ids of old text again: an error."""
         before = self._turn_before(call)
         if before is None or before.num_ids is None or turn.reply.prompt_ids is None:
             return
@@ -244,7 +279,8 @@ class TrajectoryFold:
         if turn.reused > before.reused + len(before.prompt):
             self._count("retokenised_turns")
             self.trajectory.errors.append(
-                f"call {call.id}, turn {len(call.turns)}: its prompt keeps {turn.reused_ids} of the {before.num_ids} ids of "
+                f"call {call.id}, turn {len(call.turns)}: its prompt keeps {turn.reused_ids} of "
+                f"the {before.num_ids} ids of "
                 "the turns before, although it keeps their text: the client tokenised it anew"
             )
 
@@ -270,19 +306,27 @@ class TrajectoryFold:
 def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:
     """Put into ``trajectory`` what ``event`` says."""
     if event.rewards and event.turn < 0:
-        rewards = trajectory.call_rewards.setdefault(event.call, {}) if event.call else trajectory.rewards
+        rewards = (
+            trajectory.call_rewards.setdefault(event.call, {}) if event.call else trajectory.rewards
+        )
         rewards.update(event.rewards)
     values = event.values if event.turn < 0 else {**event.rewards, **event.values}
     if event.by == TASK and not event.call:
         trajectory.metrics.update(values)
         values = {}
     if values or event.tokens or event.text:
-        trajectory.marks.append(Annotation(event.by, event.call, event.turn, values, event.tokens, event.text))
+        trajectory.marks.append(
+            Annotation(event.by, event.call, event.turn, values, event.tokens, event.text)
+        )
 
 
 def scores_of(trajectory: Trajectory, at_s: float) -> list[ScoreAdded]:
-    """The rewards, metrics and marks of ``trajectory`` as the events that give them, for a journal."""
-    calls = [ScoreAdded(at_s=at_s, by=TASK, call=id, rewards=given) for id, given in trajectory.call_rewards.items()]
+    """The rewards, metrics and marks of ``trajectory`` as the events that give them, for a
+    journal."""
+    calls = [
+        ScoreAdded(at_s=at_s, by=TASK, call=id, rewards=given)
+        for id, given in trajectory.call_rewards.items()
+    ]
     marks = [
         ScoreAdded(
             at_s=at_s,

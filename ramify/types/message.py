@@ -35,14 +35,16 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def encodable(text: str) -> str:
-    """``text`` as it can be sent and written: half a surrogate pair, which UTF-8 cannot hold, becomes its escape."""
+    """``text`` as it can be sent and written: half a surrogate pair, which UTF-8 cannot hold,
+    becomes its escape."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def sendable(message: Message) -> Message:
     """``message`` with all its texts ``encodable``."""
     calls = tuple(
-        ToolCall(encodable(call.id), encodable(call.name), encodable(call.arguments)) for call in message.tool_calls
+        ToolCall(encodable(call.id), encodable(call.name), encodable(call.arguments))
+        for call in message.tool_calls
     )
     reasoning = None if message.reasoning is None else encodable(message.reasoning)
     return Message(message.role, encodable(message.content), reasoning, calls, message.tool_call_id)
@@ -62,7 +64,8 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     unknown_calls: int = 0
     """The part of ``calls`` whose tokens are an upper bound, since no usage came back."""
     cache_write_tokens: int = 0
-    """The part of ``input_tokens`` that the provider stored in its prompt cache and charges for as such."""
+    """The part of ``input_tokens`` that the provider stored in its prompt cache and charges for as
+    such."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -101,16 +104,16 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float = 0.0
     """Time on the wire."""
     prompt_ids: tuple[int, ...] | None = None
-    """Token ids of the whole prompt, where the server returns them; in a tree and a journal those after the
-    ``reused_ids`` of the turn."""
+    """Token ids of the whole prompt, where the server returns them; in a tree and a journal those
+    after the ``reused_ids`` of the turn."""
     token_ids: tuple[int, ...] | None = None
     """Token ids that were sampled, the one that ended the reply included."""
     logprobs: tuple[float, ...] | None = None
     """Log-probability of each sampled token, under the distribution that it was drawn from."""
     versions: tuple[VersionSpan, ...] | None = None
     kept: tuple[tuple[int, ...], ...] | None = None
-    """For each sampled token the ids that top-p and top-k left to draw from: with them a trainer renormalises as the
-    sampler did. None where nothing was cut off."""
+    """For each sampled token the ids that top-p and top-k left to draw from: with them a trainer
+    renormalises as the sampler did. None where nothing was cut off."""
     filter: str = ""
     """What stopped the reply, as the server named it, if ``finish`` is ``content_filter``:
     ``SAFETY``, ``refusal``."""
@@ -120,4 +123,6 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
             return
         for name, values in (("logprobs", self.logprobs), ("kept sets", self.kept)):
             if values is not None and len(values) != len(self.token_ids):
-                raise ValueError(f"{len(self.token_ids)} token ids but {len(values)} {name} in one reply")
+                raise ValueError(
+                    f"{len(self.token_ids)} token ids but {len(values)} {name} in one reply"
+                )

@@ -5,11 +5,13 @@
     mask       . . . x x                                 sources    2 3 2            what predicts each entry
     rl         . . . w w                                 targets    7 8 9            what is predicted
 
-A batch has an *entry* for each token that carries loss: the token whose hidden state predicts it, its id, and its streams.
-Two sequences that share tokens share their hidden states and keep an entry each, with its own advantage and weight.
+A batch has an *entry* for each token that carries loss: the token whose hidden state predicts it,
+its id, and its streams. Two sequences that share tokens share their hidden states and keep an entry
+each, with its own advantage and weight.
 
-Arrays are numpy's, made elsewhere: this floor only measures their length, so that it needs no tensor library.
-Legend: T tokens of a sequence or batch, E entries, k teacher tokens per position, S segments, M ids in all kept sets.
+Arrays are numpy's, made elsewhere: this floor only measures their length, so that it needs no
+tensor library. Legend: T tokens of a sequence or batch, E entries, k teacher tokens per position, S
+segments, M ids in all kept sets.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ else:  # numpy comes with the trainer only
 
 
 class SamplingSupport(msgspec.Struct):
-    """Which ids the sampler could have drawn, token by token, where top-p or top-k cut the vocabulary."""
+    """Which ids the sampler could have drawn, token by token, where top-p or top-k cut the
+    vocabulary."""
 
     offsets: Ints
-    """[T + 1] token t was drawn from ``ids[offsets[t] : offsets[t + 1]]``; from the whole vocabulary where that is empty."""
+    """[T + 1] token t was drawn from ``ids[offsets[t] : offsets[t + 1]]``; from the whole
+    vocabulary where that is empty."""
     ids: Ints
     """[M]"""
 
@@ -47,7 +51,8 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
     mask: Bools
     """[T] whether the token was sampled by the policy."""
     sampler_logprobs: Floats
-    """[T] log-probability at sampling time, under the distribution that the token was drawn from; 0 where given."""
+    """[T] log-probability at sampling time, under the distribution that the token was drawn from; 0
+    where given."""
     advantages: Floats
     """[T]"""
     rl: Floats
@@ -59,23 +64,31 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
     versions: Ints | None = None
     """[T] policy version that sampled the token, -1 where it was given; None if unknown."""
     streams: dict[str, Floats] = msgspec.field(default_factory=dict)
-    """Further named streams, each [T] or [T, k]: old and reference logprobs, values, teacher top-k."""
+    """Further named streams, each [T] or [T, k]: old and reference logprobs, values, teacher
+    top-k."""
     kept: SamplingSupport | None = None
     """None where every token was drawn from the whole vocabulary."""
     temperature: float = 1.0
-    """That the tokens were sampled at; logits are divided by it before log-probabilities are compared."""
+    """That the tokens were sampled at; logits are divided by it before log-probabilities are
+    compared."""
     name: str = ""
     """For errors: ``7c1f/call=0.3``."""
 
     def __post_init__(self) -> None:
         streams: dict[str, Sized] = {"mask": self.mask, "sampler_logprobs": self.sampler_logprobs}
         streams |= {"advantages": self.advantages, "rl": self.rl}
-        optional: dict[str, Sized | None] = {"ce": self.ce, "kd": self.kd, "versions": self.versions, **self.streams}
+        optional: dict[str, Sized | None] = {
+            "ce": self.ce,
+            "kd": self.kd,
+            "versions": self.versions,
+            **self.streams,
+        }
         streams |= {name: values for name, values in optional.items() if values is not None}
         _check_lengths(f"sequence {self.name}".strip(), "tokens", len(self.token_ids), streams)
         if self.kept is not None and len(self.kept.offsets) != len(self.token_ids) + 1:
             raise ValueError(
-                f"sequence {self.name} of {len(self.token_ids)} tokens has {len(self.kept.offsets)} offsets of kept "
+                f"sequence {self.name} of {len(self.token_ids)} tokens has "
+                f"{len(self.kept.offsets)} offsets of kept "
                 "sets, not one per token and one for the end"
             )
 
@@ -84,7 +97,8 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Tokens ``[start, end)`` of a batch that attend to themselves, causally, and to their ancestors."""
+    """Tokens ``[start, end)`` of a batch that attend to themselves, causally, and to their
+    ancestors."""
 
     start: int
     end: int
@@ -106,8 +120,8 @@ class Batch(msgspec.Struct, eq=False, kw_only=True):
     targets: Ints
     """[E] id of the entry's token."""
     streams: dict[str, Floats]
-    """Each [E] or [E, k]: ``sampler_logprobs``, ``advantages``, ``rl``, ``ce``, ``kd``, ``temperature`` and the named
-    streams of the sequences."""
+    """Each [E] or [E, k]: ``sampler_logprobs``, ``advantages``, ``rl``, ``ce``, ``kd``,
+    ``temperature`` and the named streams of the sequences."""
     denominators: dict[str, float]
     """Loss component -> what its weighted sum is divided by, over every batch of the step."""
     sequences: dict[int, str]
@@ -139,9 +153,14 @@ def check_segments(segments: list[Segment], num_tokens: int) -> None:
     for index, segment in enumerate(segments):
         while open_ones and open_ones[-1] != segment.parent:
             open_ones.pop()
-        if segment.start != end or segment.end < segment.start or (segment.parent != -1 and not open_ones):
+        if (
+            segment.start != end
+            or segment.end < segment.start
+            or (segment.parent != -1 and not open_ones)
+        ):
             raise ValueError(
-                f"segment {index} {segment} does not follow token {end}, or does not stand among the descendants of "
+                f"segment {index} {segment} does not follow token {end}, or does not stand among "
+                "the descendants of "
                 "its parent"
             )
         open_ones.append(index)
@@ -153,4 +172,6 @@ def check_segments(segments: list[Segment], num_tokens: int) -> None:
 def _check_lengths(what: str, unit: str, length: int, streams: dict[str, Any]) -> None:
     for name, values in streams.items():
         if len(values) != length:
-            raise ValueError(f"{what} of {length} {unit} has {len(values)} entries in '{name}', not one for each")
+            raise ValueError(
+                f"{what} of {length} {unit} has {len(values)} entries in '{name}', not one for each"
+            )

@@ -1,7 +1,8 @@
-"""A call as one sequence of token ids: what the model was given and what it sampled, exactly as it was.
+"""A call as one sequence of token ids: what the model was given and what it sampled, exactly as it
+was.
 
-The tree stores each id once: a turn holds what its prompt adds to the path so far, and the ids that were sampled. Here
-they are put together again:
+The tree stores each id once: a turn holds what its prompt adds to the path so far, and the ids that
+were sampled. Here they are put together again:
 
     turn 0   prompt_ids 1 2 3      token_ids 7 8           reused_ids 0     path  1 2 3 7 8
     turn 1   prompt_ids 4          token_ids 9             reused_ids 5     path  1 2 3 7 8 4 9
@@ -39,18 +40,21 @@ class TokenPath(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...] | None
     """[T] log-probability at sampling time, 0 where given; None where some reply came without."""
     versions: tuple[int, ...]
-    """[T] policy version that sampled the token; -1 where it was given or the version is not known."""
+    """[T] policy version that sampled the token; -1 where it was given or the version is not
+    known."""
     spans: tuple[TokenSpan, ...]
     """The sampled stretches, in order: whose they are. Paths of one tree share some of them."""
     kept: tuple[tuple[int, ...], ...] | None = None
-    """[T] what top-p and top-k left to draw the token from, empty for everything; None where no reply says."""
+    """[T] what top-p and top-k left to draw the token from, empty for everything; None where no
+    reply says."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 class TokenPathBuilder:
-    """Turns in, in order; the path up to the last of them out. Takes time linear in the ids that the turns store."""
+    """Turns in, in order; the path up to the last of them out. Takes time linear in the ids that
+    the turns store."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []
@@ -64,7 +68,8 @@ class TokenPathBuilder:
         return turn.num_ids is not None and turn.reused_ids == len(self._ids)
 
     def add(self, call: str, index: int, turn: Turn) -> None:
-        """``turn`` is number ``index`` of ``call``. One without ids makes the path unknown, up to the next that has."""
+        """``turn`` is number ``index`` of ``call``. One without ids makes the path unknown, up to
+        the next that has."""
         reply = turn.reply
         if reply.prompt_ids is None or reply.token_ids is None:
             self._cut(0)
@@ -96,9 +101,13 @@ class TokenPathBuilder:
         has_logprobs = all(each is not None for each in self._logprobs)
         has_kept = any(each is not None for each in self._kept)
         return TokenPath(
-            tuple(self._ids), tuple(sampled), tuple(logprobs) if has_logprobs else None, tuple(versions),
-            tuple(self._spans), tuple(kept) if has_kept else None,
-        )  # fmt: skip
+            tuple(self._ids),
+            tuple(sampled),
+            tuple(logprobs) if has_logprobs else None,
+            tuple(versions),
+            tuple(self._spans),
+            tuple(kept) if has_kept else None,
+        )
 
     def _cut(self, length: int) -> None:
         """Keep the first ``length`` ids; a stretch that goes on beyond is cut short."""

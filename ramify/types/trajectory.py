@@ -1,7 +1,8 @@
 """The tree that a run leaves behind: who was asked what, what code ran, what came of it.
 
-A ``Trajectory`` is what a user looks at, an evaluation scores and a trainer learns from. Each thing is stored once:
-calls are a flat list with parent ids, and a turn holds only the messages that the turn before it did not have.
+A ``Trajectory`` is what a user looks at, an evaluation scores and a trainer learns from. Each thing
+is stored once: calls are a flat list with parent ids, and a turn holds only the messages that the
+turn before it did not have.
 
     Trajectory
     └── Call 0            (rlm, depth 0)
@@ -23,7 +24,8 @@ from ramify.types.message import Message, Reply, Usage
 from ramify.types.token_path import TokenPath, TokenPathBuilder
 
 SCHEMA_VERSION = 2
-"""Of events and trajectories on disk. A reader refuses a newer one, and reads older ones: 2 added ``Scored`` and ``Annotation``."""
+"""Of events and trajectories on disk. A reader refuses a newer one, and reads older ones: 2 added
+``Scored`` and ``Annotation``."""
 
 CallKind = Literal["rlm", "lm", "leaf", "judge"]
 """``judge``: asked about the call that it stands under, after it had ended; never learnt from."""
@@ -47,7 +49,14 @@ class Stop(enum.StrEnum):
         return self in _TRUNCATED
 
 
-_TRUNCATED = {Stop.MAX_TURNS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE, Stop.MAX_CALLS, Stop.CANCELLED}
+_TRUNCATED = {
+    Stop.MAX_TURNS,
+    Stop.MAX_TOKENS,
+    Stop.MAX_COST,
+    Stop.DEADLINE,
+    Stop.MAX_CALLS,
+    Stop.CANCELLED,
+}
 
 
 class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -79,22 +88,25 @@ class Cell(msgspec.Struct, frozen=True, omit_defaults=True):
     restored: tuple[str, ...] = ()
     """Reserved names that the cell had rebound and that were put back."""
     died: bool = False
-    """The session ended in the middle of it, and what it had done there is lost; ``error`` says why."""
+    """The session ended in the middle of it, and what it had done there is lost; ``error`` says
+    why."""
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request to a model and what was done with its reply."""
 
     reused: int
-    """How many messages of the conversation so far (prompt and reply of every turn before) this prompt begins with."""
+    """How many messages of the conversation so far (prompt and reply of every turn before) this
+    prompt begins with."""
     prompt: tuple[Message, ...]
     """The messages of this prompt after the reused ones."""
     reply: Reply
     """Its ``prompt_ids`` are those after the reused ones."""
     cells: tuple[Cell, ...] = ()
     reused_ids: int = 0
-    """How many ids of the path so far (of prompt and reply of every turn before) this prompt begins with. Less than all
-    of them where the history was summarised, or where the client made ids of old text again; see ``paths``."""
+    """How many ids of the path so far (of prompt and reply of every turn before) this prompt begins
+    with. Less than all of them where the history was summarised, or where the client made ids of
+    old text again; see ``paths``."""
 
     @property
     def num_ids(self) -> int | None:
@@ -148,7 +160,8 @@ class Call(msgspec.Struct, omit_defaults=True):
 
 
 class Annotation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What somebody made of a run, a call or a turn, beside its rewards: named numbers, and one short text."""
+    """What somebody made of a run, a call or a turn, beside its rewards: named numbers, and one
+    short text."""
 
     by: str
     """Who: ``task``, or the name of a signal or judge."""
@@ -178,12 +191,14 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     call_rewards: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
     """Call id -> reward name -> reward."""
     marks: list[Annotation] = msgspec.field(default_factory=list)
-    """What was scored beside the rewards, oldest first: of two at one place and of one name the later counts."""
+    """What was scored beside the rewards, oldest first: of two at one place and of one name the
+    later counts."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     errors: list[str] = msgspec.field(default_factory=list)
     answer: Any = None
     answered_by: str = ""
-    """The call whose answer was chosen, where several branches gave one; each call has its own ``answer``."""
+    """The call whose answer was chosen, where several branches gave one; each call has its own
+    ``answer``."""
     stop: Stop | None = None
     usage: Usage = Usage()
     """Of the whole tree."""
@@ -212,7 +227,11 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
     def children(self, call: Call) -> list[Call]:
         """The calls that ``call``'s cells made, in order of issue."""
-        return [child for child in self.calls if child.parent is not None and child.parent.call == call.id]
+        return [
+            child
+            for child in self.calls
+            if child.parent is not None and child.parent.call == call.id
+        ]
 
     def walk(self) -> Iterator[Call]:
         """Every call, a parent before its children, siblings in order of issue."""
@@ -226,26 +245,28 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
             stack.extend(below.get(call.id, [])[::-1])
 
     def conversation(self, call: Call, turn: int | None = None) -> list[Message]:
-        """The messages of ``call`` up to and including the reply of ``turn`` (by default its last)."""
+        """The messages of ``call`` up to and including the reply of ``turn`` (by default its
+        last)."""
         messages = self.conversation(self.call(call.fork.call), call.fork.turn) if call.fork else []
         for step in call.turns if turn is None else call.turns[: turn + 1]:
             messages = [*messages[: step.reused], *step.prompt, step.reply.message]
         return messages
 
     def path(self, call: Call, turn: int | None = None) -> TokenPath | None:
-        """The token ids of ``call`` up to and including the reply of ``turn`` (by default its last), those of the calls
-        that it continues first. None where that turn has none.
+        """The token ids of ``call`` up to and including the reply of ``turn`` (by default its
+        last), those of the calls that it continues first. None where that turn has none.
 
-        A turn that does not extend the one before cuts the path where they part; ``paths`` has what was cut off."""
+        A turn that does not extend the one before cuts the path where they part; ``paths`` has what
+        was cut off."""
         path = TokenPathBuilder()
         for owner, index, step in self._steps(call, turn):
             path.add(owner, index, step)
         return path.built()
 
     def paths(self, call: Call) -> list[TokenPath]:
-        """The fewest paths that hold every id of ``call``: one, but where a turn does not extend the one before
-        (``metrics["split_turns"]`` counts those). What several of them share is sampled once: ``TokenPath.spans`` tell
-        which turn of which call sampled what."""
+        """The fewest paths that hold every id of ``call``: one, but where a turn does not extend
+        the one before (``metrics["split_turns"]`` counts those). What several of them share is
+        sampled once: ``TokenPath.spans`` tell which turn of which call sampled what."""
         path = TokenPathBuilder()
         found = []
         for owner, index, step in self._steps(call, None):
@@ -256,7 +277,8 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         return [each for each in (*found, last) if each is not None]
 
     def _steps(self, call: Call, turn: int | None) -> Iterator[tuple[str, int, Turn]]:
-        """(call's id, index, turn) from the first turn on, those of the calls that ``call`` continues first."""
+        """(call's id, index, turn) from the first turn on, those of the calls that ``call``
+        continues first."""
         line = [(call, len(call.turns) if turn is None else turn + 1)]
         while (fork := line[-1][0].fork) is not None:
             line.append((self.call(fork.call), fork.turn + 1))
@@ -271,4 +293,5 @@ class Group(msgspec.Struct):
     task: str
     trajectories: list[Trajectory]
     greedy: Trajectory | None = None
-    """An attempt beside them at temperature 0, where a baseline wants one; nothing is learnt from it."""
+    """An attempt beside them at temperature 0, where a baseline wants one; nothing is learnt from
+    it."""

@@ -8,5 +8,6 @@
            transcript.py token_view.py search.py                                     │   answers.py page_script.py: how it is sent
          training.py evaluation.py    curves and samples; figures and attempts  ─┘   export.py: one file, offline
 
-Everything that a model or a document said travels as JSON and is put on the page as text, never as HTML.
+Everything that a model or a document said travels as JSON and is put on the page as text, never as
+HTML.
 """

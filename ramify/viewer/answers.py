@@ -1,4 +1,5 @@
-"""What the server sends: data as JSON, changes as server-sent events, the page's own files from memory."""
+"""What the server sends: data as JSON, changes as server-sent events, the page's own files from
+memory."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _KEEP_ALIVE_S = 15.0
 
 
 class StaticAssets:
-    """The page's modules and styles: small, so they are kept, and a browser that has them is told so."""
+    """The page's modules and styles: small, so they are kept, and a browser that has them is told
+    so."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[bytes, str, str]] = {}
@@ -38,9 +40,17 @@ class StaticAssets:
         known = self._files.get(name)
         if known is None:
             body = _body(name)
-            kind = {".js": "text/javascript"}.get(Path(name).suffix) or mimetypes.guess_type(name)[0] or "text/plain"
+            kind = (
+                {".js": "text/javascript"}.get(Path(name).suffix)
+                or mimetypes.guess_type(name)[0]
+                or "text/plain"
+            )
             charset = "; charset=utf-8" if kind.startswith("text/") else ""
-            known = self._files[name] = (body, kind + charset, hashlib.sha256(body).hexdigest()[:20])
+            known = self._files[name] = (
+                body,
+                kind + charset,
+                hashlib.sha256(body).hexdigest()[:20],
+            )
         return known
 
 
@@ -51,8 +61,16 @@ def _body(name: str) -> bytes:
     if not path.is_relative_to(STATIC) or not path.is_file():
         raise web.HTTPNotFound
     if name == "index.html":
-        return path.read_text(encoding="utf-8").replace("<script></script>", f"<script>{early()}</script>").encode()
-    return module(name).encode() if path.suffix == ".js" and path.parent == STATIC else path.read_bytes()
+        return (
+            path.read_text(encoding="utf-8")
+            .replace("<script></script>", f"<script>{early()}</script>")
+            .encode()
+        )
+    return (
+        module(name).encode()
+        if path.suffix == ".js" and path.parent == STATIC
+        else path.read_bytes()
+    )
 
 
 def data(value: Any) -> web.Response:
@@ -66,9 +84,14 @@ def encoded(value: Any) -> bytes:
         return json.dumps(msgspec.to_builtins(value)).encode()
 
 
-async def stream(request: web.Request, messages: AsyncGenerator[dict[str, Any], None]) -> web.StreamResponse:
-    """``messages`` as server-sent events, then one named ``end``, after which a page need not come back."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+async def stream(
+    request: web.Request, messages: AsyncGenerator[dict[str, Any], None]
+) -> web.StreamResponse:
+    """``messages`` as server-sent events, then one named ``end``, after which a page need not come
+    back."""
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+    )
     await response.prepare(request)
     with contextlib.suppress(ConnectionResetError):
         async with contextlib.aclosing(_with_signs_of_life(messages)) as lines:
@@ -78,7 +101,9 @@ async def stream(request: web.Request, messages: AsyncGenerator[dict[str, Any], 
     return response
 
 
-async def _with_signs_of_life(messages: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+async def _with_signs_of_life(
+    messages: AsyncGenerator[dict[str, Any], None],
+) -> AsyncGenerator[bytes, None]:
     yield b": open\n\n"
     coming = asyncio.ensure_future(anext(messages))
     try:

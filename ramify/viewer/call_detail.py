@@ -2,8 +2,9 @@
 
     its lines ──> events of the call, after those of the calls that it continues ──> Fold ──> Whole
 
-A few are kept and read on while the run goes on. What a ``Call`` does not keep, and its transcript shows, is noted beside
-it: when each request was sent and answered, the one that is out, retries, notes, and what tools answered.
+A few are kept and read on while the run goes on. What a ``Call`` does not keep, and its transcript
+shows, is noted beside it: when each request was sent and answered, the one that is out, retries,
+notes, and what tools answered.
 """
 
 from __future__ import annotations
@@ -121,7 +122,10 @@ class _Reading:
         while (fork := before[-1].fork) is not None:
             origin = tree.nodes[fork.call]
             if origin.index >= before[-1].index:
-                raise StoreError(f"{path}: call {before[-1].id} goes on from call {origin.id}, which is not before it")
+                raise StoreError(
+                    f"{path}: call {before[-1].id} goes on from call {origin.id}, which is not "
+                    "before it"
+                )
             before.append(origin)
         for each in reversed(before[1:]):
             for event in _events(path, tree.lines_of(each)):
@@ -143,7 +147,8 @@ class _Reading:
         return self._whole
 
     def _tell_of_ids(self, whole: CallDetail, event: AnyEvent) -> None:
-        """What the fold finds wrong with a reply's token ids (see ``TrajectoryFold``) is a note of its turn."""
+        """What the fold finds wrong with a reply's token ids (see ``TrajectoryFold``) is a note of
+        its turn."""
         errors = self._fold.trajectory.errors
         if isinstance(event, ReplyReceived) and len(errors) > self._num_errors:
             whole.notes.append(CallNote(event.at_s, event.turn, "note", errors[-1]))

@@ -1,6 +1,8 @@
-"""An evaluation's record as its page shows it: figures with their intervals, by kind; attempts as links to their runs.
+"""An evaluation's record as its page shows it: figures with their intervals, by kind; attempts as
+links to their runs.
 
-The figures are those of ``evaluate/report.py``. They take resampling, so they are kept until the record grows.
+The figures are those of ``evaluate/report.py``. They take resampling, so they are kept until the
+record grows.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class EvaluationLibrary:
         self._lock = threading.Lock()
 
     def shown(self, key: str, other: str = "") -> dict[str, Any]:
-        """All that the page of ``key`` shows, beside ``other`` where that is given. Raises StoreError for a record that
-        is not there or cannot be read."""
+        """All that the page of ``key`` shows, beside ``other`` where that is given. Raises
+        StoreError for a record that is not there or cannot be read."""
         path = self._library.evaluation(key)
         problems: list[str] = []
         found = read(path, problems)
@@ -44,11 +46,17 @@ class EvaluationLibrary:
         order = sorted(found.outcomes, key=lambda each: (place[each.item], each.attempt))
         attempts = [self._attempt(each, path) for each in order[:MAX_ATTEMPTS]]
         return {
-            "key": key, "name": path.stem, "path": str(path), "plan": msgspec.structs.asdict(found.plan),
-            "num_made": len(found.outcomes), "passes": _passes(found), "report": self._report(path, found),
+            "key": key,
+            "name": path.stem,
+            "path": str(path),
+            "plan": msgspec.structs.asdict(found.plan),
+            "num_made": len(found.outcomes),
+            "passes": _passes(found),
+            "report": self._report(path, found),
             "attempts": attempts,
-            "compared": self._compared(found, other) if other else None, "problems": problems[:MAX_PROBLEMS],
-        }  # fmt: skip
+            "compared": self._compared(found, other) if other else None,
+            "problems": problems[:MAX_PROBLEMS],
+        }
 
     def _report(self, path: Path, found: Evaluation) -> EvaluationReport | None:
         """None where no attempt was made yet."""
@@ -72,16 +80,27 @@ class EvaluationLibrary:
     def _attempt(self, outcome: AttemptOutcome, record: Path) -> dict[str, Any]:
         reward = outcome.reward
         return {
-            "item": outcome.item, "attempt": outcome.attempt, "kind": outcome.kind, "reward": reward,
-            "right": reward is not None and reward >= RIGHT, "rewards": outcome.rewards, "answer": cut(outcome.answer or ""),
-            "stop": outcome.stop, "error": cut(outcome.error), "turns": outcome.turns, "calls": outcome.calls,
-            "tokens": outcome.usage.total_tokens, "cost": outcome.cost, "seconds": outcome.seconds,
+            "item": outcome.item,
+            "attempt": outcome.attempt,
+            "kind": outcome.kind,
+            "reward": reward,
+            "right": reward is not None and reward >= RIGHT,
+            "rewards": outcome.rewards,
+            "answer": cut(outcome.answer or ""),
+            "stop": outcome.stop,
+            "error": cut(outcome.error),
+            "turns": outcome.turns,
+            "calls": outcome.calls,
+            "tokens": outcome.usage.total_tokens,
+            "cost": outcome.cost,
+            "seconds": outcome.seconds,
             "run": self._library.key_of_run(record, outcome.run),
-        }  # fmt: skip
+        }
 
 
 def _passes(found: Evaluation) -> list[tuple[int, float]]:
-    """pass@k for every k up to the attempts that are planned, over the items that have so many scored attempts."""
+    """pass@k for every k up to the attempts that are planned, over the items that have so many
+    scored attempts."""
     items: dict[str, list[bool]] = {}
     for each in found.outcomes:
         if each.reward is not None:

@@ -1,8 +1,9 @@
 """Events as a picture needs them: the same journal, decoded without what was said.
 
-Most of a journal is prompts, replies, token ids and outputs, of which a first look shows nothing. The decoder skips what a
-type does not name, so that these are read several times faster than whole events; ``call_detail.py`` reads the rest of a call
-when somebody opens it. Each type here has the tag and some of the fields of the event that it stands for.
+Most of a journal is prompts, replies, token ids and outputs, of which a first look shows nothing.
+The decoder skips what a type does not name, so that these are read several times faster than whole
+events; ``call_detail.py`` reads the rest of a call when somebody opens it. Each type here has the
+tag and some of the fields of the event that it stands for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from pathlib import Path
 import msgspec
 
 from ramify.store.journal_reader import check_version
-from ramify.types.event import AttemptFailed, CallEnded, Event, NoteAdded, RunEnded, RunStarted, ScoreAdded
+from ramify.types.event import (
+    AttemptFailed,
+    CallEnded,
+    Event,
+    NoteAdded,
+    RunEnded,
+    RunStarted,
+    ScoreAdded,
+)
 from ramify.types.message import Usage
 from ramify.types.trajectory import CallKind, Fork, Parent
 

@@ -1,6 +1,8 @@
-"""One run as one file that works offline: the page's own modules, its styles and all of the run's data.
+"""One run as one file that works offline: the page's own modules, its styles and all of the run's
+data.
 
-The policy in the file's head allows that one script and that one style sheet, by their hashes, and nothing else.
+The policy in the file's head allows that one script and that one style sheet, by their hashes, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def page(found: LocatedRun) -> bytes:
         raise StoreError(problem)
     script, style = app(), (STATIC / "style.css").read_text(encoding="utf-8")
     policy = (
-        f"default-src 'none'; script-src {hashed(script)}; style-src {hashed(style)}; img-src data:; base-uri 'none'; "
+        f"default-src 'none'; script-src {hashed(script)}; style-src {hashed(style)}; img-src "
+        "data:; base-uri 'none'; "
         "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
     return (
@@ -55,7 +58,9 @@ def data(run: WatchedRun) -> dict[str, Any]:
             continue
         for index, turn in enumerate(run.whole(node.id).call.turns):
             if turn.reply.token_ids:
-                known[f"{node.id}/{index}"] = tokens(run, node.id, index, tokenizer_of(run, [node.model]))
+                known[f"{node.id}/{index}"] = tokens(
+                    run, node.id, index, tokenizer_of(run, [node.model])
+                )
     shown = picture(run)
     shown["head"]["alive"] = False
     return {"picture": shown, "calls": calls, "tokens": known}

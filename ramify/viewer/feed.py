@@ -1,9 +1,10 @@
-"""Runs and trainings that somebody looks at: each is read by one task, however many pages follow it.
+"""Runs and trainings that somebody looks at: each is read by one task, however many pages follow
+it.
 
     file grows ── looked at every 20 ms while a page follows ──> refresh ──> one message to each page's queue
 
-A page that comes late, or comes back, says which version it has and is sent what it missed. Decides how often files are
-looked at and what is kept in memory; leaves out HTTP.
+A page that comes late, or comes back, says which version it has and is sent what it missed. Decides
+how often files are looked at and what is kept in memory; leaves out HTTP.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class FileFeed(Generic[T]):
             return changes(run, missed) if missed or run.version != version else None
 
     async def _look(self) -> None:
-        """As long as there are pages: often while somebody writes, and then now and again, since a run may be scored long
-        after its end, or gone on with."""
+        """As long as there are pages: often while somebody writes, and then now and again, since a
+        run may be scored long after its end, or gone on with."""
         looks = 0
         while True:
             is_live = isinstance(self.watched, TrainingCurves) or self.watched.is_alive
@@ -100,7 +101,9 @@ class FileFeed(Generic[T]):
                 async with self.lock:
                     big = _unread(self.watched) > _SMALL_BYTES
                     changed: set[int] | bool = (
-                        await asyncio.to_thread(self.watched.refresh) if big else self.watched.refresh()
+                        await asyncio.to_thread(self.watched.refresh)
+                        if big
+                        else self.watched.refresh()
                     )
                     self._tell(changed)
             await asyncio.sleep(INTERVAL_S if is_live else IDLE_INTERVAL_S)
@@ -113,7 +116,11 @@ class FileFeed(Generic[T]):
             message = run.data() if changed else None
         else:
             told = (run.generation, run.version, run.is_alive, run.problem, run.damage, run.torn)
-            message = changes(run, changed if isinstance(changed, set) else ()) if told != self._told else None
+            message = (
+                changes(run, changed if isinstance(changed, set) else ())
+                if told != self._told
+                else None
+            )
             self._told = told
         for queue in self._queues if message is not None else ():
             queue.put_nowait(message)

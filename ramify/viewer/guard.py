@@ -1,8 +1,9 @@
 """Who may look, and what every answer says besides its data.
 
-The page listens on loopback and answers only those who call it by a name of this machine, so that a page from elsewhere
-cannot read a journal by renaming itself; on another address it wants a token, which moves from the address, where it is
-seen and kept, to a cookie. Every error is JSON: ``{"error": "…"}``.
+The page listens on loopback and answers only those who call it by a name of this machine, so that a
+page from elsewhere cannot read a journal by renaming itself; on another address it wants a token,
+which moves from the address, where it is seen and kept, to a cookie. Every error is JSON:
+``{"error": "…"}``.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ from ramify.errors import ConfigError, StoreError
 from ramify.viewer.page_script import early, hashed
 
 POLICY = (
-    f"default-src 'none'; script-src 'self' {hashed(early())}; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    f"default-src 'none'; script-src 'self' {hashed(early())}; style-src 'self'; img-src 'self' "
+    "data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for "
+    "'script'; trusted-types 'none'"
 )
-"""Nothing from elsewhere, inline that one script alone; and no string becomes HTML or code, whoever wrote it."""
+"""Nothing from elsewhere, inline that one script alone; and no string becomes HTML or code, whoever
+wrote it."""
 _HEADERS = {
-    "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
-}  # fmt: skip
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -34,13 +41,17 @@ class BadRequest(Exception):
 
 
 class RequestGuard:
-    """Stands before every handler of one server; ``address`` gives where it listens, once it does."""
+    """Stands before every handler of one server; ``address`` gives where it listens, once it
+    does."""
 
-    def __init__(self, host: str, token: str | None, address: Callable[[], tuple[str, int]]) -> None:
+    def __init__(
+        self, host: str, token: str | None, address: Callable[[], tuple[str, int]]
+    ) -> None:
         """Raises ConfigError for an address beyond loopback without a token."""
         if not token and not is_loopback(host):
             raise ConfigError(
-                f"{host} can be reached from other machines: give a token (--token), or stay on 127.0.0.1"
+                f"{host} can be reached from other machines: give a token (--token), or stay on "
+                "127.0.0.1"
             )
         self._token, self._address = token, address
 
@@ -52,9 +63,13 @@ class RequestGuard:
             if given is not None and request.path == "/" and _same(given, self._token):
                 return self._let_in(self._token)
             if not _same(self._shown(request), self._token):
-                return _failed(401, "this page wants its token: open the address that ramify view printed")
+                return _failed(
+                    401, "this page wants its token: open the address that ramify view printed"
+                )
         elif not is_loopback(_host_of(request)):
-            return _failed(403, f"{request.host} is not a name of this machine: open {self._address()[0]}")
+            return _failed(
+                403, f"{request.host} is not a name of this machine: open {self._address()[0]}"
+            )
         try:
             return await handler(request)
         except StoreError as error:
@@ -70,7 +85,8 @@ class RequestGuard:
 
     @property
     def _cookie(self) -> str:
-        return f"ramify-view-{self._address()[1]}"  # cookies know no ports, and two viewers may run on one machine
+        # cookies know no ports, and two viewers may run on one machine
+        return f"ramify-view-{self._address()[1]}"
 
     def _let_in(self, token: str) -> web.Response:
         response = web.Response(status=303, headers={"Location": "/"})
@@ -91,7 +107,9 @@ def is_loopback(host: str) -> bool:
 
 
 def _failed(status: int, text: str) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode({"error": text}), content_type="application/json")
+    return web.Response(
+        status=status, body=msgspec.json.encode({"error": text}), content_type="application/json"
+    )
 
 
 def _same(given: str, wanted: str) -> bool:

@@ -1,4 +1,5 @@
-"""The rows of the page's lists: one run, one folder of training, one evaluation, one file that is none of these."""
+"""The rows of the page's lists: one run, one folder of training, one evaluation, one file that is
+none of these."""
 
 from __future__ import annotations
 
@@ -107,10 +108,23 @@ _glance = msgspec.json.Decoder(_Glance)
 
 def row_of_summary(summary: RunSummary, key: str) -> RunRow:
     return RunRow(
-        key, summary.id, summary.question, summary.model, summary.started_at, summary.seconds, summary.depth,
-        summary.num_calls, summary.usage.calls, summary.usage.total_tokens, summary.cost, summary.stop or "",
-        next(iter(summary.rewards.values()), None), summary.rewards, alive=summary.alive, problem=summary.problem,
-    )  # fmt: skip
+        key,
+        summary.id,
+        summary.question,
+        summary.model,
+        summary.started_at,
+        summary.seconds,
+        summary.depth,
+        summary.num_calls,
+        summary.usage.calls,
+        summary.usage.total_tokens,
+        summary.cost,
+        summary.stop or "",
+        next(iter(summary.rewards.values()), None),
+        summary.rewards,
+        alive=summary.alive,
+        problem=summary.problem,
+    )
 
 
 def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunRow:
@@ -118,16 +132,33 @@ def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunRow:
         found = _glance.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return RunRow(
-            key, f"{path.name}:{number}", source=str(path), problem=f"{path}, line {number} is damaged: {error}"
+            key,
+            f"{path.name}:{number}",
+            source=str(path),
+            problem=f"{path}, line {number} is damaged: {error}",
         )
     if found.schema_version > SCHEMA_VERSION:
-        return RunRow(key, found.id, source=str(path), problem=newer(path, number, found.schema_version))
+        return RunRow(
+            key, found.id, source=str(path), problem=newer(path, number, found.schema_version)
+        )
     return RunRow(
-        key, found.id, found.question, found.calls[0].model if found.calls else "", found.started_at, found.seconds,
-        max((call.depth for call in found.calls), default=0), len(found.calls), found.usage.calls,
-        found.usage.total_tokens, found.cost, found.stop or "", next(iter(found.rewards.values()), None), found.rewards,
-        source=str(path), task=found.task,
-    )  # fmt: skip
+        key,
+        found.id,
+        found.question,
+        found.calls[0].model if found.calls else "",
+        found.started_at,
+        found.seconds,
+        max((call.depth for call in found.calls), default=0),
+        len(found.calls),
+        found.usage.calls,
+        found.usage.total_tokens,
+        found.cost,
+        found.stop or "",
+        next(iter(found.rewards.values()), None),
+        found.rewards,
+        source=str(path),
+        task=found.task,
+    )
 
 
 def row_of_evaluation(path: Path, key: str) -> EvaluationRow:
@@ -140,7 +171,15 @@ def row_of_evaluation(path: Path, key: str) -> EvaluationRow:
     costs = [each.cost for each in found.outcomes if each.cost is not None]
     plan = found.plan
     return EvaluationRow(
-        key, path.stem, plan.model, plan.task, plan.split, plan.items, plan.attempts, len(found.outcomes),
-        sum(rewards) / len(rewards) if rewards else None, sum(costs) if costs else None,
+        key,
+        path.stem,
+        plan.model,
+        plan.task,
+        plan.split,
+        plan.items,
+        plan.attempts,
+        len(found.outcomes),
+        sum(rewards) / len(rewards) if rewards else None,
+        sum(costs) if costs else None,
         problem=problems[0] if problems else None,
-    )  # fmt: skip
+    )

@@ -1,9 +1,10 @@
 """The page's script: its modules put together as they are sent, without a build step.
 
-A browser asks for twenty modules six at a time, and for the page's data after them; and a file from disk may not import
-others. So ``main.js`` and all that it imports are one script, ``app.js``: one module after the other without its import
-lines, which asks that the names of all of them are distinct (a test holds them to it). Modules that are imported only when
-a page wants them stay files, and take what they import from ``app.js``.
+A browser asks for twenty modules six at a time, and for the page's data after them; and a file from
+disk may not import others. So ``main.js`` and all that it imports are one script, ``app.js``: one
+module after the other without its import lines, which asks that the names of all of them are
+distinct (a test holds them to it). Modules that are imported only when a page wants them stay
+files, and take what they import from ``app.js``.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ def app() -> str:
 
 
 def early() -> str:
-    """What stands in the page itself: the data that it asks for takes longest, and waits for no other file."""
+    """What stands in the page itself: the data that it asks for takes longest, and waits for no
+    other file."""
     return (STATIC / "early.js").read_text(encoding="utf-8")
 
 
 def module(name: str) -> str:
     """A module that is imported when it is wanted."""
     source = (STATIC / name).read_text(encoding="utf-8")
-    return _IMPORT.sub(lambda found: found[0].replace(found[2], APP) if found[2] in _modules() else found[0], source)
+    return _IMPORT.sub(
+        lambda found: found[0].replace(found[2], APP) if found[2] in _modules() else found[0],
+        source,
+    )
 
 
 def hashed(text: str) -> str:

@@ -1,8 +1,8 @@
 """A run as its page's first look: the head, and its calls as the columns of a table.
 
-Ten thousand calls must reach the page within a fraction of a second, so each column is one list, or one value where all are
-the same; texts are cut to a glance, those of most calls are sent when the page stands, and what a call said is left to
-``transcript.py``.
+Ten thousand calls must reach the page within a fraction of a second, so each column is one list, or
+one value where all are the same; texts are cut to a glance, those of most calls are sent when the
+page stands, and what a call said is left to ``transcript.py``.
 
     {"num": 3, "columns": {"id": ["0", "0.0", "0.1"], "kind": ["rlm", "lm", "lm"], "cost": null, …}, "head": {…}, "texts": 3}
 """
@@ -41,16 +41,18 @@ COLUMNS: dict[str, Callable[[CallNode], Any]] = {
     "tools": lambda node: node.tools or None,
     "scores": lambda node: (_scores(node) or None) if node.marks else None,
 }
-"""What a page knows of each call, besides ``parent`` and ``reward``. ``turn`` and ``cell`` are where the parent made it;
-``state`` is one of ``asking``, ``running``, ``open``, ``done``; ``spans`` are of calls with a session; ``tools`` is [when,
-whether it failed] of each tool's answer; ``scores`` is [turn, name, number] of what was scored beside rewards."""
+"""What a page knows of each call, besides ``parent`` and ``reward``. ``turn`` and ``cell`` are
+where the parent made it; ``state`` is one of ``asking``, ``running``, ``open``, ``done``; ``spans``
+are of calls with a session; ``tools`` is [when, whether it failed] of each tool's answer;
+``scores`` is [turn, name, number] of what was scored beside rewards."""
 TEXTS = ("question", "answer")
 """Columns that are most of a picture's bytes, and that nothing but a row in sight shows."""
 _MAX_ERRORS = 200
 
 
 def picture(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any]:
-    """All of the run's first look; questions and answers of the first ``num_texts`` calls alone, where that is given."""
+    """All of the run's first look; questions and answers of the first ``num_texts`` calls alone,
+    where that is given."""
     nodes = run.tree.order
     columns = _columns(run, nodes)
     num_texts = len(nodes) if num_texts is None else min(num_texts, len(nodes))
@@ -70,9 +72,14 @@ def texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
 
 
 def changes(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
-    """What a page that has ``picture`` needs to follow: the calls that changed, by index, as columns."""
+    """What a page that has ``picture`` needs to follow: the calls that changed, by index, as
+    columns."""
     order = sorted(changed)
-    return {"indices": order, "columns": _columns(run, [run.tree.order[index] for index in order]), "head": head(run)}
+    return {
+        "indices": order,
+        "columns": _columns(run, [run.tree.order[index] for index in order]),
+        "head": head(run),
+    }
 
 
 def _columns(run: WatchedRun, nodes: Sequence[CallNode]) -> dict[str, list[Any]]:
@@ -86,7 +93,9 @@ def _columns(run: WatchedRun, nodes: Sequence[CallNode]) -> dict[str, list[Any]]
             for parent, node in zip(parents, nodes, strict=True)
         ],
         "reward": [
-            next(iter(rewards_of(run, node).values()), None) if node.id in scored or not node.index else None
+            next(iter(rewards_of(run, node).values()), None)
+            if node.id in scored or not node.index
+            else None
             for node in nodes
         ],
     }
@@ -109,18 +118,37 @@ def head(run: WatchedRun) -> dict[str, Any]:
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
     config = told.metadata
     return {
-        "key": run.key, "id": told.id, "question": told.question, "task": told.task, "path": str(run.path),
-        "is_journal": run.line is None, "started_at": told.started_at, "at_s": at_s, "alive": run.is_alive,
-        "stop": told.stop, "answer": cut(as_text(told.answer), 4_000), "answered_by": told.answered_by,
-        "usage": fields(told.usage), "cost": told.cost, "seconds": told.seconds or at_s,
+        "key": run.key,
+        "id": told.id,
+        "question": told.question,
+        "task": told.task,
+        "path": str(run.path),
+        "is_journal": run.line is None,
+        "started_at": told.started_at,
+        "at_s": at_s,
+        "alive": run.is_alive,
+        "stop": told.stop,
+        "answer": cut(as_text(told.answer), 4_000),
+        "answered_by": told.answered_by,
+        "usage": fields(told.usage),
+        "cost": told.cost,
+        "seconds": told.seconds or at_s,
         "context": fields(told.context) if told.context else None,
-        "limits": config.get("limits") or {}, "sandbox": (config.get("sandbox") or {}).get("provider", ""),
-        "scaffold": (config.get("scaffold") or {}).get("name", ""), "sources": (config.get("sources") or {}).get("paths", []),
-        "rewards": told.rewards, "metrics": told.metrics, "marks": [fields(mark) for mark in told.marks if not mark.call],
-        "errors": told.errors[:_MAX_ERRORS], "num_errors": len(told.errors), "problems": problems, "version": run.version,
+        "limits": config.get("limits") or {},
+        "sandbox": (config.get("sandbox") or {}).get("provider", ""),
+        "scaffold": (config.get("scaffold") or {}).get("name", ""),
+        "sources": (config.get("sources") or {}).get("paths", []),
+        "rewards": told.rewards,
+        "metrics": told.metrics,
+        "marks": [fields(mark) for mark in told.marks if not mark.call],
+        "errors": told.errors[:_MAX_ERRORS],
+        "num_errors": len(told.errors),
+        "problems": problems,
+        "version": run.version,
         "generation": run.generation,
-        "raw_code": bool((config.get("scaffold") or {}).get("raw_code")), "num_calls": len(run.tree.order),
-    }  # fmt: skip
+        "raw_code": bool((config.get("scaffold") or {}).get("raw_code")),
+        "num_calls": len(run.tree.order),
+    }
 
 
 def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:

@@ -53,6 +53,7 @@ def kind_of(path: Path) -> Kind | str:
 
 def newer(path: Path, number: int, version: int) -> str:
     return (
-        f"{path}, line {number} was written by a newer Ramify (schema {version}; this one reads up to {SCHEMA_VERSION}): "
+        f"{path}, line {number} was written by a newer Ramify (schema {version}; this one reads up "
+        f"to {SCHEMA_VERSION}): "
         "pip install -U ramify"
     )

@@ -1,9 +1,11 @@
-"""Which runs, trainings and evaluations there are, in the places that were named: the rows of the pages' lists.
+"""Which runs, trainings and evaluations there are, in the places that were named: the rows of the
+pages' lists.
 
-A place is a store (a folder with ``runs/``), a journal, a file of trajectories, an evaluation's record, a folder of
-``ramify train``, or a folder that holds such. Everything is looked at anew when it is asked for, since files grow; what did
-not change is remembered. A file that cannot be read is a row that says why. Leaves out addresses (``run_locations.py``) and what
-the page of one shows (``watched_run.py``, ``training.py``, ``evaluation.py``).
+A place is a store (a folder with ``runs/``), a journal, a file of trajectories, an evaluation's
+record, a folder of ``ramify train``, or a folder that holds such. Everything is looked at anew when
+it is asked for, since files grow; what did not change is remembered. A file that cannot be read is
+a row that says why. Leaves out addresses (``run_locations.py``) and what the page of one shows
+(``watched_run.py``, ``training.py``, ``evaluation.py``).
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _Rows = list[RunRow | EvaluationRow]
 
 
 class RunLibrary:
-    """What is in the places given; without any, in the default store. ``look`` is for one thread at a time."""
+    """What is in the places given; without any, in the default store. ``look`` is for one thread at
+    a time."""
 
     def __init__(self, paths: Sequence[str | Path] = ()) -> None:
         """Raises ConfigError for a path that is not there."""
@@ -49,10 +52,12 @@ class RunLibrary:
         """What is shown, for the page's head."""
         return [str(place.path) for place in self._places]
 
-    # --- lists ---------------------------------------------------------------------------------------------------
+    # --- lists
+    # ---------------------------------------------------------------------------------------------------
 
     def look(self) -> tuple[list[RunRow], list[EvaluationRow], list[UnreadableRow]]:
-        """Every run and every evaluation, newest first, those with a problem among them; and what is neither."""
+        """Every run and every evaluation, newest first, those with a problem among them; and what
+        is neither."""
         self._problems = []
         rows = [row for place in self._places for row in self._rows_in(place)]
         runs = [row for row in rows if isinstance(row, RunRow)]
@@ -75,7 +80,9 @@ class RunLibrary:
     def _rows_in(self, place: RunLocation) -> Iterator[RunRow | EvaluationRow]:
         if place.store is not None:
             for summary in place.store.runs():
-                yield row_of_summary(summary, place.key(place.path / "runs" / f"{summary.id}.jsonl"))
+                yield row_of_summary(
+                    summary, place.key(place.path / "runs" / f"{summary.id}.jsonl")
+                )
             files = sorted((place.path / EVALUATIONS).glob("*.jsonl"))
         else:
             files = list(self._files(place))
@@ -92,7 +99,9 @@ class RunLibrary:
         if place.path.is_file():
             yield place.path
             return
-        found = walk(place.path, lambda name: name.endswith(".jsonl") and name != METRICS, self._failed)
+        found = walk(
+            place.path, lambda name: name.endswith(".jsonl") and name != METRICS, self._failed
+        )
         for number, path in enumerate(found):
             if number == MAX_FILES:
                 text = f"has more than {MAX_FILES:,} files: name a folder below it"
@@ -101,7 +110,9 @@ class RunLibrary:
             yield path
 
     def _failed(self, path: Path, error: OSError) -> None:
-        self._problems.append(UnreadableRow(str(path), f"cannot be read: {error.strerror or error}"))
+        self._problems.append(
+            UnreadableRow(str(path), f"cannot be read: {error.strerror or error}")
+        )
 
     def _remembered(self, place: RunLocation, path: Path) -> _Rows:
         status = path.stat()
@@ -117,7 +128,8 @@ class RunLibrary:
                 row.alive = row.stop == "" and not row.problem and writer(path) is not None
         return rows
 
-    # --- one of them ---------------------------------------------------------------------------------------------
+    # --- one of them
+    # ---------------------------------------------------------------------------------------------
 
     def find(self, key: str) -> LocatedRun:
         """The run that ``key`` names. Raises StoreError where there is none."""
@@ -142,7 +154,8 @@ class RunLibrary:
         return self._places.key(path)
 
     def key_of_run(self, record: Path, id: str) -> str | None:
-        """How run ``id`` is addressed that an evaluation's record in the same store names; None where it is not there."""
+        """How run ``id`` is addressed that an evaluation's record in the same store names; None
+        where it is not there."""
         path = record.parent.parent / "runs" / f"{id}.jsonl"
         return self.key_of(path) if id and path.is_file() else None
 

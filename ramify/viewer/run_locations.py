@@ -65,7 +65,8 @@ class RunLocations:
         return LocatedRun(key, path, int(number) if is_line else None)
 
     def path(self, key: str) -> Path | None:
-        """The file or folder that ``key`` names; None for what is no such address. Raises StoreError where it is gone."""
+        """The file or folder that ``key`` names; None for what is no such address. Raises
+        StoreError where it is gone."""
         place, rest, is_file = self._split(key)
         return _below(place, rest) if place is not None and is_file else None
 
@@ -77,7 +78,8 @@ class RunLocations:
         return None
 
     def _split(self, key: str) -> tuple[RunLocation | None, str, bool]:
-        """(place, what of it, whether that is a path); ``p3/a.jsonl:7`` -> (place 3, ``a.jsonl:7``, True)."""
+        """(place, what of it, whether that is a path); ``p3/a.jsonl:7`` -> (place 3, ``a.jsonl:7``,
+        True)."""
         for mark in (":", "/"):
             head, found, tail = key.partition(mark)
             if found and head[:1] == "p" and head[1:].isdecimal() and "/" not in head:
@@ -87,10 +89,13 @@ class RunLocations:
 
 
 def walk(
-    folder: Path, wanted: Callable[[str], bool], failed: Callable[[Path, OSError], None] | None = None, depth: int = 0
+    folder: Path,
+    wanted: Callable[[str], bool],
+    failed: Callable[[Path, OSError], None] | None = None,
+    depth: int = 0,
 ) -> Iterator[Path]:
-    """Files below ``folder`` in order of name; checkpoints of a policy are not looked into. ``failed`` is told of a folder
-    that cannot be read."""
+    """Files below ``folder`` in order of name; checkpoints of a policy are not looked into.
+    ``failed`` is told of a folder that cannot be read."""
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:

@@ -1,7 +1,9 @@
-"""The tree of a run as it is looked at: each call as one node, with what its row and its bar show, and no more.
+"""The tree of a run as it is looked at: each call as one node, with what its row and its bar show,
+and no more.
 
-A node knows where the lines of its call are in the journal, so that ``call_detail.py`` finds them. What is told of the run as a
-whole is a ``Trajectory`` that has no calls. Leaves out files (``watched_run.py``) and what a page gets (``picture.py``).
+A node knows where the lines of its call are in the journal, so that ``call_detail.py`` finds them.
+What is told of the run as a whole is a ``Trajectory`` that has no calls. Leaves out files
+(``watched_run.py``) and what a page gets (``picture.py``).
 """
 
 from __future__ import annotations
@@ -23,14 +25,22 @@ from ramify.types.event import (
 )
 from ramify.types.message import Usage
 from ramify.types.trajectory import Annotation, Call, Fork, Parent, Stop, Trajectory
-from ramify.viewer.event_glances import AnyGlance, CallStartGlance, CellGlance, ReplyGlance, RequestGlance, ToolGlance
+from ramify.viewer.event_glances import (
+    AnyGlance,
+    CallStartGlance,
+    CellGlance,
+    ReplyGlance,
+    RequestGlance,
+    ToolGlance,
+)
 
 GLANCE = 120
 """Characters of a text that a row shows."""
 
 
 class CallNode(msgspec.Struct, gc=False):
-    """One call. There may be many thousands, most of them plain, so what those do not have is one empty tuple."""
+    """One call. There may be many thousands, most of them plain, so what those do not have is one
+    empty tuple."""
 
     index: int
     """In order of issue."""
@@ -57,7 +67,8 @@ class CallNode(msgspec.Struct, gc=False):
     is_running: bool = False
     """It has a reply whose code runs."""
     spans: tuple[float, ...] = ()
-    """Of a session: sent, answered, sent, answered …, in seconds since the run began; odd in number while it asks."""
+    """Of a session: sent, answered, sent, answered …, in seconds since the run began; odd in number
+    while it asks."""
     tools: tuple[tuple[float, bool], ...] = ()
     """When a tool of the user's answered, and whether it failed."""
     marks: tuple[Annotation, ...] = ()
@@ -84,10 +95,18 @@ class RunTree:
         """Line of the journal -> the one before it that is about the same call; -1 for none."""
         self._fold = TrajectoryFold()
         self._acts: dict[type[Any], Callable[[Any], CallNode | None]] = {
-            CallStartGlance: self._begin, RequestGlance: self._ask, ReplyGlance: self._answer, CellGlance: self._ran, CallEnded: self._end,
-            AttemptFailed: self._attempt, ToolGlance: self._use, NoteAdded: lambda event: self.nodes.get(event.call),
-            ScoreAdded: self._score, RunStarted: self._fold.apply, RunEnded: self._fold.apply,
-        }  # fmt: skip
+            CallStartGlance: self._begin,
+            RequestGlance: self._ask,
+            ReplyGlance: self._answer,
+            CellGlance: self._ran,
+            CallEnded: self._end,
+            AttemptFailed: self._attempt,
+            ToolGlance: self._use,
+            NoteAdded: lambda event: self.nodes.get(event.call),
+            ScoreAdded: self._score,
+            RunStarted: self._fold.apply,
+            RunEnded: self._fold.apply,
+        }
 
     @property
     def run(self) -> Trajectory:
@@ -95,8 +114,8 @@ class RunTree:
         return self._fold.trajectory
 
     def apply(self, event: AnyGlance, offset: int) -> CallNode | None:
-        """Take ``event`` in, whose line of the journal begins at ``offset``; the call that it is about. Raises KeyError or
-        IndexError where it does not follow from those before it."""
+        """Take ``event`` in, whose line of the journal begins at ``offset``; the call that it is
+        about. Raises KeyError or IndexError where it does not follow from those before it."""
         kind = type(event)
         node = self._acts[kind](event)
         line = self.version
@@ -119,7 +138,8 @@ class RunTree:
         self._before.append(-1)
 
     def lines_of(self, node: CallNode, after: int = -1) -> list[tuple[int, int]]:
-        """(number from 0, offset) of the journal's lines that are about ``node``, in order, of those after ``after``."""
+        """(number from 0, offset) of the journal's lines that are about ``node``, in order, of
+        those after ``after``."""
         found = []
         line = node.last_line
         while line > after:
@@ -129,9 +149,16 @@ class RunTree:
 
     def _begin(self, event: CallStartGlance) -> CallNode:
         node = self.nodes[event.id] = CallNode(
-            len(self.order), event.id, event.kind, event.model, event.depth, cut(event.question), event.parent,
-            event.fork, event.at_s,
-        )  # fmt: skip
+            len(self.order),
+            event.id,
+            event.kind,
+            event.model,
+            event.depth,
+            cut(event.question),
+            event.parent,
+            event.fork,
+            event.at_s,
+        )
         self.order.append(node)
         return node
 
@@ -215,10 +242,24 @@ class RunTree:
 
 def _node_of(call: Call, index: int) -> CallNode:
     return CallNode(
-        index, call.id, call.kind, call.model, call.depth, cut(call.question), call.parent, call.fork, call.started_s,
-        call.ended_s, call.stop, cut(as_text(call.answer)), cut(call.error or ""), call.usage.input_tokens,
-        call.usage.output_tokens, call.cost, len(call.turns),
-    )  # fmt: skip
+        index,
+        call.id,
+        call.kind,
+        call.model,
+        call.depth,
+        cut(call.question),
+        call.parent,
+        call.fork,
+        call.started_s,
+        call.ended_s,
+        call.stop,
+        cut(as_text(call.answer)),
+        cut(call.error or ""),
+        call.usage.input_tokens,
+        call.usage.output_tokens,
+        call.cost,
+        len(call.turns),
+    )
 
 
 def cut(text: str, width: int = GLANCE) -> str:
@@ -228,4 +269,10 @@ def cut(text: str, width: int = GLANCE) -> str:
 
 def as_text(value: Any) -> str:
     """An answer as text; empty for None."""
-    return value if isinstance(value, str) else "" if value is None else msgspec.json.encode(value).decode()
+    return (
+        value
+        if isinstance(value, str)
+        else ""
+        if value is None
+        else msgspec.json.encode(value).decode()
+    )

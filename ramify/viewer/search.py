@@ -1,7 +1,7 @@
 """Where a word is said in a run.
 
-A journal is read from its beginning, line by line, and only a line that has the word's bytes is decoded: so that a run of
-many megabytes is searched without being kept.
+A journal is read from its beginning, line by line, and only a line that has the word's bytes is
+decoded: so that a run of many megabytes is searched without being kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Said = tuple[str, int, str, str]
 
 
 def search(run: WatchedRun, wanted: str) -> dict[str, Any]:
-    """Where ``wanted`` is said, in any case, in order of the calls; of more than ``MAX_FOUND`` places the first said."""
+    """Where ``wanted`` is said, in any case, in order of the calls; of more than ``MAX_FOUND``
+    places the first said."""
     found: list[dict[str, Any]] = []
     needle = wanted.lower()
     more = False
@@ -49,7 +50,9 @@ def search(run: WatchedRun, wanted: str) -> dict[str, Any]:
             break
         start = max(0, at - _MARGIN)
         snippet = text[start : at + len(wanted) + _MARGIN]
-        found.append({"call": call, "turn": turn, "where": where, "text": snippet, "at": at - start})
+        found.append(
+            {"call": call, "turn": turn, "where": where, "text": snippet, "at": at - start}
+        )
     found.sort(key=lambda each: run.tree.nodes[each["call"]].index)
     return {"found": found, "more": more}
 
@@ -58,7 +61,11 @@ def _texts(run: WatchedRun, needle: str) -> Iterator[Said]:
     if run.line is not None:
         yield from _of_trajectory(run.tree.run)
         return
-    raw = needle.encode() if needle.isascii() and needle.isprintable() and not set(needle) & set('"\\') else b""
+    raw = (
+        needle.encode()
+        if needle.isascii() and needle.isprintable() and not set(needle) & set('"\\')
+        else b""
+    )
     read = 0
     try:
         for number, line in enumerate(lines(run.path), start=1):

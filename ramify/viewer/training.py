@@ -1,7 +1,9 @@
-"""A folder of ``ramify train`` as its page shows it: every measured name over the steps, and the rollouts that were kept.
+"""A folder of ``ramify train`` as its page shows it: every measured name over the steps, and the
+rollouts that were kept.
 
-metrics.jsonl          {"names": {"reward": [[step, …], [value, …]], …}, "evaluations": {…}, "stages": […]}
-rollouts/step-N.jsonl  the trajectories of a step, best and worst first to be looked at, and what each depth did
+metrics.jsonl          {"names": {"reward": [[step, …], [value, …]], …}, "evaluations": {…},
+"stages": […]} rollouts/step-N.jsonl  the trajectories of a step, best and worst first to be looked
+at, and what each depth did
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class TrainingCurves:
         before = self._unreadable
         try:
             with self.path.open("rb") as file:
-                stat = os.fstat(file.fileno())  # of this very file: its name may be another's by now
+                stat = os.fstat(
+                    file.fileno()
+                )  # of this very file: its name may be another's by now
                 if stat.st_ino != self._inode or stat.st_size < self.offset:
                     self._clear()
                     self._inode = stat.st_ino
@@ -84,11 +88,15 @@ class TrainingCurves:
             measured = _decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if len(self.problems) < 10:
-                self.problems.append(f"{self.path}, line {self.version} is damaged and left out: {error}")
+                self.problems.append(
+                    f"{self.path}, line {self.version} is damaged and left out: {error}"
+                )
             return
         self.step, self.at_s = measured.step, measured.at_s
         if measured.stage in FINAL:
-            self.final.append({"stage": measured.stage, "step": measured.step, "values": measured.values})
+            self.final.append(
+                {"stage": measured.stage, "step": measured.step, "values": measured.values}
+            )
             if measured.stage != "first":
                 return
         elif not self.stages or self.stages[-1][0] != measured.stage:
@@ -103,10 +111,16 @@ class TrainingCurves:
 
     def data(self) -> dict[str, Any]:
         return {
-            "name": self.folder.name, "folder": str(self.folder), "step": self.step, "at_s": self.at_s, "names": self.names,
-            "stages": self.stages, "final": self.final, "kept": sorted(kept(self.folder)),
+            "name": self.folder.name,
+            "folder": str(self.folder),
+            "step": self.step,
+            "at_s": self.at_s,
+            "names": self.names,
+            "stages": self.stages,
+            "final": self.final,
+            "kept": sorted(kept(self.folder)),
             "problems": [*filter(None, [self._unreadable]), *self.problems],
-        }  # fmt: skip
+        }
 
 
 def kept(folder: Path) -> dict[int, Path]:
@@ -119,11 +133,13 @@ def kept(folder: Path) -> dict[int, Path]:
 
 
 def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
-    """The rollouts of ``step``, best first; ``key`` is how its file is addressed. Raises StoreError where none are kept."""
+    """The rollouts of ``step``, best first; ``key`` is how its file is addressed. Raises StoreError
+    where none are kept."""
     path = kept(folder).get(step)
     if path is None:
         raise StoreError(
-            f"{folder} kept no rollouts of step {step}: schedule.save_rollouts_every says how often they are kept"
+            f"{folder} kept no rollouts of step {step}: schedule.save_rollouts_every says how "
+            "often they are kept"
         )
     rows, problems, trajectories = [], [], []
     with path.open("rb") as file:
@@ -134,18 +150,34 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
                 problems.append(f"{path}, line {number} is damaged and left out: {error}")
                 continue
             if tree.schema_version > SCHEMA_VERSION:
-                problems.append(f"{path}, line {number} was written by a newer Ramify and is left out")
+                problems.append(
+                    f"{path}, line {number} was written by a newer Ramify and is left out"
+                )
                 continue
             trajectories.append(tree)
             rows.append(_sample(tree, f"{key}:{number}"))
     rows.sort(key=lambda row: -1e9 if row["reward"] is None else -row["reward"])
-    return {"step": step, "path": str(path), "rows": rows, "problems": problems, "depths": layers(trajectories, {})}
+    return {
+        "step": step,
+        "path": str(path),
+        "rows": rows,
+        "problems": problems,
+        "depths": layers(trajectories, {}),
+    }
 
 
 def _sample(tree: Trajectory, key: str) -> dict[str, Any]:
     return {
-        "key": key, "id": tree.id, "task": tree.task, "question": cut(tree.question), "answer": cut(as_text(tree.answer)),
-        "stop": tree.stop, "reward": next(iter(tree.rewards.values()), None), "rewards": tree.rewards,
-        "num_calls": len(tree.calls), "depth": tree.depth, "tokens": tree.usage.total_tokens,
+        "key": key,
+        "id": tree.id,
+        "task": tree.task,
+        "question": cut(tree.question),
+        "answer": cut(as_text(tree.answer)),
+        "stop": tree.stop,
+        "reward": next(iter(tree.rewards.values()), None),
+        "rewards": tree.rewards,
+        "num_calls": len(tree.calls),
+        "depth": tree.depth,
+        "tokens": tree.usage.total_tokens,
         "error": cut(tree.errors[0]) if tree.errors else "",
-    }  # fmt: skip
+    }

@@ -1,7 +1,8 @@
-"""One call, whole, as its page shows it: what it was told, what it said, what its code did, turn by turn.
+"""One call, whole, as its page shows it: what it was told, what it said, what its code did, turn by
+turn.
 
-Texts longer than ``MAX_TEXT`` are cut, with their true length beside them, unless the whole is asked for: a sub-call's
-prompt may be half a megabyte, and nobody reads it at once.
+Texts longer than ``MAX_TEXT`` are cut, with their true length beside them, unless the whole is
+asked for: a sub-call's prompt may be half a megabyte, and nobody reads it at once.
 """
 
 from __future__ import annotations
@@ -21,19 +22,35 @@ MAX_TEXT = 20_000
 """Characters of one text."""
 
 
-def transcript(run: WatchedRun, id: str, first_turn: int = 0, max_text: int | None = MAX_TEXT) -> dict[str, Any]:
+def transcript(
+    run: WatchedRun, id: str, first_turn: int = 0, max_text: int | None = MAX_TEXT
+) -> dict[str, Any]:
     """Call ``id`` from ``first_turn`` on. Raises StoreError where there is no such call."""
     whole = run.whole(id)
     call, node, cut = whole.call, run.tree.nodes[id], _TextCutter(max_text)
     return {
-        "id": call.id, "kind": call.kind, "model": call.model, "depth": call.depth, "state": state(node),
-        "question": cut(call.question), "answer": cut(as_text(call.answer)), "has_answer": call.answer is not None,
-        "stop": call.stop, "error": cut(call.error or ""), "usage": fields(call.usage), "cost": call.cost,
-        "started_s": call.started_s, "ended_s": call.ended_s, "last_word": whole.last_word,
+        "id": call.id,
+        "kind": call.kind,
+        "model": call.model,
+        "depth": call.depth,
+        "state": state(node),
+        "question": cut(call.question),
+        "answer": cut(as_text(call.answer)),
+        "has_answer": call.answer is not None,
+        "stop": call.stop,
+        "error": cut(call.error or ""),
+        "usage": fields(call.usage),
+        "cost": call.cost,
+        "started_s": call.started_s,
+        "ended_s": call.ended_s,
+        "last_word": whole.last_word,
         "context": fields(call.context) if call.context else None,
-        "parent": fields(call.parent) if call.parent else None, "fork": fields(call.fork) if call.fork else None,
-        "rewards": rewards_of(run, node), "marks": [_mark(mark) for mark in node.marks if mark.turn < 0],
-        "first_turn": first_turn, "num_turns": len(call.turns),
+        "parent": fields(call.parent) if call.parent else None,
+        "fork": fields(call.fork) if call.fork else None,
+        "rewards": rewards_of(run, node),
+        "marks": [_mark(mark) for mark in node.marks if mark.turn < 0],
+        "first_turn": first_turn,
+        "num_turns": len(call.turns),
         "turns": [
             _turn(turn, index, whole.spans[2 * index : 2 * index + 2], whole.tools, node.marks, cut)
             for index, turn in enumerate(call.turns)
@@ -41,7 +58,7 @@ def transcript(run: WatchedRun, id: str, first_turn: int = 0, max_text: int | No
         ],
         "pending": _pending(whole.pending, cut),
         "notes": [{**fields(note), "text": note.text[:MAX_TEXT]} for note in whole.notes],
-    }  # fmt: skip
+    }
 
 
 class _TextCutter:
@@ -66,39 +83,65 @@ def _turn(
 ) -> dict[str, Any]:
     used = [each for each in tools if each.turn == index]
     return {
-        "index": index, "reused": turn.reused, "prompt": [_message(each, cut) for each in turn.prompt],
-        "reply": _message(turn.reply.message, cut), "finish": turn.reply.finish, "seconds": turn.reply.seconds,
-        "model": turn.reply.model, "usage": fields(turn.reply.usage), "cost": turn.reply.cost,
-        "cells": [_cell(cell, cut) for cell in turn.cells], "num_sampled": len(turn.reply.token_ids or ()),
-        "asked_s": span[0] if span else None, "replied_s": span[1] if len(span) > 1 else None,
-        "tools": [_tool(each, cut) for each in used], "marks": [_mark(mark) for mark in marks if mark.turn == index],
-    }  # fmt: skip
+        "index": index,
+        "reused": turn.reused,
+        "prompt": [_message(each, cut) for each in turn.prompt],
+        "reply": _message(turn.reply.message, cut),
+        "finish": turn.reply.finish,
+        "seconds": turn.reply.seconds,
+        "model": turn.reply.model,
+        "usage": fields(turn.reply.usage),
+        "cost": turn.reply.cost,
+        "cells": [_cell(cell, cut) for cell in turn.cells],
+        "num_sampled": len(turn.reply.token_ids or ()),
+        "asked_s": span[0] if span else None,
+        "replied_s": span[1] if len(span) > 1 else None,
+        "tools": [_tool(each, cut) for each in used],
+        "marks": [_mark(mark) for mark in marks if mark.turn == index],
+    }
 
 
 def _message(message: Message, cut: _TextCutter) -> dict[str, Any]:
     return {
-        "role": message.role, "content": cut(message.content), "reasoning": cut(message.reasoning or ""),
-        "tool_calls": [{"name": call.name, "arguments": cut(call.arguments)} for call in message.tool_calls],
-    }  # fmt: skip
+        "role": message.role,
+        "content": cut(message.content),
+        "reasoning": cut(message.reasoning or ""),
+        "tool_calls": [
+            {"name": call.name, "arguments": cut(call.arguments)} for call in message.tool_calls
+        ],
+    }
 
 
 def _cell(cell: Cell, cut: _TextCutter) -> dict[str, Any]:
     return {
-        "code": cut(cell.code), "stdout": cut(cell.stdout), "value": cut(cell.value or ""), "has_value": cell.value is not None,
-        "error": cut(cell.error or ""), "seconds": cell.seconds, "stdout_chars": cell.stdout_chars,
-        "shown_chars": len(cell.stdout), "digest": cell.stdout_digest, "restored": cell.restored, "died": cell.died,
-    }  # fmt: skip
+        "code": cut(cell.code),
+        "stdout": cut(cell.stdout),
+        "value": cut(cell.value or ""),
+        "has_value": cell.value is not None,
+        "error": cut(cell.error or ""),
+        "seconds": cell.seconds,
+        "stdout_chars": cell.stdout_chars,
+        "shown_chars": len(cell.stdout),
+        "digest": cell.stdout_digest,
+        "restored": cell.restored,
+        "died": cell.died,
+    }
 
 
 def _tool(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
-    """What a tool of the user's gave to a cell; its result as the session's codec writes it, without the wrapping."""
+    """What a tool of the user's gave to a cell; its result as the session's codec writes it,
+    without the wrapping."""
     result = tool.result
     if isinstance(result, dict) and result.keys() == {"value"}:
         result = result["value"]
     return {
-        "cell": tool.cell, "ordinal": tool.ordinal, "name": tool.name, "at_s": tool.at_s, "error": cut(tool.error or ""),
+        "cell": tool.cell,
+        "ordinal": tool.ordinal,
+        "name": tool.name,
+        "at_s": tool.at_s,
+        "error": cut(tool.error or ""),
         "result": cut(as_text(result)),
-    }  # fmt: skip
+    }
 
 
 def _mark(mark: Annotation) -> dict[str, Any]:

@@ -48,14 +48,19 @@ class ViewServer:
         token: str | None = None,
         first: str = "",
     ) -> None:
-        """``port`` 0 takes a free one; ``first`` is the run that will be looked at first, read at once.
+        """``port`` 0 takes a free one; ``first`` is the run that will be looked at first, read at
+        once.
 
         Raises ConfigError for an address beyond loopback without a token."""
         self._guard = RequestGuard(host, token, lambda: (self.url, self.port))
         self.host, self.port = host, port
         self._library, self._token, self._first = library, token, first
         self._reading: asyncio.Task[Any] | None = None
-        self._feeds, self._evaluations, self._assets = FileFeeds(), EvaluationLibrary(library), StaticAssets()
+        self._feeds, self._evaluations, self._assets = (
+            FileFeeds(),
+            EvaluationLibrary(library),
+            StaticAssets(),
+        )
         self._listing = threading.Lock()
         self._runner: web.AppRunner | None = None
 
@@ -63,20 +68,33 @@ class ViewServer:
     def url(self) -> str:
         """The page's address, the token included, so that it can be opened as it is."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/" + (f"?token={quote(self._token)}" if self._token else "")
+        return f"http://{host}:{self.port}/" + (
+            f"?token={quote(self._token)}" if self._token else ""
+        )
 
     async def __aenter__(self) -> ViewServer:
         app = web.Application(middlewares=[self._guard.admit])
         app.on_response_prepare.append(add_headers)
         for path, handler in {
-            "/": self._page, "/static/{name:.+}": self._asset, "/api/runs": self._runs, "/api/run": self._run,
-            "/api/texts": self._texts, "/api/call": self._call, "/api/tokens": self._tokens,
-            "/api/search": self._search, "/api/events": self._events, "/api/journal": self._journal,
-            "/api/training": self._training, "/api/training/events": self._training_events,
-            "/api/samples": self._samples, "/api/evaluation": self._evaluation,
-        }.items():  # fmt: skip
+            "/": self._page,
+            "/static/{name:.+}": self._asset,
+            "/api/runs": self._runs,
+            "/api/run": self._run,
+            "/api/texts": self._texts,
+            "/api/call": self._call,
+            "/api/tokens": self._tokens,
+            "/api/search": self._search,
+            "/api/events": self._events,
+            "/api/journal": self._journal,
+            "/api/training": self._training,
+            "/api/training/events": self._training_events,
+            "/api/samples": self._samples,
+            "/api/evaluation": self._evaluation,
+        }.items():
             app.router.add_get(path, handler)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port)
         try:
@@ -86,7 +104,9 @@ class ViewServer:
             raise cannot_listen(self.host, self.port, error) from None
         self.port = self._runner.addresses[0][1]
         if self._first:
-            self._reading = asyncio.create_task(self._feeds.run(self._library.find(self._first)).fresh())
+            self._reading = asyncio.create_task(
+                self._feeds.run(self._library.find(self._first)).fresh()
+            )
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -96,7 +116,8 @@ class ViewServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    # --- the pages' data -----------------------------------------------------------------------------------------
+    # --- the pages' data
+    # -----------------------------------------------------------------------------------------
 
     async def _page(self, request: web.Request) -> web.Response:
         return self._assets.answer(request, "index.html")
@@ -112,9 +133,12 @@ class ViewServer:
             runs, evaluations, problems = self._library.look()
             trainings = self._library.trainings()
         return {
-            "runs": runs, "evaluations": evaluations, "problems": problems, "trainings": trainings,
+            "runs": runs,
+            "evaluations": evaluations,
+            "problems": problems,
+            "trainings": trainings,
             "places": self._library.places,
-        }  # fmt: skip
+        }
 
     def _feed(self, request: web.Request) -> FileFeed[WatchedRun]:
         return self._feeds.run(self._library.find(_word(request, "key")))
@@ -146,7 +170,9 @@ class ViewServer:
         if not feed.watched.version:
             await feed.fresh()
         return data(
-            await feed.inspect(lambda run: tokens(run, id, turn, tokenizer_of(run, [run.whole(id).call.model])))
+            await feed.inspect(
+                lambda run: tokens(run, id, turn, tokenizer_of(run, [run.whole(id).call.model]))
+            )
         )
 
     async def _search(self, request: web.Request) -> web.Response:
@@ -159,14 +185,18 @@ class ViewServer:
     async def _journal(self, request: web.Request) -> web.StreamResponse:
         found = self._library.find(_word(request, "key"))
         await asyncio.to_thread(_check_shown, found)
-        name = quote(found.path.name if found.line is None else f"{found.path.stem}-{found.line}.jsonl")
+        name = quote(
+            found.path.name if found.line is None else f"{found.path.stem}-{found.line}.jsonl"
+        )
         headers = {
             "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
             "Content-Type": "application/x-ndjson",
         }
         if found.line is None:
             return web.FileResponse(found.path, headers=headers)
-        return web.Response(body=await asyncio.to_thread(nth_line, found.path, found.line), headers=headers)
+        return web.Response(
+            body=await asyncio.to_thread(nth_line, found.path, found.line), headers=headers
+        )
 
     async def _training(self, request: web.Request) -> web.Response:
         feed = self._feeds.training(self._library.training(_word(request, "key")))
@@ -182,7 +212,8 @@ class ViewServer:
         key, other = _word(request, "key"), request.query.get("other", "")
         return data(await asyncio.to_thread(self._evaluations.shown, key, other))
 
-    # --- what changes --------------------------------------------------------------------------------------------
+    # --- what changes
+    # --------------------------------------------------------------------------------------------
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         feed = self._feed(request)
@@ -196,7 +227,8 @@ class ViewServer:
 
 
 def _check_shown(found: LocatedRun) -> None:
-    """A folder that is looked at may hold more than runs. Raises StoreError for a file that has none."""
+    """A folder that is looked at may hold more than runs. Raises StoreError for a file that has
+    none."""
     try:
         kind = kind_of(found.path)
     except OSError as error:

@@ -1,11 +1,12 @@
-"""One run while it is looked at: its tree so far, brought up to date by reading what its journal gained.
+"""One run while it is looked at: its tree so far, brought up to date by reading what its journal
+gained.
 
     journal ── bytes from where the last look ended ──> glances (event_glances.py) ──> Tree (run_tree.py)
                     └── the lines of one call, when it is opened ──> Whole (call_detail.py)
 
-The rest of a half-written line is waited for. A line that is damaged, or that does not follow from those before it, is
-left out, and the page says so. A journal that was cut or replaced is read from its beginning. A run of a file of
-trajectories is read once and does not grow.
+The rest of a half-written line is waited for. A line that is damaged, or that does not follow from
+those before it, is left out, and the page says so. A journal that was cut or replaced is read from
+its beginning. A run of a file of trajectories is read once and does not grow.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class WatchedRun:
         self.damage = ""
         """The first line that was left out and how many more; empty where none was."""
         self.torn = ""
-        """What a writer that was killed left at the end of the journal; empty where all lines are whole."""
+        """What a writer that was killed left at the end of the journal; empty where all lines are
+        whole."""
         self.is_alive = False
         """Whether a process writes it now."""
         self.tree = RunTree()
@@ -46,7 +48,8 @@ class WatchedRun:
         """How often the reading began: again for a file that was cut or replaced."""
         self._num_damaged, self._first_damage = 0, ""
         self._suspect = -1
-        """Where a damaged line begins that is read once more, since its writer may have been at work there."""
+        """Where a damaged line begins that is read once more, since its writer may have been at
+        work there."""
         self._seen: tuple[int, int] | None = None
         """Inode and size of the file when it was last read; None where it is to be read again."""
         self._inode = 0
@@ -65,7 +68,8 @@ class WatchedRun:
             return False
 
     def is_stale(self) -> bool:
-        """Whether the file of trajectories is not the one that was read. A journal is read anew by ``refresh``."""
+        """Whether the file of trajectories is not the one that was read. A journal is read anew by
+        ``refresh``."""
         if self.line is None:
             return False
         try:
@@ -75,7 +79,8 @@ class WatchedRun:
         return self._stamp not in (None, (stat.st_ino, stat.st_mtime_ns))
 
     def whole(self, id: str) -> CallDetail:
-        """Call ``id`` in full. Raises StoreError where the run has no such call, or it cannot be read."""
+        """Call ``id`` in full. Raises StoreError where the run has no such call, or it cannot be
+        read."""
         node = self.tree.nodes.get(id)
         if node is None:
             raise StoreError(f"run {self.tree.run.id or self.key} has no call {id!r}")
@@ -87,7 +92,9 @@ class WatchedRun:
         """Read what is new; the indices of the calls that changed."""
         if self.line is not None:
             return set() if self.version else self._read_line(self.line)
-        self.is_alive = writer(self.path) is not None  # asked first: what its last act wrote is read below
+        self.is_alive = (
+            writer(self.path) is not None
+        )  # asked first: what its last act wrote is read below
         changed: set[int] = set()
         try:
             seen = _inode_and_size(self.path)
@@ -127,12 +134,17 @@ class WatchedRun:
                             return
                         self._leave_out(offset, f"is damaged and left out: {event.reason}")
                     elif not offset and not isinstance(event, RunStarted):
-                        raise StoreError(f"{self.path} is not a run: its first line is no RunStarted")
+                        raise StoreError(
+                            f"{self.path} is not a run: its first line is no RunStarted"
+                        )
                     else:
                         try:
                             node = apply(event, offset)
                         except (KeyError, IndexError) as error:
-                            self._leave_out(offset, f"does not follow from those before it and is left out: no {error}")
+                            self._leave_out(
+                                offset,
+                                f"does not follow from those before it and is left out: no {error}",
+                            )
                         else:
                             if node is not None:
                                 add(node.index)
@@ -153,7 +165,11 @@ class WatchedRun:
         self.tree.skip(offset)
         if self._num_damaged == 1:
             self._first_damage = f"{self.path}, line {number} {why}"
-        more = f"; {self._num_damaged - 1:,} more are left out after it" if self._num_damaged > 1 else ""
+        more = (
+            f"; {self._num_damaged - 1:,} more are left out after it"
+            if self._num_damaged > 1
+            else ""
+        )
         self.damage = self._first_damage + more
 
     def _not_a_journal(self) -> str:
@@ -173,7 +189,11 @@ class WatchedRun:
         except OSError as error:
             self.problem = f"cannot read {self.path}: {error.strerror}"
             return
-        self.torn = f"{self.path} ends in the middle of a line ({rest:,} bytes): its writer was killed" if rest else ""
+        self.torn = (
+            f"{self.path} ends in the middle of a line ({rest:,} bytes): its writer was killed"
+            if rest
+            else ""
+        )
 
     def _read_line(self, number: int) -> set[int]:
         try:

@@ -1,4 +1,5 @@
-"""The real command, run as a process of its own against scripted models, with a home and a configuration of its own."""
+"""The real command, run as a process of its own against scripted models, with a home and a
+configuration of its own."""
 
 from __future__ import annotations
 
@@ -28,11 +29,21 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "TMPDIR", "PYTHONPATH")}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name in ("PATH", "LANG", "TMPDIR", "PYTHONPATH")
+        }
         self.env = {
-            **kept, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder / "config"), "RAMIFY_HOME": str(folder / "store"),
-            "PYTHONPATH": str(Path(__file__).parents[2]), "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40",
-        }  # fmt: skip
+            **kept,
+            "HOME": str(folder),
+            "XDG_CONFIG_HOME": str(folder / "config"),
+            "RAMIFY_HOME": str(folder / "store"),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "TERM": "xterm-256color",
+            "COLUMNS": "100",
+            "LINES": "40",
+        }
 
     def write(self, name: str, text: str) -> str:
         path = self.folder / name
@@ -45,14 +56,23 @@ class Shell:
         return f"scripted:{self.write(name, json.dumps(script))}"
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        options = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            **options,
+        }
         return subprocess.Popen([*COMMAND, *arguments], cwd=self.folder, env=self.env, **options)
 
     def run(self, *arguments: str, stdin: str | None = None, **env: str) -> Done:
         done = subprocess.run(
-            [*COMMAND, *arguments], cwd=self.folder, env={**self.env, **env}, capture_output=True, timeout=250,
+            [*COMMAND, *arguments],
+            cwd=self.folder,
+            env={**self.env, **env},
+            capture_output=True,
+            timeout=250,
             **({"input": stdin.encode()} if stdin is not None else {"stdin": subprocess.DEVNULL}),
-        )  # fmt: skip
+        )
         return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
 
     def ask(self, script: list[Any], *arguments: str, stdin: str | None = None, **env: str) -> Done:

@@ -33,13 +33,17 @@ def test_a_weak_sandbox_is_said_aloud_unless_it_is_accepted(shell: Shell) -> Non
 
 def test_what_sessions_are_given(shell: Shell) -> None:
     shell.write("log.txt", "abc")
-    with_package = shell.ask([code("import pypdf\nFINAL(pypdf.__name__)")], *SESSION, "-q", "--package", "pypdf")
+    with_package = shell.ask(
+        [code("import pypdf\nFINAL(pypdf.__name__)")], *SESSION, "-q", "--package", "pypdf"
+    )
     assert with_package == Done(0, "pypdf\n", "")
     shell.write("data/more.txt", "12345")
     here = str(shell.folder / "data")
     for given, place in (("data", here), ("data:/data", "/data")):
         script = [code(f"FINAL(open({place!r} + '/more.txt').read())")]
-        done = shell.ask(script, *SESSION, "-q", "--mount", given, "--memory", "300MB", "--tier", "A")
+        done = shell.ask(
+            script, *SESSION, "-q", "--mount", given, "--memory", "300MB", "--tier", "A"
+        )
         if "does not reach tier A" in done.err:
             pytest.skip(f"MOUNTS ARE NOT TESTED HERE: {done.err}")
         assert done == Done(0, "12345\n", "")
@@ -51,11 +55,21 @@ def test_one_json_object(shell: Shell) -> None:
     answer = json.loads(done.out)
     seconds, run, usage = answer.pop("seconds"), answer.pop("run"), answer.pop("usage")
     assert answer == {"answer": 3, "stop": "final", "error": None, "citations": [], "cost": None}
-    assert (usage["calls"], usage["unknown_calls"], 0 < seconds < 250, run[:2]) == (2, 0, True, "20")
+    assert (usage["calls"], usage["unknown_calls"], 0 < seconds < 250, run[:2]) == (
+        2,
+        0,
+        True,
+        "20",
+    )
     assert set(usage) == {
-        "input_tokens", "output_tokens", "cached_tokens", "reasoning_tokens", "calls", "unknown_calls",
+        "input_tokens",
+        "output_tokens",
+        "cached_tokens",
+        "reasoning_tokens",
+        "calls",
+        "unknown_calls",
         "cache_write_tokens",
-    }  # fmt: skip
+    }
 
 
 def test_what_fits_is_answered_by_one_call(shell: Shell) -> None:
@@ -74,10 +88,18 @@ def test_several_ways_to_begin(shell: Shell) -> None:
         "0:1 scripted:script.json (rlm, beside 0): which?",
         "0:2 scripted:script.json (rlm, beside 0): which?",
     ]
-    assert sorted(line for line in shown if "answer: " in line) == ["  answer: a", "  answer: b", "  answer: b"]
-    assert shown[-1] in (f"of these answers, that of {call} was chosen" for call in ("0", "0:1", "0:2"))
+    assert sorted(line for line in shown if "answer: " in line) == [
+        "  answer: a",
+        "  answer: b",
+        "  answer: b",
+    ]
+    assert shown[-1] in (
+        f"of these answers, that of {call} was chosen" for call in ("0", "0:1", "0:2")
+    )
     assert shell.run("replay", "last").out == "same: 3 calls, 3 cells, and the answer\n"
-    assert shell.ask(ways, "which?", "log.txt", "--no-direct", "-q", RAMIFY_BRANCHES="3").out == "b\n"
+    assert (
+        shell.ask(ways, "which?", "log.txt", "--no-direct", "-q", RAMIFY_BRANCHES="3").out == "b\n"
+    )
     wrong = shell.ask(ways, "--branches", "0", "which?", "log.txt")
     assert (wrong.code, wrong.out, wrong.err.splitlines()[-1]) == (
         2,
@@ -89,7 +111,11 @@ def test_several_ways_to_begin(shell: Shell) -> None:
 @pytest.mark.parametrize("paths", [[], ["-"]])
 def test_standard_input(shell: Shell, paths: list[str]) -> None:
     done = shell.ask(SESSION_SCRIPT, "--no-direct", "how long?", *paths, stdin="12345")
-    assert (done.code, done.out, done.err.splitlines()[0]) == (0, "5\n", "stdin: text, 5 characters")
+    assert (done.code, done.out, done.err.splitlines()[0]) == (
+        0,
+        "5\n",
+        "stdin: text, 5 characters",
+    )
 
 
 @pytest.mark.parametrize("stdin", [None, ""])
@@ -101,10 +127,14 @@ def test_a_question_without_a_context(shell: Shell, stdin: str | None) -> None:
 def test_options_may_stand_anywhere(shell: Shell) -> None:
     shell.write("a.txt", "aa")
     shell.write("b.txt", "bbb")
-    model = shell.model([code("FINAL(sorted((name, len(text)) for name, text in context.items()))")])
+    model = shell.model(
+        [code("FINAL(sorted((name, len(text)) for name, text in context.items()))")]
+    )
     done = shell.run("ask", "which?", "-q", "a.txt", f"--model={model}", "b.txt", "--no-direct")
     assert done == Done(0, '[["a.txt",2],["b.txt",3]]\n', "")
-    assert shell.run("ask", "-m", shell.model(["yes"]), "-q", "--", "--is this a question?") == Done(0, "yes\n", "")
+    assert shell.run(
+        "ask", "-m", shell.model(["yes"]), "-q", "--", "--is this a question?"
+    ) == Done(0, "yes\n", "")
 
 
 def test_a_schema_inline_and_in_a_file(shell: Shell) -> None:
@@ -112,7 +142,9 @@ def test_a_schema_inline_and_in_a_file(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     script = [code("FINAL({'n': 'three'})"), code("FINAL({'n': 3})")]
     for given in (schema, shell.write("schema.json", schema)):
-        assert shell.ask(script, *SESSION, "-q", "--answer-schema", given) == Done(0, '{"n":3}\n', "")
+        assert shell.ask(script, *SESSION, "-q", "--answer-schema", given) == Done(
+            0, '{"n":3}\n', ""
+        )
 
 
 def test_citations_follow_the_answer(shell: Shell) -> None:
@@ -146,7 +178,9 @@ def test_a_model_that_refuses(shell: Shell) -> None:
     done = shell.ask([{"fail": "refused", "status": 401, "text": "invalid key"}], "hm?", "-q")
     assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
     assert done.err.startswith("ramify: scripted:script.json: 401, invalid key")
-    as_json = shell.ask([{"fail": "refused", "status": 401, "text": "invalid key"}], "hm?", "-q", "--json")
+    as_json = shell.ask(
+        [{"fail": "refused", "status": 401, "text": "invalid key"}], "hm?", "-q", "--json"
+    )
     assert (as_json.code, json.loads(as_json.out)["stop"]) == (1, "error")
 
 
@@ -163,7 +197,10 @@ def test_the_call_cache(shell: Shell) -> None:
 
 def test_verbose_has_a_line_for_each_step(shell: Shell) -> None:
     shell.write("log.txt", "abc")
-    lines = [line.partition(" s  ")[2] for line in shell.ask(SESSION_SCRIPT, *SESSION, "-v").err.splitlines()]
+    lines = [
+        line.partition(" s  ")[2]
+        for line in shell.ask(SESSION_SCRIPT, *SESSION, "-v").err.splitlines()
+    ]
     shown = [line for line in lines if line]
     assert shown[0].startswith("call 0 (rlm, scripted:script.json): how long?")
     assert shown[2].startswith("call 0, turn 1: ran ")
@@ -185,7 +222,9 @@ def test_a_scaffold_from_a_file(shell: Shell) -> None:
 
 
 def test_an_answer_to_a_closed_pipe_is_no_error(shell: Shell) -> None:
-    process = shell.start("ask", "-m", shell.model(["x" * 200_000]), "hm?", "-q", "--max-reply-tokens", "100000")
+    process = shell.start(
+        "ask", "-m", shell.model(["x" * 200_000]), "hm?", "-q", "--max-reply-tokens", "100000"
+    )
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
@@ -213,7 +252,9 @@ def test_a_pipe_that_says_nothing_is_told_of(shell: Shell) -> None:
 def test_closed_streams(shell: Shell) -> None:
     ask = f"exec {shlex.join([*COMMAND, 'ask', '--model', shell.model(['31']), 'How many days has May?'])}"
     codes = [
-        subprocess.run(["sh", "-c", f"{ask} {closed}"], cwd=shell.folder, env=shell.env, capture_output=True).returncode
+        subprocess.run(
+            ["sh", "-c", f"{ask} {closed}"], cwd=shell.folder, env=shell.env, capture_output=True
+        ).returncode
         for closed in ("<&-", ">&-", "2>&-")
     ]
     assert codes == [0, 0, 0]

@@ -1,4 +1,5 @@
-"""``docs/cli.md`` says what is: its commands parse, its options exist, its tables are those of the commands."""
+"""``docs/cli.md`` says what is: its commands parse, its options exist, its tables are those of the
+commands."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from tests.cli.helpers import Shell
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-LINES = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if "ramify" in line]
+LINES = [
+    line
+    for kind, text in BLOCKS
+    if kind == "bash"
+    for line in text.splitlines()
+    if "ramify" in line
+]
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -31,7 +38,9 @@ def test_commands_parse(line: str) -> None:
 
 
 def test_every_command_is_there() -> None:
-    shown = {split(shlex.split(line[line.index("ramify ") :], comments=True)[1:])[0] for line in LINES}
+    shown = {
+        split(shlex.split(line[line.index("ramify ") :], comments=True)[1:])[0] for line in LINES
+    }
     assert shown == set(COMMANDS)
 
 

@@ -11,14 +11,23 @@ from tests.cli.helpers import Shell
 
 def test_a_healthy_machine(shell: Shell) -> None:
     shell.write("config/ramify/config.toml", 'model = "openai:m"\n')
-    done = shell.run("doctor", OPENAI_API_KEY="sk-very-secret", OPENAI_BASE_URL="http://user:pass@127.0.0.1:9/v1")
+    done = shell.run(
+        "doctor", OPENAI_API_KEY="sk-very-secret", OPENAI_BASE_URL="http://user:pass@127.0.0.1:9/v1"
+    )
     assert (done.code, done.err) == (0, "")
     assert "secret" not in done.out
     assert "pass" not in done.out.replace("passed", "")
     for said in (
-        "openai: OPENAI_API_KEY is set", "openai: OPENAI_BASE_URL = ", "model = 'openai:m'", "jail: isolates files", "tier ",
-        "seccomp: yes; Landlock: ", "pdf: ", "/store, 0 runs, ", "config.toml",
-    ):  # fmt: skip
+        "openai: OPENAI_API_KEY is set",
+        "openai: OPENAI_BASE_URL = ",
+        "model = 'openai:m'",
+        "jail: isolates files",
+        "tier ",
+        "seccomp: yes; Landlock: ",
+        "pdf: ",
+        "/store, 0 runs, ",
+        "config.toml",
+    ):
         assert said in done.out, said
 
 
@@ -35,7 +44,11 @@ def test_a_weak_sandbox_that_was_chosen(shell: Shell) -> None:
     shell.write("config/ramify/config.toml", 'sandbox = "process"\nallow-weaker = true\n')
     done = shell.run("doctor")
     assert (done.code, done.err) == (0, "")
-    for said in ("process: limits memory", "does not: isolates files", "warning: sandbox 'process'"):
+    for said in (
+        "process: limits memory",
+        "does not: isolates files",
+        "warning: sandbox 'process'",
+    ):
         assert said in done.out, said
 
 

@@ -16,10 +16,22 @@ from tests.cli.helpers import Shell
 MODEL = ("-m", "scripted:script.json")
 WORK = [*MODEL, "q", "log.txt", "--no-direct"]
 CASES = {
-    "unknown provider": (["-m", "opnai:gpt-5", "q"], 2, r"unknown provider 'opnai' .*did you mean 'openai'\?"),
-    "a model without a provider": (["-m", "gpt-5", "q"], 2, r"'gpt-5' has no provider: write provider:model"),
+    "unknown provider": (
+        ["-m", "opnai:gpt-5", "q"],
+        2,
+        r"unknown provider 'opnai' .*did you mean 'openai'\?",
+    ),
+    "a model without a provider": (
+        ["-m", "gpt-5", "q"],
+        2,
+        r"'gpt-5' has no provider: write provider:model",
+    ),
     "missing key": (["-m", "openai:gpt-5", "q"], 2, r"no API key: set OPENAI_API_KEY"),
-    "missing script": (["-m", "scripted:nowhere.json", "q"], 2, r"script nowhere.json: No such file"),
+    "missing script": (
+        ["-m", "scripted:nowhere.json", "q"],
+        2,
+        r"script nowhere.json: No such file",
+    ),
     "nothing listens": (
         ["-m", "openai:m@http://127.0.0.1:9/v1", "--patience", "1", "q"],
         1,
@@ -27,33 +39,105 @@ CASES = {
     ),
     "unreadable path": ([*MODEL, "q", "nowhere.txt"], 2, r"nowhere.txt does not exist"),
     "nearest path": ([*MODEL, "q", "log.tx"], 2, r"did you mean log.txt\?"),
-    "a pipe without a writer": ([*MODEL, "q", "pipe"], 2, r"pipe is a pipe that nobody writes to: start what writes"),
+    "a pipe without a writer": (
+        [*MODEL, "q", "pipe"],
+        2,
+        r"pipe is a pipe that nobody writes to: start what writes",
+    ),
     "empty file": ([*MODEL, "q", "empty.txt"], 2, r"empty.txt is empty"),
     "binary file": ([*MODEL, "q", "binary.bin"], 2, r"binary.bin .*binary"),
-    "invalid schema": ([*MODEL, "q", "log.txt", "--answer-schema", '{"type": "integr"}'], 2, r"schema is not valid"),
-    "schema that does not parse": ([*MODEL, "q", "--answer-schema", "{oops"], 2, r"\{oops does not parse"),
-    "schema that is no object": ([*MODEL, "q", "--answer-schema", "list.json"], 2, r"list.json is a list"),
-    "missing schema file": ([*MODEL, "q", "--answer-schema", "no.json"], 2, r"schema no.json cannot be read"),
+    "invalid schema": (
+        [*MODEL, "q", "log.txt", "--answer-schema", '{"type": "integr"}'],
+        2,
+        r"schema is not valid",
+    ),
+    "schema that does not parse": (
+        [*MODEL, "q", "--answer-schema", "{oops"],
+        2,
+        r"\{oops does not parse",
+    ),
+    "schema that is no object": (
+        [*MODEL, "q", "--answer-schema", "list.json"],
+        2,
+        r"list.json is a list",
+    ),
+    "missing schema file": (
+        [*MODEL, "q", "--answer-schema", "no.json"],
+        2,
+        r"schema no.json cannot be read",
+    ),
     "limit of zero": ([*MODEL, "q", "--max-calls", "0"], 2, r"max_calls=0 allows nothing"),
     "negative cost": ([*MODEL, "q", "--max-cost", "-1"], 2, r"max_cost=-1.0 allows nothing"),
     "a limit that cannot be kept": ([*MODEL, "q", "--max-cost", "1"], 2, r"no known price"),
-    "unknown sandbox": ([*MODEL, "q", "log.txt", "--no-direct", "--sandbox", "proces"], 2, r"did you mean 'process'\?"),
-    "no such mount": ([*WORK, "--mount", "nowhere:/data"], 2, r"mounts: there is no '.*/nowhere' on this machine"),
-    "a mount without a place": ([*WORK, "--mount", "log.txt:here"], 2, r"'here' is no place .*: give an absolute path"),
-    "a mount of everything": ([*WORK, "--mount", "/:/all"], 2, r"mounts: '/' is not allowed: give a folder or file of"),
-    "a mount without walls": ([*WORK, "--sandbox", "process", "--mount", "log.txt"], 2, r"'process' .* no mounts"),
-    "no such package": ([*WORK, "--package", "numpi"], 2, r"no package 'numpi'; install it into the environment of"),
-    "a package by another name": ([*WORK, "--package", "pytest-timeout"], 2, r"it is imported as 'pytest_timeout'"),
-    "too much memory": ([*WORK, "--memory", "900TB"], 2, r"memory_bytes is .*, more than the .* bytes of this machine"),
-    "too little memory": ([*WORK, "--memory", "1MB"], 2, r"in which no Python session runs: give at least 67,108,864"),
-    "memory that is no size": ([*WORK, "--memory", "lots"], 2, r"--memory 'lots' is not understood: write it as 2GB"),
+    "unknown sandbox": (
+        [*MODEL, "q", "log.txt", "--no-direct", "--sandbox", "proces"],
+        2,
+        r"did you mean 'process'\?",
+    ),
+    "no such mount": (
+        [*WORK, "--mount", "nowhere:/data"],
+        2,
+        r"mounts: there is no '.*/nowhere' on this machine",
+    ),
+    "a mount without a place": (
+        [*WORK, "--mount", "log.txt:here"],
+        2,
+        r"'here' is no place .*: give an absolute path",
+    ),
+    "a mount of everything": (
+        [*WORK, "--mount", "/:/all"],
+        2,
+        r"mounts: '/' is not allowed: give a folder or file of",
+    ),
+    "a mount without walls": (
+        [*WORK, "--sandbox", "process", "--mount", "log.txt"],
+        2,
+        r"'process' .* no mounts",
+    ),
+    "no such package": (
+        [*WORK, "--package", "numpi"],
+        2,
+        r"no package 'numpi'; install it into the environment of",
+    ),
+    "a package by another name": (
+        [*WORK, "--package", "pytest-timeout"],
+        2,
+        r"it is imported as 'pytest_timeout'",
+    ),
+    "too much memory": (
+        [*WORK, "--memory", "900TB"],
+        2,
+        r"memory_bytes is .*, more than the .* bytes of this machine",
+    ),
+    "too little memory": (
+        [*WORK, "--memory", "1MB"],
+        2,
+        r"in which no Python session runs: give at least 67,108,864",
+    ),
+    "memory that is no size": (
+        [*WORK, "--memory", "lots"],
+        2,
+        r"--memory 'lots' is not understood: write it as 2GB",
+    ),
     "unknown tier": ([*WORK, "--tier", "D"], 2, r"sandbox tier is 'D': give 'A', 'B' or 'C'"),
-    "a sandbox without its extra": ([*WORK, "--sandbox", "prime"], 1, r"pip install 'ramify\[prime\]'"),
+    "a sandbox without its extra": (
+        [*WORK, "--sandbox", "prime"],
+        1,
+        r"pip install 'ramify\[prime\]'",
+    ),
     "unknown scaffold": ([*MODEL, "q", "--scaffold", "minimum"], 2, r"did you mean 'minimal'\?"),
     "citing nothing": ([*MODEL, "q", "--cite"], 2, r"citations need a context"),
     "a cache without a store": ([*MODEL, "q", "--cache", "--no-store"], 2, r"leave out --no-store"),
-    "unknown option": ([*MODEL, "q", "--max-csot", "1"], 2, r"unknown option --max-csot: did you mean --max-cost\?"),
-    "not a number": ([*MODEL, "q", "--max-calls", "many"], 2, r"--max-calls: invalid int value: 'many'"),
+    "unknown option": (
+        [*MODEL, "q", "--max-csot", "1"],
+        2,
+        r"unknown option --max-csot: did you mean --max-cost\?",
+    ),
+    "not a number": (
+        [*MODEL, "q", "--max-calls", "many"],
+        2,
+        r"--max-calls: invalid int value: 'many'",
+    ),
     "no question": ([*MODEL], 2, r"say what you want to know"),
     "resume with settings": (["--resume", "last", "--max-cost", "3"], 2, r"leave out --max-cost"),
     "resume of nothing": (["--resume", "last"], 2, r"there is no run in"),
@@ -70,28 +154,43 @@ def test_bad_input(shell: Shell, case: str) -> None:
     (shell.folder / "binary.bin").write_bytes(bytes(range(256)) * 100)
     os.mkfifo(shell.folder / "pipe")
     done = shell.run("ask", *arguments)
-    said = [line for line in done.err.splitlines() if line.startswith("ramify: ") and "warning" not in line]
+    said = [
+        line
+        for line in done.err.splitlines()
+        if line.startswith("ramify: ") and "warning" not in line
+    ]
     assert (done.code, done.out, len(said)) == (code, "", 1), done.err
     assert re.search(pattern, said[0]), said[0]
     assert "Traceback" not in done.err
 
 
 def test_time_that_is_up_while_a_model_is_waited_for(shell: Shell) -> None:
-    done = shell.ask([{"fail": "rate_limited", "retry_after_s": 50}, "never"], "q", "--max-seconds", "1")
+    done = shell.ask(
+        [{"fail": "rate_limited", "retry_after_s": 50}, "never"], "q", "--max-seconds", "1"
+    )
     assert (done.code, done.out) == (4, "")
-    assert "ramify: the run's time is up; before that: call 0, turn 0: scripted:script.json: " in done.err
+    assert (
+        "ramify: the run's time is up; before that: call 0, turn 0: scripted:script.json: "
+        in done.err
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
         (["sho"], r"there is no command 'sho': did you mean 'show'\?"),
-        (["cluster", "plna"], r"there is no command 'cluster': did you mean 'cluster plan' or 'cluster simulate'\?"),
+        (
+            ["cluster", "plna"],
+            r"there is no command 'cluster': did you mean 'cluster plan' or 'cluster simulate'\?",
+        ),
         (["how many?"], r"to ask a question: ramify ask 'how many\?'"),
         (["--versio"], r"unknown option --versio: did you mean --version\?"),
         (["show"], r"give RUN \(see ramify show --help\)"),
         (["show", "a", "b"], r"'b' is one word too many"),
-        (["runs", "prune", "--keep-last", "3"], r"unknown option --keep-last: did you mean --keep\?"),
+        (
+            ["runs", "prune", "--keep-last", "3"],
+            r"unknown option --keep-last: did you mean --keep\?",
+        ),
     ],
 )
 def test_wrong_usage(shell: Shell, arguments: list[str], pattern: str) -> None:
@@ -115,7 +214,9 @@ def server(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "served.json").write_text('[{"fail": "html"}, {"fail": "no_choices"}]')
     command = [sys.executable, "-m", "ramify.clients.scripted_server", "served.json"]
     env = Shell(tmp_path).env
-    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
         process.terminate()
@@ -132,7 +233,9 @@ def test_servers_that_are_not_the_api(shell: Shell, server: str) -> None:
 
 def test_a_bug_is_one_line_and_a_traceback_where_asked_for(shell: Shell) -> None:
     prices = shell.write("prices.json", '{"a": {"input": 1, "output": 2, "window": 0}}')
-    broken = shell.write("sitecustomize.py", "import ramify.cli.settings as s; s.config_path = None")
+    broken = shell.write(
+        "sitecustomize.py", "import ramify.cli.settings as s; s.config_path = None"
+    )
     env = {"PYTHONPATH": f"{shell.folder}:{shell.env['PYTHONPATH']}", "RAMIFY_PRICES": prices}
     assert broken
     done = shell.run("ask", "q", **env)
@@ -145,12 +248,20 @@ def test_a_bug_is_one_line_and_a_traceback_where_asked_for(shell: Shell) -> None
 def test_a_full_disk_is_no_bug(shell: Shell) -> None:
     with Path("/dev/full").open("wb") as full:
         process = shell.start("doctor", stdout=full)
-    assert re.fullmatch(rb"ramify: No space left on device; .*\n", process.communicate(timeout=60)[1])
+    assert re.fullmatch(
+        rb"ramify: No space left on device; .*\n", process.communicate(timeout=60)[1]
+    )
     assert process.returncode == 1
 
 
 def test_an_early_error_leaves_nothing_behind(shell: Shell) -> None:
     (shell.folder / "tmp").mkdir()
     shell.write("log.txt", "abc")
-    done = shell.run("ask", *MODEL, "--no-direct", "hm?", "log.txt", TMPDIR=str(shell.folder / "tmp"))
-    assert (done.code, "No such file" in done.err, list((shell.folder / "tmp").iterdir())) == (2, True, [])
+    done = shell.run(
+        "ask", *MODEL, "--no-direct", "hm?", "log.txt", TMPDIR=str(shell.folder / "tmp")
+    )
+    assert (done.code, "No such file" in done.err, list((shell.folder / "tmp").iterdir())) == (
+        2,
+        True,
+        [],
+    )

@@ -40,37 +40,65 @@ def test_figures(shell: Shell) -> None:
     lines = done.out.splitlines()
     assert lines[0] == "my_task.py:teal/test · scripted:script.json · 12 items, 2 attempts each"
     assert lines[1].split() == ["items", "avg@2", "pass@2", "majority@2"]
-    assert lines[2].split(maxsplit=2) == ["all", "12", "1.000 [1.00 1.00]   1.000 [1.00 1.00]   1.000 [1.00 1.00]"]
+    assert lines[2].split(maxsplit=2) == [
+        "all",
+        "12",
+        "1.000 [1.00 1.00]   1.000 [1.00 1.00]   1.000 [1.00 1.00]",
+    ]
     assert [line.split()[0] for line in lines[3:5]] == ["a", "b"]
     assert "in all " in lines[-1]
 
 
 def test_json_and_the_difference_from_another(shell: Shell) -> None:
     first = json.loads(shell.run(*start(shell, WRONG, "--items", "3", "--json")).out)
-    second = json.loads(shell.run(*start(shell, RIGHT, "--items", "4", "--json", "--against", first["evaluation"])).out)
+    second = json.loads(
+        shell.run(
+            *start(shell, RIGHT, "--items", "4", "--json", "--against", first["evaluation"])
+        ).out
+    )
     assert second["rows"][0]["average"] == {"value": 1.0, "low": 1.0, "high": 1.0}
     assert second["against"] == {
-        "evaluation": first["evaluation"], "items": 3, "average": {"value": 1.0, "low": 1.0, "high": 1.0},
-    }  # fmt: skip
+        "evaluation": first["evaluation"],
+        "items": 3,
+        "average": {"value": 1.0, "low": 1.0, "high": 1.0},
+    }
     shown = shell.run(*start(shell, RIGHT, "--items", "2", "--against", first["evaluation"])).out
-    assert f"average less that of {first['evaluation']}: +1.000 [+1.000 +1.000] over 2 items" in shown
+    assert (
+        f"average less that of {first['evaluation']}: +1.000 [+1.000 +1.000] over 2 items" in shown
+    )
 
 
 def test_what_it_refuses(shell: Shell) -> None:
     shell.write("rows.jsonl", '{"question": "a?", "answer": 1}\n{"question": "b?", "gold": 1}\n')
     for arguments, code, message in (
         (("legder",), ExitCode.USAGE, "unknown task 'legder': did you mean 'ledger'"),
-        (("ledger", "--split", "tset"), ExitCode.USAGE, "task 'ledger' has no split 'tset': did you mean 'test'"),
+        (
+            ("ledger", "--split", "tset"),
+            ExitCode.USAGE,
+            "task 'ledger' has no split 'tset': did you mean 'test'",
+        ),
         (
             ("ledger", "--n", "2", "--k", "3"),
             ExitCode.USAGE,
             "pass@3 needs at least 3 attempts at each item (n), and there are 2",
         ),
         (("ledger", "--items", "0"), ExitCode.USAGE, "evaluate 0 items"),
-        (("ledger", "mutli=1"), ExitCode.USAGE, "task 'ledger' has no option 'mutli': did you mean 'multi'"),
+        (
+            ("ledger", "mutli=1"),
+            ExitCode.USAGE,
+            "task 'ledger' has no option 'mutli': did you mean 'multi'",
+        ),
         (("ledger", "multi"), ExitCode.USAGE, "'multi' is no option of a task: write NAME=VALUE"),
-        (("my_task.py:teal", "bad=true"), ExitCode.USAGE, "task 'teal', item teal/test/0: the right answer"),
-        (("rows.jsonl",), ExitCode.USAGE, "rows, row 1: there is no column 'answer'; it has question, gold"),
+        (
+            ("my_task.py:teal", "bad=true"),
+            ExitCode.USAGE,
+            "task 'teal', item teal/test/0: the right answer",
+        ),
+        (
+            ("rows.jsonl",),
+            ExitCode.USAGE,
+            "rows, row 1: there is no column 'answer'; it has question, gold",
+        ),
         ((), ExitCode.USAGE, "say which task"),
         (
             ("ledger", "--resume", "last"),
@@ -102,12 +130,15 @@ def test_a_model_that_always_fails(shell: Shell) -> None:
     assert "10 of 10 attempts failed and are left out; the first: " in done.out
     assert "no such key" in done.out
     assert "10 of 10 attempts, no average · 10 failed" in done.err
-    assert done.err.splitlines()[-1].startswith("ramify: no attempt could be judged: all 10 failed, the first with: ")
+    assert done.err.splitlines()[-1].startswith(
+        "ramify: no attempt could be judged: all 10 failed, the first with: "
+    )
 
 
 def test_an_interrupted_evaluation_goes_on(shell: Shell) -> None:
     words = start(shell, RIGHT, "--items", "120", "--concurrency", "2")
-    slowly = "lambda answer, item: (time.sleep(0.1), numeric(answer, item))[1]"  # so that it is not over too soon
+    # so that it is not over too soon
+    slowly = "lambda answer, item: (time.sleep(0.1), numeric(answer, item))[1]"
     shell.write("my_task.py", "import time\n" + MINE.replace("else numeric", f"else ({slowly})"))
     process = shell.start(*(word for word in words if word != "-q"))
     records = EvaluationRecords(Path(shell.env["RAMIFY_HOME"]))
@@ -125,7 +156,9 @@ def test_an_interrupted_evaluation_goes_on(shell: Shell) -> None:
     found = json.loads(done.out)
     assert (found["attempts"], found["failed"]) == (120, 0)
     again = records.load("last")
-    assert {(each.item, each.run) for each in begun.outcomes} <= {(each.item, each.run) for each in again.outcomes}
+    assert {(each.item, each.run) for each in begun.outcomes} <= {
+        (each.item, each.run) for each in again.outcomes
+    }
 
 
 def _num_lines(shell: Shell) -> int:

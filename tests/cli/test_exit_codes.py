@@ -1,4 +1,5 @@
-"""Wrong command lines, of every command: exit code 2, one line on stderr, nothing on stdout, and nothing was begun."""
+"""Wrong command lines, of every command: exit code 2, one line on stderr, nothing on stdout, and
+nothing was begun."""
 
 from __future__ import annotations
 
@@ -13,9 +14,13 @@ from ramify.cli.main import COMMANDS, run, split
 M = ["-m", "scripted:script.json"]
 R = str(Path(__file__).parents[2] / "recipes" / "tiny.py")
 FILES = {
-    "script.json": '[{"match": "", "reply": "x"}]', "log.txt": "abc", "broken.py": "def run(:", "raises.py": "1/0",
-    "task.py": "def task(size=1):\n    return [][size]", "runless.py": "x = 1",
-}  # fmt: skip
+    "script.json": '[{"match": "", "reply": "x"}]',
+    "log.txt": "abc",
+    "broken.py": "def run(:",
+    "raises.py": "1/0",
+    "task.py": "def task(size=1):\n    return [][size]",
+    "runless.py": "x = 1",
+}
 WRONG = {
     "ask": (
         ([], "say what you want to know"),
@@ -25,7 +30,10 @@ WRONG = {
         ([*M, "q", "--max-seconds", "-1"], "max_seconds=-1.0 allows nothing"),
         ([*M, "q", "--branches", "0"], "branches is 0"),
         ([*M, "q", "--progress", "loud"], "--progress loud: known: "),
-        (["-m", "openai:x@localhost:8000", "q"], "'localhost:8000' in 'x@localhost:8000' is not a base URL"),
+        (
+            ["-m", "openai:x@localhost:8000", "q"],
+            "'localhost:8000' in 'x@localhost:8000' is not a base URL",
+        ),
         (["-m", "vllm:x@ftp://host/v1", "q"], "'ftp://host/v1' in "),
         (
             ["-m", "openai:x@notaurl", "q"],
@@ -118,9 +126,15 @@ def test_no_command_is_left_out() -> None:
 def test_wrong_command_lines(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for variable in [each for each in os.environ if each.startswith(("RAMIFY_", "OPENAI_", "AZURE_"))]:
+    for variable in [
+        each for each in os.environ if each.startswith(("RAMIFY_", "OPENAI_", "AZURE_"))
+    ]:
         monkeypatch.delenv(variable)
-    for variable, folder in (("HOME", "."), ("XDG_CONFIG_HOME", "config"), ("RAMIFY_HOME", "store")):
+    for variable, folder in (
+        ("HOME", "."),
+        ("XDG_CONFIG_HOME", "config"),
+        ("RAMIFY_HOME", "store"),
+    ):
         monkeypatch.setenv(variable, str(tmp_path / folder))
     monkeypatch.chdir(tmp_path)
     for file, text in FILES.items():
@@ -133,4 +147,6 @@ def test_wrong_command_lines(
         assert says in said[0], (arguments, err)
         assert "internal error" not in err
         assert split([*name.split(), *arguments])[0] == name
-    assert not list(tmp_path.glob("store/runs/*.jsonl")) + list(tmp_path.glob("store/evaluations/*.jsonl"))
+    assert not list(tmp_path.glob("store/runs/*.jsonl")) + list(
+        tmp_path.glob("store/evaluations/*.jsonl")
+    )

@@ -1,4 +1,5 @@
-"""``ramify ask`` and replies that are not whole, or do not come: what is printed, the exit code, and going on later."""
+"""``ramify ask`` and replies that are not whole, or do not come: what is printed, the exit code,
+and going on later."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def ask(shell: Shell, script: list[Any], *arguments: str) -> Done:
 
     async def main() -> Done:
         async with ScriptedServer(script) as server:
-            return await asyncio.to_thread(shell.run, "ask", "-m", f"openai:m@{server.url}", *arguments)
+            return await asyncio.to_thread(
+                shell.run, "ask", "-m", f"openai:m@{server.url}", *arguments
+            )
 
     return asyncio.run(main())
 
@@ -34,7 +37,9 @@ def test_a_cut_answer_is_printed_and_exits_3(shell: Shell) -> None:
     why, summary = done.err.splitlines()
     assert (done.code, done.out) == (3, ("A long story " * 2)[:24] + "\n")
     assert "openai:m" in why
-    assert why.endswith("the reply was cut at its limit of 6 tokens; ask for less, or raise max_reply_tokens")
+    assert why.endswith(
+        "the reply was cut at its limit of 6 tokens; ask for less, or raise max_reply_tokens"
+    )
     assert summary.startswith("max_tokens · 1 turn, 1 call")
 
 
@@ -63,7 +68,9 @@ def test_a_run_that_found_no_network_is_gone_on_with(shell: Shell) -> None:
         script = ["fine"]
         async with ScriptedServer(script) as server:
             url, port = server.url, int(server.url.rsplit(":", 1)[1].split("/")[0])
-        failed = await asyncio.to_thread(shell.run, "ask", "-m", f"openai:m@{url}", "--patience", "0.1", "how?")
+        failed = await asyncio.to_thread(
+            shell.run, "ask", "-m", f"openai:m@{url}", "--patience", "0.1", "how?"
+        )
         async with ScriptedServer(script, port=port):
             return failed, await asyncio.to_thread(shell.run, "ask", "--resume", "last")
 

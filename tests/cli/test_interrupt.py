@@ -62,11 +62,13 @@ def test_terminated(shell: Shell, script: list[object]) -> None:
 
 
 def test_at_once(shell: Shell) -> None:
-    """While modules are imported, before anything could answer it: no traceback. (Python's own first moments are
-    Python's; ``-X importtime`` tells when they are over.)"""
+    """While modules are imported, before anything could answer it: no traceback. (Python's own
+    first moments are Python's; ``-X importtime`` tells when they are over.)"""
     for until in (b" ramify.cli", b" ramify.cli.parser", b" ramify.cli.main"):
         command = [sys.executable, "-X", "importtime", "-m", "ramify", "ask", "how many?"]
-        with subprocess.Popen(command, env=shell.env, cwd=shell.folder, stderr=subprocess.PIPE) as process:
+        with subprocess.Popen(
+            command, env=shell.env, cwd=shell.folder, stderr=subprocess.PIPE
+        ) as process:
             assert process.stderr is not None
             for line in process.stderr:
                 if line.rstrip().endswith(until):

@@ -29,7 +29,9 @@ AT_ROOT = Parent("0", 0, 0)
 
 
 def started(id: str, kind: str = "rlm", parent: Parent | None = AT_ROOT) -> CallStarted:
-    return CallStarted(id=id, kind=kind, model="a:m", depth=int(parent is not None), question="q", parent=parent)  # type: ignore[arg-type]
+    return CallStarted(
+        id=id, kind=kind, model="a:m", depth=int(parent is not None), question="q", parent=parent
+    )  # type: ignore[arg-type]
 
 
 def tree(*events: AnyEvent) -> TerminalTree:
@@ -41,7 +43,9 @@ def tree(*events: AnyEvent) -> TerminalTree:
 
 def test_plain_calls_are_counted_on_the_node_that_made_them() -> None:
     plain: list[AnyEvent] = [started(f"0.{n}", "lm") for n in range(500)]
-    ended: list[AnyEvent] = [CallEnded(id=f"0.{n}", stop=Stop.ERROR if n < 3 else Stop.FINAL) for n in range(312)]
+    ended: list[AnyEvent] = [
+        CallEnded(id=f"0.{n}", stop=Stop.ERROR if n < 3 else Stop.FINAL) for n in range(312)
+    ]
     (node,) = tree(started("0", parent=None), *plain, *ended).nodes.values()
     assert node.plain.text("llm_query") == "llm_query × 500: 312 done, 3 failed"
 
@@ -53,9 +57,14 @@ def test_a_node_follows_its_call() -> None:
         (RequestStarted(call="0", turn=0, reused=0, prompt=(), prompt_hash=""), (1, "asking", "")),
         (ReplyReceived(call="0", turn=0, reply=reply), (1, "running code", "x = 1")),
         (CellRan(call="0", turn=0, cell=0, result=Cell("x = 1")), (1, "running code", "x = 1")),
-        (RequestStarted(call="0", turn=1, reused=2, prompt=(), prompt_hash="", last_word=Stop.DEADLINE), (2, "last word", "x = 1")),
+        (
+            RequestStarted(
+                call="0", turn=1, reused=2, prompt=(), prompt_hash="", last_word=Stop.DEADLINE
+            ),
+            (2, "last word", "x = 1"),
+        ),
         (CellEnded := CallEnded(id="0", stop=Stop.DEADLINE), (2, "done", "x = 1")),
-    ]  # fmt: skip
+    ]
     assert CellEnded
     watched = TerminalTree()
     for event, expected in steps:
@@ -67,9 +76,10 @@ def test_a_node_follows_its_call() -> None:
 def test_where_replies_are_code_they_are_shown_whole() -> None:
     watched = tree(
         RunStarted(id="r", question="q", started_at=0.0, config={"scaffold": {"raw_code": True}}),
-        started("0", parent=None), started("0:1", parent=None),
+        started("0", parent=None),
+        started("0:1", parent=None),
         ReplyReceived(call="0", turn=0, reply=Reply(Message("assistant", "x = 1"))),
-    )  # fmt: skip
+    )
     assert [(node.id, node.code, node.state) for node in watched.nodes.values()] == [
         ("0", "x = 1", "running code"),
         ("0:1", "", "starting"),
@@ -79,23 +89,40 @@ def test_where_replies_are_code_they_are_shown_whole() -> None:
 def test_what_does_not_fit_is_left_out_ended_ones_first() -> None:
     children: list[AnyEvent] = [started(f"0.{n}") for n in range(6)]
     watched = tree(
-        started("0", parent=None), *children, CallEnded(id="0.0", stop=Stop.FINAL), NoteAdded(call="0", text="hm")
+        started("0", parent=None),
+        *children,
+        CallEnded(id="0.0", stop=Stop.FINAL),
+        NoteAdded(call="0", text="hm"),
     )
     nodes, hidden = watched.shown(4)
-    assert ([node.id for node in nodes], hidden, watched.notice) == (["0", "0.1", "0.2", "0.3"], 3, "hm")
+    assert ([node.id for node in nodes], hidden, watched.notice) == (
+        ["0", "0.1", "0.2", "0.3"],
+        3,
+        "hm",
+    )
     assert watched.shown(7)[1] == 0
 
 
 def test_the_budget() -> None:
-    row = budget_row([("calls", 312, 1000), ("tokens", 45_210, 2e7), ("dollars", 4.6, 5.0), ("seconds", 12, 1800)])
+    row = budget_row(
+        [
+            ("calls", 312, 1000),
+            ("tokens", 45_210, 2e7),
+            ("dollars", 4.6, 5.0),
+            ("seconds", 12, 1800),
+        ]
+    )
     assert row.plain == "calls 312/1,000 · tokens 45.2k/20M · $4.60/$5.00 · 12.0 s/30 min"
     assert "red" in {str(span.style) for span in row.spans}
 
 
 SHOWN = (
-    r"│ # \[bold\]not markup\[/\] wiped", r"llm_query × 20: 20 done", r"\[dim\]child\[/\]",
-    r"0\.20 scripted:sub\.json · turn \d · ", r"calls \d+/1,000 · tokens [\d,]+/20M · [\d.]+ s/30 min",
-)  # fmt: skip
+    r"│ # \[bold\]not markup\[/\] wiped",
+    r"llm_query × 20: 20 done",
+    r"\[dim\]child\[/\]",
+    r"0\.20 scripted:sub\.json · turn \d · ",
+    r"calls \d+/1,000 · tokens [\d,]+/20M · [\d.]+ s/30 min",
+)
 """What the view shows of the run below before its last cell ends."""
 
 
@@ -104,8 +131,8 @@ def seen(written: bytes) -> str:
 
 
 def on_a_terminal(shell: Shell, *arguments: str) -> str:
-    """All that the command writes to a terminal that is both its stdout and its stderr. Once ``SHOWN`` is there, a file named
-    ``shown`` is, too."""
+    """All that the command writes to a terminal that is both its stdout and its stderr. Once
+    ``SHOWN`` is there, a file named ``shown`` is, too."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     process = shell.start(*arguments, stdout=theirs, stderr=theirs)
@@ -129,13 +156,18 @@ def test_on_a_terminal(shell: Shell) -> None:
     first = code(
         f"import os, time\n# {evil}\nreplies = llm_query_batched(['x'] * 20)\n"
         "child = rlm_query('[dim]child[/]', context='y')\n"
-        f"for _ in range(1000):\n    if not os.path.exists({str(shell.folder / 'shown')!r}): time.sleep(0.05)"
+        f"for _ in range(1000):\n    if not os.path.exists({str(shell.folder / 'shown')!r}): "
+        "time.sleep(0.05)"
     )
     shell.write("log.txt", "abc")
     model = shell.model([first, code(f"FINAL({evil!r})")])
     here = ("--sandbox", "process", "--allow-weaker")  # whose sessions see the file
-    written = on_a_terminal(shell, "ask", "-m", model, "--sub-model", sub, *here, "--no-direct", "q?", "log.txt")
-    assert "\x1b]0;" not in written  # the title as text, in code that was caught in the view, does no harm
+    written = on_a_terminal(
+        shell, "ask", "-m", model, "--sub-model", sub, *here, "--no-direct", "q?", "log.txt"
+    )
+    assert (
+        "\x1b]0;" not in written
+    )  # the title as text, in code that was caught in the view, does no harm
     assert "\x1b[2J" not in written
     shown = seen(written.encode())
     assert [each for each in SHOWN if not re.search(each, shown)] == []

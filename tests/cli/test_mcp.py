@@ -1,4 +1,5 @@
-"""``ramify mcp`` as a process, asked by the official client; and ``--mcp``, by which a session gets a server's tools."""
+"""``ramify mcp`` as a process, asked by the official client; and ``--mcp``, by which a session gets
+a server's tools."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ sums = SimpleTask("sums", generated("sums", lambda rng: Item("40 + 2?", "text", 
 
 def client_of(shell: Shell, *arguments: str, said: Any) -> Client:
     given = StdioServerParameters(
-        command=sys.executable, args=["-m", "ramify", "mcp", *arguments], env=shell.env, cwd=shell.folder
+        command=sys.executable,
+        args=["-m", "ramify", "mcp", *arguments],
+        env=shell.env,
+        cwd=shell.folder,
     )
     return Client(stdio_client(given, errlog=said))
 
@@ -55,7 +59,12 @@ def test_files_are_asked_over_stdio(shell: Shell) -> None:
     shell.write("data/more/a.log", "blue")
     shell.write("secret.txt", "the key")
     os.symlink(shell.folder / "secret.txt", shell.folder / "data" / "link.txt")
-    model = shell.model([{"match": "How long", "reply": SESSION_SCRIPT[0]}, {"match": "", "reply": SESSION_SCRIPT[1]}])
+    model = shell.model(
+        [
+            {"match": "How long", "reply": SESSION_SCRIPT[0]},
+            {"match": "", "reply": SESSION_SCRIPT[1]},
+        ]
+    )
 
     async def test() -> None:
         said: list[str | None] = []
@@ -64,7 +73,9 @@ def test_files_are_asked_over_stdio(shell: Shell) -> None:
             said.append(message)
 
         with open(shell.folder / "said", "w") as errors:  # noqa: ASYNC230
-            async with client_of(shell, "data", "--model", model, "--no-direct", said=errors) as client:
+            async with client_of(
+                shell, "data", "--model", model, "--no-direct", said=errors
+            ) as client:
                 (tool,) = (await client.list_tools()).tools
                 assert tool.name == "ask"
                 assert str(shell.folder / "data") in (tool.description or "")
@@ -72,11 +83,18 @@ def test_files_are_asked_over_stdio(shell: Shell) -> None:
                 result = await client.call_tool("ask", asked, progress_callback=progress)
                 assert (text(result), result.is_error) == ("40000", False)
                 assert result.structured_content is not None
-                assert (result.structured_content["answer"], result.structured_content["stop"]) == (40000, "final")
+                assert (result.structured_content["answer"], result.structured_content["stop"]) == (
+                    40000,
+                    "final",
+                )
                 assert any("print(len(context))" in (each or "") for each in said)
                 everything = await client.call_tool("ask", {"question": "How long?"})
                 assert text(everything) == "2"  # files: a link that leads out is not among them
-                schema = {"question": "How long?", "paths": ["*.txt"], "answer_schema": {"type": "integer"}}
+                schema = {
+                    "question": "How long?",
+                    "paths": ["*.txt"],
+                    "answer_schema": {"type": "integer"},
+                }
                 assert text(await client.call_tool("ask", schema)) == "40000"
                 wrong = {
                     "../secret.txt": "leads out of what may be read",
@@ -150,7 +168,17 @@ def test_an_evaluation_has_the_tools_of_a_server(shell: Shell) -> None:
     shell.write("task.py", TASK)
     server = f"TOKEN=sk-of-mine {sys.executable} {shell.folder / shell.write('server.py', SERVER)}"
     model = shell.model([{"match": "", "reply": [code("FINAL(add(40, 2))")]}])
-    asked = ("eval", "task.py:sums", "--model", model, "--items", "2", "--no-direct", "-q", "--no-validate")
+    asked = (
+        "eval",
+        "task.py:sums",
+        "--model",
+        model,
+        "--items",
+        "2",
+        "--no-direct",
+        "-q",
+        "--no-validate",
+    )
     done = shell.run(*asked, "--mcp", server, "--json")
     assert json.loads(done.out)["rows"][0]["average"]["value"] == 1.0, done.err
     stored = [path.read_text() for path in (shell.folder / "store").rglob("*.jsonl")]

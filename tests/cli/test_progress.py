@@ -1,4 +1,5 @@
-"""What a command shows while it works: bars on a terminal, lines or JSON in a pipe, and a terminal left as it was."""
+"""What a command shows while it works: bars on a terminal, lines or JSON in a pipe, and a terminal
+left as it was."""
 
 from __future__ import annotations
 
@@ -40,8 +41,13 @@ def lines_of(err: str) -> list[dict[str, Any]]:
 def test_a_bar() -> None:
     work = ProgressState(0, "evaluating", 250, 1000, "attempts", "average 0.81", False)
     drawn = "━" * 6 + "─" * 18
-    assert bar(work, 20.0, 100) == f"evaluating   {drawn} 250 of 1,000 attempts · average 0.81 · 1 min left"
-    resumed = ProgressState(0, "rl", 250, 1000, "steps", "", False, first=200)  # fifty in twenty seconds
+    assert (
+        bar(work, 20.0, 100)
+        == f"evaluating   {drawn} 250 of 1,000 attempts · average 0.81 · 1 min left"
+    )
+    resumed = ProgressState(
+        0, "rl", 250, 1000, "steps", "", False, first=200
+    )  # fifty in twenty seconds
     assert bar(resumed, 20.0, 100).endswith("250 of 1,000 steps · 5 min left")
     reading = ProgressState(0, "reading", 12_300_000, None, "bytes", "a\x1b]0;title\x07.txt", False)
     assert bar(reading, 0.0, 100).split("─ ")[-1] == "12.3 MB · a.txt"
@@ -64,7 +70,9 @@ def test_ask_as_json_lines(shell: Shell) -> None:
     notes = [line["text"] for line in lines if line["event"] == "note"]
     assert notes[0] == "log.txt: text, 3 characters"
     assert notes[-1].startswith("final · 2 turns")
-    as_json = shell.ask(SESSION_SCRIPT, "--no-direct", "--progress", "json", "--json", "how long?", "log.txt")
+    as_json = shell.ask(
+        SESSION_SCRIPT, "--no-direct", "--progress", "json", "--json", "how long?", "log.txt"
+    )
     assert json.loads(as_json.out)["answer"] == 3
     assert lines_of(as_json.err)
 
@@ -79,9 +87,15 @@ def test_eval_as_json_lines_few_of_them(shell: Shell) -> None:
     assert {line["reward"] for line in attempts} == {1.0}
     told = [line for line in lines if line["event"] == "progress"]
     assert told[-1] | {"at_s": 0} == {
-        "event": "progress", "at_s": 0, "what": "evaluating test", "done": 60, "total": 60, "unit": "attempts",
-        "note": "average 1.000", "over": True,
-    }  # fmt: skip
+        "event": "progress",
+        "at_s": 0,
+        "what": "evaluating test",
+        "done": 60,
+        "total": 60,
+        "unit": "attempts",
+        "note": "average 1.000",
+        "over": True,
+    }
     seconds = told[-1]["at_s"] - told[0]["at_s"]
     assert len(told) <= 10 * seconds + 3
 
@@ -94,14 +108,21 @@ def test_piped_there_are_lines_and_no_control_character(shell: Shell) -> None:
     assert "attempts" not in silent.err
     assert shell.run(*evaluating(shell, "--items", "2", "-q", "--progress", "json")).err == ""
     wrong = shell.run(*evaluating(shell, "--progress", "jsno"))
-    assert (wrong.code, "--progress jsno: did you mean 'json'?" in wrong.err) == (ExitCode.USAGE, True)
+    assert (wrong.code, "--progress jsno: did you mean 'json'?" in wrong.err) == (
+        ExitCode.USAGE,
+        True,
+    )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, ExitCode.STOPPED), (signal.SIGTERM, ExitCode.TERMINATED)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, ExitCode.STOPPED), (signal.SIGTERM, ExitCode.TERMINATED)]
+)
 def test_the_terminal_is_left_as_it_was(shell: Shell, number: int, code: ExitCode) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    process = shell.start(*evaluating(shell, "--items", "5000", "--concurrency", "2"), stdout=theirs, stderr=theirs)
+    process = shell.start(
+        *evaluating(shell, "--items", "5000", "--concurrency", "2"), stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     written = b""
     try:

@@ -35,7 +35,9 @@ def test_runs_lists_the_newest_first(stored: Shell) -> None:
         ["How many days has May?", "scripted:script.json", "final", "1"],
         ["how many?", "scripted:script.json", "final", "7"],
     ]
-    (one,) = [json.loads(line) for line in stored.run("runs", "--json", "--limit", "1").out.splitlines()]
+    (one,) = [
+        json.loads(line) for line in stored.run("runs", "--json", "--limit", "1").out.splitlines()
+    ]
     assert (one["question"], one["stop"], one["cost"], one["usage"]["calls"]) == (
         "How many days has May?",
         "final",
@@ -66,17 +68,27 @@ def test_show(stored: Shell) -> None:
 def test_show_one_call_and_for_machines(stored: Shell) -> None:
     run = json.loads(stored.run("runs", "--json").out.splitlines()[1])["run"]
     assert stored.run("show", run, "--call", "0.3").out.splitlines() == [
-        "0.3 scripted:sub.json (lm)", "--- user ---", "d", "--- assistant ---", "red", "--- answer: red",
-    ]  # fmt: skip
+        "0.3 scripted:sub.json (lm)",
+        "--- user ---",
+        "d",
+        "--- assistant ---",
+        "red",
+        "--- answer: red",
+    ]
     trajectory = json.loads(stored.run("show", run, "--json").out)
     assert ([call["id"] for call in trajectory["calls"]], trajectory["answer"]) == (
         ["0", *(f"0.{n}" for n in range(5))],
         2,
     )
-    events = [json.loads(line)["type"] for line in stored.run("show", run, "--events").out.splitlines()]
+    events = [
+        json.loads(line)["type"] for line in stored.run("show", run, "--events").out.splitlines()
+    ]
     assert (events[0], events[-1], events.count("Replied")) == ("RunStarted", "RunEnded", 7)
     missing = stored.run("show", run, "--call", "0.9")
-    assert (missing.code, missing.err.startswith(f"ramify: run {run} has no call 0.9: ")) == (2, True)
+    assert (missing.code, missing.err.startswith(f"ramify: run {run} has no call 0.9: ")) == (
+        2,
+        True,
+    )
 
 
 def test_replay_says_same(stored: Shell) -> None:
@@ -115,7 +127,13 @@ def test_resume_goes_on_where_a_killed_run_was(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     first = code("n = len(context)\nprint(n)")
     process = shell.start(
-        "ask", "-v", "--no-direct", "-m", shell.model([first, {"fail": "stalled"}]), "how?", "log.txt"
+        "ask",
+        "-v",
+        "--no-direct",
+        "-m",
+        shell.model([first, {"fail": "stalled"}]),
+        "how?",
+        "log.txt",
     )
     kill_at_second_request(shell, process)
     assert "cut off" in shell.run("runs").out
@@ -133,7 +151,13 @@ def test_a_live_run_is_not_resumed(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     first = code("n = len(context)\nprint(n)")
     process = shell.start(
-        "ask", "-v", "--no-direct", "-m", shell.model([first, {"fail": "stalled"}]), "how?", "log.txt"
+        "ask",
+        "-v",
+        "--no-direct",
+        "-m",
+        shell.model([first, {"fail": "stalled"}]),
+        "how?",
+        "log.txt",
     )
     wait_for_second_request(shell)
     done = shell.run("ask", "--resume", "last")
@@ -147,7 +171,9 @@ def test_resume_opens_a_database_again(shell: Shell) -> None:
     database = sqlite3.connect(shell.folder / "shop.db")
     database.executescript("CREATE TABLE sales (n INTEGER); INSERT INTO sales VALUES (4), (5);")
     database.close()
-    process = shell.start("ask", "-v", "-m", shell.model([code("x = 1"), {"fail": "stalled"}]), "sum?", "shop.db")
+    process = shell.start(
+        "ask", "-v", "-m", shell.model([code("x = 1"), {"fail": "stalled"}]), "sum?", "shop.db"
+    )
     kill_at_second_request(shell, process)
     shell.model([code("FINAL(sql('SELECT sum(n) AS s FROM sales'))")])
     done = shell.run("ask", "--resume", "last", "-q")
@@ -157,7 +183,10 @@ def test_resume_opens_a_database_again(shell: Shell) -> None:
 def test_rm_and_prune(stored: Shell) -> None:
     newest, oldest = [line.split("\t")[0] for line in stored.run("runs").out.splitlines()[1:]]
     wrong = stored.run("runs", "rm", newest, "nothing-like-it")
-    assert (wrong.code, len(stored.run("runs").out.splitlines())) == (2, 3)  # nothing goes unless all are found
+    assert (wrong.code, len(stored.run("runs").out.splitlines())) == (
+        2,
+        3,
+    )  # nothing goes unless all are found
     assert stored.run("runs", "rm", oldest).out.startswith(f"deleted {oldest} (")
     assert stored.run("runs", "prune", "--older-than", "1d").out.startswith("0 runs deleted, ")
     gone = stored.run("runs", "prune", "--keep", "0").out.splitlines()

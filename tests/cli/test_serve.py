@@ -19,7 +19,9 @@ from tests.cli.helpers import SESSION_SCRIPT, Shell
 
 
 @contextmanager
-def serving(shell: Shell, *options: str, code: int = 0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def serving(
+    shell: Shell, *options: str, code: int = 0
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """(base URL, process); it is stopped with Ctrl-C, and must end with ``code``."""
     process = shell.start("serve", "--port", "0", *options)
     assert process.stderr is not None
@@ -52,12 +54,17 @@ def post(url: str, body: dict[str, Any], key: str = "none") -> tuple[int, dict[s
 
 def test_serve_and_ask(shell: Shell) -> None:
     """In the jail, with the run kept."""
-    script = [{"match": "How long", "reply": SESSION_SCRIPT[0]}, {"match": "", "reply": SESSION_SCRIPT[1]}]
+    script = [
+        {"match": "How long", "reply": SESSION_SCRIPT[0]},
+        {"match": "", "reply": SESSION_SCRIPT[1]},
+    ]
     model = shell.model(script)
     with serving(shell, "--model", model, "--name", "mine", "--max-calls", "10") as (url, _):
         text = "x" * 40_000
         parts = [{"type": "text", "text": each} for each in (text, "How long?")]
-        status, reply = post(url, {"model": "any", "messages": [{"role": "user", "content": parts}]})
+        status, reply = post(
+            url, {"model": "any", "messages": [{"role": "user", "content": parts}]}
+        )
         assert (status, reply["model"]) == (200, "mine")
         assert reply["choices"][0]["message"]["content"] == "40000"
         status, wrong = post(url, {"messages": [], "model": "any"})
@@ -90,8 +97,14 @@ def test_keys_and_a_budget_that_is_kept_on_disk(shell: Shell) -> None:
         (["--model", "openai:x"], "OPENAI_API_KEY"),
         (["--model", "scripted:nowhere.json"], "nowhere.json"),
         (["--model", "scripted:script.json", "--host", "0.0.0.0"], "give a key (--api-key)"),
-        (["--model", "scripted:script.json", "--keys", "nowhere.toml"], "nowhere.toml cannot be read"),
-        (["--model", "scripted:script.json", "--max-body", "big"], "--max-body 'big' is not understood"),
+        (
+            ["--model", "scripted:script.json", "--keys", "nowhere.toml"],
+            "nowhere.toml cannot be read",
+        ),
+        (
+            ["--model", "scripted:script.json", "--max-body", "big"],
+            "--max-body 'big' is not understood",
+        ),
     ],
 )
 def test_what_cannot_be_served(shell: Shell, options: list[str], says: str) -> None:
@@ -110,7 +123,9 @@ def test_a_port_that_is_taken(shell: Shell) -> None:
         assert f"cannot listen on 127.0.0.1:{port}" in done.err
 
 
-@pytest.mark.parametrize(("words", "says"), [(["--max-runs", "0"], "at least 1"), (["--grace", "-1"], "at least 0")])
+@pytest.mark.parametrize(
+    ("words", "says"), [(["--max-runs", "0"], "at least 1"), (["--grace", "-1"], "at least 0")]
+)
 def test_wrong_calls(words: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAMIFY_MODEL", "openai:x")
     with pytest.raises(UsageError, match=says):

@@ -22,9 +22,18 @@ RAMIFY = [sys.executable, "-m", "ramify"]
 def test_serve_and_ask(tmp_path: Path) -> None:
     save(policy(), tmp_path / "mine")
     (tmp_path / "rows.txt").write_text("red;3\nblue;4\n")
-    environ = {**os.environ, "RAMIFY_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environ = {
+        **os.environ,
+        "RAMIFY_HOME": str(tmp_path / "home"),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     serving = subprocess.Popen(
-        [*RAMIFY, "serve-policy", "mine", "--port", "0"], cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True
+        [*RAMIFY, "serve-policy", "mine", "--port", "0"],
+        cwd=tmp_path,
+        env=environ,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert serving.stderr is not None
@@ -34,8 +43,12 @@ def test_serve_and_ask(tmp_path: Path) -> None:
         options = ["--scaffold", "tiny", "--max-turns", "2", "--model", f"vllm:mine@{url}", "-v"]
         asked = subprocess.run(
             [*RAMIFY, "ask", "count rows of 'red'", "rows.txt", *options],
-            cwd=tmp_path, env=environ, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert "turn 1: reply" in asked.stderr, asked.stderr
     finally:
         serving.send_signal(signal.SIGINT)

@@ -26,11 +26,18 @@ def filled(config: Path, given: dict[str, Any] | None = None, **environ: str) ->
 
 
 def test_option_over_variable_over_file(config: Path) -> None:
-    config.write_text('model = "a:file"\nsub-model = "b:file"\nmax-cost = 2\nmax-calls = 7\ncite = true\n')
+    config.write_text(
+        'model = "a:file"\nsub-model = "b:file"\nmax-cost = 2\nmax-calls = 7\ncite = true\n'
+    )
     variables = {"RAMIFY_MODEL": "a:variable", "RAMIFY_MAX_COST": "1.5", "RAMIFY_QUIET": "1"}
     assert filled(config, {"model": "a:option", "max_calls": None}, **variables) == {
-        "model": "a:option", "sub_model": ["b:file"], "max_cost": 1.5, "max_calls": 7, "cite": True, "quiet": True,
-    }  # fmt: skip
+        "model": "a:option",
+        "sub_model": ["b:file"],
+        "max_cost": 1.5,
+        "max_calls": 7,
+        "cite": True,
+        "quiet": True,
+    }
 
 
 def test_lists(config: Path) -> None:
@@ -40,13 +47,17 @@ def test_lists(config: Path) -> None:
 
 
 def test_tables_speak_to_other_rooms(config: Path) -> None:
-    config.write_text('[prices]\npath = "prices.json"\n[runs]\npath = "/elsewhere"\nmax-bytes = 5\n')
+    config.write_text(
+        '[prices]\npath = "prices.json"\n[runs]\npath = "/elsewhere"\nmax-bytes = 5\n'
+    )
     environ = {"RAMIFY_CONFIG": str(config), "RAMIFY_HOME": "/given"}
     assert fill({}, KINDS, environ) == {}
     assert environ == {
         "RAMIFY_CONFIG": str(config),
-        "RAMIFY_PRICES": str(config.parent / "prices.json"), "RAMIFY_HOME": "/given", "RAMIFY_STORE_MAX_BYTES": "5",
-    }  # fmt: skip
+        "RAMIFY_PRICES": str(config.parent / "prices.json"),
+        "RAMIFY_HOME": "/given",
+        "RAMIFY_STORE_MAX_BYTES": "5",
+    }
 
 
 @pytest.mark.parametrize(
@@ -78,17 +89,23 @@ def test_a_variable_that_does_not_fit(config: Path) -> None:
 
 def test_a_named_file_must_exist(config: Path) -> None:
     config.unlink()
-    with pytest.raises(ConfigError, match=r"RAMIFY_CONFIG names .*config\.toml, which is not a file"):
+    with pytest.raises(
+        ConfigError, match=r"RAMIFY_CONFIG names .*config\.toml, which is not a file"
+    ):
         filled(config)
 
 
 def test_unknown_variables_are_named() -> None:
     (line,) = unknown_variables(KINDS, {"RAMIFY_MAX_COSTS": "1", "RAMIFY_HOME": "/x", "OTHER": ""})
-    assert line.startswith("RAMIFY_MAX_COSTS is not a variable that ramify reads: did you mean 'RAMIFY_MAX_COST'?")
+    assert line.startswith(
+        "RAMIFY_MAX_COSTS is not a variable that ramify reads: did you mean 'RAMIFY_MAX_COST'?"
+    )
 
 
 def test_the_command_reads_them(shell: Shell) -> None:
-    shell.write("config/ramify/config.toml", f'model = "{shell.model(["from the file"])}"\nquiet = true\n')
+    shell.write(
+        "config/ramify/config.toml", f'model = "{shell.model(["from the file"])}"\nquiet = true\n'
+    )
     assert shell.run("ask", "hm?") == (0, "from the file\n", "")
     other = shell.model(["from the variable"], "other.json")
     assert shell.run("ask", "hm?", RAMIFY_MODEL=other) == (0, "from the variable\n", "")

@@ -56,8 +56,12 @@ IN_A_LOCK = "ready(); lock = threading.Lock(); lock.acquire(); lock.acquire()"
 def ended_by(shell: Shell, program: str, number: signal.Signals, times: int) -> int:
     """The exit code of a process that gets signal ``number`` up to ``times`` times."""
     with subprocess.Popen(
-        [sys.executable, "-c", program], env=shell.env, cwd=shell.folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as process:  # fmt: skip
+        [sys.executable, "-c", program],
+        env=shell.env,
+        cwd=shell.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == b"ready\n"
@@ -72,14 +76,18 @@ def ended_by(shell: Shell, program: str, number: signal.Signals, times: int) -> 
             process.kill()
 
 
-@pytest.mark.parametrize("block", [IN_A_TASK, IN_A_CALLBACK, IN_A_LOCK], ids=["task", "callback", "lock"])
+@pytest.mark.parametrize(
+    "block", [IN_A_TASK, IN_A_CALLBACK, IN_A_LOCK], ids=["task", "callback", "lock"]
+)
 @pytest.mark.parametrize("command", [ASKING, SERVING, VIEW], ids=["ask", "serve", "live view"])
 def test_one_sigterm_ends_a_blocked_command(shell: Shell, command: str, block: str) -> None:
     program = PROGRAM.format(blocked=command.format(block=block))
     assert ended_by(shell, program, signal.SIGTERM, 1) == ExitCode.TERMINATED
 
 
-@pytest.mark.parametrize("block", [IN_A_TASK, IN_A_CALLBACK, IN_A_LOCK], ids=["task", "callback", "lock"])
+@pytest.mark.parametrize(
+    "block", [IN_A_TASK, IN_A_CALLBACK, IN_A_LOCK], ids=["task", "callback", "lock"]
+)
 @pytest.mark.parametrize("command", [ASKING, SERVING], ids=["ask", "serve"])
 def test_ctrl_c_twice_ends_a_blocked_command(shell: Shell, command: str, block: str) -> None:
     program = PROGRAM.format(blocked=command.format(block=block))

@@ -1,4 +1,5 @@
-"""Spans of a command: sent over OTLP to a real collector's address, and harmless where none is there."""
+"""Spans of a command: sent over OTLP to a real collector's address, and harmless where none is
+there."""
 
 from __future__ import annotations
 
@@ -43,17 +44,31 @@ def test_spans_reach_a_collector(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     with collector() as (url, bodies):
         done = shell.ask(
-            SESSION_SCRIPT, "--no-direct", "how long?", "log.txt",
-            OTEL_EXPORTER_OTLP_ENDPOINT=url, OTEL_EXPORTER_OTLP_COMPRESSION="none",
-        )  # fmt: skip
+            SESSION_SCRIPT,
+            "--no-direct",
+            "how long?",
+            "log.txt",
+            OTEL_EXPORTER_OTLP_ENDPOINT=url,
+            OTEL_EXPORTER_OTLP_COMPRESSION="none",
+        )
     assert (done.code, done.out) == (0, "3\n")
-    (resource,) = [each for body in bodies for each in ExportTraceServiceRequest.FromString(body).resource_spans]
-    assert ("service.name", "ramify") in {(each.key, each.value.string_value) for each in resource.resource.attributes}
+    (resource,) = [
+        each
+        for body in bodies
+        for each in ExportTraceServiceRequest.FromString(body).resource_spans
+    ]
+    assert ("service.name", "ramify") in {
+        (each.key, each.value.string_value) for each in resource.resource.attributes
+    }
     names = sorted(span.name for scope in resource.scope_spans for span in scope.spans)
     assert names == [
-        "chat script.json", "chat script.json", "execute_tool python", "execute_tool python", "invoke_agent 0",
+        "chat script.json",
+        "chat script.json",
+        "execute_tool python",
+        "execute_tool python",
+        "invoke_agent 0",
         "invoke_agent ramify",
-    ]  # fmt: skip
+    ]
 
 
 RECIPE = """
@@ -75,22 +90,44 @@ def test_each_rollout_of_a_training_run_is_a_trace(shell: Shell) -> None:
     shell.write("recipe.py", RECIPE)
     with collector() as (url, bodies):
         done = shell.run(
-            "train", "recipe.py", "--out", "out", "--quiet",
-            OTEL_EXPORTER_OTLP_ENDPOINT=url, OTEL_EXPORTER_OTLP_COMPRESSION="none",
-        )  # fmt: skip
+            "train",
+            "recipe.py",
+            "--out",
+            "out",
+            "--quiet",
+            OTEL_EXPORTER_OTLP_ENDPOINT=url,
+            OTEL_EXPORTER_OTLP_COMPRESSION="none",
+        )
     assert done.code == 0, done.err
     scopes = [
-        scope for body in bodies for each in ExportTraceServiceRequest.FromString(body).resource_spans
+        scope
+        for body in bodies
+        for each in ExportTraceServiceRequest.FromString(body).resource_spans
         for scope in each.scope_spans
-    ]  # fmt: skip
-    roots = [span.trace_id for scope in scopes for span in scope.spans if span.name == "invoke_agent ramify"]
-    assert (len(roots), len(set(roots))) == (10, 10)  # four rollouts, and three of each of two evaluations
+    ]
+    roots = [
+        span.trace_id
+        for scope in scopes
+        for span in scope.spans
+        if span.name == "invoke_agent ramify"
+    ]
+    assert (len(roots), len(set(roots))) == (
+        10,
+        10,
+    )  # four rollouts, and three of each of two evaluations
 
 
 def test_a_collector_that_is_not_there_is_a_warning(shell: Shell) -> None:
-    done = shell.ask(["hi"], "hello?", OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9", OTEL_EXPORTER_OTLP_TIMEOUT="1")
+    done = shell.ask(
+        ["hi"],
+        "hello?",
+        OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9",
+        OTEL_EXPORTER_OTLP_TIMEOUT="1",
+    )
     assert (done.code, done.out) == (0, "hi\n")
     assert done.err.count("spans could not be sent") == 1
     assert "Traceback" not in done.err
     unknown = shell.ask(["hi"], "hello?", OTEL_TRACES_EXPORTER="jaeger")
-    assert "OTEL_TRACES_EXPORTER=jaeger is not known here: give otlp, console or none" in unknown.err
+    assert (
+        "OTEL_TRACES_EXPORTER=jaeger is not known here: give otlp, console or none" in unknown.err
+    )

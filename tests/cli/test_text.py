@@ -50,15 +50,37 @@ def test_numbers() -> None:
         "$0.012",
         "$2.50",
     ]
-    assert [terminal_text.seconds(s) for s in (0, 0.053, 59.7, 125)] == ["0 s", "0.053 s", "1 min", "2 min 5 s"]
-    assert [terminal_text.ticking(s) for s in (0.053, 59.71, 125)] == ["0.1 s", "59.7 s", "2 min 5 s"]
-    assert [terminal_text.size(b) for b in (5, 12_345, 3_400_000_000)] == ["5 B", "12.3 kB", "3.4 GB"]
+    assert [terminal_text.seconds(s) for s in (0, 0.053, 59.7, 125)] == [
+        "0 s",
+        "0.053 s",
+        "1 min",
+        "2 min 5 s",
+    ]
+    assert [terminal_text.ticking(s) for s in (0.053, 59.71, 125)] == [
+        "0.1 s",
+        "59.7 s",
+        "2 min 5 s",
+    ]
+    assert [terminal_text.size(b) for b in (5, 12_345, 3_400_000_000)] == [
+        "5 B",
+        "12.3 kB",
+        "3.4 GB",
+    ]
 
 
 def test_measures() -> None:
     assert [parse_age(given, "--x") for given in ("30d", "12h", "1.5h", "90 m", "2")] == [
-        2_592_000.0, 43_200.0, 5_400.0, 5_400.0, 172_800.0,
-    ]  # fmt: skip
-    assert [parse_size(given, "--x") for given in ("2GB", "500 mb", "1GiB", "12")] == [2 * 10**9, 5 * 10**8, 2**30, 12]
+        2_592_000.0,
+        43_200.0,
+        5_400.0,
+        5_400.0,
+        172_800.0,
+    ]
+    assert [parse_size(given, "--x") for given in ("2GB", "500 mb", "1GiB", "12")] == [
+        2 * 10**9,
+        5 * 10**8,
+        2**30,
+        12,
+    ]
     with pytest.raises(ConfigError, match="--older-than 'soon' is not understood: write it as 30d"):
         parse_age("soon", "--older-than")

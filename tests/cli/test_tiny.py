@@ -14,7 +14,9 @@ pytest.importorskip("torch", reason="needs ramify[train]")
 
 
 @pytest.mark.parametrize(("options", "least"), [((), 0.7), (("multi=1.0",), 0.5)])
-def test_it_answers_questions_of_its_own_family(shell: Shell, options: tuple[str, ...], least: float) -> None:
+def test_it_answers_questions_of_its_own_family(
+    shell: Shell, options: tuple[str, ...], least: float
+) -> None:
     done = shell.run("eval", "ledger", *options, "--model", "tiny", "--items", "12", "--json", "-q")
     assert (done.code, done.err) == (ExitCode.ANSWERED, "")
     assert json.loads(done.out)["rows"][0]["average"]["value"] >= least

@@ -1,4 +1,5 @@
-"""``--track``: figures of an evaluation and the steps of a training reach a tracker; what is missing is said at once."""
+"""``--track``: figures of an evaluation and the steps of a training reach a tracker; what is
+missing is said at once."""
 
 from __future__ import annotations
 
@@ -30,13 +31,18 @@ class Noting:
 
 
 def told(shell: Shell) -> list[list[object]]:
-    return [msgspec.json.decode(line) for line in (Path(shell.folder) / "told.jsonl").read_bytes().splitlines()]
+    return [
+        msgspec.json.decode(line)
+        for line in (Path(shell.folder) / "told.jsonl").read_bytes().splitlines()
+    ]
 
 
 def test_an_evaluation_sends_its_figures(shell: Shell) -> None:
     shell.write("noting.py", NOTING)
     shell.env["PYTHONPATH"] += f":{shell.folder}"
-    done = shell.run(*evaluating(shell, "--items", "3", "--n", "2", "--track", "noting:Noting", "-q"))
+    done = shell.run(
+        *evaluating(shell, "--items", "3", "--n", "2", "--track", "noting:Noting", "-q")
+    )
     assert (done.code, done.err) == (0, "")
     opened, logged, closed = told(shell)
     assert opened[:3] == ["opened", "eval my_task.py:teal/test scripted:script.json", ""]
@@ -44,7 +50,11 @@ def test_an_evaluation_sends_its_figures(shell: Shell) -> None:
     assert logged[:2] == ["logged", 0]
     values = logged[2]
     assert isinstance(values, dict)
-    assert (values["eval/all/average"], values["eval/all/pass@2"], values["eval/attempts"]) == (1.0, 1.0, 6.0)
+    assert (values["eval/all/average"], values["eval/all/pass@2"], values["eval/attempts"]) == (
+        1.0,
+        1.0,
+        6.0,
+    )
     assert closed == ["closed", False]
 
 

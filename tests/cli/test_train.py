@@ -1,4 +1,5 @@
-"""``ramify train`` as a process: a whole small run, overrides, resuming, and what it says on the way."""
+"""``ramify train`` as a process: a whole small run, overrides, resuming, and what it says on the
+way."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def test_a_run_is_carried_out_and_gone_on_with(shell: Shell) -> None:
     assert (out / "policy/model.safetensors").is_file()
     assert "validation/reward" in done.err
     assert "| torch\n" in done.err.replace("|   ", "| ")
-    assert "transformers.modeling_utils" not in done.err  # nothing here needs it, and it takes seconds
+    assert (
+        "transformers.modeling_utils" not in done.err
+    )  # nothing here needs it, and it takes seconds
     again = shell.run("train", "--resume", "out", "--quiet")
     assert (again.code, again.err) == (0, "")
     other = shell.run("train", recipe, "--resume", "out", *SHORT)
@@ -38,7 +41,9 @@ def test_a_run_is_carried_out_and_gone_on_with(shell: Shell) -> None:
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
     recipe = shell.write("small.py", RECIPE)
-    running = shell.start("train", recipe, "--out", "out", *SHORT, "rl.steps=100000", "schedule.evaluate_every=1")
+    running = shell.start(
+        "train", recipe, "--out", "out", *SHORT, "rl.steps=100000", "schedule.evaluate_every=1"
+    )
     assert running.stderr is not None
     for text in iter(running.stderr.readline, b""):
         if b"validation/reward" in text and b" rl " in text:
@@ -78,7 +83,12 @@ def test_the_old_name_of_a_backend_is_said_in_a_line(shell: Shell) -> None:
     first, second = done.err.splitlines()
     assert first == "ramify: warning: compute.backend=fsdp2 is called fsdp here"
     assert "rl.steps=many: Expected `int`" in second
-    assert shell.run("train", "small.py", "compute.backend=fsdp2", "rl.steps=many", "--quiet").err.count("\n") == 1
+    assert (
+        shell.run(
+            "train", "small.py", "compute.backend=fsdp2", "rl.steps=many", "--quiet"
+        ).err.count("\n")
+        == 1
+    )
 
 
 def test_help_needs_no_torch(shell: Shell, tmp_path: Path) -> None:

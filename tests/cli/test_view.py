@@ -49,7 +49,10 @@ def test_the_default_store_and_one_run(shell: Shell, stored: str) -> None:
     for name in ("last", stored[:15], f"store/runs/{stored}.jsonl"):
         with viewing(shell, name) as address:
             key = urllib.parse.unquote(address.partition("#/run/")[2])
-            assert read(address, f"api/run?key={urllib.parse.quote(key, safe='')}")["head"]["id"] == stored  # type: ignore[call-overload]
+            assert (
+                read(address, f"api/run?key={urllib.parse.quote(key, safe='')}")["head"]["id"]
+                == stored
+            )  # type: ignore[call-overload]
 
 
 def test_a_token_is_part_of_the_address(shell: Shell, stored: str) -> None:
@@ -77,7 +80,10 @@ def test_an_address_that_cannot_be_had(shell: Shell) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         for arguments, words in {
-            ("--port", port): f"cannot listen on 127.0.0.1:{port} (Address already in use): choose another --port",
+            (
+                "--port",
+                port,
+            ): f"cannot listen on 127.0.0.1:{port} (Address already in use): choose another --port",
             ("--port", "65536"): "--port 65536: ports go from 1 to 65535",
             ("--host", "192.0.2.1", "--token", "t"): "give an address of this machine as --host",
         }.items():
@@ -92,4 +98,7 @@ def test_one_run_as_a_file(shell: Shell, stored: str) -> None:
     html = (shell.folder / "run.html").read_text()
     assert html.startswith("<!doctype html>")
     assert stored in html
-    assert "http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'sha256-" in html
+    assert (
+        "http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'sha256-"
+        in html
+    )

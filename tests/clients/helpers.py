@@ -1,4 +1,5 @@
-"""What the clients' tests share: an account that keeps its books, a request, and a server that says anything."""
+"""What the clients' tests share: an account that keeps its books, a request, and a server that says
+anything."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def request(text: str = "hi there", max_tokens: int = 64, **options: Any) -> Req
 class Says:
     """A server that answers every request with what ``tell`` returns: (status, body, headers)."""
 
-    def __init__(self, tell: Callable[[LoopbackExchange], tuple[int, bytes, dict[str, str]]]) -> None:
+    def __init__(
+        self, tell: Callable[[LoopbackExchange], tuple[int, bytes, dict[str, str]]]
+    ) -> None:
         self.asked: list[LoopbackExchange] = []
         self._tell = tell
         self._http = LoopbackServer(self._handle)
@@ -76,7 +79,9 @@ class Says:
 
 def says(body: bytes, status: int = 200, **headers: str) -> Says:
     """A server with one answer."""
-    return Says(lambda _: (status, body, {name.replace("_", "-"): value for name, value in headers.items()}))
+    return Says(
+        lambda _: (status, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    )
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:

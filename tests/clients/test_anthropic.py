@@ -5,7 +5,16 @@ import pytest
 
 from ramify.clients.base import Price, Request, Sampling, Tool
 from ramify.clients.pool import ClientPool
-from ramify.errors import BadReply, ConfigError, ModelError, RateLimited, Refused, ReplyLost, ServerFailed, Unreachable
+from ramify.errors import (
+    BadReply,
+    ConfigError,
+    ModelError,
+    RateLimited,
+    Refused,
+    ReplyLost,
+    ServerFailed,
+    Unreachable,
+)
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import Books, Says, request, run
 
@@ -18,8 +27,16 @@ CACHE = {"type": "ephemeral"}
 
 def sent(content, stop="end_turn", **usage):
     usage = {"input_tokens": 5, "output_tokens": 2, **usage}
-    body = {"id": "m", "type": "message", "role": "assistant", "model": "claude-x", "content": content,
-            "stop_reason": stop, "stop_sequence": None, "usage": usage}  # fmt: skip
+    body = {
+        "id": "m",
+        "type": "message",
+        "role": "assistant",
+        "model": "claude-x",
+        "content": content,
+        "stop_reason": stop,
+        "stop_sequence": None,
+        "usage": usage,
+    }
     return 200, msgspec.json.encode(body), {}
 
 
@@ -28,12 +45,15 @@ def text(words, **rest):
 
 
 def exchange(asked, *answers):
-    """Replies (or errors) to ``asked`` from a server that gives ``answers``, and the bodies it got."""
+    """Replies (or errors) to ``asked`` from a server that gives ``answers``, and the bodies it
+    got."""
     left = list(answers)
 
     async def main():
         async with Says(lambda _: left.pop(0)) as server:
-            pool = ClientPool(keys={"anthropic": KEY}, base_urls={"anthropic": server.root}, max_attempts=1)
+            pool = ClientPool(
+                keys={"anthropic": KEY}, base_urls={"anthropic": server.root}, max_attempts=1
+            )
             client, outcomes = pool.client("anthropic:claude-x"), []
             for each in asked:
                 try:
@@ -50,17 +70,27 @@ def exchange(asked, *answers):
 def test_a_plain_request():
     (reply,), (body,), (received,) = exchange([request()], sent([text("hello")]))
     assert body == {
-        "model": "claude-x", "max_tokens": 64, "messages": [{"role": "user", "content": [text("hi there")]}],
-    }  # fmt: skip
+        "model": "claude-x",
+        "max_tokens": 64,
+        "messages": [{"role": "user", "content": [text("hi there")]}],
+    }
     assert received.path == "/v1/messages"
-    assert KEY in (received.headers.get("x-api-key"), received.headers.get("authorization", "").removeprefix("Bearer "))
+    assert KEY in (
+        received.headers.get("x-api-key"),
+        received.headers.get("authorization", "").removeprefix("Bearer "),
+    )
     assert msgspec.structs.replace(reply, seconds=0.0) == Reply(
         Message("assistant", "hello"), Usage(5, 2, calls=1), model="claude-x"
     )
 
 
 def test_a_growing_history_is_marked_for_the_cache_at_its_end():
-    history = (Message("system", "be brief"), Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
+    history = (
+        Message("system", "be brief"),
+        Message("user", "a"),
+        Message("assistant", "b"),
+        Message("user", "c"),
+    )
     _, (body,), _ = exchange([Request(history)], sent([text("d")]))
     assert body["system"] == [text("be brief", cache_control=CACHE)]
     assert body["messages"] == [
@@ -71,12 +101,19 @@ def test_a_growing_history_is_marked_for_the_cache_at_its_end():
 
 
 def test_a_first_turn_is_marked_only_where_more_will_share_it():
-    _, bodies, _ = exchange([request(), request(affinity="run-1")], sent([text("x")]), sent([text("x")]))
-    assert ["cache_control" in body["messages"][0]["content"][0] for body in bodies] == [False, True]
+    _, bodies, _ = exchange(
+        [request(), request(affinity="run-1")], sent([text("x")]), sent([text("x")])
+    )
+    assert ["cache_control" in body["messages"][0]["content"][0] for body in bodies] == [
+        False,
+        True,
+    ]
 
 
 def test_cache_use_is_counted_and_priced():
-    (reply,), *_ = exchange([request()], sent([text("x")], cache_read_input_tokens=100, cache_creation_input_tokens=10))
+    (reply,), *_ = exchange(
+        [request()], sent([text("x")], cache_read_input_tokens=100, cache_creation_input_tokens=10)
+    )
     assert reply.usage == Usage(115, 2, cached_tokens=100, calls=1, cache_write_tokens=10)
     assert Price(1.0, 1.0, 0.1, 1.25).of(reply.usage) == pytest.approx((5 + 10 + 12.5 + 2) * 1e-6)
 
@@ -85,7 +122,16 @@ def test_everything_a_request_can_ask():
     closed = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
     asked = Request(
         (Message("user", "a"),),
-        Sampling(9, 0.5, 0.9, ("END",), seed=3, logprobs=True, extra={"thinking": {"type": "disabled"}}, top_k=3),
+        Sampling(
+            9,
+            0.5,
+            0.9,
+            ("END",),
+            seed=3,
+            logprobs=True,
+            extra={"thinking": {"type": "disabled"}},
+            top_k=3,
+        ),
         schema=closed,
         tools=(Tool("look", "looks", {"type": "object"}),),
     )
@@ -115,13 +161,20 @@ def test_thinking_and_tools_go_there_and_back():
             client = pool.client("anthropic:claude-x")
             first = await client.complete(request("go"))
             answer = Message("tool", "seen", tool_call_id="t1")
-            await client.complete(Request((Message("user", "go"), first.message, answer, Message("user", "and?"))))
+            await client.complete(
+                Request((Message("user", "go"), first.message, answer, Message("user", "and?")))
+            )
             await pool.close()
             return first, msgspec.json.decode(server.asked[1].body)["messages"][1:]
 
     first, turns = run(main())
     assert (first.message, first.finish) == (
-        Message("assistant", "let me see", reasoning="hm", tool_calls=(ToolCall("t1", "look", '{"at":1}'),)),
+        Message(
+            "assistant",
+            "let me see",
+            reasoning="hm",
+            tool_calls=(ToolCall("t1", "look", '{"at":1}'),),
+        ),
         "tool_calls",
     )
     assert turns == [
@@ -139,7 +192,9 @@ def test_thinking_and_tools_go_there_and_back():
 def test_empty_messages_are_left_out():
     asked = Request((Message("user", "a"), Message("assistant", ""), Message("user", "b")))
     _, (body,), _ = exchange([asked], sent([text("x")]))
-    assert body["messages"] == [{"role": "user", "content": [text("a"), text("b", cache_control=CACHE)]}]
+    assert body["messages"] == [
+        {"role": "user", "content": [text("a"), text("b", cache_control=CACHE)]}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +224,11 @@ def failed(kind, message):
             Refused,
             "401: bad *** (authentication_error); check the key in ANTHROPIC_API_KEY",
         ),
-        ((400, failed("x", "prompt is too long: 9 tokens > 8 maximum"), {}), Refused, "shorten the prompt"),
+        (
+            (400, failed("x", "prompt is too long: 9 tokens > 8 maximum"), {}),
+            Refused,
+            "shorten the prompt",
+        ),
         ((429, failed("x", "slow down"), {"retry-after": "7"}), RateLimited, "429: slow down"),
         ((529, failed("overloaded_error", "Overloaded"), {}), RateLimited, "529: Overloaded"),
         ((500, failed("x", "fell over"), {}), ServerFailed, "500: fell over"),
@@ -189,7 +248,9 @@ def test_bad_answers(answer, error, says):
 def test_a_model_that_takes_no_schema_is_asked_without():
     closed = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
     refusal = (400, failed("x", "output_config: not supported by this model"), {})
-    (first, second), (_, body), _ = exchange([request(schema=closed)] * 2, refusal, sent([text("x")]))
+    (first, second), (_, body), _ = exchange(
+        [request(schema=closed)] * 2, refusal, sent([text("x")])
+    )
     assert (type(first), first.transient, second.message.content, "output_config" in body) == (
         Refused,
         True,
@@ -201,7 +262,9 @@ def test_a_model_that_takes_no_schema_is_asked_without():
 def test_connections_that_fail_or_break():
     async def main():
         async with Says(lambda each: each.drop() or (200, b"", {})) as server:
-            pool = ClientPool(keys={"anthropic": KEY}, base_urls={"anthropic": server.root}, max_attempts=1)
+            pool = ClientPool(
+                keys={"anthropic": KEY}, base_urls={"anthropic": server.root}, max_attempts=1
+            )
             client, kinds = pool.client("anthropic:claude-x"), []
             with pytest.raises(ReplyLost, match="broke before the reply was whole"):
                 await pool.ask(client, request(), Books())
@@ -235,7 +298,12 @@ def test_a_reply_that_is_not_whole(stop, finish, stopped_by):
 
 @pytest.mark.parametrize(
     "usage",
-    [{"input_tokens": -5}, {"cache_read_input_tokens": -9}, {"output_tokens": None}, {"input_tokens": 4.5}],
+    [
+        {"input_tokens": -5},
+        {"cache_read_input_tokens": -9},
+        {"output_tokens": None},
+        {"input_tokens": 4.5},
+    ],
     ids=str,
 )
 def test_usage_that_cannot_be_is_not_known(usage):

@@ -26,7 +26,12 @@ def test_durations(value, seconds):
 
 def test_dates():
     at = datetime.fromtimestamp(time.time() + 60, UTC)
-    for value in (format_datetime(at, usegmt=True), at.isoformat(), str(at.timestamp()), str(at.timestamp() * 1000)):
+    for value in (
+        format_datetime(at, usegmt=True),
+        at.isoformat(),
+        str(at.timestamp()),
+        str(at.timestamp() * 1000),
+    ):
         assert seconds_of(value) == pytest.approx(60, abs=2), value
 
 
@@ -34,12 +39,24 @@ def test_dates():
     ("headers", "body", "wait"),
     [
         ({"retry-after-ms": "250", "retry-after": "9"}, b"", 0.25),
-        ({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "2s", "x-ratelimit-remaining-tokens": "5",
-          "x-ratelimit-reset-tokens": "9s"}, b"", 2.0),
-        ({}, b'{"error": {"details": [{"@type": "google.rpc.RetryInfo", "retryDelay": "34s"}]}}', 34.0),
+        (
+            {
+                "x-ratelimit-remaining-requests": "0",
+                "x-ratelimit-reset-requests": "2s",
+                "x-ratelimit-remaining-tokens": "5",
+                "x-ratelimit-reset-tokens": "9s",
+            },
+            b"",
+            2.0,
+        ),
+        (
+            {},
+            b'{"error": {"details": [{"@type": "google.rpc.RetryInfo", "retryDelay": "34s"}]}}',
+            34.0,
+        ),
         ({}, b"{}", None),
     ],
-)  # fmt: skip
+)
 def test_where_the_wait_is_said(headers, body, wait):
     assert retry_after_s(headers, body) == wait
 

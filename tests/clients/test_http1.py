@@ -1,4 +1,5 @@
-"""Both ways over the network give the same answers and call failures by the same names; and HTTP's framings, byte by byte."""
+"""Both ways over the network give the same answers and call failures by the same names; and HTTP's
+framings, byte by byte."""
 
 import asyncio
 import contextlib
@@ -16,7 +17,8 @@ LIMITS = (60.0, 60.0, 1000)
 
 
 class Raw:
-    """A server that sends given bytes for each request, in pieces, and then closes or waits for another."""
+    """A server that sends given bytes for each request, in pieces, and then closes or waits for
+    another."""
 
     def __init__(self, *answers, piece=None, close=False):
         self.connections = self.closed = 0
@@ -25,7 +27,9 @@ class Raw:
 
     async def __aenter__(self):
         self._server = await asyncio.start_server(self._talk, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1/chat/completions"
+        self.url = (
+            f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1/chat/completions"
+        )
         return self
 
     async def __aexit__(self, *exc):
@@ -38,7 +42,11 @@ class Raw:
             while self._answers:
                 head = await reader.readuntil(b"\r\n\r\n")
                 self.heads.append(head)
-                length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+                length = next(
+                    line
+                    for line in head.lower().split(b"\r\n")
+                    if line.startswith(b"content-length")
+                )
                 await reader.readexactly(int(length.split(b":")[1]))
                 answer = self._answers.pop(0)
                 for at in range(0, len(answer), self._piece or len(answer) or 1):
@@ -81,8 +89,12 @@ def way(request, monkeypatch):
 
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Thing: Value\r\n\r\nhello"
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2;x=y\r\nlo\r\n0\r\n\r\n"
-TRAILERS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nX-Sum: 1\r\n\r\n"
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2;x=y\r\nlo\r\n0\r\n\r\n"
+)
+TRAILERS = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nX-Sum: 1\r\n\r\n"
+)
 UNTIL_CLOSE = b"HTTP/1.1 200 OK\r\n\r\nhello"
 OLD = b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n" + OK
@@ -102,8 +114,11 @@ def asked(way, *answers, times=1, url=None, **options):
 
 
 @pytest.mark.parametrize("piece", [None, 1, 7])
-@pytest.mark.parametrize("answer", [OK, CHUNKED, TRAILERS, UNTIL_CLOSE, OLD, INTERIM],
-                         ids=["length", "chunks", "trailers", "until close", "1.0", "interim"])  # fmt: skip
+@pytest.mark.parametrize(
+    "answer",
+    [OK, CHUNKED, TRAILERS, UNTIL_CLOSE, OLD, INTERIM],
+    ids=["length", "chunks", "trailers", "until close", "1.0", "interim"],
+)
 def test_framings(way, answer, piece):
     (got,), _ = asked(way, answer, piece=piece, close=answer is UNTIL_CLOSE)
     assert (got.status, got.body) == (200, b"hello")
@@ -141,10 +156,23 @@ def test_connections_are_kept_where_they_may_be(way, answer, connections):
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhel", ReplyLost),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nhel", ReplyLost),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2000\r\n\r\n" + b"x" * 2000, BadReply),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n" + b"x" * 2000 + b"\r\n0\r\n\r\n", BadReply),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n"
+            + b"x" * 2000
+            + b"\r\n0\r\n\r\n",
+            BadReply,
+        ),
         (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 2000, BadReply),
     ],
-    ids=["nothing", "half a head", "half a body", "half a chunk", "long", "long in chunks", "long until close"],
+    ids=[
+        "nothing",
+        "half a head",
+        "half a body",
+        "half a chunk",
+        "long",
+        "long in chunks",
+        "long until close",
+    ],
 )
 def test_answers_that_break_or_never_end(way, answer, error):
     with pytest.raises(error) as caught:
@@ -155,9 +183,12 @@ def test_answers_that_break_or_never_end(way, answer, error):
 
 @pytest.mark.parametrize(
     "answer",
-    [b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: five\r\n\r\nhello",
-     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"],
-)  # fmt: skip
+    [
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: five\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
 def test_what_is_not_http_is_said(answer):
     with pytest.raises(BadReply, match="m: the reply is not HTTP: "):
         asked(lambda: Way(Http1Client), answer)
@@ -188,7 +219,9 @@ def test_a_server_that_closed_an_idle_connection_is_connected_to_again(way):
                 await network.post(server.url)
                 while server.closed < num:
                     await asyncio.sleep(0)
-                for _ in range(20):  # the end has arrived, and is read by one of the next rounds of the loop
+                for _ in range(
+                    20
+                ):  # the end has arrived, and is read by one of the next rounds of the loop
                     await asyncio.sleep(0)
             await network.close()
             return server.connections

@@ -1,4 +1,5 @@
-"""Replies that break HTTP's grammar end as one typed error, and those that keep it are read as other clients read them."""
+"""Replies that break HTTP's grammar end as one typed error, and those that keep it are read as
+other clients read them."""
 
 import asyncio
 import http.client
@@ -22,10 +23,11 @@ FIVE = b"5\r\nhello\r\n0\r\n\r\n"
 
 
 async def outcome(answer, piece=None, close=False, again=True):
-    """The body or the error of a request whose server sends ``answer``; and the number of connections after a request
-    that follows it, and that gets ``OK``.
+    """The body or the error of a request whose server sends ``answer``; and the number of
+    connections after a request that follows it, and that gets ``OK``.
 
-    The server leaves the connection open, so that nothing but what it sent can end the first request."""
+    The server leaves the connection open, so that nothing but what it sent can end the first
+    request."""
     async with Raw(answer, OK, piece=piece, close=close) as server:
         network = Way(Http1Client)
         try:
@@ -65,7 +67,9 @@ MALFORMED = {
     "an endless trailer": CHUNKS + b"0\r\nX: " + b"x" * 10_000,
     "endless trailers": CHUNKS + b"0\r\n" + b"X: 1\r\n" * 20_000,
     "xchunked": LINE + b"Transfer-Encoding: xchunked\r\n\r\n" + FIVE,
-    "chunked twice": LINE + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n" + FIVE,
+    "chunked twice": LINE
+    + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n"
+    + FIVE,
     "gzip, chunked": LINE + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + FIVE,
     "chunked, gzip": LINE + b"Transfer-Encoding: chunked, gzip\r\n\r\n" + FIVE,
     "chunked;x": LINE + b"Transfer-Encoding: chunked;x=1\r\n\r\n" + FIVE,
@@ -122,7 +126,9 @@ MALFORMED = {
 def test_a_malformed_reply_is_one_error_and_closes_the_connection(name, piece):
     error, connections = run(outcome(MALFORMED[name], piece))
     assert (type(error), connections) == (BadReply, 2)
-    assert str(error).startswith(("m: the reply is not HTTP: ", "m: the reply is longer than 1000 bytes"))
+    assert str(error).startswith(
+        ("m: the reply is not HTTP: ", "m: the reply is longer than 1000 bytes")
+    )
     assert "\n" not in str(error)
     assert len(str(error)) < 300
 
@@ -134,12 +140,14 @@ import asyncio
 from tests.clients.test_http1_grammar import MALFORMED, outcome
 print(type(asyncio.run(outcome(MALFORMED["far negative"]))[0]).__name__)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (ended.returncode, ended.stdout) == (0, "BadReply\n")
 
 
 VALID = {
-    "an extension": (CHUNKS + b"5;a=b;c=\"d\"\r\nhello\r\n0;last\r\n\r\n", b"hello", 1),
+    "an extension": (CHUNKS + b'5;a=b;c="d"\r\nhello\r\n0;last\r\n\r\n', b"hello", 1),
     "space before an extension": (CHUNKS + b"5 ;a\r\nhello\r\n0\r\n\r\n", b"hello", 1),
     "capital hex": (CHUNKS + b"00A\r\n0123456789\r\n0\r\n\r\n", b"0123456789", 1),
     "two zeros": (CHUNKS + b"5\r\nhello\r\n00\r\n\r\n", b"hello", 1),
@@ -149,11 +157,19 @@ VALID = {
     "an empty element": (LINE + b"Transfer-Encoding: , chunked\r\n\r\n" + FIVE, b"hello", 1),
     "folded": (LINE + b"X: a\r\n\tb\r\nTransfer-Encoding:\r\n chunked\r\n\r\n" + FIVE, b"hello", 1),
     "old and in chunks": (CHUNKS.replace(b"/1.1", b"/1.0") + FIVE, b"hello", 2),
-    "one length twice": (LINE + b"Content-Length: 5\r\nContent-Length: 5\r\n\r\nhello", b"hello", 1),
+    "one length twice": (
+        LINE + b"Content-Length: 5\r\nContent-Length: 5\r\n\r\nhello",
+        b"hello",
+        1,
+    ),
     "one length as a list": (LINE + b"Content-Length: 5 , 5\r\n\r\nhello", b"hello", 1),
     "a padded length": (LINE + b"Content-Length:\t0000005 \r\n\r\nhello", b"hello", 1),
     "no reason": (b"HTTP/1.1 200\r\nContent-Length: 5\r\n\r\nhello", b"hello", 1),
-    "a reason in another script": (b"HTTP/1.1 200 \xd6K\r\nContent-Length: 5\r\n\r\nhello", b"hello", 1),
+    "a reason in another script": (
+        b"HTTP/1.1 200 \xd6K\r\nContent-Length: 5\r\n\r\nhello",
+        b"hello",
+        1,
+    ),
     "interim replies": (b"HTTP/1.1 103 Hints\r\nLink: x\r\n\r\n" * 3 + OK, b"hello", 1),
     "204 with chunks": (CHUNKS.replace(b"200 OK", b"204 -"), b"", 1),
     "204 with a length": (b"HTTP/1.1 204 -\r\nContent-Length: 5\r\n\r\n", b"", 1),
@@ -163,10 +179,18 @@ VALID = {
     "more than its chunks": (CHUNKS + FIVE + b"!", b"hello", 2),
     "another reply behind it": (OK + OK.replace(b"hello", b"HELLO"), b"hello", 2),
     "close in a list": (OK.replace(b"X-Thing: Value", b"Connection: x, Close"), b"hello", 2),
-    "close in its second line": (OK.replace(b"X-Thing: Value", b"Connection: x\r\nConnection: close"), b"hello", 2),
-    "old and kept": (OK.replace(b"/1.1", b"/1.0").replace(b"X-Thing: Value", b"Connection: Keep-Alive"), b"hello", 1),
+    "close in its second line": (
+        OK.replace(b"X-Thing: Value", b"Connection: x\r\nConnection: close"),
+        b"hello",
+        2,
+    ),
+    "old and kept": (
+        OK.replace(b"/1.1", b"/1.0").replace(b"X-Thing: Value", b"Connection: Keep-Alive"),
+        b"hello",
+        1,
+    ),
     "old": (OK.replace(b"/1.1", b"/1.0"), b"hello", 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", VALID)
@@ -175,7 +199,9 @@ def test_a_valid_reply_is_read_and_its_connection_used_again_where_it_may_be(nam
     assert run(outcome(answer)) == (body, connections)
 
 
-@pytest.mark.parametrize("name", [name for name in VALID if not name.startswith(("more", "another", "204 and"))])
+@pytest.mark.parametrize(
+    "name", [name for name in VALID if not name.startswith(("more", "another", "204 and"))]
+)
 def test_a_valid_reply_is_read_in_any_pieces(name):
     answer, body, connections = VALID[name]
     assert run(outcome(answer, piece=1)) == (body, connections)
@@ -199,14 +225,45 @@ def test_header_values_are_joined_and_stripped_of_blanks_alone():
     assert run(main()) == {"a": "1, 2", "b": "\xa0", "content-length": "0"}
 
 
-# --- any bytes at all --------------------------------------------------------------------------------------------
+# --- any bytes at all
+# --------------------------------------------------------------------------------------------
 
 PARTS = [
-    b"HTTP/1.1 200 OK", b"HTTP/1.0 200 OK", b"HTTP/1.1 204 -", b"HTTP/1.1 100 Continue", b"Transfer-Encoding: chunked",
-    b"Transfer-Encoding:", b"Content-Length: ", b"Content-Length: 5", b"Connection: close", b"\r\n", b"\r\n\r\n", b"\n",
-    b"\r", b" ", b"\t", b":", b";", b",", b"0", b"5", b"-2", b"-ff", b"+3", b"0x3", b"0_3", b"a", b"FFFFFFFFFFFFFFFF",
-    b"hello", b"\0", b"\xff", b"\xb2", b"0\r\n\r\n", b"5\r\nhello\r\n", b"x" * 300,
-]  # fmt: skip
+    b"HTTP/1.1 200 OK",
+    b"HTTP/1.0 200 OK",
+    b"HTTP/1.1 204 -",
+    b"HTTP/1.1 100 Continue",
+    b"Transfer-Encoding: chunked",
+    b"Transfer-Encoding:",
+    b"Content-Length: ",
+    b"Content-Length: 5",
+    b"Connection: close",
+    b"\r\n",
+    b"\r\n\r\n",
+    b"\n",
+    b"\r",
+    b" ",
+    b"\t",
+    b":",
+    b";",
+    b",",
+    b"0",
+    b"5",
+    b"-2",
+    b"-ff",
+    b"+3",
+    b"0x3",
+    b"0_3",
+    b"a",
+    b"FFFFFFFFFFFFFFFF",
+    b"hello",
+    b"\0",
+    b"\xff",
+    b"\xb2",
+    b"0\r\n\r\n",
+    b"5\r\nhello\r\n",
+    b"x" * 300,
+]
 bent = st.tuples(
     st.sampled_from([b"", LINE, CHUNKS, CHUNKS + b"5\r\nhello\r\n", OK[:-5]]),
     st.lists(st.sampled_from(PARTS) | st.binary(max_size=4), max_size=12),
@@ -222,26 +279,45 @@ def test_whatever_a_server_sends_ends_in_a_reply_or_in_one_line(answer, piece):
 
 
 tokens = st.text("abcXYZ-_09!#~", min_size=1, max_size=8).map(str.encode)
-values = st.text('abc XYZ;=,"\t09\xe9', max_size=12).map(lambda text: text.strip(" \t").encode("latin-1"))
-framed = st.lists(st.tuples(st.binary(min_size=1, max_size=40), st.sampled_from([b"", b";x", b' ; x="1"'])), max_size=6)
+values = st.text('abc XYZ;=,"\t09\xe9', max_size=12).map(
+    lambda text: text.strip(" \t").encode("latin-1")
+)
+framed = st.lists(
+    st.tuples(st.binary(min_size=1, max_size=40), st.sampled_from([b"", b";x", b' ; x="1"'])),
+    max_size=6,
+)
 
 
 @st.composite
 def replies(draw):
-    """A reply that keeps the grammar, in one of the three framings; and whether it lasts until the connection ends."""
-    headers = {b"X-" + name: value for name, value in draw(st.dictionaries(tokens, values, max_size=4)).items()}
+    """A reply that keeps the grammar, in one of the three framings; and whether it lasts until the
+    connection ends."""
+    headers = {
+        b"X-" + name: value
+        for name, value in draw(st.dictionaries(tokens, values, max_size=4)).items()
+    }
     head = b"".join(
-        b"%s:%s%s \r\n" % (name, draw(st.sampled_from([b"", b" ", b"\t"])), headers[name]) for name in headers
+        b"%s:%s%s \r\n" % (name, draw(st.sampled_from([b"", b" ", b"\t"])), headers[name])
+        for name in headers
     )
     interim = draw(st.sampled_from([b"", b"HTTP/1.1 100 Continue\r\nX-A: 1\r\n\r\n"]))
-    begin = interim + b"HTTP/1.1 %d %s\r\n" % (draw(st.sampled_from([200, 201, 400, 503])), draw(values)) + head
+    begin = (
+        interim
+        + b"HTTP/1.1 %d %s\r\n" % (draw(st.sampled_from([200, 201, 400, 503])), draw(values))
+        + head
+    )
     chunks = draw(framed)
     body = b"".join(data for data, _ in chunks)
     form = draw(st.sampled_from(["length", "chunks", "close"]))
     if form == "chunks":
-        sizes = b"".join(b"%x%s\r\n%s\r\n" % (len(data), extension, data) for data, extension in chunks)
+        sizes = b"".join(
+            b"%x%s\r\n%s\r\n" % (len(data), extension, data) for data, extension in chunks
+        )
         trailers = draw(st.sampled_from([b"", b"X-B: 2\r\n", b"X-B: 2\r\nX-C:\r\n"]))
-        return begin + b"Transfer-Encoding: chunked\r\n\r\n" + sizes + b"0\r\n" + trailers + b"\r\n", False
+        return (
+            begin + b"Transfer-Encoding: chunked\r\n\r\n" + sizes + b"0\r\n" + trailers + b"\r\n",
+            False,
+        )
     length = b"Content-Length: %d\r\n" % len(body) if form == "length" else b""
     return begin + length + b"\r\n" + body, form == "close"
 
@@ -251,7 +327,11 @@ def asked_by_the_standard_library(url):
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
     connection.request("POST", parts.path, b"{}", {"Content-Length": "2"})
     reply = connection.getresponse()
-    found = reply.status, reply.read(), {name.lower(): value.strip(" \t") for name, value in reply.getheaders()}
+    found = (
+        reply.status,
+        reply.read(),
+        {name.lower(): value.strip(" \t") for name, value in reply.getheaders()},
+    )
     connection.close()
     return found
 

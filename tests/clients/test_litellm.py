@@ -14,7 +14,9 @@ from tests.clients.helpers import Books, request, run
 
 def test_the_missing_extra_names_itself(monkeypatch):
     monkeypatch.setitem(sys.modules, "litellm", None)
-    with pytest.raises(ConfigError, match=r"^litellm:x/y needs LiteLLM: pip install 'ramify\[litellm\]'$"):
+    with pytest.raises(
+        ConfigError, match=r"^litellm:x/y needs LiteLLM: pip install 'ramify\[litellm\]'$"
+    ):
         ClientPool().client("litellm:x/y")
 
 
@@ -32,7 +34,11 @@ def test_replies_failures_prices_and_windows():
             no_usage("x"),
         ]
         async with ScriptedServer(script) as server:
-            pool = ClientPool(max_attempts=1, keys={"litellm": "key-0123456789"}, base_urls={"litellm": server.url})
+            pool = ClientPool(
+                max_attempts=1,
+                keys={"litellm": "key-0123456789"},
+                base_urls={"litellm": server.url},
+            )
             client, outcomes, books = pool.client("litellm:openai/gpt-4o-mini"), [], Books()
             for _ in script:
                 try:

@@ -1,4 +1,5 @@
-"""The OpenAI-compatible client over real HTTP: what goes out, what is read, and what each bad answer is called."""
+"""The OpenAI-compatible client over real HTTP: what goes out, what is read, and what each bad
+answer is called."""
 
 import msgspec
 import pytest
@@ -6,7 +7,15 @@ import pytest
 from ramify.clients.base import Request, Sampling, Tool
 from ramify.clients.pool import ClientPool
 from ramify.clients.scripted_server import ScriptedServer
-from ramify.errors import BadReply, ConfigError, ModelError, RateLimited, Refused, ReplyLost, ServerFailed
+from ramify.errors import (
+    BadReply,
+    ConfigError,
+    ModelError,
+    RateLimited,
+    Refused,
+    ReplyLost,
+    ServerFailed,
+)
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import Books, Says, request, run, says
 
@@ -18,7 +27,9 @@ def sent(asked, provider="vllm", *, key=KEY):
 
     async def main():
         async with ScriptedServer(["ok"]) as server:
-            pool = ClientPool(base_urls={provider: server.url}, keys={provider: key} if key else None)
+            pool = ClientPool(
+                base_urls={provider: server.url}, keys={provider: key} if key else None
+            )
             await pool.ask(pool.client(f"{provider}:org/model"), asked, Books())
             await pool.close()
             return server.requests[0]
@@ -30,8 +41,12 @@ def answer(body, status=200, **headers):
     """The reply or error for one answer of a server."""
 
     async def main():
-        async with says(body if isinstance(body, bytes) else msgspec.json.encode(body), status, **headers) as server:
-            pool = ClientPool(max_attempts=1, base_urls={"openai": server.root + "/v1"}, keys={"openai": KEY})
+        async with says(
+            body if isinstance(body, bytes) else msgspec.json.encode(body), status, **headers
+        ) as server:
+            pool = ClientPool(
+                max_attempts=1, base_urls={"openai": server.root + "/v1"}, keys={"openai": KEY}
+            )
             try:
                 return await pool.client("openai:m").complete(request())
             except ModelError as error:
@@ -49,10 +64,18 @@ def choice(message, **rest):
 def test_a_plain_request():
     received = sent(request())
     assert received.json == {
-        "model": "org/model", "messages": [{"role": "user", "content": "hi there"}], "max_tokens": 64,
-    }  # fmt: skip
-    assert (received.path, received.headers["authorization"]) == ("/v1/chat/completions", f"Bearer {KEY}")
-    assert (received.headers["content-type"], received.headers["user-agent"]) == ("application/json", "ramify")
+        "model": "org/model",
+        "messages": [{"role": "user", "content": "hi there"}],
+        "max_tokens": 64,
+    }
+    assert (received.path, received.headers["authorization"]) == (
+        "/v1/chat/completions",
+        f"Bearer {KEY}",
+    )
+    assert (received.headers["content-type"], received.headers["user-agent"]) == (
+        "application/json",
+        "ramify",
+    )
 
 
 def test_a_full_request():
@@ -82,7 +105,11 @@ def test_a_full_request():
                 "role": "assistant",
                 "content": None,
                 "tool_calls": [
-                    {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "look", "arguments": '{"at": 1}'},
+                    }
                 ],
             },
             {"role": "tool", "content": "seen", "tool_call_id": "c1"},
@@ -94,9 +121,19 @@ def test_a_full_request():
         "stop": ["END"],
         "logprobs": True,
         "return_token_ids": True,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": closed, "strict": True}},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": closed, "strict": True},
+        },
         "tools": [
-            {"type": "function", "function": {"name": "look", "description": "looks", "parameters": {"type": "object"}}}
+            {
+                "type": "function",
+                "function": {
+                    "name": "look",
+                    "description": "looks",
+                    "parameters": {"type": "object"},
+                },
+            }
         ],
         "top_k": 3,
     }
@@ -109,12 +146,20 @@ def test_an_open_schema_is_not_called_strict():
 
 def test_a_cut_at_the_k_likeliest_is_asked_of_the_servers_that_know_it():
     asked = Request((Message("user", "hi"),), Sampling(9, top_k=3))
-    assert [sent(asked, name).json.get("top_k") for name in ("vllm", "ollama", "openai")] == [3, 3, None]
+    assert [sent(asked, name).json.get("top_k") for name in ("vllm", "ollama", "openai")] == [
+        3,
+        3,
+        None,
+    ]
 
 
 def test_openrouter_gets_reasoning_back():
     asked = Request((Message("assistant", "a", reasoning="hm"), Message("user", "b")))
-    assert sent(asked, "openrouter").json["messages"][0] == {"role": "assistant", "content": "a", "reasoning": "hm"}
+    assert sent(asked, "openrouter").json["messages"][0] == {
+        "role": "assistant",
+        "content": "a",
+        "reasoning": "hm",
+    }
 
 
 def test_text_that_is_not_unicode_is_repaired():
@@ -122,10 +167,17 @@ def test_text_that_is_not_unicode_is_repaired():
 
 
 @pytest.mark.parametrize(
-    ("raw", "read"), [(b"a\\ud800b", "a?b"), (b"a\xffb", "a\N{REPLACEMENT CHARACTER}b"), (b"a\\ud83d\\ude00b", "a😀b")]
+    ("raw", "read"),
+    [
+        (b"a\\ud800b", "a?b"),
+        (b"a\xffb", "a\N{REPLACEMENT CHARACTER}b"),
+        (b"a\\ud83d\\ude00b", "a😀b"),
+    ],
 )
 def test_a_paid_reply_with_half_a_character_is_kept(raw, read):
-    body = msgspec.json.encode(choice({"role": "assistant", "content": "TEXT"})).replace(b"TEXT", raw)
+    body = msgspec.json.encode(choice({"role": "assistant", "content": "TEXT"})).replace(
+        b"TEXT", raw
+    )
     for start in (b"", b"\xef\xbb\xbf"):
         assert answer(start + body).message.content == read
 
@@ -138,14 +190,22 @@ def test_a_full_reply():
     body = choice(
         {"content": "4", "reasoning_content": "2+2"},
         token_ids=[5, 6],
-        logprobs={"content": [{"token": "4", "logprob": -0.5, "top_logprobs": []}, {"token": "", "logprob": -0.25}]},
+        logprobs={
+            "content": [
+                {"token": "4", "logprob": -0.5, "top_logprobs": []},
+                {"token": "", "logprob": -0.25},
+            ]
+        },
     ) | {
         "prompt_token_ids": [1, 2, 3],
         "usage": {
-            "prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5,
-            "prompt_tokens_details": {"cached_tokens": 1}, "completion_tokens_details": {"reasoning_tokens": 1},
+            "prompt_tokens": 3,
+            "completion_tokens": 2,
+            "total_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 1},
+            "completion_tokens_details": {"reasoning_tokens": 1},
         },
-    }  # fmt: skip
+    }
     reply = answer(body)
     assert msgspec.structs.replace(reply, seconds=0.0) == Reply(
         Message("assistant", "4", reasoning="2+2"),
@@ -163,7 +223,11 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
 @pytest.mark.parametrize(
     ("body", "message", "finish"),
     [
-        (choice({"content": None, "reasoning": "hm"}), Message("assistant", "", reasoning="hm"), "stop"),
+        (
+            choice({"content": None, "reasoning": "hm"}),
+            Message("assistant", "", reasoning="hm"),
+            "stop",
+        ),
         (choice({"content": "x"}, finish_reason="length"), Message("assistant", "x"), "length"),
         (choice({"content": "x"}, finish_reason="eos"), Message("assistant", "x"), "other"),
         (choice({"refusal": "I will not"}), Message("assistant", "I will not"), "content_filter"),
@@ -173,18 +237,36 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
             "tool_calls",
         ),
         (
-            choice({"tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}, finish_reason="tool_calls"),
+            choice(
+                {"tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+                finish_reason="tool_calls",
+            ),
             Message("assistant", "", tool_calls=(ToolCall("call_0", "f", '{"a":1}'),)),
             "tool_calls",
         ),
         (
-            choice({"content": [{"type": "thinking", "thinking": [{"text": "hm"}]}, {"type": "text", "text": "x"}]}),
+            choice(
+                {
+                    "content": [
+                        {"type": "thinking", "thinking": [{"text": "hm"}]},
+                        {"type": "text", "text": "x"},
+                    ]
+                }
+            ),
             Message("assistant", "x", reasoning="hm"),
             "stop",
         ),
     ],
-    ids=["null content", "length", "unknown finish", "refusal", "tool call", "tool call as object", "parts"],
-)  # fmt: skip
+    ids=[
+        "null content",
+        "length",
+        "unknown finish",
+        "refusal",
+        "tool call",
+        "tool call as object",
+        "parts",
+    ],
+)
 def test_forms_of_a_message(body, message, finish):
     reply = answer(body)
     assert (reply.message, reply.finish) == (message, finish)
@@ -197,8 +279,14 @@ def test_forms_of_a_message(body, message, finish):
         ({"prompt_tokens": 5}, Usage()),
         ({"prompt_tokens": 5, "completion_tokens": 2}, Usage(5, 2, calls=1)),
         ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 17}, Usage(5, 12, calls=1)),
-        ({"prompt_tokens": 5, "completion_tokens": 2, "prompt_cache_hit_tokens": 4}, Usage(5, 2, 4, calls=1)),
-        ({"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": None}, Usage(5, 2, calls=1)),
+        (
+            {"prompt_tokens": 5, "completion_tokens": 2, "prompt_cache_hit_tokens": 4},
+            Usage(5, 2, 4, calls=1),
+        ),
+        (
+            {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": None},
+            Usage(5, 2, calls=1),
+        ),
     ],
     ids=["none", "half", "plain", "thinking in the total", "deepseek's cache", "null details"],
 )
@@ -218,19 +306,35 @@ LONG = {"error": {"message": "This model's maximum context length is 8 tokens"}}
 @pytest.mark.parametrize(
     ("body", "status", "error", "says"),
     [
-        (b"<!doctype html><p>hi", 200, BadReply, "answered application/json instead of JSON; check the base URL"),
+        (
+            b"<!doctype html><p>hi",
+            200,
+            BadReply,
+            "answered application/json instead of JSON; check the base URL",
+        ),
         (b"not json", 200, BadReply, "that is not a chat completion"),
         (b'{"choices": "no"}', 200, BadReply, "that is not a chat completion"),
         (b"{}", 200, BadReply, "sent a reply without choices"),
         (b"", 200, BadReply, "that is not a chat completion"),
-        ({"error": {"message": "upstream fell over", "code": 502}}, 200, ServerFailed, "502: upstream fell over"),
+        (
+            {"error": {"message": "upstream fell over", "code": 502}},
+            200,
+            ServerFailed,
+            "502: upstream fell over",
+        ),
         (
             choice({"content": "x"}, token_ids=[1], logprobs={"content": []}),
             200,
             BadReply,
             "1 token ids but 0 logprobs",
         ),
-        (BAD, 401, Refused, "401: Incorrect API key provided: *** (invalid_api_key); check the key in OPENAI_API_KEY"),
+        (
+            BAD,
+            401,
+            Refused,
+            "401: Incorrect API key provided: *** (invalid_api_key); check the key in "
+            "OPENAI_API_KEY",
+        ),
         (LONG, 400, Refused, "shorten the prompt or name a model with a larger window"),
         ({"error": {"message": "You exceeded your current quota"}}, 429, Refused, "no quota left"),
         ({"error": {"message": "Slow down"}}, 429, RateLimited, "429: Slow down"),
@@ -260,7 +364,8 @@ def test_a_redirect_names_where_to():
 
 
 @pytest.mark.parametrize(
-    ("headers", "wait"), [({"retry_after": "2"}, 2.0), ({"retry_after_ms": "150"}, 0.15), ({}, None)]
+    ("headers", "wait"),
+    [({"retry_after": "2"}, 2.0), ({"retry_after_ms": "150"}, 0.15), ({}, None)],
 )
 def test_the_time_to_wait(headers, wait):
     assert answer(b"{}", 429, **headers).retry_after_s == wait
@@ -310,7 +415,10 @@ def test_an_address_in_the_name_is_said_once():
                 await pool.close()
 
     assert run(main("vllm:m@{url}")) == "vllm:m@URL answered 422: no such field"
-    assert run(main("vllm:m", vllm=True)) == "vllm:m at URL/chat/completions answered 422: no such field"
+    assert (
+        run(main("vllm:m", vllm=True))
+        == "vllm:m at URL/chat/completions answered 422: no such field"
+    )
 
 
 def test_a_server_that_is_no_api():
@@ -319,5 +427,9 @@ def test_a_server_that_is_no_api():
         error = answer(b"<html><h1>Nope</h1></html>", status, content_type="text/html")
         assert isinstance(error, Refused)
         assert not error.transient
-        assert str(error).endswith(f"answered {status}: a web page; check the base URL: most end in /v1")
-    assert isinstance(answer(b"<html>Bad gateway</html>", 502, content_type="text/html"), ServerFailed)
+        assert str(error).endswith(
+            f"answered {status}: a web page; check the base URL: most end in /v1"
+        )
+    assert isinstance(
+        answer(b"<html>Bad gateway</html>", 502, content_type="text/html"), ServerFailed
+    )

@@ -114,7 +114,8 @@ def test_what_will_not_pass_is_raised_at_once(failure, error, kind):
 
 
 @pytest.mark.parametrize(
-    ("failure", "error"), [(server_error(), ServerFailed), (dropped(), ReplyLost), (rate_limited(0.0), RateLimited)]
+    ("failure", "error"),
+    [(server_error(), ServerFailed), (dropped(), ReplyLost), (rate_limited(0.0), RateLimited)],
 )
 def test_it_gives_up_after_max_attempts(failure, error):
     outcome, books, told = ask([failure] * 9, max_attempts=3)
@@ -201,13 +202,28 @@ def test_what_was_never_sent_for_want_of_a_setting_costs_nothing():
 
 
 FAILURES = st.sampled_from(
-    [rate_limited(0.0), server_error(), unreachable(), dropped(), cut(), malformed(), no_choices(), refused()]
+    [
+        rate_limited(0.0),
+        server_error(),
+        unreachable(),
+        dropped(),
+        cut(),
+        malformed(),
+        no_choices(),
+        refused(),
+    ]
 )
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.one_of(FAILURES, st.just("fine")), min_size=1, max_size=24), st.integers(1, 4), st.integers(0, 6))
-def test_every_reservation_is_resolved_once_and_usage_is_what_was_served_or_more(lines, width, cancelled):
+@given(
+    st.lists(st.one_of(FAILURES, st.just("fine")), min_size=1, max_size=24),
+    st.integers(1, 4),
+    st.integers(0, 6),
+)
+def test_every_reservation_is_resolved_once_and_usage_is_what_was_served_or_more(
+    lines, width, cancelled
+):
     async def main():
         client = ScriptedClient([*lines, *["fine"] * 200], latency_s=0.0005)
         asking, books = pool(max_in_flight=width, max_attempts=3), [Books() for _ in range(8)]
@@ -231,16 +247,23 @@ def test_over_http_usage_equals_what_the_server_served():
         async with ScriptedServer(script, latency_s=0.005) as server:
             asking, books = pool(max_in_flight=16, base_urls={"vllm": server.url}), Books()
             client = asking.client("vllm:m")
-            replies = await asyncio.gather(*(asking.ask(client, request(), books) for _ in range(100)))
+            replies = await asyncio.gather(
+                *(asking.ask(client, request(), books) for _ in range(100))
+            )
             await asking.close()
             assert server.most_in_flight <= 16
-            return sorted(r.message.content for r in replies), books.usage == server.served, server.served.calls
+            return (
+                sorted(r.message.content for r in replies),
+                books.usage == server.served,
+                server.served.calls,
+            )
 
     assert run(main()) == (["a"] * 20 + ["b"] * 80, True, 100)
 
 
 def test_a_crowded_server_lets_everyone_through_though_each_is_refused_often():
-    """A server that takes 3 at a time: 60 requests at 32 wide meet more refusals than they have attempts."""
+    """A server that takes 3 at a time: 60 requests at 32 wide meet more refusals than they have
+    attempts."""
 
     async def main():
         here = 0
@@ -294,7 +317,9 @@ def test_nobody_listens():
         with pytest.raises(Unreachable) as caught:
             await asking.ask(asking.client("vllm:m"), request(), books)
         await asking.close()
-        return str(caught.value).startswith(f"vllm:m: cannot reach {url}/chat/completions ("), books.kinds
+        return str(caught.value).startswith(
+            f"vllm:m: cannot reach {url}/chat/completions ("
+        ), books.kinds
 
     assert run(main()) == (True, ["release", "release"])
 

@@ -13,9 +13,9 @@ OWN = '{"openai:gpt-5": {"input": 2.0, "output": 4.0}, "vllm:m": {"window": 9, "
 
 def test_a_bill():
     price = Price(input=3.0, output=15.0, cached=0.3, cache_write=3.75)
-    assert price.of(Usage(1_000_000, 100_000, cached_tokens=500_000, cache_write_tokens=100_000)) == pytest.approx(
-        400_000 * 3e-6 + 500_000 * 0.3e-6 + 100_000 * 3.75e-6 + 100_000 * 15e-6
-    )
+    assert price.of(
+        Usage(1_000_000, 100_000, cached_tokens=500_000, cache_write_tokens=100_000)
+    ) == pytest.approx(400_000 * 3e-6 + 500_000 * 0.3e-6 + 100_000 * 3.75e-6 + 100_000 * 15e-6)
 
 
 def test_every_packaged_entry_says_when_and_whence():
@@ -29,7 +29,9 @@ def test_every_packaged_entry_says_when_and_whence():
 
 
 def test_names():
-    table = PriceTable({"openai:m": PriceEntry(1.0, 2.0, window=100, also=("openrouter:openai/m",))})
+    table = PriceTable(
+        {"openai:m": PriceEntry(1.0, 2.0, window=100, also=("openrouter:openai/m",))}
+    )
     names = ["openai:m", "openai:m-2025-08-07", "openai:m@https://proxy/v1", "openrouter:openai/m"]
     assert [table.price(name) for name in names] == [Price(1.0, 2.0)] * 4
     assert (table.price("openai:other"), table.window("openai:other")) == (None, None)
@@ -41,7 +43,10 @@ def test_a_file_of_ones_own_wins(tmp_path, monkeypatch):
     path.write_text(OWN)
     monkeypatch.setenv("RAMIFY_PRICES", str(path))
     table = PriceTable.load()
-    assert (table.price("openai:gpt-5"), table.price("vllm:m")) == (Price(2.0, 4.0), Price(0.0, 0.0))
+    assert (table.price("openai:gpt-5"), table.price("vllm:m")) == (
+        Price(2.0, 4.0),
+        Price(0.0, 0.0),
+    )
     assert (table.window("vllm:m"), table.window("vllm:n")) == (9, 9)
     assert table.price("openai:gpt-5-mini") is not None
     client = ClientPool(prices=table, keys={"openai": "key-123"}).client("openai:gpt-5")
@@ -49,7 +54,8 @@ def test_a_file_of_ones_own_wins(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("{", "truncated"), ('{"a:b": {"inptu": 1}}', "inptu"), (None, "No such file")]
+    ("text", "says"),
+    [("{", "truncated"), ('{"a:b": {"inptu": 1}}', "inptu"), (None, "No such file")],
 )
 def test_a_bad_file_is_named(tmp_path, text, says):
     path = tmp_path / "prices.json"

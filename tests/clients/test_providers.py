@@ -7,16 +7,33 @@ import pytest
 from ramify.clients.providers import PROVIDERS, resolve, split_name, split_url, table
 from ramify.errors import ConfigError
 
-ENV = {"OPENAI_API_KEY": "key", "AZURE_OPENAI_API_KEY": "key", "PORTKEY_API_KEY": "key", "PORTKEY_PROVIDER": "openai"}
+ENV = {
+    "OPENAI_API_KEY": "key",
+    "AZURE_OPENAI_API_KEY": "key",
+    "PORTKEY_API_KEY": "key",
+    "PORTKEY_PROVIDER": "openai",
+}
 BEARER = {"Authorization": "Bearer key"}
 
 
 @pytest.mark.parametrize(
     ("name", "environ", "url", "headers", "limit"),
     [
-        ("openai:gpt-5", ENV, "https://api.openai.com/v1/chat/completions", BEARER, "max_completion_tokens"),
+        (
+            "openai:gpt-5",
+            ENV,
+            "https://api.openai.com/v1/chat/completions",
+            BEARER,
+            "max_completion_tokens",
+        ),
         ("openai:m@http://h:1/v1/", {}, "http://h:1/v1/chat/completions", {}, "max_tokens"),
-        ("openai:m", {**ENV, "OPENAI_BASE_URL": "https://p/v1"}, "https://p/v1/chat/completions", BEARER, "max_tokens"),
+        (
+            "openai:m",
+            {**ENV, "OPENAI_BASE_URL": "https://p/v1"},
+            "https://p/v1/chat/completions",
+            BEARER,
+            "max_tokens",
+        ),
         (
             "azure:mine",
             {**ENV, "AZURE_OPENAI_ENDPOINT": "https://n.openai.azure.com/"},
@@ -26,7 +43,11 @@ BEARER = {"Authorization": "Bearer key"}
         ),
         (
             "azure:mine",
-            {**ENV, "AZURE_OPENAI_ENDPOINT": "https://n.openai.azure.com", "OPENAI_API_VERSION": "2025-01-01"},
+            {
+                **ENV,
+                "AZURE_OPENAI_ENDPOINT": "https://n.openai.azure.com",
+                "OPENAI_API_VERSION": "2025-01-01",
+            },
             "https://n.openai.azure.com/openai/deployments/mine/chat/completions?api-version=2025-01-01",
             {"api-key": "key"},
             "max_completion_tokens",
@@ -46,10 +67,22 @@ BEARER = {"Authorization": "Bearer key"}
             "max_tokens",
         ),
         ("vllm:org/m", {}, "http://127.0.0.1:8000/v1/chat/completions", {}, "max_tokens"),
-        ("vllm:m", {"VLLM_BASE_URL": "http://g", "VLLM_API_KEY": "key"}, "http://g/chat/completions", BEARER, "max_tokens"),
-        ("gemini:g", {"GOOGLE_API_KEY": "key"}, PROVIDERS["gemini"].url + "/chat/completions", BEARER, "max_tokens"),
+        (
+            "vllm:m",
+            {"VLLM_BASE_URL": "http://g", "VLLM_API_KEY": "key"},
+            "http://g/chat/completions",
+            BEARER,
+            "max_tokens",
+        ),
+        (
+            "gemini:g",
+            {"GOOGLE_API_KEY": "key"},
+            PROVIDERS["gemini"].url + "/chat/completions",
+            BEARER,
+            "max_tokens",
+        ),
     ],
-)  # fmt: skip
+)
 def test_where_a_name_leads(name, environ, url, headers, limit):
     endpoint = resolve(name, environ=environ)
     assert (endpoint.url, endpoint.headers, endpoint.limit_field) == (url, headers, limit)
@@ -62,10 +95,15 @@ def test_where_a_name_leads(name, environ, url, headers, limit):
         (
             "opnai:gpt-5",
             {},
-            "unknown provider 'opnai' in 'opnai:gpt-5': did you mean 'openai'? known: anthropic, azure",
+            "unknown provider 'opnai' in 'opnai:gpt-5': did you mean 'openai'? known: anthropic, "
+            "azure",
         ),
         ("openai:", {}, "'openai:' names no model: write openai:MODEL"),
-        ("openai:@http://h/v1", {}, "'openai:@http://h/v1' names no model before '@': write openai:MODEL@URL"),
+        (
+            "openai:@http://h/v1",
+            {},
+            "'openai:@http://h/v1' names no model before '@': write openai:MODEL@URL",
+        ),
         (
             "openai:m",
             {},
@@ -74,25 +112,40 @@ def test_where_a_name_leads(name, environ, url, headers, limit):
         (
             "vllm:m@http://user:secret@host/v1",
             {},
-            "vllm:m: a base URL with a user or password in it would be shown and stored: leave them out, and set "
+            "vllm:m: a base URL with a user or password in it would be shown and stored: leave "
+            "them out, and set "
             "VLLM_API_KEY",
         ),
-        ("azure:m", ENV, "azure:m: no base URL: set AZURE_OPENAI_ENDPOINT, or write azure:m@https://…"),
-        ("azure:m@nothing", ENV, "azure:m@nothing: no base URL: set AZURE_OPENAI_ENDPOINT, or write azure:m@https://…"),
+        (
+            "azure:m",
+            ENV,
+            "azure:m: no base URL: set AZURE_OPENAI_ENDPOINT, or write azure:m@https://…",
+        ),
+        (
+            "azure:m@nothing",
+            ENV,
+            "azure:m@nothing: no base URL: set AZURE_OPENAI_ENDPOINT, or write azure:m@https://…",
+        ),
         (
             "openai:m@gpu:8000",
             {},
-            "'gpu:8000' in 'm@gpu:8000' is not a base URL: write it whole, as in m@http://host:8000/v1",
+            "'gpu:8000' in 'm@gpu:8000' is not a base URL: write it whole, as in "
+            "m@http://host:8000/v1",
         ),
         ("ollama:m@ftp://host", {}, "'ftp://host' in 'm@ftp://host' is not a base URL"),
         ("vllm:m@localhost", {}, "'localhost' in 'm@localhost' is not a base URL"),
         (
             "openai:m@nothing",
             {},
-            "openai:m@nothing: no API key: set OPENAI_API_KEY (export OPENAI_API_KEY=…); 'nothing' is not a base URL, which "
+            "openai:m@nothing: no API key: set OPENAI_API_KEY (export OPENAI_API_KEY=…); 'nothing' "
+            "is not a base URL, which "
             "would be written whole: openai:m@http://host:8000/v1",
         ),
-        ("vllm:m", {"VLLM_BASE_URL": "gpu:8000"}, "vllm:m: 'gpu:8000' is not a base URL: write it as https://host/v1"),
+        (
+            "vllm:m",
+            {"VLLM_BASE_URL": "gpu:8000"},
+            "vllm:m: 'gpu:8000' is not a base URL: write it as https://host/v1",
+        ),
     ],
 )
 def test_names_that_lead_nowhere(name, environ, says):
@@ -109,15 +162,21 @@ def test_a_model_may_have_colons():
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_every_provider_resolves(name):
     provider = PROVIDERS[name]
-    environ = dict.fromkeys(provider.key_variables, "key") | {provider.url_variable: "https://host/v1"}
+    environ = dict.fromkeys(provider.key_variables, "key") | {
+        provider.url_variable: "https://host/v1"
+    }
     assert resolve(f"{name}:m", environ=environ).url == "https://host/v1/chat/completions"
 
 
 def test_the_documentation_has_this_table():
     page = Path(__file__).parents[2] / "docs" / "models.md"
-    assert table() in page.read_text(encoding="utf-8"), "write the table of providers.table() into docs/models.md"
+    assert table() in page.read_text(encoding="utf-8"), (
+        "write the table of providers.table() into docs/models.md"
+    )
 
 
-@pytest.mark.parametrize("model", ["claude-sonnet-4@20250514", "llama3@latest", "@openai-prod/gpt-5", "m@v1.5"])
+@pytest.mark.parametrize(
+    "model", ["claude-sonnet-4@20250514", "llama3@latest", "@openai-prod/gpt-5", "m@v1.5"]
+)
 def test_a_name_may_have_an_at_sign(model):
     assert split_url(model) == (model, None)

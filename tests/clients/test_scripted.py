@@ -32,7 +32,8 @@ def test_a_list_is_told_in_order_and_its_end_is_clear():
     client = ScriptedClient(["a", rate_limited(1.5), "b"])
     assert outcomes(client, *"1234") == ["a", "RateLimited", "b", "Refused"]
     with pytest.raises(
-        Refused, match=r"^scripted:test: all 3 replies are used up \(this is request 5\): add one, or use"
+        Refused,
+        match=r"^scripted:test: all 3 replies are used up \(this is request 5\): add one, or use",
     ):
         run(client.complete(request()))
 
@@ -47,7 +48,9 @@ def test_functions_plain_and_async():
 
 
 def test_rules_look_at_the_last_message_and_repeat_their_last_reply():
-    client = ScriptedClient([ScriptRule("cap.tal", ("Paris", "Rome")), ScriptRule("^no", rate_limited()), "else"])
+    client = ScriptedClient(
+        [ScriptRule("cap.tal", ("Paris", "Rome")), ScriptRule("^no", rate_limited()), "else"]
+    )
     assert outcomes(client, "capital?", "a\ncapital", "capital", "no", "x") == [
         "Paris",
         "Rome",
@@ -69,20 +72,36 @@ def test_a_reply_is_bounded_by_max_tokens():
         return await ScriptedClient(["x" * 100]).complete(request(max_tokens=5))
 
     reply = run(main())
-    assert (reply.message.content, reply.finish, reply.usage) == ("x" * 20, "length", Usage(2, 5, calls=1))
+    assert (reply.message.content, reply.finish, reply.usage) == (
+        "x" * 20,
+        "length",
+        Usage(2, 5, calls=1),
+    )
 
 
 def test_messages_and_replies_go_out_as_given():
     call = ToolCall("1", "look", "{}")
-    given = Reply(Message("assistant", "a"), Usage(10, 20, calls=1), token_ids=(1, 2), logprobs=(-1.0, -2.0))
+    given = Reply(
+        Message("assistant", "a"), Usage(10, 20, calls=1), token_ids=(1, 2), logprobs=(-1.0, -2.0)
+    )
 
     async def main():
-        client = ScriptedClient([Message("assistant", "", reasoning="hm", tool_calls=(call,)), given])
+        client = ScriptedClient(
+            [Message("assistant", "", reasoning="hm", tool_calls=(call,)), given]
+        )
         return await client.complete(request()), await client.complete(request()), client.served
 
     first, second, served = run(main())
-    assert (first.message.tool_calls, first.finish, first.usage) == ((call,), "tool_calls", Usage(2, 3, 0, 1, 1))
-    assert (second.token_ids, second.logprobs, second.usage) == ((1, 2), (-1.0, -2.0), Usage(10, 20, calls=1))
+    assert (first.message.tool_calls, first.finish, first.usage) == (
+        (call,),
+        "tool_calls",
+        Usage(2, 3, 0, 1, 1),
+    )
+    assert (second.token_ids, second.logprobs, second.usage) == (
+        (1, 2),
+        (-1.0, -2.0),
+        Usage(10, 20, calls=1),
+    )
     assert served == Usage(12, 23, 0, 1, 2)
 
 

@@ -1,4 +1,5 @@
-"""The scripted server as a peer's client and a plain HTTP caller would meet it, and from the command line."""
+"""The scripted server as a peer's client and a plain HTTP caller would meet it, and from the
+command line."""
 
 import asyncio
 import http.client
@@ -13,7 +14,16 @@ import msgspec
 import pytest
 
 from ramify.clients.pool import ClientPool
-from ramify.clients.scripted import cut, dropped, html, malformed, no_choices, rate_limited, refused, server_error
+from ramify.clients.scripted import (
+    cut,
+    dropped,
+    html,
+    malformed,
+    no_choices,
+    rate_limited,
+    refused,
+    server_error,
+)
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import ConfigError
 from ramify.types.message import Message, Reply, ToolCall, Usage
@@ -38,7 +48,9 @@ ASK = {"model": "m", "messages": [{"role": "user", "content": "hi there"}]}
 def answers(script, *bodies, path="/chat/completions", **options):
     async def main():
         async with ScriptedServer(script, **options) as server:
-            return [await asyncio.to_thread(post, server.url + path, body) for body in bodies or (ASK,)], server
+            return [
+                await asyncio.to_thread(post, server.url + path, body) for body in bodies or (ASK,)
+            ], server
 
     return run(main())
 
@@ -47,13 +59,25 @@ def test_a_completion():
     (status, headers, body), *_ = answers(["hello"])[0]
     assert (status, headers["Content-Type"]) == (200, "application/json")
     assert json.loads(body) == {
-        "id": "chatcmpl-scripted", "object": "chat.completion", "created": 0, "model": "m",
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}],
+        "id": "chatcmpl-scripted",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "hello"},
+                "finish_reason": "stop",
+            }
+        ],
         "usage": {
-            "prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4,
-            "prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": {"reasoning_tokens": 0},
+            "prompt_tokens": 2,
+            "completion_tokens": 2,
+            "total_tokens": 4,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
-    }  # fmt: skip
+    }
 
 
 def test_a_stream_is_one_event():
@@ -64,7 +88,14 @@ def test_a_stream_is_one_event():
 
 
 def test_failures_on_the_wire():
-    script = [rate_limited(1.5), server_error(503), refused(403, "no"), html(), malformed("{"), no_choices()]
+    script = [
+        rate_limited(1.5),
+        server_error(503),
+        refused(403, "no"),
+        html(),
+        malformed("{"),
+        no_choices(),
+    ]
     got, server = answers(script, *[ASK] * 6)
     assert [status for status, _, _ in got] == [429, 503, 403, 200, 200, 200]
     assert got[0][1]["retry-after-ms"] == "1500"
@@ -74,7 +105,8 @@ def test_failures_on_the_wire():
 
 
 @pytest.mark.parametrize(
-    ("failure", "error"), [(dropped(), http.client.RemoteDisconnected), (cut(), http.client.IncompleteRead)]
+    ("failure", "error"),
+    [(dropped(), http.client.RemoteDisconnected), (cut(), http.client.IncompleteRead)],
 )
 def test_connections_that_break(failure, error):
     async def main():
@@ -90,7 +122,12 @@ def test_connections_that_break(failure, error):
     ("body", "path", "status", "says"),
     [
         (b"nonsense", "/chat/completions", 400, "not a request for a chat completion"),
-        ({"messages": [{"role": "wizard"}]}, "/chat/completions", 400, "Invalid enum value 'wizard'"),
+        (
+            {"messages": [{"role": "wizard"}]},
+            "/chat/completions",
+            400,
+            "Invalid enum value 'wizard'",
+        ),
         (ASK, "/nowhere", 404, "no POST /v1/nowhere here: POST http://127.0.0.1"),
         (
             {"messages": [{"role": "user", "content": "x" * 99}]},
@@ -133,7 +170,9 @@ def test_async_scripts_run_side_by_side():
 
         async with ScriptedServer(script) as server:
             pool = ClientPool(base_urls={"vllm": server.url})
-            await asyncio.gather(*(pool.ask(pool.client("vllm:m"), request(), Books()) for _ in range(5)))
+            await asyncio.gather(
+                *(pool.ask(pool.client("vllm:m"), request(), Books()) for _ in range(5))
+            )
             await pool.close()
             return server.most_in_flight
 
@@ -165,7 +204,11 @@ def test_from_the_command_line(tmp_path):
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     assert (status, json.loads(body)["choices"][0]["message"]["content"]) == (200, "hello")
-    assert counts == {"answered": 1, "most_in_flight": 1, "usage": {"input_tokens": 2, "output_tokens": 2, "calls": 1}}
+    assert counts == {
+        "answered": 1,
+        "most_in_flight": 1,
+        "usage": {"input_tokens": 2, "output_tokens": 2, "calls": 1},
+    }
     assert models["data"][0]["max_model_len"] == 128_000
     wrong = subprocess.run([*command, str(tmp_path / "none.json")], capture_output=True, text=True)
     assert (wrong.returncode, wrong.stderr.startswith("error: script ")) == (1, True)

@@ -18,7 +18,8 @@ IMPOSSIBLE = {
     "more cached than given": FAIR | {"prompt_tokens_details": {"cached_tokens": 500}},
     "more cached, as deepseek says it": FAIR | {"prompt_cache_hit_tokens": 500},
     "more stored than given": FAIR | {"prompt_tokens_details": {"cache_write_tokens": 6}},
-    "cached and stored together": FAIR | {"prompt_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 3}},
+    "cached and stored together": FAIR
+    | {"prompt_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 3}},
     "negative cached": FAIR | {"prompt_tokens_details": {"cached_tokens": -5}},
     "negative prompt": FAIR | {"prompt_tokens": -5},
     "negative reply": FAIR | {"completion_tokens": -2},
@@ -82,7 +83,11 @@ def test_what_can_be_is_read(usage: Any, read: Usage) -> None:
 
 
 def test_no_number_at_all_costs_no_reply() -> None:
-    body = sent(FAIR | {"cost": 1}).replace(b'"prompt_tokens":5', b'"prompt_tokens":NaN').replace(b":1}", b":NaN}")
+    body = (
+        sent(FAIR | {"cost": 1})
+        .replace(b'"prompt_tokens":5', b'"prompt_tokens":NaN')
+        .replace(b":1}", b":NaN}")
+    )
     assert b"NaN" in body
     assert booked(body) == (MOST, None, "x")
 

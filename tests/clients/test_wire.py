@@ -1,4 +1,5 @@
-"""Sockets: proxies and certificate authorities from the environment, lazy imports, connections used again."""
+"""Sockets: proxies and certificate authorities from the environment, lazy imports, connections used
+again."""
 
 import shutil
 import ssl
@@ -15,9 +16,16 @@ from tests.clients.helpers import Books, Says, request, run
 
 REPLY = b'{"choices": [{"message": {"content": "hello"}}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
 VARIABLES = (
-    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
-    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS",
-)  # fmt: skip
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "NO_PROXY",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
+    "NODE_EXTRA_CA_CERTS",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +37,15 @@ def bare_environment(monkeypatch):
 
 def test_naming_models_imports_no_http_library():
     code = (
-        "import sys; from ramify.clients.pool import ClientPool; ClientPool(keys={'openai': 'key-123'}).client('openai:gpt-5');"
-        "print([name for name in ('aiohttp', 'anthropic', 'litellm', 'asyncio') if name in sys.modules])"
+        "import sys; from ramify.clients.pool import ClientPool; ClientPool(keys={'openai': "
+        "'key-123'}).client('openai:gpt-5');"
+        "print([name for name in ('aiohttp', 'anthropic', 'litellm', 'asyncio') if name in "
+        "sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "['asyncio']\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "['asyncio']\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +68,8 @@ def test_proxies_of_the_environment(environ, url, proxy, monkeypatch):
 def test_a_proxy_that_cannot_be_used_is_named(monkeypatch):
     monkeypatch.setenv("all_proxy", "socks5://p:1")
     with pytest.raises(
-        ConfigError, match="names a socks5 proxy for https://host/v1: give an http:// proxy in HTTPS_PROXY"
+        ConfigError,
+        match="names a socks5 proxy for https://host/v1: give an http:// proxy in HTTPS_PROXY",
     ):
         proxy_for("https://host/v1")
 
@@ -92,14 +106,35 @@ def certificate(tmp_path):
         pytest.skip("openssl is not installed")
     pem, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(pem)],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost",
+            "-keyout",
+            str(key),
+            "-out",
+            str(pem),
+        ],
+        check=True,
+        capture_output=True,
+    )
     return pem, key
 
 
-@pytest.mark.parametrize("variable", ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS", None])
+@pytest.mark.parametrize(
+    "variable", ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS", None]
+)
 def test_certificate_authorities_of_the_environment(variable, certificate, monkeypatch):
     pem, key = certificate
     if variable is not None:
@@ -132,8 +167,16 @@ def test_certificate_authorities_of_the_environment(variable, certificate, monke
             "/no/such/ca.pem",
             r"SSL_CERT_FILE names /no/such/ca\.pem: No such file or directory; fix or",
         ),
-        ("SSL_CERT_FILE", __file__, r"SSL_CERT_FILE names .*, which holds no certificate in PEM form; fix or unset it"),
-        ("SSL_CERT_DIR", "/no/such:/nor/this", r"SSL_CERT_DIR names /no/such:/nor/this, which is no folder"),
+        (
+            "SSL_CERT_FILE",
+            __file__,
+            r"SSL_CERT_FILE names .*, which holds no certificate in PEM form; fix or unset it",
+        ),
+        (
+            "SSL_CERT_DIR",
+            "/no/such:/nor/this",
+            r"SSL_CERT_DIR names /no/such:/nor/this, which is no folder",
+        ),
     ],
 )
 def test_a_missing_bundle_is_named(variable, value, message, monkeypatch):

@@ -1,4 +1,5 @@
-"""The simulated queue decides as the real one does: what it took when is played to ``train/group_queue.py``, event by event."""
+"""The simulated queue decides as the real one does: what it took when is played to
+``train/group_queue.py``, event by event."""
 
 from __future__ import annotations
 
@@ -35,21 +36,31 @@ class _Noting(simulated_queue.SimulatedQueue):
 
     def _over(self, attempt: Any, _: Any) -> None:
         super()._over(attempt, _)
-        self.events.append(("whole", next(each.number for each in self._open if attempt in each.attempts)))
+        self.events.append(
+            ("whole", next(each.number for each in self._open if attempt in each.attempts))
+        )
 
 
-def simulated(sample: StepSampleSpec, has_no_signal: Callable[[int], bool], seed: int) -> list[Event]:
+def simulated(
+    sample: StepSampleSpec, has_no_signal: Callable[[int], bool], seed: int
+) -> list[Event]:
     env, draw, events = Environment(), random.Random(seed), []
     rate = EngineRate(((1.0, 1.0),))
     took = [draw.choice([1, 2, 3, 30]) + draw.random() for _ in range(500)]
     rules = SimulationSetting(
-        items=sample.items, group=1, concurrency=99, staleness=sample.max_staleness, max_items=sample.max_items,
+        items=sample.items,
+        group=1,
+        concurrency=99,
+        staleness=sample.max_staleness,
+        max_items=sample.max_items,
         grace_steps=sample.grace_steps,
-    )  # fmt: skip
+    )
     stage = SimulatedStage(env, [SimulatedEngine(env, rate, 99)], rate, 99, 99)
 
     def drawn(number: int) -> tuple[list[RolloutShape], bool]:
-        return [RolloutShape((CallShape((TurnShape(0, 0, 0),), took[number]),))], has_no_signal(number)
+        return [RolloutShape((CallShape((TurnShape(0, 0, 0),), took[number]),))], has_no_signal(
+            number
+        )
 
     queue = _Noting(env, stage, rules, drawn, 1, NUM_STEPS)
     queue.events = events
@@ -91,7 +102,9 @@ class _Rollouts:
         return GroupRollout(item, attempts, None)
 
 
-async def check(sample: StepSampleSpec, has_no_signal: Callable[[int], bool], events: list[Event]) -> int:
+async def check(
+    sample: StepSampleSpec, has_no_signal: Callable[[int], bool], events: list[Event]
+) -> int:
     """Has the real queue go through ``events``; the number of steps that were compared."""
     items = [Item("?", "", id=str(number)) for number in range(500)]
     rollouts: Any = _Rollouts()
@@ -100,7 +113,11 @@ async def check(sample: StepSampleSpec, has_no_signal: Callable[[int], bool], ev
     num, taking = 0, asyncio.create_task(queue.take(0))
     for index, (what, which) in enumerate(events):
         await _settle()
-        assert taking.done() is (what == "taken" or num > _count(events[:index], "newer")), (index, what, which)
+        assert taking.done() is (what == "taken" or num > _count(events[:index], "newer")), (
+            index,
+            what,
+            which,
+        )
         if what == "whole":
             result = rollouts.begun[str(which)].result
             result.set_result(Trajectory("t", "?", task=str(which), rewards={"correct": 1.0}))
@@ -127,11 +144,15 @@ async def _settle() -> None:
 
 @pytest.mark.parametrize("max_items", [0, 7])
 @pytest.mark.parametrize(("staleness", "grace_steps"), [(0, 4), (1, 0), (1, 4), (2, 1)])
-def test_both_take_the_same_groups_at_the_same_events(staleness: int, grace_steps: int, max_items: int) -> None:
+def test_both_take_the_same_groups_at_the_same_events(
+    staleness: int, grace_steps: int, max_items: int
+) -> None:
     def has_no_signal(number: int) -> bool:
         return bool(max_items) and random.Random(f"silent/{number}").random() < 0.4
 
-    sample = StepSampleSpec(items=3, max_items=max_items, max_staleness=staleness, grace_steps=grace_steps)
+    sample = StepSampleSpec(
+        items=3, max_items=max_items, max_staleness=staleness, grace_steps=grace_steps
+    )
     for seed in range(3):
         events = simulated(sample, has_no_signal, seed)
         assert asyncio.run(check(sample, has_no_signal, events)) == NUM_STEPS

@@ -1,4 +1,5 @@
-"""Processors that are shared, by hand; slots that hold what the real ones do; and what a run writes down of both."""
+"""Processors that are shared, by hand; slots that hold what the real ones do; and what a run writes
+down of both."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def ends(env: Environment, **events: Event) -> dict[str, float]:
 
 
 def test_sessions_share_what_cores_there_are() -> None:
-    """Three of 2, 2 and 5 s on two cores: at two thirds each until 3 s, when the last has 3 s left and a core to itself."""
+    """Three of 2, 2 and 5 s on two cores: at two thirds each until 3 s, when the last has 3 s left
+    and a core to itself."""
     env = Environment()
     cores = SimulatedCores(env, 2, None)
     found = ends(env, a=cores.session(2.0), b=cores.session(2.0), c=cores.session(5.0))
@@ -37,11 +39,14 @@ def test_sessions_share_what_cores_there_are() -> None:
 
 
 def test_engine_and_loop_take_turns() -> None:
-    """Ten tokens of a second; 2 s of the loop take 4, of which the engine has half; on the other core a session."""
+    """Ten tokens of a second; 2 s of the loop take 4, of which the engine has half; on the other
+    core a session."""
     env = Environment()
     engine = SimulatedEngine(env, EngineRate(((1.0, 1.0),)), 1)
     cores = SimulatedCores(env, 2, engine)
-    found = ends(env, reply=engine.sample(0, 0, 10), loop=cores.loop(2.0), session=cores.session(3.0))
+    found = ends(
+        env, reply=engine.sample(0, 0, 10), loop=cores.loop(2.0), session=cores.session(3.0)
+    )
     assert found == pytest.approx({"session": 3, "loop": 4, "reply": 12})
     assert not engine.wants
     assert cores.used_s == pytest.approx(15)
@@ -58,7 +63,8 @@ def test_one_core_for_all() -> None:
 
 
 def test_slots_hold_what_the_real_ones_do() -> None:
-    """Two slots: a call comes back to its own, a sibling copies what it shares, a third takes the slot that waited longest."""
+    """Two slots: a call comes back to its own, a sibling copies what it shares, a third takes the
+    slot that waited longest."""
     kept, first = SimulatedCache(2, 64), np.arange(20, dtype=np.int32)
 
     def asked(ids: Any, affinity: str) -> int:
@@ -107,6 +113,12 @@ def test_what_was_spent_is_written_and_cut(tmp_path: Path) -> None:
     assert spent.loop_s > 0
     assert spent.cores >= 1
     for step in (1, 2, 3):
-        cpu_seconds.write(tmp_path, CpuSeconds(step=step, cores=2, loop_s=0.5, sessions_s=1.5, engine=spent.engine))
+        cpu_seconds.write(
+            tmp_path,
+            CpuSeconds(step=step, cores=2, loop_s=0.5, sessions_s=1.5, engine=spent.engine),
+        )
     cpu_seconds.cut(tmp_path, 2)
-    assert [(each.step, each.sessions_s) for each in cpu_seconds.read(tmp_path)] == [(1, 1.5), (2, 1.5)]
+    assert [(each.step, each.sessions_s) for each in cpu_seconds.read(tmp_path)] == [
+        (1, 1.5),
+        (2, 1.5),
+    ]

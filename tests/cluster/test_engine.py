@@ -27,7 +27,10 @@ def ends(engine: SimulatedEngine, env: Environment, asked: list[tuple[float, int
     def ask(index: int, at: float, new: int, sampled: int) -> Generator[Any, Any, None]:
         yield env.timeout(at)
         spans = yield engine.sample(new, new, sampled)
-        found[index] = (round(env.now, 9), [(version, round(tokens, 9)) for version, tokens in spans])
+        found[index] = (
+            round(env.now, 9),
+            [(version, round(tokens, 9)) for version, tokens in spans],
+        )
 
     for index, request in enumerate(asked):
         env.process(ask(index, *request))
@@ -48,7 +51,8 @@ def test_one_slot_takes_one_after_the_other(env: Environment) -> None:
 
 
 def test_two_slots_share_a_pace(env: Environment) -> None:
-    """Alone until 2: 2 tokens. Two until the second has its 2 after 3 s. Alone again for 10 - 4 tokens."""
+    """Alone until 2: 2 tokens. Two until the second has its 2 after 3 s. Alone again for 10 - 4
+    tokens."""
     found = ends(SimulatedEngine(env, SLOWER, 2), env, [(0, 0, 10), (2, 0, 2)])
     assert [at for at, _ in found] == [2 + 3 + 6, 2 + 3]
 
@@ -61,7 +65,11 @@ def test_a_prompt_holds_everybody_up(env: Environment) -> None:
 
 def test_a_step_with_more_than_was_measured_goes_on_along_the_line(env: Environment) -> None:
     assert [SLOWER.step_s(b) for b in (0.5, 1, 1.5, 2, 3, 4)] == [1, 1, 1.25, 1.5, 2, 2.5]
-    assert [at for at, _ in ends(SimulatedEngine(env, SLOWER, 9), env, [(0, 0, 2)] * 3)] == [4, 4, 4]
+    assert [at for at, _ in ends(SimulatedEngine(env, SLOWER, 9), env, [(0, 0, 2)] * 3)] == [
+        4,
+        4,
+        4,
+    ]
 
 
 def at(env: Environment, seconds: float, act: Callable[[], object]) -> None:
@@ -73,7 +81,8 @@ def at(env: Environment, seconds: float, act: Callable[[], object]) -> None:
 
 
 def test_new_weights_are_read_again_and_noted(env: Environment) -> None:
-    """At 4 the first has 4 tokens after a prompt of 10 that took 1 s: 3 of them, and 13 tokens are read again in 1.3 s."""
+    """At 4 the first has 4 tokens after a prompt of 10 that took 1 s: 3 of them, and 13 tokens are
+    read again in 1.3 s."""
     engine = SimulatedEngine(env, SLOWER, 2)
     at(env, 4, lambda: engine.take(7))
     assert ends(engine, env, [(0, 10, 5)]) == [(4 + 1.3 + 2, [(0, 3), (7, 2)])]
@@ -103,7 +112,8 @@ def test_a_tree_begins_at_the_engine_with_least_to_do(env: Environment) -> None:
 
 
 def test_littles_law(env: Environment) -> None:
-    """Sequences in the engine on average are arrivals a second times the seconds that each stays."""
+    """Sequences in the engine on average are arrivals a second times the seconds that each
+    stays."""
     draw, stays = random.Random(3), []
     engine = SimulatedEngine(env, EngineRate(((1.0, 0.1), (10.0, 0.4)), prompt_token_s=1e-3), 1000)
 

@@ -32,21 +32,39 @@ TOKEN_S, READY_S, LEARN_S, PUBLISH_S, EVALUATE_S = 0.01, 0.2, 3.0, 0.5, 7.0
 def rollout(name: str, started_at: float, tokens: int) -> Trajectory:
     """One request on an engine whose step takes a hundredth of a second, and a cell of 0.1 s."""
     seconds = TOKEN_S * tokens
-    reply = Reply(Message("assistant", ""), Usage(20, tokens, calls=1), prompt_ids=(1,) * 20, token_ids=(2,) * tokens,
-                  seconds=seconds)  # fmt: skip
-    call = Call("0", "rlm", "m", 0, "?", turns=[Turn(0, (), reply, (Cell("", seconds=0.1),))], ended_s=seconds + 0.1)
-    return Trajectory(name, "?", task="i", calls=[call], seconds=seconds + 0.1, started_at=started_at)
+    reply = Reply(
+        Message("assistant", ""),
+        Usage(20, tokens, calls=1),
+        prompt_ids=(1,) * 20,
+        token_ids=(2,) * tokens,
+        seconds=seconds,
+    )
+    call = Call(
+        "0",
+        "rlm",
+        "m",
+        0,
+        "?",
+        turns=[Turn(0, (), reply, (Cell("", seconds=0.1),))],
+        ended_s=seconds + 0.1,
+    )
+    return Trajectory(
+        name, "?", task="i", calls=[call], seconds=seconds + 0.1, started_at=started_at
+    )
 
 
 def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts: object) -> Path:
-    """A synchronous run: after its second step it evaluates. Rollouts begin together, the longest has 100 tokens."""
+    """A synchronous run: after its second step it evaluates. Rollouts begin together, the longest
+    has 100 tokens."""
     out.mkdir()
     draw, metrics, at_s = random.Random(0), MetricsFile(out), 0.0
     (out / "rollouts").mkdir()
     for step in range(1, steps + 1):
         lengths = [100, *(draw.randrange(5, 100) for _ in range(items * group - 1))]
         trees = [
-            rollout(f"step={step}/group={index // group}/rollout={index % group}", 1000.0 + at_s, tokens)
+            rollout(
+                f"step={step}/group={index // group}/rollout={index % group}", 1000.0 + at_s, tokens
+            )
             for index, tokens in enumerate(lengths)
         ]
         write(out / f"rollouts/step-{step:06d}.jsonl", trees)
@@ -61,10 +79,20 @@ def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts
         {"items": items, "max_items": 9, "straggler_factor": 3.0, **rollouts},
         {"group": group, "concurrency": 64},
     )
-    state = CheckpointState(step=steps, config={"rl": {"sample": sample, "rollout": told}, "policy": {"slots": 32}})
+    state = CheckpointState(
+        step=steps, config={"rl": {"sample": sample, "rollout": told}, "policy": {"slots": 32}}
+    )
     CheckpointStore(out).save(state, {})
-    accounts = [GroupRecord(number=number, item="i", version=0, outcome="silent" if number % 3 == 0 else "learnt", rollouts=[])
-                for number in range(9)]  # fmt: skip
+    accounts = [
+        GroupRecord(
+            number=number,
+            item="i",
+            version=0,
+            outcome="silent" if number % 3 == 0 else "learnt",
+            rollouts=[],
+        )
+        for number in range(9)
+    ]
     write_accounts(out, accounts, 1)
     return out
 
@@ -73,7 +101,14 @@ def test_what_a_folder_says(tmp_path: Path) -> None:
     found = measured(folder(tmp_path / "run"))
     assert (len(found.groups), {len(group) for group in found.groups}) == (12, {2})
     sizes = found.sizes
-    assert (sizes.items, sizes.group, sizes.concurrency, sizes.slots, sizes.engines, sizes.ranks) == (
+    assert (
+        sizes.items,
+        sizes.group,
+        sizes.concurrency,
+        sizes.slots,
+        sizes.engines,
+        sizes.ranks,
+    ) == (
         3,
         2,
         64,
@@ -87,9 +122,9 @@ def test_what_a_folder_says(tmp_path: Path) -> None:
     assert found.step_s == pytest.approx([1.3 + 3.5] * 3)
     assert found.publish_s == pytest.approx([0.5] * 3)
     assert found.prepare_s == pytest.approx([READY_S] * 4)
-    assert found.learn(random.Random(0), sum(each.learnt for each in found.groups[0]) * 3, 1)[0] == pytest.approx(
-        3, rel=0.5
-    )
+    assert found.learn(random.Random(0), sum(each.learnt for each in found.groups[0]) * 3, 1)[
+        0
+    ] == pytest.approx(3, rel=0.5)
     assert found.zero_variance == pytest.approx(1 / 3)
     assert len(measured(tmp_path / "run", last=1).groups) == 3
 
@@ -98,7 +133,9 @@ def test_the_run_itself_is_predicted(tmp_path: Path) -> None:
     found = measured(folder(tmp_path / "run"))
     found.zero_variance = 0.0
     same = SimulationSetting(items=3, group=2, concurrency=64, slots=32)
-    steps = [simulate(found, same, steps=12, in_order=in_order).step_mean_s for in_order in (True, False)]
+    steps = [
+        simulate(found, same, steps=12, in_order=in_order).step_mean_s for in_order in (True, False)
+    ]
     assert steps == [pytest.approx(1.3 + 3.5, rel=0.1), pytest.approx(1.3 + 3.5, rel=0.2)]
 
 
@@ -108,11 +145,22 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
         EvaluateSpec(num=1, final=()),
     )
     train(
-        small(warmup=None, sft=sft, evaluate=evaluate, schedule=Schedule(evaluate_every=0, save_rollouts_every=1)), tmp_path / "run",
+        small(
+            warmup=None,
+            sft=sft,
+            evaluate=evaluate,
+            schedule=Schedule(evaluate_every=0, save_rollouts_every=1),
+        ),
+        tmp_path / "run",
         say=lambda _: None,
-    )  # fmt: skip
+    )
     found = measured(tmp_path / "run")
-    assert (found.sizes.items, found.sizes.group, found.sizes.concurrency, found.sizes.slots) == (2, 3, 1, 16)
+    assert (found.sizes.items, found.sizes.group, found.sizes.concurrency, found.sizes.slots) == (
+        2,
+        3,
+        1,
+        16,
+    )
     assert (len(found.groups), len(found.step_s)) == (8, 3)
     assert found.learn_base_s + found.learn_token_s > 0
     assert simulate(found, SimulationSetting(items=2, group=3, concurrency=1), steps=2).step_s > 0
@@ -128,8 +176,14 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
     ("lacks", "says"),
     [
         ("all", r"nowhere is not a run's folder: give the --out of ramify train"),
-        ("metrics.jsonl", r"no metrics.jsonl with steps of reinforcement learning: .*schedule\.save_rollouts_every=1"),
-        ("rollouts", r"no kept rollouts of its 4 steps: train with schedule\.save_rollouts_every=1"),
+        (
+            "metrics.jsonl",
+            r"no metrics.jsonl with steps of reinforcement learning: .*schedule\.save_rollouts_every=1",
+        ),
+        (
+            "rollouts",
+            r"no kept rollouts of its 4 steps: train with schedule\.save_rollouts_every=1",
+        ),
         ("a step", r"run has one step of reinforcement learning, .* give a run of at least two"),
         ("sense", r"step-000002.jsonl holds something else than trajectories"),
     ],
@@ -142,7 +196,9 @@ def test_a_folder_that_says_too_little(tmp_path: Path, lacks: str, says: str) ->
         for path in (run / lacks).iterdir():
             path.unlink()
     elif lacks == "a step":
-        (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().splitlines()[0] + "\n")
+        (run / "metrics.jsonl").write_text(
+            (run / "metrics.jsonl").read_text().splitlines()[0] + "\n"
+        )
     elif lacks == "sense":
         (run / "rollouts/step-000002.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=says):
@@ -151,15 +207,25 @@ def test_a_folder_that_says_too_little(tmp_path: Path, lacks: str, says: str) ->
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(folder(tmp_path / "run"))
-    assert COMMAND.call([run, "--devices", "3", "--staleness", "0,1", "--steps", "3"]) == ExitCode.ANSWERED
+    assert (
+        COMMAND.call([run, "--devices", "3", "--staleness", "0,1", "--steps", "3"])
+        == ExitCode.ANSWERED
+    )
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "by 24 rollouts of 12 groups; the run had 3 groups of 2 per step"
     head = next(
-        number for number, line in enumerate(said) if line.split()[:4] == ["engines", "slots", "ranks", "stale"]
+        number
+        for number, line in enumerate(said)
+        if line.split()[:4] == ["engines", "slots", "ranks", "stale"]
     )
     assert [line.partition(":")[0] for line in said[3:head]] == [
-        "assumed", "assumed", "assumed", "assumed of caches", "assumed of evaluations", ""
-    ]  # fmt: skip
+        "assumed",
+        "assumed",
+        "assumed",
+        "assumed of caches",
+        "assumed of evaluations",
+        "",
+    ]
     assert len(said) == head + 1 + 6 + 1
     hours = [float(line.replace(" shared", "").split()[6]) for line in said[head + 1 : -1]]
     assert hours == sorted(hours, reverse=True)
@@ -183,16 +249,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert COMMAND.call(asked) == ExitCode.ANSWERED
     assert capsys.readouterr().out == first
     told = json.loads(first)
-    assert [(each["setting"]["engines"], each["setting"]["slots"]) for each in told["predicted"]] == [(1, 4), (2, 4)]
+    assert [
+        (each["setting"]["engines"], each["setting"]["slots"]) for each in told["predicted"]
+    ] == [(1, 4), (2, 4)]
     assert told["measured"]["sizes"]["slots"] == 32
 
 
 def test_more_than_can_be_played(tmp_path: Path) -> None:
     run = str(folder(tmp_path / "run"))
-    with pytest.raises(ConfigError, match="3 devices have no room for an engine of 4: give at least as many"):
+    with pytest.raises(
+        ConfigError, match="3 devices have no room for an engine of 4: give at least as many"
+    ):
         COMMAND.call([run, "--devices", "3", "--engine-devices", "4"])
     with pytest.raises(
-        ConfigError, match=r"100000 settings over 20 steps are .* rollouts, and .* at most are played: try"
+        ConfigError,
+        match=r"100000 settings over 20 steps are .* rollouts, and .* at most are played: try",
     ):
         COMMAND.call([run, "--devices", "100000"])
 
@@ -202,7 +273,11 @@ def test_evaluations_count_in_hours_alone(tmp_path: Path) -> None:
     found = measured(folder(tmp_path / "run"))
     found.zero_variance = 0.0
     plain, evaluated = (
-        simulate(found, SimulationSetting(items=3, group=2, concurrency=64, slots=32, evaluate=every), steps=6)
+        simulate(
+            found,
+            SimulationSetting(items=3, group=2, concurrency=64, slots=32, evaluate=every),
+            steps=6,
+        )
         for every in (0, 2)
     )
     assert evaluated.step_mean_s == pytest.approx(plain.step_mean_s)
@@ -212,15 +287,24 @@ def test_evaluations_count_in_hours_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--devices", "4", "--engines", "2"], "--devices tries all splits: leave --engines and --ranks out"),
+        (
+            ["--devices", "4", "--engines", "2"],
+            "--devices tries all splits: leave --engines and --ranks out",
+        ),
         (["--engines", "two"], "--engines two: give numbers with commas between, as 1,2,4"),
         (["--slots", "0"], "--slots 0: each must be at least 1"),
         (["--staleness", "-1"], "--staleness -1: each must be at least 0"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--devices", "0"], "--devices 0: give 1 or more"),
-        (["--engine-devices", "2"], "--engine-devices says how --devices are split: give --devices, too"),
+        (
+            ["--engine-devices", "2"],
+            "--engine-devices says how --devices are split: give --devices, too",
+        ),
         (["--engines", "1,,2"], "--engines 1,,2: give numbers with commas between, as 1,2,4"),
-        (["--straggler-factor", "nan"], "--straggler-factor nan: times the median, at least 1, or 0 for never"),
+        (
+            ["--straggler-factor", "nan"],
+            "--straggler-factor nan: times the median, at least 1, or 0 for never",
+        ),
         (["--grace-steps", "-1"], "--grace-steps -1: give 0 or more"),
     ],
 )

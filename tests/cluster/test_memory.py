@@ -1,4 +1,5 @@
-"""Estimated bytes against real ones, of models, optimizers and engines that are made here; and one large shape by hand."""
+"""Estimated bytes against real ones, of models, optimizers and engines that are made here; and one
+large shape by hand."""
 
 from __future__ import annotations
 
@@ -24,9 +25,16 @@ from tests.train.small import small
 
 CPU, H100 = device_of("cpu"), device_of("h100")
 HALF = {
-    "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-    "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
 """Qwen2.5-0.5B."""
 
 
@@ -54,7 +62,11 @@ def test_what_a_trainer_holds(kind: Any) -> None:
     state = 0
     for each in single._optimizers.each:
         for of_one in each.state.values():
-            state += sum(value.nbytes for value in of_one.values() if isinstance(value, torch.Tensor) and value.dim())
+            state += sum(
+                value.nbytes
+                for value in of_one.values()
+                if isinstance(value, torch.Tensor) and value.dim()
+            )
     assert (found["weights"], found["gradients"], found["optimizer"]) == (weights, weights, state)
 
 
@@ -98,12 +110,17 @@ def test_half_a_billion_by_hand() -> None:
     )  # fmt: skip
     found = memory.of_rank(run, shape, H100, ranks=4, rank=1).parts
     quarter = 123_508_192 * 4
-    assert (found["weights"], found["gradients"], found["optimizer"]) == (quarter, quarter, 2 * quarter)
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (
+        quarter,
+        quarter,
+        2 * quarter,
+    )
     # bf16: two layers and what is outside, whole; gradients of one layer and of what is outside
     assert found["gathered"] == 2 * (2 * 14_912_384 + 136_135_552) + 2 * (14_912_384 + 136_135_552)
     # a token keeps ten vectors of 896 and four of 4,864 in each of 24 layers, at four bytes
     assert found["activations, at most"] == 16_384 * 24 * 4 * (8_960 + 19_456)
-    # 2 x 24 layers x 2 heads x 64 x 2 bytes = 12,288 a token; a third of 80 GB is 66 slots of 32,768 tokens
+    # 2 x 24 layers x 2 heads x 64 x 2 bytes = 12,288 a token; a third of 80 GB is 66 slots of
+    # 32,768 tokens
     engine = memory.of_engine(msgspec.structs.replace(run, inference=InferenceSpec()), shape, H100)
     assert engine.parts == {"weights": 988_065_536, "keys and values": 66 * 32_768 * 12_288}
     assert engine.fits
@@ -123,6 +140,8 @@ def test_adapters_are_all_that_is_trained() -> None:
 
 def test_a_second_model_is_counted() -> None:
     rl = RlSpec(loss=LossSpec(kl_beta=0.1))
-    with_kl, without = (memory.of_rank(small(rl=each), shape_of(CONFIG), CPU, 1).parts for each in (rl, RlSpec()))
+    with_kl, without = (
+        memory.of_rank(small(rl=each), shape_of(CONFIG), CPU, 1).parts for each in (rl, RlSpec())
+    )
     assert with_kl["reference"] == with_kl["weights"]
     assert "reference" not in without

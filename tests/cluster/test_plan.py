@@ -1,4 +1,5 @@
-"""The plan of a recipe: who goes where, how long a step takes, by hand and from a run; and the command that prints it."""
+"""The plan of a recipe: who goes where, how long a step takes, by hand and from a run; and the
+command that prints it."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ from tests.cluster.test_memory import half
 from tests.train.small import small
 
 TOGETHER = PlacementSpec(
-    pools={"main": NodePool(nodes=1, gpus=2, cpus=8)}, trainer=RoleSpec(gpus=1), inference=RoleSpec(gpus=1),
+    pools={"main": NodePool(nodes=1, gpus=2, cpus=8)},
+    trainer=RoleSpec(gpus=1),
+    inference=RoleSpec(gpus=1),
     colocate=(("trainer", "inference"),),
-)  # fmt: skip
+)
 RECIPE = """
 from tests.cluster.test_plan import placed
 def run():
@@ -47,29 +50,40 @@ SLOW = DeviceSpec("slow", 1, tflops=1e-6, gb_per_s=1e-3)
 
 def placed(**changes: Any) -> Run:
     fields: dict[str, Any] = {
-        "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192), "inference": InferenceSpec(num=2),
+        "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192),
+        "inference": InferenceSpec(num=2),
         "placement": TOGETHER,
-    }  # fmt: skip
+    }
     return half(**(fields | changes))
 
 
 def test_a_plan_says_who_goes_where_and_what_each_holds() -> None:
     found = plan(placed())
-    assert [(placement_slot.pool, placement_slot.node, [tuple(each) for each in placement_slot.members]) for placement_slot in found.placement_slots] == [
-        ("main", 0, [("trainer", 0), ("inference", 0)]), ("main", 0, [("trainer", 1), ("inference", 1)]),
-    ]  # fmt: skip
+    assert [
+        (placement_slot.pool, placement_slot.node, [tuple(each) for each in placement_slot.members])
+        for placement_slot in found.placement_slots
+    ] == [
+        ("main", 0, [("trainer", 0), ("inference", 0)]),
+        ("main", 0, [("trainer", 1), ("inference", 1)]),
+    ]
     assert [(part.role, part.count, part.device) for part in found.parts] == [
-        ("rank 0", 1, "h100"), ("other ranks", 1, "h100"), ("engine", 2, "h100"),
+        ("rank 0", 1, "h100"),
+        ("other ranks", 1, "h100"),
+        ("engine", 2, "h100"),
         ("sessions", 1, "cpu"),
-    ]  # fmt: skip
+    ]
     text = "\n".join(lines(found))
-    assert "pool main node 0 (2 GPUs, 8 CPUs)\n  seat 0: 1 GPUs, 2 CPUs: trainer 0, inference 0\n" in text
+    assert (
+        "pool main node 0 (2 GPUs, 8 CPUs)\n  seat 0: 1 GPUs, 2 CPUs: trainer 0, inference 0\n"
+        in text
+    )
     assert "494,032,768 parameters, 24 layers of width 896, window 32768" in text
     assert found.parts[-1].memory.parts == {"128 sessions, empty": 128 * 2_500_000}
     assert text.split("  sessions x 1 (cpu): ")[1].splitlines()[:3] == [
         "320 MB",
         "    128 sessions, empty       320 MB",
-        "    what they hold comes on top; limits: one session (sandbox.memory_bytes) 2.15 GB, all together "
+        "    what they hold comes on top; limits: one session (sandbox.memory_bytes) 2.15 GB, all "
+        "together "
         "(sandbox.all_memory_bytes) three quarters of the machine's",
     ]
     weak = plan(placed(sandbox=SandboxSpec("process", allow_weaker=True)))
@@ -80,10 +94,17 @@ def test_a_plan_says_who_goes_where_and_what_each_holds() -> None:
 
 
 def test_nodes_may_be_said_for_the_only_pool() -> None:
-    four = placed(compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=4)), inference=InferenceSpec(num=4))
-    with pytest.raises(ConfigError, match="trainer and inference 4 x 1 = 4 GPUs, and it has 1 x 2 = 2"):
+    four = placed(
+        compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=4)),
+        inference=InferenceSpec(num=4),
+    )
+    with pytest.raises(
+        ConfigError, match="trainer and inference 4 x 1 = 4 GPUs, and it has 1 x 2 = 2"
+    ):
         plan(four)
-    assert [placement_slot.node for placement_slot in plan(four, PlanOptions(nodes=2)).placement_slots] == [0, 0, 1, 1]
+    assert [
+        placement_slot.node for placement_slot in plan(four, PlanOptions(nodes=2)).placement_slots
+    ] == [0, 0, 1, 1]
 
 
 def test_engines_over_two_gpus_share_them_with_two_ranks() -> None:
@@ -100,7 +121,8 @@ def test_engines_over_two_gpus_share_them_with_two_ranks() -> None:
 
 
 def test_seconds_by_hand() -> None:
-    """TOY on a device of 10^6 FLOP/s and 10^6 bytes/s, of which half is got: 400 tokens sampled in 10 rollouts, 600 given.
+    """TOY on a device of 10^6 FLOP/s and 10^6 bytes/s, of which half is got: 400 tokens sampled in
+    10 rollouts, 600 given.
 
     a token forward          2 x 1,000 + 4 x 2 x 10 x length / 2: 6,000 at a mean length of 100, 4,000 at 50
     learning on 2 ranks      1,000 tokens x 3 x 6,000 / (2 x 5 x 10^5)                                      = 18 s
@@ -110,23 +132,31 @@ def test_seconds_by_hand() -> None:
     sampling                 4.8 + 400 / 8 x 0.072                                                          = 8.4 s
     sync                     4,000 bytes at 10^4 bytes/s                                                    = 0.4 s
     """
-    run = small(policy=msgspec.structs.replace(small().policy, slots=8), rl=msgspec.structs.replace(
-        small().rl, rollout=msgspec.structs.replace(small().rl.rollout, concurrency=64)
-    ))  # fmt: skip
+    run = small(
+        policy=msgspec.structs.replace(small().policy, slots=8),
+        rl=msgspec.structs.replace(
+            small().rl, rollout=msgspec.structs.replace(small().rl.rollout, concurrency=64)
+        ),
+    )
     tokens, shares = StepTokens(400, 600, 10, "given"), DeviceEfficiency(0.5, 0.5, 0.5)
     found = steps.seconds(run, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5)
     assert (found.learning, found.sampling, found.sync) == pytest.approx((18.0, 8.4, 0.4))
     assert found.step == pytest.approx(26.8)
-    apart = msgspec.structs.replace(run, rl=msgspec.structs.replace(run.rl, sample=StepSampleSpec(max_staleness=1)))
+    apart = msgspec.structs.replace(
+        run, rl=msgspec.structs.replace(run.rl, sample=StepSampleSpec(max_staleness=1))
+    )
     assert steps.seconds(
         apart, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5
-    ).step == pytest.approx(18.4)  # fmt: skip
+    ).step == pytest.approx(18.4)
     again = msgspec.structs.replace(run, compute=ComputeSpec(recompute=True))
-    assert steps.seconds(again, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares).learning == pytest.approx(24.0)
+    assert steps.seconds(
+        again, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares
+    ).learning == pytest.approx(24.0)
 
 
 def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
-    """One rank learnt 300 tokens a second and one engine sampled 50: two of both halve the seconds."""
+    """One rank learnt 300 tokens a second and one engine sampled 50: two of both halve the
+    seconds."""
     checkpoints = CheckpointStore(tmp_path, 1, 0)
     checkpoints.save(CheckpointState(step=3, config=plain(small())), {})
     written = MetricsFile(tmp_path)
@@ -148,11 +178,15 @@ def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     zero_variance = MetricsFile(tmp_path)
     for step in range(3):
-        zero_variance.write(step, "rl", 0.0, {"work_s": 4.0, "learn_s": 0.0, "sampled_tokens": 200.0})
+        zero_variance.write(
+            step, "rl", 0.0, {"work_s": 4.0, "learn_s": 0.0, "sampled_tokens": 200.0}
+        )
     zero_variance.close()
     with pytest.raises(ConfigError, match=r"in no step that counts of .* was anything learnt"):
         plan(placed(), PlanOptions(measured=tmp_path))
-    with pytest.raises(ConfigError, match=r"--measured .*nowhere is no run's folder: it has no metrics\.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"--measured .*nowhere is no run's folder: it has no metrics\.jsonl"
+    ):
         plan(placed(), PlanOptions(measured=tmp_path / "nowhere"))
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="has no step of reinforcement learning"):

@@ -1,4 +1,5 @@
-"""How fast an engine is, read off requests that an engine of a known speed served, and asked of one that sleeps."""
+"""How fast an engine is, read off requests that an engine of a known speed served, and asked of one
+that sleeps."""
 
 from __future__ import annotations
 
@@ -58,17 +59,28 @@ def test_what_waited_for_a_slot_is_not_the_engines_time() -> None:
     assert [each.begun_s for each in admitted(asked, 2)] == [0, 1, 4, 6]
     assert admitted(asked, None) == asked
     crowded = fit(served(TRUE, 4, 1600), slots=4)
-    assert [crowded.step_s(b) for b in (2, 4)] == pytest.approx([TRUE.step_s(b) for b in (2, 4)], rel=0.15)
-    with pytest.raises(ConfigError, match=r"^0 of 9 requests say how fast .*schedule\.save_rollouts_every=1.* --calibrate"):
+    assert [crowded.step_s(b) for b in (2, 4)] == pytest.approx(
+        [TRUE.step_s(b) for b in (2, 4)], rel=0.15
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"^0 of 9 requests say how fast .*schedule\.save_rollouts_every=1.* --calibrate",
+    ):
         fit([MeasuredRequest(0.0, 1.0, 5, 0)] * 9, slots=4)
 
 
 def test_nothing_is_faster_than_nothing() -> None:
     """More at once was measured faster, by chance; no number of a rate is below zero."""
-    asked = [MeasuredRequest(t * 10.0, t * 10.0 + 2.0 - 0.1 * (t % 3), t % 3, 10) for t in range(12)]
+    asked = [
+        MeasuredRequest(t * 10.0, t * 10.0 + 2.0 - 0.1 * (t % 3), t % 3, 10) for t in range(12)
+    ]
     found = fit(asked)
     assert min(found.points[0][1], found.prompt_token_s, found.request_s) >= 0
-    assert from_steps([(4, 0.02), (1, 0.01), (2, 0.009)], 0.0).points == ((1, 0.01), (2, 0.01), (4, 0.02))
+    assert from_steps([(4, 0.02), (1, 0.01), (2, 0.009)], 0.0).points == (
+        (1, 0.01),
+        (2, 0.01),
+        (4, 0.02),
+    )
 
 
 def test_an_engine_is_asked_itself() -> None:

@@ -1,4 +1,5 @@
-"""Whole runs in simulated time: by hand, the same whenever asked, the same work whatever the setting."""
+"""Whole runs in simulated time: by hand, the same whenever asked, the same work whatever the
+setting."""
 
 from __future__ import annotations
 
@@ -12,19 +13,27 @@ from ramify.cluster.simulate import SimulationSetting, quantile, simulate
 from ramify.cluster.simulation_inputs import RunSizes, SimulationInputs
 from ramify.errors import ConfigError
 
-SIZES = RunSizes(items=1, group=1, concurrency=9, on_wire=9, engines=1, slots=9, ranks=1, staleness=0)
+SIZES = RunSizes(
+    items=1, group=1, concurrency=9, on_wire=9, engines=1, slots=9, ranks=1, staleness=0
+)
 
 
 def plain(tokens: int) -> RolloutShape:
     return RolloutShape((CallShape((TurnShape(0, 0, tokens),)),))
 
 
-def world(*lengths: list[int], step_s: float = 1.0, learn_s: float = 2.0, publish_s: float = 0.5) -> SimulationInputs:
+def world(
+    *lengths: list[int], step_s: float = 1.0, learn_s: float = 2.0, publish_s: float = 0.5
+) -> SimulationInputs:
     """``lengths``: of the replies of each group."""
     return SimulationInputs(
-        groups=[[plain(tokens) for tokens in group] for group in lengths], rate=EngineRate(((1.0, step_s),)), sizes=SIZES,
-        learn_base_s=learn_s, learn_token_s=0.0, publish_s=[publish_s],
-    )  # fmt: skip
+        groups=[[plain(tokens) for tokens in group] for group in lengths],
+        rate=EngineRate(((1.0, step_s),)),
+        sizes=SIZES,
+        learn_base_s=learn_s,
+        learn_token_s=0.0,
+        publish_s=[publish_s],
+    )
 
 
 def setting(**changes: object) -> SimulationSetting:
@@ -36,13 +45,18 @@ def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
     """10 tokens of a second each, 2 s of learning, half a second of publishing."""
     found = simulate(world([10]), setting(), steps=4)
     assert (found.step_s, found.step_90_s, found.step_mean_s) == (12.5, 12.5, 12.5)
-    assert (found.engine_busy, found.trainer_busy, found.staleness_max) == (10 / 12.5, 2.5 / 12.5, 0)
+    assert (found.engine_busy, found.trainer_busy, found.staleness_max) == (
+        10 / 12.5,
+        2.5 / 12.5,
+        0,
+    )
     assert (found.sampled_per_s, found.learnt_per_s) == (10 / 12.5, 10 / 12.5)
     assert found.steps_per_hour == 3600 / 12.5
 
 
 def test_staleness_by_hand() -> None:
-    """Groups of 10 s, any number at once; learning takes 2 s. With one version of staleness two are open at a time:
+    """Groups of 10 s, any number at once; learning takes 2 s. With one version of staleness two are
+    open at a time:
 
     t       0          10         12              14       22         24              26
     begun   0 and 1               2               3                   4               5
@@ -66,17 +80,24 @@ def test_a_pair_on_one_slot_waits() -> None:
 
 
 def test_children_hold_no_slot_and_no_place_on_the_wire() -> None:
-    """Root 2, then in a cell of 0.5 s a wave of two leaves of 3 and one leaf of 1 after them, then 2 more: 1 slot is enough."""
+    """Root 2, then in a cell of 0.5 s a wave of two leaves of 3 and one leaf of 1 after them, then
+    2 more: 1 slot is enough."""
     leaf = [CallShape((TurnShape(0, 0, tokens),)) for tokens in (3, 1)]
     cell = CellShape(0.5, ((leaf[0], leaf[0]), (leaf[1],)))
     root = CallShape((TurnShape(0, 0, 2, cells=(cell,)), TurnShape(0, 0, 2)), host_s=0.25)
-    measured = msgspec.structs.replace(world([1], learn_s=0.0, publish_s=0.0), groups=[[RolloutShape((root,))]])
+    measured = msgspec.structs.replace(
+        world([1], learn_s=0.0, publish_s=0.0), groups=[[RolloutShape((root,))]]
+    )
     assert simulate(measured, setting(), steps=1).step_s == 2 + 0.25 + 0.5 + 3 + 1 + 2
-    assert simulate(measured, setting(slots=1, on_wire=1), steps=1).step_s == 2 + 0.25 + 0.5 + 6 + 1 + 2
+    assert (
+        simulate(measured, setting(slots=1, on_wire=1), steps=1).step_s
+        == 2 + 0.25 + 0.5 + 6 + 1 + 2
+    )
 
 
 def test_shared_devices_stand_still_while_the_trainer_learns() -> None:
-    """Apart an engine samples 10 s while the trainer learns 10 s; on the same device one after the other."""
+    """Apart an engine samples 10 s while the trainer learns 10 s; on the same device one after the
+    other."""
     measured = world([10], learn_s=10.0, publish_s=0.0)
     assert simulate(measured, setting(staleness=1, slots=1), steps=6).step_mean_s == 10
     assert simulate(measured, setting(staleness=1, slots=1, shared=True), steps=6).step_mean_s == 20
@@ -95,11 +116,17 @@ def test_the_seed_decides_everything() -> None:
 @pytest.mark.parametrize("steps", [6])
 def test_work_does_not_depend_on_where_it_is_done(steps: int) -> None:
     """Tokens that are learnt from in so many steps, by all settings alike."""
-    asked = [setting(group=2, items=3, engines=engines, slots=slots, concurrency=concurrency)
-             for engines, slots, concurrency in [(1, 1, 9), (3, 2, 9), (2, 9, 2)]]  # fmt: skip
+    asked = [
+        setting(group=2, items=3, engines=engines, slots=slots, concurrency=concurrency)
+        for engines, slots, concurrency in [(1, 1, 9), (3, 2, 9), (2, 9, 2)]
+    ]
     found = [simulate(LONG, each, steps=steps) for each in asked]
     totals = [
-        (each.learnt_per_s * each.step_mean_s * steps, each.sampled_per_s * each.step_mean_s * steps) for each in found
+        (
+            each.learnt_per_s * each.step_mean_s * steps,
+            each.sampled_per_s * each.step_mean_s * steps,
+        )
+        for each in found
     ]
     assert totals == [pytest.approx(totals[0])] * 3
     assert len({each.step_s for each in found}) == 3
@@ -130,7 +157,9 @@ def test_dynamic_sampling_takes_further_groups() -> None:
 
 
 def test_more_ranks_learn_faster_by_what_scaling_leaves() -> None:
-    measured = msgspec.structs.replace(world([10]), learn_base_s=1.0, learn_token_s=0.8, scaling=0.9)
+    measured = msgspec.structs.replace(
+        world([10]), learn_base_s=1.0, learn_token_s=0.8, scaling=0.9
+    )
     steps = [simulate(measured, setting(ranks=ranks), steps=1).step_s for ranks in (1, 2, 4)]
     assert steps == pytest.approx([10.5 + 1 + 8, 10.5 + 1 + 8 / 1.8, 10.5 + 1 + 8 / 3.24])
 
@@ -146,13 +175,22 @@ def test_splits_and_the_best_of_them() -> None:
     assert len(found) == 8
     assert best(found).setting.engines >= 3
     one = predict(world([10]), list(choices(world([10]), splits(3), staleness=[0])), steps=4)
-    assert (best(one).setting.engines, best(one).setting.ranks) == (1, 2)  # nothing is gained by more engines
+    assert (best(one).setting.engines, best(one).setting.ranks) == (
+        1,
+        2,
+    )  # nothing is gained by more engines
     assert best(found).steps_per_hour >= 0.99 * max(each.steps_per_hour for each in found)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"engines": 0}, {"staleness": -1}, {"grace_steps": -1}, {"straggler_factor": 0.5}, {"items": 3, "max_items": 2}],
+    [
+        {"engines": 0},
+        {"staleness": -1},
+        {"grace_steps": -1},
+        {"straggler_factor": 0.5},
+        {"items": 3, "max_items": 2},
+    ],
 )
 def test_what_cannot_be_simulated(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError):

@@ -8,20 +8,30 @@ from ramify.types.trajectory import Call, Cell, Parent, Trajectory, Turn
 
 
 def turn(prompt: int, sampled: int, *, before: int = 0, cached: int = 0, cells: int = 0) -> Turn:
-    """``before``: ids of the path so far; a request takes 0.1 s for each sampled token, a cell 0.5 s."""
+    """``before``: ids of the path so far; a request takes 0.1 s for each sampled token, a cell 0.5
+    s."""
     usage = Usage(before + prompt, sampled, cached_tokens=cached, calls=1)
     reply = Reply(
-        Message("assistant", ""), usage, prompt_ids=(1,) * prompt, token_ids=(2,) * sampled, seconds=0.1 * sampled
+        Message("assistant", ""),
+        usage,
+        prompt_ids=(1,) * prompt,
+        token_ids=(2,) * sampled,
+        seconds=0.1 * sampled,
     )
     return Turn(0, (), reply, tuple(Cell("", seconds=0.5) for _ in range(cells)), before)
 
 
-def call(id: str, begin: float, end: float, *turns: Turn, parent: Parent | None = None, kind: str = "rlm") -> Call:
-    return Call(id, kind, "m", id.count("."), "?", parent, turns=list(turns), started_s=begin, ended_s=end)  # type: ignore[arg-type]
+def call(
+    id: str, begin: float, end: float, *turns: Turn, parent: Parent | None = None, kind: str = "rlm"
+) -> Call:
+    return Call(
+        id, kind, "m", id.count("."), "?", parent, turns=list(turns), started_s=begin, ended_s=end
+    )  # type: ignore[arg-type]
 
 
 def test_waves_and_waits() -> None:
-    """Two calls overlap, a third began after both: the parent's 9 s are 1 + 0.5 + 2.5 + 1 + 0.6 and 3.4 of the host's."""
+    """Two calls overlap, a third began after both: the parent's 9 s are 1 + 0.5 + 2.5 + 1 + 0.6 and
+    3.4 of the host's."""
     here = Parent("0", 0, 0)
     tree = Trajectory(
         "t", "?", seconds=9.5,
@@ -34,13 +44,20 @@ def test_waves_and_waits() -> None:
         ],
     )  # fmt: skip
     shape = shape_of(tree)
-    leaf = [CallShape((TurnShape(new, 7, sampled, 0.1 * sampled),), host_s) for new, sampled, host_s in
-            [(4, 10, 0.0), (7, 4, 2.0), (7, 10, 0.0)]]  # fmt: skip
+    leaf = [
+        CallShape((TurnShape(new, 7, sampled, 0.1 * sampled),), host_s)
+        for new, sampled, host_s in [(4, 10, 0.0), (7, 4, 2.0), (7, 10, 0.0)]
+    ]
     (root,) = shape.roots
     cell = root.turns[0].cells[0]
     assert [[each.turns[0].new for each in wave] for wave in cell.waves] == [[4, 7], [7]]
-    assert [round(each.host_s, 9) for wave in cell.waves for each in wave] == [each.host_s for each in leaf]
-    assert [(each.new, each.context, each.sampled) for each in root.turns] == [(20, 20, 10), (5, 35, 6)]
+    assert [round(each.host_s, 9) for wave in cell.waves for each in wave] == [
+        each.host_s for each in leaf
+    ]
+    assert [(each.new, each.context, each.sampled) for each in root.turns] == [
+        (20, 20, 10),
+        (5, 35, 6),
+    ]
     assert round(root.host_s, 9) == 3.4
     assert (shape.sampled, shape.learnt) == (40, 41 + 17 + 11 + 17)
 

@@ -1,8 +1,9 @@
 """The golden run, event by event: a small tree with everything that a journal can hold.
 
-Call 0 (rlm) asks two ``lm`` calls in one batch, the second of which loses an attempt, and a child 0.2 (rlm) over a
-context of its own that fails; turn 2 compacts its history; a second question goes on in the same session; then it is scored.
-Run this file to write ``golden.jsonl`` and ``golden_trajectory.json`` anew after a change of the schema.
+Call 0 (rlm) asks two ``lm`` calls in one batch, the second of which loses an attempt, and a child
+0.2 (rlm) over a context of its own that fails; turn 2 compacts its history; a second question goes
+on in the same session; then it is scored. Run this file to write ``golden.jsonl`` and
+``golden_trajectory.json`` anew after a change of the schema.
 """
 
 from __future__ import annotations
@@ -41,14 +42,23 @@ HASHES = {("0", 0): "11" * 32, ("0", 1): "12" * 32, ("0", 2): "13" * 32, ("0", 3
 
 
 def ask(at_s: float, call: str, turn: int, reused: int, *prompt: Message) -> RequestStarted:
-    return RequestStarted(at_s=at_s, call=call, turn=turn, reused=reused, prompt=prompt, prompt_hash=HASHES[call, turn])
+    return RequestStarted(
+        at_s=at_s,
+        call=call,
+        turn=turn,
+        reused=reused,
+        prompt=prompt,
+        prompt_hash=HASHES[call, turn],
+    )
 
 
 def say(
     at_s: float, call: str, turn: int, text: str, usage: Usage, cost: float | None, **more: object
 ) -> ReplyReceived:
     reply = Reply(Message("assistant", text), usage, model="model-1", cost=cost, seconds=0.25)
-    return ReplyReceived(at_s=at_s, call=call, turn=turn, reply=msgspec.structs.replace(reply, **more))
+    return ReplyReceived(
+        at_s=at_s, call=call, turn=turn, reply=msgspec.structs.replace(reply, **more)
+    )
 
 
 def events() -> list[AnyEvent]:
@@ -57,18 +67,60 @@ def events() -> list[AnyEvent]:
 
 def _first_question() -> list[AnyEvent]:
     return [
-        RunStarted(id="20260301-142501-5gk0x7m-which-host", question="Which host failed first?", started_at=1772375101.5,
-                   context=CONTEXT, config={"model": "scripted:root", "limits": {"max_depth": 2}}),
-        CallStarted(id="0", kind="rlm", model="scripted:root", depth=0, question="Which host failed first?",
-                    context=CONTEXT),
-        ask(0.25, "0", 0, 0, Message("system", "You have `context`."), Message("user", "Which host failed first?")),
-        say(0.5, "0", 0, "```repl\nprint(len(context))\n```", Usage(120, 20, calls=1), 0.001,
-            message=Message("assistant", "```repl\nprint(len(context))\n```", reasoning="First its size.",
-                            tool_calls=(ToolCall("t1", "run", '{"code": "1"}'),))),
-        CellRan(at_s=0.5, call="0", turn=0, cell=0, result=Cell("print(len(context))", "52000000\n", stdout_chars=9)),
+        RunStarted(
+            id="20260301-142501-5gk0x7m-which-host",
+            question="Which host failed first?",
+            started_at=1772375101.5,
+            context=CONTEXT,
+            config={"model": "scripted:root", "limits": {"max_depth": 2}},
+        ),
+        CallStarted(
+            id="0",
+            kind="rlm",
+            model="scripted:root",
+            depth=0,
+            question="Which host failed first?",
+            context=CONTEXT,
+        ),
+        ask(
+            0.25,
+            "0",
+            0,
+            0,
+            Message("system", "You have `context`."),
+            Message("user", "Which host failed first?"),
+        ),
+        say(
+            0.5,
+            "0",
+            0,
+            "```repl\nprint(len(context))\n```",
+            Usage(120, 20, calls=1),
+            0.001,
+            message=Message(
+                "assistant",
+                "```repl\nprint(len(context))\n```",
+                reasoning="First its size.",
+                tool_calls=(ToolCall("t1", "run", '{"code": "1"}'),),
+            ),
+        ),
+        CellRan(
+            at_s=0.5,
+            call="0",
+            turn=0,
+            cell=0,
+            result=Cell("print(len(context))", "52000000\n", stdout_chars=9),
+        ),
         ask(0.75, "0", 1, 3, Message("user", "52000000\n[turn 2 of 10]")),
-        say(1.0, "0", 1, "```repl\nx = llm_query_batched(ps)\n```", Usage(160, 30, cached_tokens=120, calls=1), 0.0015),
-    ]  # fmt: skip
+        say(
+            1.0,
+            "0",
+            1,
+            "```repl\nx = llm_query_batched(ps)\n```",
+            Usage(160, 30, cached_tokens=120, calls=1),
+            0.0015,
+        ),
+    ]
 
 
 def _batch() -> list[AnyEvent]:
@@ -99,14 +151,27 @@ def _child() -> list[AnyEvent]:
         NoteAdded(at_s=2.25, call="0", text="the history was compacted from 6 messages to 2"),
         ask(2.25, "0", 2, 1, Message("user", "So far: host-7 at 03:14.")),
         say(2.5, "0", 2, "```repl\nrlm_query('check', part)\n```", Usage(60, 12, calls=1), 0.0005),
-        CallStarted(at_s=2.5, id="0.2", kind="rlm", model="scripted:root", depth=1, question="check",
-                    parent=Parent("0", 2, 0), context=PART),
+        CallStarted(
+            at_s=2.5,
+            id="0.2",
+            kind="rlm",
+            model="scripted:root",
+            depth=1,
+            question="check",
+            parent=Parent("0", 2, 0),
+            context=PART,
+        ),
         ask(2.5, "0.2", 0, 0, Message("system", "You have `context`."), Message("user", "check")),
         AttemptFailed(at_s=2.75, call="0.2", turn=0, error="HTTP 400: prompt too long"),
         CallEnded(at_s=2.75, id="0.2", stop=Stop.ERROR, error="Refused: prompt too long"),
-        CellRan(at_s=2.75, call="0", turn=2, cell=0,
-                result=Cell("rlm_query('check', part)", error="SubcallError: Refused: prompt too long")),
-    ]  # fmt: skip
+        CellRan(
+            at_s=2.75,
+            call="0",
+            turn=2,
+            cell=0,
+            result=Cell("rlm_query('check', part)", error="SubcallError: Refused: prompt too long"),
+        ),
+    ]
 
 
 def _answer() -> list[AnyEvent]:
@@ -137,10 +202,20 @@ def _scores() -> list[AnyEvent]:
         ScoreAdded(at_s=60.0, by="task", rewards={"correct": 1.0}, values={"f1": 0.75}),
         ScoreAdded(at_s=60.0, by="task", call="0.2", rewards={"correct": 0.0}),
         ScoreAdded(
-            at_s=90.0, by="process", call="0", turn=1, values={"process": 0.5}, text="asks about both parts at once"
+            at_s=90.0,
+            by="process",
+            call="0",
+            turn=1,
+            values={"process": 0.5},
+            text="asks about both parts at once",
         ),
         ScoreAdded(
-            at_s=90.0, by="hindsight", call="0.0", turn=0, tokens={"gap": [0.25, -1.5, 0.0]}, text="Name the host."
+            at_s=90.0,
+            by="hindsight",
+            call="0.0",
+            turn=0,
+            tokens={"gap": [0.25, -1.5, 0.0]},
+            text="Name the host.",
         ),
     ]
 

@@ -1,11 +1,14 @@
-"""Losses and gradients of TRL's own ``GRPOTrainer._compute_loss`` over a small batch of logits: ``trl_grpo.json``.
+"""Losses and gradients of TRL's own ``GRPOTrainer._compute_loss`` over a small batch of logits:
+``trl_grpo.json``.
 
-Run this file with an environment that has TRL (``benchmarks/requirements-trl.txt``) to write it anew:
+Run this file with an environment that has TRL (``benchmarks/requirements-trl.txt``) to write it
+anew:
 
     benchmarks/.venv-trl/bin/python tests/data/trl_grpo.py
 
-The trainer is made without its constructor, which wants a checkpoint and a data set: the loss reads a few of its fields. The
-model is a table of logits, so that the gradient is that of the loss by the logits. All in fp64.
+The trainer is made without its constructor, which wants a checkpoint and a data set: the loss reads
+a few of its fields. The model is a table of logits, so that the gradient is that of the loss by the
+logits. All in fp64.
 """
 
 from __future__ import annotations
@@ -52,29 +55,52 @@ class Table(torch.nn.Module):
         here = logprobs[:, :-1].gather(-1, input_ids[:, 1:, None])[..., 0]
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         return SimpleNamespace(
-            log_probs=torch.nn.functional.pad(here, (1, 0)), entropy=torch.nn.functional.pad(entropy[:, :-1], (1, 0))
+            log_probs=torch.nn.functional.pad(here, (1, 0)),
+            entropy=torch.nn.functional.pad(entropy[:, :-1], (1, 0)),
         )
 
 
 def trainer(model: Table, **changes: Any) -> Any:
     given = {
-        "beta": 0.0, "delta": None, "loss_type": "grpo", "importance_sampling_level": "token", "epsilon_low": 0.2,
-        "epsilon_high": 0.28, "off_policy_mask_threshold": None, "use_vllm": False,
-    } | changes  # fmt: skip
+        "beta": 0.0,
+        "delta": None,
+        "loss_type": "grpo",
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.28,
+        "off_policy_mask_threshold": None,
+        "use_vllm": False,
+    } | changes
     made = object.__new__(GRPOTrainer)
     made.args = SimpleNamespace(
-        delta=given.pop("delta"), use_bias_correction_kl=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
-        steps_per_generation=1, report_to=[],
-    )  # fmt: skip
+        delta=given.pop("delta"),
+        use_bias_correction_kl=False,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        steps_per_generation=1,
+        report_to=[],
+    )
     made.accelerator = SimpleNamespace(
-        num_processes=1, sync_gradients=True, autocast=nullcontext, gather=lambda x: x, gather_for_metrics=lambda x: x,
-        reduce=lambda x, reduction: x, is_main_process=False,
-    )  # fmt: skip
+        num_processes=1,
+        sync_gradients=True,
+        autocast=nullcontext,
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        reduce=lambda x, reduction: x,
+        is_main_process=False,
+    )
     fields = {
-        "model": model.train(), "top_entropy_quantile": 1.0, "aux_loss_enabled": False, "_entropy_bonus_enabled": False,
-        "use_adaptive_entropy": False, "vllm_importance_sampling_correction": True, "max_completion_length": MOST,
-        "current_gradient_accumulation_steps": 1, "_metrics": {"train": defaultdict(list)}, **given,
-    }  # fmt: skip
+        "model": model.train(),
+        "top_entropy_quantile": 1.0,
+        "aux_loss_enabled": False,
+        "_entropy_bonus_enabled": False,
+        "use_adaptive_entropy": False,
+        "vllm_importance_sampling_correction": True,
+        "max_completion_length": MOST,
+        "current_gradient_accumulation_steps": 1,
+        "_metrics": {"train": defaultdict(list)},
+        **given,
+    }
     for name, value in fields.items():
         setattr(made, name, value)
     return made
@@ -97,21 +123,32 @@ def batch() -> dict[str, torch.Tensor]:
     old = near(0.4)
     sampler = old + 0.5 * torch.randn(shape, dtype=torch.float64)
     return {
-        "logits": logits, "ids": ids, "completion_mask": completion, "tool_mask": tool, "old": old, "ref": near(0.6),
-        "sampler": sampler, "advantages": torch.tensor([1.5, -0.5, 0.75, -1.75], dtype=torch.float64),
-    }  # fmt: skip
+        "logits": logits,
+        "ids": ids,
+        "completion_mask": completion,
+        "tool_mask": tool,
+        "old": old,
+        "ref": near(0.6),
+        "sampler": sampler,
+        "advantages": torch.tensor([1.5, -0.5, 0.75, -1.75], dtype=torch.float64),
+    }
 
 
 def measured(given: dict[str, torch.Tensor], changes: dict[str, Any]) -> dict[str, Any]:
     model = Table(given["logits"].clone())
     inputs = {
-        "prompt_ids": given["ids"][:, :PROMPT], "prompt_mask": torch.ones(ROLLOUTS, PROMPT, dtype=torch.long),
-        "completion_ids": given["ids"][:, PROMPT:], "completion_mask": given["completion_mask"],
-        "tool_mask": given["tool_mask"], "advantages": given["advantages"], "old_per_token_logps": given["old"],
-        "ref_per_token_logps": given["ref"], "sampling_per_token_logps": given["sampler"],
+        "prompt_ids": given["ids"][:, :PROMPT],
+        "prompt_mask": torch.ones(ROLLOUTS, PROMPT, dtype=torch.long),
+        "completion_ids": given["ids"][:, PROMPT:],
+        "completion_mask": given["completion_mask"],
+        "tool_mask": given["tool_mask"],
+        "advantages": given["advantages"],
+        "old_per_token_logps": given["old"],
+        "ref_per_token_logps": given["ref"],
+        "sampling_per_token_logps": given["sampler"],
         "importance_sampling_ratio": (given["old"] - given["sampler"]).exp().clamp(max=2.0),
         "num_items_in_batch": (given["completion_mask"] * given["tool_mask"]).sum(),
-    }  # fmt: skip
+    }
     loss = trainer(model, **changes)._compute_loss(model, inputs)
     loss.backward()
     gradient = model.logits.grad
@@ -123,9 +160,13 @@ def main() -> None:
     given = batch()
     found = {name: measured(given, changes) for name, changes in CASES.items()}
     whole = {
-        "trl": trl.__version__, "torch": torch.__version__.partition("+")[0], "prompt": PROMPT, "most": MOST,
-        "batch": {name: each.tolist() for name, each in given.items()}, "cases": found,
-    }  # fmt: skip
+        "trl": trl.__version__,
+        "torch": torch.__version__.partition("+")[0],
+        "prompt": PROMPT,
+        "most": MOST,
+        "batch": {name: each.tolist() for name, each in given.items()},
+        "cases": found,
+    }
     PATH.write_text(json.dumps(whole, separators=(",", ":")) + "\n")
 
 

@@ -5,7 +5,8 @@ whoever reads the page's source, in the line before its fence::
 
     <!-- not run here: it installs -->
 
-Left out: whether a block that is not run parses, and whether links lead somewhere; ``scripts/check_docs.py`` has that.
+Left out: whether a block that is not run parses, and whether links lead somewhere;
+``scripts/check_docs.py`` has that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import msgspec
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-_FENCE = re.compile(r"(?:^<!-- not run here: ([^\n]+?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"(?:^<!-- not run here: ([^\n]+?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -39,7 +42,9 @@ class Block(msgspec.Struct, frozen=True):
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [
-        Block(page.name, text.count("\n", 0, found.start(3)) + 1, found[2], found[3], found[1] or "")
+        Block(
+            page.name, text.count("\n", 0, found.start(3)) + 1, found[2], found[3], found[1] or ""
+        )
         for found in _FENCE.finditer(text)
     ]
 

@@ -1,4 +1,5 @@
-"""``docs/algorithms.md``: its tables are what the parts do now, and what they should do by numbers worked out here anew."""
+"""``docs/algorithms.md``: its tables are what the parts do now, and what they should do by numbers
+worked out here anew."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def column(table: str, index: int = 1) -> dict[str, list[float]]:
     """Name -> the numbers of its cell."""
     (body,) = re.findall(rf"<!-- begin {table} -->\n(.*?)<!-- end", PAGE, re.DOTALL)
     rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in body.splitlines()[2:]]
-    return {row[0].strip("`"): [float(each) for each in re.findall(r"-?[\d.]+", row[index])] for row in rows}
+    return {
+        row[0].strip("`"): [float(each) for each in re.findall(r"-?[\d.]+", row[index])]
+        for row in rows
+    }
 
 
 def test_the_tables_are_current():
@@ -80,10 +84,19 @@ def test_what_each_token_weighs():
         "group": pytest.approx([1 / 8, 1 / 4, 1 / 12, 1 / 8, 1 / 2, 1 / 2], abs=6e-4),
         "prompt": pytest.approx([1 / 8] * 4 + [1 / 2] * 2, abs=6e-4), "sum": [1] * 6,
     }  # fmt: skip
-    divided = {"rollout": [6], "token": [10], "constant": [6], "group": [2], "prompt": [2], "sum": [1]}
+    divided = {
+        "rollout": [6],
+        "token": [10],
+        "constant": [6],
+        "group": [2],
+        "prompt": [2],
+        "sum": [1],
+    }
     assert column("reductions", 3) == divided
 
 
 def test_what_a_critic_is_told():
-    assert [row[0] for row in column("critic", 3).values()] == pytest.approx([0.125, 0.405])  # the first two have one V
+    assert [row[0] for row in column("critic", 3).values()] == pytest.approx(
+        [0.125, 0.405]
+    )  # the first two have one V
     assert "| 0.5 | 0.0 | 1.0 | 0.32 |" in PAGE  # held at 0.2: ½ 0.8²

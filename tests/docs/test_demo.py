@@ -1,4 +1,5 @@
-"""What ``scripts/demo`` runs and ``examples/scripted.py``: what they say is right, and they leave nothing behind."""
+"""What ``scripts/demo`` runs and ``examples/scripted.py``: what they say is right, and they leave
+nothing behind."""
 
 import ast
 import asyncio
@@ -27,33 +28,51 @@ def undocumented():
     counts = Counter()
     for path in ASYNCIO.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_bytes())):
-            is_public = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_"
+            is_public = (
+                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_"
+            )
             if is_public and not ast.get_docstring(node):
                 counts[path.name] += 1
     return counts
 
 
 def ran(tmp_path, *words, timeout=250):
-    """What the example prints: amid settings of a user's, none of which may change what it shows."""
+    """What the example prints: amid settings of a user's, none of which may change what it
+    shows."""
     done = ended(tmp_path, *words, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def ended(tmp_path, *words, timeout=250, caches=()):
-    """The example's process, once it is over and has left nothing behind but ``caches`` of torch."""
+    """The example's process, once it is over and has left nothing behind but ``caches`` of
+    torch."""
     home, folder = tmp_path / "home", tmp_path / "temporary"
     home.mkdir()
     folder.mkdir()
     elsewhere = {
-        "HOME": str(home), "XDG_CONFIG_HOME": str(home), "XDG_DATA_HOME": str(home), "TMPDIR": str(folder),
-        "RAMIFY_MAX_COST": "1", "OPENAI_API_KEY": "sk-not-to-be-used", "HTTP_PROXY": "http://127.0.0.1:9",
-    }  # fmt: skip
+        "HOME": str(home),
+        "XDG_CONFIG_HOME": str(home),
+        "XDG_DATA_HOME": str(home),
+        "TMPDIR": str(folder),
+        "RAMIFY_MAX_COST": "1",
+        "OPENAI_API_KEY": "sk-not-to-be-used",
+        "HTTP_PROXY": "http://127.0.0.1:9",
+    }
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", *words],
-        cwd=tmp_path, env={**os.environ, **elsewhere}, capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
-    assert [each.name for each in (*home.iterdir(), *folder.iterdir()) if not each.name.startswith(caches)] == []
+        cwd=tmp_path,
+        env={**os.environ, **elsewhere},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert [
+        each.name
+        for each in (*home.iterdir(), *folder.iterdir())
+        if not each.name.startswith(caches)
+    ] == []
     return done
 
 
@@ -94,7 +113,11 @@ def test_the_packaged_policy_answers_over_ten_million_characters(tmp_path):
     ("reply", "code", "words"),
     [
         ("```repl\nFINAL(1)\n```", 1, "demo: scripted:model.json answered '1', which is wrong\n"),
-        ("```repl\nFINAL(None)\n```", 4, "demo: scripted:model.json answered 'nothing', which is wrong\n"),
+        (
+            "```repl\nFINAL(None)\n```",
+            4,
+            "demo: scripted:model.json answered 'nothing', which is wrong\n",
+        ),
     ],
 )
 def test_a_wrong_answer_and_none_are_failing_exit_codes(tmp_path, reply, code, words):
@@ -106,24 +129,33 @@ def test_a_wrong_answer_and_none_are_failing_exit_codes(tmp_path, reply, code, w
 
 
 def test_a_trained_policy_is_measured_and_asked(tmp_path):
-    """A run that is over is not trained again. Its policy here is the packaged one, which its recipe made elsewhere."""
+    """A run that is over is not trained again. Its policy here is the packaged one, which its
+    recipe made elsewhere."""
     run = tmp_path / "run"
     shutil.copytree(TINY, run / "policy")
-    rows = [StepMetrics(1, stage, 1.0, {"test/reward": share}) for stage, share in (("first", 0.04), ("last", 0.91))]
+    rows = [
+        StepMetrics(1, stage, 1.0, {"test/reward": share})
+        for stage, share in (("first", 0.04), ("last", 0.91))
+    ]
     (run / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     said = ran(tmp_path, str(DEMO), "--train", "--out", "run", "--questions", "64")
     lines = [" ".join(line.split()) for line in said.splitlines()]
     assert lines[0] == f"{run}/policy was trained before; remove {run} to train again"
     assert "before reinforcement learning, sampled at temperature 1 4.0%" in lines
     assert "after it, the last step, sampled at temperature 1 91.0%" in lines
-    (greedy,) = (line for line in lines if line.startswith("the policy that is asked below, at temperature 0 "))
+    (greedy,) = (
+        line
+        for line in lines
+        if line.startswith("the policy that is asked below, at temperature 0 ")
+    )
     assert float(greedy.split()[-1].rstrip("%")) >= 90
     check_tree(said)
 
 
 @pytest.mark.slow
 def test_training_that_did_not_succeed_is_a_failing_exit_code(tmp_path):
-    """Two steps of each stage: it trains, measures, and says that fewer than nine in ten were right."""
+    """Two steps of each stage: it trains, measures, and says that fewer than nine in ten were
+    right."""
     done = ended(
         tmp_path,
         str(DEMO),

@@ -47,25 +47,53 @@ def test_every_block_is_run_or_says_why_not():
     known = ("bash", "python", "json", "toml")  # toml: tests/cli/test_docs.py has the only one
     assert [block.place for block in RUN if block.language not in known] == []
     assert {block.page for block in RUN} == {
-        "README.md", "algorithms.md", "cli.md", "library.md", "models.md", "sandbox.md", "signals.md", "tasks.md",
-    }  # fmt: skip
+        "README.md",
+        "algorithms.md",
+        "cli.md",
+        "library.md",
+        "models.md",
+        "sandbox.md",
+        "signals.md",
+        "tasks.md",
+    }
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: block.place)
 def test_shell(block: Block, reader):
-    """A line at a time, so that a failure names it; after one run that can be shown, resumed and deleted."""
-    first = ["ramify", "ask", "--model", "openai:m", "--no-direct", "Which host failed first?", "server.log", "--quiet"]
+    """A line at a time, so that a failure names it; after one run that can be shown, resumed and
+    deleted."""
+    first = [
+        "ramify",
+        "ask",
+        "--model",
+        "openai:m",
+        "--no-direct",
+        "Which host failed first?",
+        "server.log",
+        "--quiet",
+    ]
     subprocess.run(first, env=reader, check=True, timeout=200)
-    (run,) = os.listdir(f"{reader['RAMIFY_HOME']}/runs") if os.path.isdir(f"{reader['RAMIFY_HOME']}/runs") else ["?"]
-    reader["RAMIFY_MODEL"] = "openai:gpt-5-mini"  # most examples leave the model to the configuration
+    (run,) = (
+        os.listdir(f"{reader['RAMIFY_HOME']}/runs")
+        if os.path.isdir(f"{reader['RAMIFY_HOME']}/runs")
+        else ["?"]
+    )
+    reader["RAMIFY_MODEL"] = (
+        "openai:gpt-5-mini"  # most examples leave the model to the configuration
+    )
     for line in block.code.splitlines():
         line = line.replace(NAMED_RUN, run.removesuffix(".jsonl")).replace(".venv/bin/", "")
         if line.startswith("export "):
             continue  # a key; the reader has one
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", line], env=reader, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=200, check=False,
-        )  # fmt: skip
+            ["bash", "-euo", "pipefail", "-c", line],
+            env=reader,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
         assert done.returncode == 0, f"{block.place}: {line}\n{done.stderr}"
         assert done.stdout.strip() or "runs" in line, f"{block.place}: {line} says nothing"
 
@@ -76,7 +104,9 @@ def test_python(page, reader):
     namespace = {"__name__": "__main__"}
     for block in RUN:
         if (block.page, block.language) == (page, "python"):
-            padded = "\n" * (block.line - 1) + block.code  # so that a traceback has the page's lines
+            padded = (
+                "\n" * (block.line - 1) + block.code
+            )  # so that a traceback has the page's lines
             code = compile(padded, block.page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             started = eval(code, namespace)
             if inspect.iscoroutine(started):
@@ -85,8 +115,14 @@ def test_python(page, reader):
         assert [outcome.error for outcome in namespace["found"].outcomes] == [""] * 4
     elif page == "signals.md":
         assert list(namespace["rl"].signals) == ["process", "teacher"]
-    elif page == "algorithms.md":  # whoever reads what is registered after this must not find the page's own
-        for table, name in (("ALGORITHMS", "median"), ("POLICY_LOSSES", "bounded"), ("CREDITS", "deep")):
+    elif (
+        page == "algorithms.md"
+    ):  # whoever reads what is registered after this must not find the page's own
+        for table, name in (
+            ("ALGORITHMS", "median"),
+            ("POLICY_LOSSES", "bounded"),
+            ("CREDITS", "deep"),
+        ):
             assert namespace[table]._table.pop(name)
     else:
         assert namespace["result"].response == "web-3"
@@ -113,9 +149,8 @@ def test_every_public_name_is_on_some_page():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_words(page):
-    """Pages say what is, to whoever reads them: no machine's paths, no tools of its making, no promises."""
+    """Pages say what is, to whoever reads them: no machine's paths, no tools of its making, no
+    promises."""
     text = prose(page)
-    unwanted = (
-        r"(?i)/(?:root|work|home|tmp|Users|opt)/\w|\bpypi\.\w+\.\w|\bTODO\b|\bFIXME\b|\bcoming soon\b|Claude Code"
-    )
+    unwanted = r"(?i)/(?:root|work|home|tmp|Users|opt)/\w|\bpypi\.\w+\.\w|\bTODO\b|\bFIXME\b|\bcoming soon\b|Claude Code"
     assert re.findall(unwanted, text) == []

@@ -1,7 +1,8 @@
-"""What the examples of the pages are about: a folder with the files that they name, and a model that answers about them.
+"""What the examples of the pages are about: a folder with the files that they name, and a model
+that answers about them.
 
-The model is a script behind a real HTTP server; everything between it and the reader's code is real. Its answers are
-right, of the type that is asked for, and cite what is there.
+The model is a script behind a real HTTP server; everything between it and the reader's code is
+real. Its answers are right, of the type that is asked for, and cite what is there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from pathlib import Path
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.types.message import Message
 
-LOG = "12:00:01 web-3 ERROR disk full\n12:00:02 web-1 WARNING slow\n12:00:07 web-3 ERROR disk full\n"
+LOG = (
+    "12:00:01 web-3 ERROR disk full\n12:00:02 web-1 WARNING slow\n12:00:07 web-3 ERROR disk full\n"
+)
 SESSION = """\
 import re
 source = "context" if isinstance(context, str) else sorted(context)[0]
@@ -32,7 +35,13 @@ def model(messages: tuple[Message, ...]) -> str:
     """A session first looks, then answers; anything else is answered at once."""
     asked = messages[-1].content if messages[0].role != "system" else messages[1].content
     if "llm_query" not in messages[0].content:  # a plain call
-        return _answer(asked, "'context'").removeprefix("FINAL(").removesuffix(")").strip("'").replace("'", '"')
+        return (
+            _answer(asked, "'context'")
+            .removeprefix("FINAL(")
+            .removesuffix(")")
+            .strip("'")
+            .replace("'", '"')
+        )
     if len(messages) == 2:
         return f"```repl\n{SESSION}parts = llm_query_batched([text[:40]] * 4)\nprint(len(text), parts)\n```"
     return f"```repl\n{_answer(asked + messages[-1].content, 'source')}\n```"
@@ -62,7 +71,8 @@ def furnish(folder: Path) -> None:
     (folder / "my_task.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     with contextlib.closing(sqlite3.connect(folder / "shop.db")) as database:
         database.executescript(
-            "create table orders (id integer, due text); insert into orders values (1, '2026-03-01')"
+            "create table orders (id integer, due text); insert into orders values (1, "
+            "'2026-03-01')"
         )
     command = folder / "bin" / "ramify"
     command.parent.mkdir()
@@ -72,16 +82,26 @@ def furnish(folder: Path) -> None:
 
 def environment(folder: Path, url: str) -> dict[str, str]:
     """For a user of their own, whose OpenAI is the scripted server."""
-    kept = {name: value for name, value in os.environ.items() if not re.match(r"RAMIFY_|[A-Z]+_API_KEY", name)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not re.match(r"RAMIFY_|[A-Z]+_API_KEY", name)
+    }
     return {
-        **kept, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(folder), "RAMIFY_HOME": str(folder / "runs"),
-        "XDG_CONFIG_HOME": str(folder / "config"), "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "sk-of-a-reader",
-    }  # fmt: skip
+        **kept,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "RAMIFY_HOME": str(folder / "runs"),
+        "XDG_CONFIG_HOME": str(folder / "config"),
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_KEY": "sk-of-a-reader",
+    }
 
 
 @contextlib.contextmanager
 def scripted(script: object = model) -> Iterator[str]:
-    """The base URL of a scripted server in a thread of its own, so that synchronous code can be its client."""
+    """The base URL of a scripted server in a thread of its own, so that synchronous code can be its
+    client."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

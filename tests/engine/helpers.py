@@ -44,8 +44,11 @@ def at_once(num: int, reply: Callable[[Any], str]) -> Callable[..., Any]:
     return together
 
 
-def by_role(root: list[Any], other: Callable[[str], Any] = lambda prompt: f"re: {prompt}") -> Callable[..., Any]:
-    """A model that says ``root``'s lines in turn when it drives a session, and ``other(prompt)`` to a plain call."""
+def by_role(
+    root: list[Any], other: Callable[[str], Any] = lambda prompt: f"re: {prompt}"
+) -> Callable[..., Any]:
+    """A model that says ``root``'s lines in turn when it drives a session, and ``other(prompt)`` to
+    a plain call."""
     lines = iter(root)
 
     def script(messages: tuple[Message, ...]) -> Any:

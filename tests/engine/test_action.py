@@ -17,19 +17,34 @@ CASES = {
     "py fence with words behind": ("```py title=a\nx = 1\n```", ParsedAction(codes=("x = 1",))),
     "tildes": ("~~~python\nx = 1\n~~~", ParsedAction(codes=("x = 1",))),
     "two fences": ("```repl\na\n```\nthen\n```repl\nb\n```", ParsedAction(codes=("a", "b"))),
-    "unclosed fence": ("```repl\nx = 1\ny = 2", ParsedAction(codes=("x = 1\ny = 2",), ignored=(UNCLOSED,))),
+    "unclosed fence": (
+        "```repl\nx = 1\ny = 2",
+        ParsedAction(codes=("x = 1\ny = 2",), ignored=(UNCLOSED,)),
+    ),
     "fence inside a string": (
         '```repl\ns = """\n```\ninner\n```\n"""\nprint(s)\n```',
         ParsedAction(codes=('s = """\n```\ninner\n```\n"""\nprint(s)',)),
     ),
     "unfinished string": ('```repl\ns = """\nabc\n```\nend', ParsedAction(codes=('s = """\nabc',))),
-    "longer fence": ("````repl\ns = '''\n```\n'''\n````", ParsedAction(codes=("s = '''\n```\n'''",))),
-    "other language": ("```js\nx\n```", ParsedAction(ignored=("a fence marked 'js' was not run; use ```repl",))),
-    "no language": ("```\nx\n```", ParsedAction(ignored=("an unmarked fence was not run; use ```repl",))),
+    "longer fence": (
+        "````repl\ns = '''\n```\n'''\n````",
+        ParsedAction(codes=("s = '''\n```\n'''",)),
+    ),
+    "other language": (
+        "```js\nx\n```",
+        ParsedAction(ignored=("a fence marked 'js' was not run; use ```repl",)),
+    ),
+    "no language": (
+        "```\nx\n```",
+        ParsedAction(ignored=("an unmarked fence was not run; use ```repl",)),
+    ),
     "empty fence": ("```repl\n\n```", ParsedAction()),
     "text": ("I think it is 7.", ParsedAction()),
     "final": ("FINAL(42)", ParsedAction(final=FinalAnswer("42"))),
-    "final with parentheses": ("So:\nFINAL(f(x) and (y))\n", ParsedAction(final=FinalAnswer("f(x) and (y)"))),
+    "final with parentheses": (
+        "So:\nFINAL(f(x) and (y))\n",
+        ParsedAction(final=FinalAnswer("f(x) and (y)")),
+    ),
     "final string with a parenthesis": ('FINAL("a) b")', ParsedAction(final=FinalAnswer('"a) b"'))),
     "final over lines": ("FINAL(one\ntwo)", ParsedAction(final=FinalAnswer("one\ntwo"))),
     "final never closed": ("FINAL(one\ntwo", ParsedAction(final=FinalAnswer("one\ntwo"))),
@@ -57,7 +72,10 @@ CASES = {
         "10. Look:\n    ```repl\n    if x:\n        y\n    ```\n11. Then",
         ParsedAction(codes=("if x:\n    y",)),
     ),
-    "fence behind a bullet": ("- ```repl\n  x\n  ```\nFINAL(1)", ParsedAction(("x",), final=FinalAnswer("1"))),
+    "fence behind a bullet": (
+        "- ```repl\n  x\n  ```\nFINAL(1)",
+        ParsedAction(("x",), final=FinalAnswer("1")),
+    ),
     "many fences that are none of ours": (
         "```\n" * 20_000,
         ParsedAction(ignored=("an unmarked fence was not run; use ```repl",)),
@@ -79,14 +97,29 @@ def test_native_tool_calls() -> None:
 
     ids = ("c1",)
     assert read_action(message("repl", json.dumps({"code": "x"}))) == ParsedAction(("x",), ids)
-    assert read_action(message("final", json.dumps({"answer": "yes"}))) == ParsedAction((), ids, FinalAnswer("yes"))
-    assert read_action(message("final", json.dumps({"answer": [1]}))) == ParsedAction((), ids, FinalAnswer("[1]"))
+    assert read_action(message("final", json.dumps({"answer": "yes"}))) == ParsedAction(
+        (), ids, FinalAnswer("yes")
+    )
+    assert read_action(message("final", json.dumps({"answer": [1]}))) == ParsedAction(
+        (), ids, FinalAnswer("[1]")
+    )
     assert read_action(message("search", "{}")).ignored == (
         "no tool 'search' with those arguments; there are repl(code) and final(answer)",
     )
-    assert read_action(message("repl", "{")).ignored[0].startswith("the arguments of tool call 'repl' are not JSON")
+    assert (
+        read_action(message("repl", "{"))
+        .ignored[0]
+        .startswith("the arguments of tool call 'repl' are not JSON")
+    )
 
 
 def test_literals() -> None:
     texts = ["42", "'a'", "[1, 2]", "forty-two", "{'a': 1}", "(" * 1000]
-    assert [FinalAnswer(text).literal() for text in texts] == [42, "a", [1, 2], "forty-two", {"a": 1}, "(" * 1000]
+    assert [FinalAnswer(text).literal() for text in texts] == [
+        42,
+        "a",
+        [1, 2],
+        "forty-two",
+        {"a": 1},
+        "(" * 1000,
+    ]

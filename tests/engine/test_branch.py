@@ -1,4 +1,5 @@
-"""Several continuations of one turn: they share what came before, end on their own, and one of them answers."""
+"""Several continuations of one turn: they share what came before, end on their own, and one of them
+answers."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def test_first_turns_are_tried_several_times_and_most_answers_win(tmp_path: Path
     with rlm(model, store=store) as r:
         result = r.completion("text", "?", search=4)
         assert (result.answer, result.stop) == ("b", Stop.FINAL)
-        calls = {call.id: (call.answer, call.fork, len(call.turns)) for call in result.trajectory.calls}
+        calls = {
+            call.id: (call.answer, call.fork, len(call.turns)) for call in result.trajectory.calls
+        }
         assert calls == {
             "0": ("a", None, 1),
             "0:1": ("b", Fork("0", -1), 1),
@@ -63,9 +66,16 @@ def test_a_session_that_cannot_fork_says_so() -> None:
 
 
 def test_votes() -> None:
-    assert [vote(answers) for answers in ([1, 2, 2], ["a", "b"], [None, "x"], [None, None], [{"a": 1}, {"a": 1.0}, 3])] == [
-        1, 0, 1, 0, 0,
-    ]  # fmt: skip
+    assert [
+        vote(answers)
+        for answers in ([1, 2, 2], ["a", "b"], [None, "x"], [None, None], [{"a": 1}, {"a": 1.0}, 3])
+    ] == [
+        1,
+        0,
+        1,
+        0,
+        0,
+    ]
     with pytest.raises(ConfigError, match="at least 2 continuations"):
         Branches(1)
 
@@ -89,7 +99,10 @@ def test_an_rlm_may_branch_by_default() -> None:
     ("options", "problem"),
     [
         ({"branches": 0}, "branches is 0: give 1 for none, or more"),
-        ({"branches": 2, "search": Branches(2)}, "branches is 2: a search was given, too: give one of them"),
+        (
+            {"branches": 2, "search": Branches(2)},
+            "branches is 2: a search was given, too: give one of them",
+        ),
         ({"search": "best"}, "search is 'best': give a number of continuations"),
     ],
 )
@@ -106,7 +119,10 @@ def test_an_answer_that_is_not_there_cannot_be_chosen() -> None:
         def choose(self, answers: Any) -> int:
             return 7
 
-    with rlm([code("FINAL(1)")] * 2, search=Odd()) as r, pytest.raises(ConfigError, match="chose 7 of 2 answers"):
+    with (
+        rlm([code("FINAL(1)")] * 2, search=Odd()) as r,
+        pytest.raises(ConfigError, match="chose 7 of 2 answers"),
+    ):
         r.completion("text", "?")
 
 
@@ -114,13 +130,16 @@ TWO_LEVELS = Branches(3, turn=1)
 
 
 def _two_levels(messages: tuple[Message, ...]) -> str:
-    """A first turn; then every branch asks a child and a plain call something of its own, and answers what it heard."""
+    """A first turn; then every branch asks a child and a plain call something of its own, and
+    answers what it heard."""
     if messages[0].role != "system":
         return f"re: {messages[-1].content}"
     if "Question: child" in messages[1].content:
         return code("FINAL(context)")
     num = sum(message.role == "assistant" for message in messages)
-    asking = "luck = random.random()\na = rlm_query('child', f'{luck}')\nb = llm_query(a)\nx.append(b)"
+    asking = (
+        "luck = random.random()\na = rlm_query('child', f'{luck}')\nb = llm_query(a)\nx.append(b)"
+    )
     return code(["import random\nx = []", asking, "FINAL(x)"][num])
 
 
@@ -172,13 +191,23 @@ def test_a_replay_that_diverges_in_a_branch_says_so(tmp_path: Path) -> None:
 
 
 def test_a_conversation_goes_on_from_the_branch_that_was_chosen() -> None:
-    model = client([
-        code("x = 'a'\nFINAL(x)"), code("x = 'b'\nFINAL(x)"), code("x = 'b'\ny = 1\nFINAL(x)"),
-        code("FINAL(x + '1')"), code("FINAL(x + '2')"), code("FINAL(x + '2')"),
-        code("FINAL(x)"),
-    ])  # fmt: skip
+    model = client(
+        [
+            code("x = 'a'\nFINAL(x)"),
+            code("x = 'b'\nFINAL(x)"),
+            code("x = 'b'\ny = 1\nFINAL(x)"),
+            code("FINAL(x + '1')"),
+            code("FINAL(x + '2')"),
+            code("FINAL(x + '2')"),
+            code("FINAL(x)"),
+        ]
+    )
     with rlm(model, branches=3) as r, r.conversation("text") as c:
-        assert [c.ask("?").answer, c.ask("and?").answer, c.ask("last?", search=1).answer] == ["b", "b2", "b"]
+        assert [c.ask("?").answer, c.ask("and?").answer, c.ask("last?", search=1).answer] == [
+            "b",
+            "b2",
+            "b",
+        ]
         trajectory = c.trajectory
     assert [(call.id, call.fork, call.answer) for call in trajectory.calls] == [
         ("0", None, "a"),
@@ -189,7 +218,11 @@ def test_a_conversation_goes_on_from_the_branch_that_was_chosen() -> None:
         ("1:2", Fork("1", -1), "b2"),
         ("2", Fork("1:1", 0), "b"),
     ]
-    said = [message.content for message in trajectory.conversation(trajectory.call("2")) if message.role == "assistant"]
+    said = [
+        message.content
+        for message in trajectory.conversation(trajectory.call("2"))
+        if message.role == "assistant"
+    ]
     assert said == [code("x = 'b'\nFINAL(x)"), code("FINAL(x + '2')"), code("FINAL(x)")]
 
 
@@ -216,11 +249,16 @@ def test_branches_within_branches() -> None:
     calls = {call.id: call for call in result.trajectory.calls}
     last = calls.pop("1")
     assert {id: call.fork for id, call in calls.items()} == {
-        "0": None, "0:1": Fork("0", -1), "0:2": Fork("0", 0), "0:1:1": Fork("0:1", 0),
-    }  # fmt: skip
+        "0": None,
+        "0:1": Fork("0", -1),
+        "0:2": Fork("0", 0),
+        "0:1:1": Fork("0:1", 0),
+    }
     assert last.fork == Fork(answered_by, len(calls[answered_by].turns) - 1)
     answers = {id: call.answer for id, call in calls.items()}
     assert answers["0"][0] == answers["0:2"][0] != answers["0:1"][0] == answers["0:1:1"][0]
     assert len({answer[1] for answer in answers.values()}) == 4
     assert result.answer == answers[answered_by] == max(answers.values(), key=sum)
-    assert going_on.answer[:2] == result.answer, "it goes on in the session of the branch that was chosen"
+    assert going_on.answer[:2] == result.answer, (
+        "it goes on in the session of the branch that was chosen"
+    )

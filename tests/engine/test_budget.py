@@ -1,4 +1,5 @@
-"""Limits of a whole tree: exact under concurrency, cut at the deadline, and always with a last word."""
+"""Limits of a whole tree: exact under concurrency, cut at the deadline, and always with a last
+word."""
 
 from __future__ import annotations
 
@@ -40,14 +41,20 @@ def last_word_or(line: str) -> Any:
 @given(max_calls=st.integers(1, 60), concurrency=st.integers(1, 64))
 def test_a_budget_of_calls_is_never_passed_by_one(max_calls: int, concurrency: int) -> None:
     model = client(last_word_or(ASK_MANY), latency_s=0.001)
-    with rlm(model, limits={"max_calls": max_calls, "max_concurrency": concurrency}, sandbox="inprocess") as r:
+    with rlm(
+        model, limits={"max_calls": max_calls, "max_concurrency": concurrency}, sandbox="inprocess"
+    ) as r:
         result = r.completion("text", "?")
     assert model.served.calls <= max_calls
     assert result.usage == model.served
     if max_calls >= 52:
         assert result.stop is Stop.FINAL
     else:
-        assert (result.stop, result.response, model.served.calls) == (Stop.MAX_CALLS, "what I have", max_calls)
+        assert (result.stop, result.response, model.served.calls) == (
+            Stop.MAX_CALLS,
+            "what I have",
+            max_calls,
+        )
 
 
 @settings(max_examples=15, deadline=None)
@@ -68,7 +75,10 @@ def test_a_budget_of_tokens_is_kept_over_children() -> None:
         if "Answer now" in messages[-1].content:
             return "FINAL(enough)"
         if "Question: root" in messages[1].content:
-            return code("try:\n  rlm_query_batched(['child'] * 6)\nexcept SubcallError as e: print(len(e.failures))")
+            return code(
+                "try:\n  rlm_query_batched(['child'] * 6)\nexcept SubcallError as e: "
+                "print(len(e.failures))"
+            )
         return code("print('z' * 400)")
 
     model = client(script)
@@ -95,7 +105,9 @@ def test_without_a_last_word_the_best_answer_so_far_is_given() -> None:
     assert (result.stop, result.response) == (Stop.MAX_TURNS, "partial")
 
 
-@pytest.mark.parametrize("cell", ["while True: pass", "import time; time.sleep(60)", "llm_query('slow')"])
+@pytest.mark.parametrize(
+    "cell", ["while True: pass", "import time; time.sleep(60)", "llm_query('slow')"]
+)
 def test_a_deadline_cuts_cells_and_calls_in_flight(cell: str) -> None:
     async def script(messages: tuple[Message, ...]) -> str:
         if messages[-1].content == "slow":
@@ -108,7 +120,9 @@ def test_a_deadline_cuts_cells_and_calls_in_flight(cell: str) -> None:
     assert (result.stop, result.response) == (Stop.DEADLINE, "in time")
     assert time.monotonic() - began < 50
     asked = [request.messages[-1].content for request in model.requests]
-    assert result.usage.unknown_calls == asked.count("slow")  # 1, where the session was there in time
+    assert result.usage.unknown_calls == asked.count(
+        "slow"
+    )  # 1, where the session was there in time
     assert asked.count("slow") <= ("llm_query" in cell)
 
 
@@ -132,7 +146,9 @@ def test_usage_is_what_the_server_counted_and_an_upper_bound_where_a_reply_was_d
             return no_usage("silent") if prompt == "c" else f"re: {prompt}"
 
         async with ScriptedServer(by_role(root, plain)) as server:
-            async with RLM(f"openai:test@{server.url}", scaffold=SCAFFOLD, limits=Limits(max_reply_tokens=64)) as r:
+            async with RLM(
+                f"openai:test@{server.url}", scaffold=SCAFFOLD, limits=Limits(max_reply_tokens=64)
+            ) as r:
                 result = await r.acompletion("text", "?")
             assert result.answer == ["re: a", "re: b", "silent"]
             assert (result.usage.calls, result.usage.unknown_calls) == (5, 2)
@@ -146,11 +162,15 @@ def test_usage_is_what_the_server_counted_and_an_upper_bound_where_a_reply_was_d
 
 
 def test_a_cost_limit_without_a_price_is_refused() -> None:
-    with rlm([], limits={"max_cost": 1.0}) as r, pytest.raises(ConfigError, match="scripted:test has no known price"):
+    with (
+        rlm([], limits={"max_cost": 1.0}) as r,
+        pytest.raises(ConfigError, match="scripted:test has no known price"),
+    ):
         r.completion("text", "?")
 
 
-# --- watching and ending -------------------------------------------------------------------------------------------
+# --- watching and ending
+# -------------------------------------------------------------------------------------------
 
 
 def test_events_come_as_a_stream_and_to_callbacks() -> None:
@@ -161,7 +181,15 @@ def test_events_come_as_a_stream_and_to_callbacks() -> None:
             seen = [event async for event in r.stream("text", "?")]
         async with rlm([code("FINAL(1)")]) as r:
             await r.acompletion("text", "?", on_event=heard.append)
-        names = ["RunStarted", "CallStarted", "Requested", "Replied", "CellRan", "CallEnded", "RunEnded"]
+        names = [
+            "RunStarted",
+            "CallStarted",
+            "Requested",
+            "Replied",
+            "CellRan",
+            "CallEnded",
+            "RunEnded",
+        ]
         assert [type(event).__name__ for event in seen] == names
         assert [type(event).__name__ for event in heard] == names
         assert isinstance(seen[0], RunStarted)

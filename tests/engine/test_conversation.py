@@ -1,4 +1,5 @@
-"""A conversation's session: opened once, given on from question to question, stopped by each question's own limits."""
+"""A conversation's session: opened once, given on from question to question, stopped by each
+question's own limits."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from tests.engine.helpers import client, code, rlm
 def test_a_session_that_a_question_did_not_need_serves_the_next() -> None:
     async def num_tasks() -> list[int]:
         nums = []
-        async with rlm(["FINAL(1)"] * 4 + [code("FINAL(context)")]) as r, r.conversation("text") as c:
+        async with (
+            rlm(["FINAL(1)"] * 4 + [code("FINAL(context)")]) as r,
+            r.conversation("text") as c,
+        ):
             for _ in range(4):
                 assert (await c.aask("?")).response == "1"
                 await asyncio.sleep(0.05)
@@ -29,15 +33,23 @@ def test_a_session_that_a_question_did_not_need_serves_the_next() -> None:
 def test_a_deadline_stops_a_later_questions_code() -> None:
     endless = code("import time\nx = 6\nwhile True: time.sleep(0.01)")
     script = [code("x = 5", "FINAL(x)"), endless, "FINAL(9)", code("FINAL(x)")]
-    with rlm(script, limits=Limits(max_seconds=8), sandbox=SandboxSpec(grace_s=60.0)) as r, r.conversation("text") as c:
+    with (
+        rlm(script, limits=Limits(max_seconds=8), sandbox=SandboxSpec(grace_s=60.0)) as r,
+        r.conversation("text") as c,
+    ):
         results = [c.ask("?") for _ in range(3)]
-    assert [(each.stop, each.answer) for each in results] == [(Stop.FINAL, 5), (Stop.DEADLINE, "9"), (Stop.FINAL, 6)]
+    assert [(each.stop, each.answer) for each in results] == [
+        (Stop.FINAL, 5),
+        (Stop.DEADLINE, "9"),
+        (Stop.FINAL, 6),
+    ]
 
 
 def test_questions_asked_at_once_take_turns() -> None:
     async def answers() -> list[object]:
         model = client(
-            [code("n = 1", "FINAL(n)"), code("n += 1", "FINAL(n)"), code("n += 1", "FINAL(n)")], latency_s=0.02
+            [code("n = 1", "FINAL(n)"), code("n += 1", "FINAL(n)"), code("n += 1", "FINAL(n)")],
+            latency_s=0.02,
         )
         async with rlm(model) as r, r.conversation("text") as c:
             return [each.answer for each in await asyncio.gather(*(c.aask("?") for _ in range(3)))]

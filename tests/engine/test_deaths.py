@@ -1,4 +1,5 @@
-"""A session that dies in the middle of a cell: the cells before it are there again, and nobody is asked twice."""
+"""A session that dies in the middle of a cell: the cells before it are there again, and nobody is
+asked twice."""
 
 from __future__ import annotations
 
@@ -10,14 +11,22 @@ import pytest
 
 from ramify import SandboxSpec, Stop, Store
 from ramify.engine.branch import Branches
-from ramify.types.event import AnyEvent, CallStarted, CellRan, NoteAdded, RequestStarted, ToolAnswered
+from ramify.types.event import (
+    AnyEvent,
+    CallStarted,
+    CellRan,
+    NoteAdded,
+    RequestStarted,
+    ToolAnswered,
+)
 from ramify.types.message import Message, ToolCall
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
 
 ABORT = "import os\nos.abort()"
 PROVIDERS = ("jail", "process")
 REBUILT = (
-    "What this cell did is lost. The cells before it were run again in a new session, with the answers that their calls "
+    "What this cell did is lost. The cells before it were run again in a new session, with the "
+    "answers that their calls "
     "had been given: their variables are back."
 )
 
@@ -27,7 +36,8 @@ def spec(provider: str = "jail", **options: Any) -> SandboxSpec:
 
 
 def script(root: list[str]) -> Any:
-    """The root's lines by turn, so that a run may be asked again; a child answers from its context; plain calls."""
+    """The root's lines by turn, so that a run may be asked again; a child answers from its context;
+    plain calls."""
 
     def answer(messages: tuple[Message, ...]) -> str:
         if messages[0].role != "system":
@@ -45,7 +55,10 @@ ASKING = [
     code("n = tick(7)\ntry: tick('bad')\nexcept Exception as e: why = repr(e)\nlen(history)"),
     code("lost = llm_query('lost')\nprint('so far', flush=True)\n" + ABORT),
     code("d = llm_query('two')"),
-    code("FINAL([a, b, n, why, type(c).__name__, luck, d, 'lost' in globals(), random.random() != luck])"),
+    code(
+        "FINAL([a, b, n, why, type(c).__name__, luck, d, 'lost' in globals(), random.random() != "
+        "luck])"
+    ),
 ]
 ANSWER = ["re: one", [[3, "x"], [2, "y"]], 1, "ValueError('tick: no number')", "C"]
 
@@ -91,7 +104,9 @@ def test_variables_are_back_and_nothing_was_asked_twice(provider: str, tmp_path:
     assert len(_all(events, RequestStarted)) == 6 + 3 + 2
     assert len(_all(events, ToolAnswered)) == 2
     assert [call.id for call in result.trajectory.calls] == ["0", *(f"0.{n}" for n in range(5))]
-    assert [event.id for event in _all(events, CallStarted)] == [call.id for call in result.trajectory.calls]
+    assert [event.id for event in _all(events, CallStarted)] == [
+        call.id for call in result.trajectory.calls
+    ]
     assert [event.text for event in _all(events, NoteAdded)] == [
         "the session died and was rebuilt: 4 cells were run again"
     ]
@@ -129,7 +144,13 @@ def test_a_run_with_a_death_that_is_cut_off_anywhere_goes_on(tmp_path: Path) -> 
 
 def _texts(trajectory: Any) -> list[Any]:
     return [
-        (call.id, [[(cell.code, cell.stdout, cell.value, cell.died) for cell in turn.cells] for turn in call.turns])
+        (
+            call.id,
+            [
+                [(cell.code, cell.stdout, cell.value, cell.died) for cell in turn.cells]
+                for turn in call.turns
+            ],
+        )
         for call in trajectory.calls
     ]
 
@@ -141,15 +162,20 @@ def _texts(trajectory: Any) -> list[Any]:
         ("import os; os.abort()", "killed by signal", {}),
         ("import ctypes; ctypes.string_at(0)", "SIGSEGV", {}),
         (
-            "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: time.sleep(0.01)",
+            "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: "
+            "time.sleep(0.01)",
             "did not stop within 0.2 s of an interrupt (time)",
             {"cell_s": 5.0, "grace_s": 0.2},
         ),
     ],
 )
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_the_model_is_told_the_reason(killer: str, reason: str, options: dict[str, Any], provider: str) -> None:
-    model = client([code("x = [1]"), code(f"print('so far', flush=True)\n{killer}"), code("FINAL(x)")])
+def test_the_model_is_told_the_reason(
+    killer: str, reason: str, options: dict[str, Any], provider: str
+) -> None:
+    model = client(
+        [code("x = [1]"), code(f"print('so far', flush=True)\n{killer}"), code("FINAL(x)")]
+    )
     with rlm(model, sandbox=spec(provider, **options)) as r:
         assert r.completion("text", "?").answer == [1]
     shown = model.requests[2].messages[-1].content
@@ -159,9 +185,7 @@ def test_the_model_is_told_the_reason(killer: str, reason: str, options: dict[st
 
 
 def test_memory_of_all_sessions_is_a_reason() -> None:
-    bomb = (
-        "print('so far', flush=True)\nb = bytearray(400 << 20)\nb[:] = bytes([1]) * len(b)\nimport time; time.sleep(60)"
-    )
+    bomb = "print('so far', flush=True)\nb = bytearray(400 << 20)\nb[:] = bytes([1]) * len(b)\nimport time; time.sleep(60)"
     model = client([code("x = [1]"), code(bomb), code("FINAL(x)")])
     with rlm(model, sandbox=spec(all_memory_bytes=200 << 20)) as r:
         assert r.completion("text", "?").answer == [1]
@@ -186,10 +210,17 @@ def test_a_fork_kept_before_the_cell_is_gone_back_to() -> None:
 
 
 def test_deaths_follow_one_another() -> None:
-    """Numbers of cells go on: the tracebacks and ``outputs`` of the rebuilt session are as they were."""
-    model = client([
-        code("x = 1"), code(ABORT), code("y = x + 1\nprint('z' * 300)"), code(ABORT), code("FINAL((x, y, sorted(outputs)))"),
-    ])  # fmt: skip
+    """Numbers of cells go on: the tracebacks and ``outputs`` of the rebuilt session are as they
+    were."""
+    model = client(
+        [
+            code("x = 1"),
+            code(ABORT),
+            code("y = x + 1\nprint('z' * 300)"),
+            code(ABORT),
+            code("FINAL((x, y, sorted(outputs)))"),
+        ]
+    )
     scaffold = SCAFFOLD.__class__(system="You drive.", direct_chars=0, max_output_chars=100)
     with rlm(model, scaffold=scaffold) as r:
         result = r.completion("text", "?")
@@ -216,21 +247,34 @@ def test_the_third_death_of_a_call_ends_it_with_the_best_so_far() -> None:
 @pytest.mark.parametrize(
     ("first", "problem"),
     [
-        ("import time; print(time.perf_counter_ns()); x = 1", "cell 2, run again, gave another output than before"),
+        (
+            "import time; print(time.perf_counter_ns()); x = 1",
+            "cell 2, run again, gave another output than before",
+        ),
         (
             "import time; x = llm_query(str(time.perf_counter_ns()))",
             "cell 2, run again, asked something of llm_query_batched that it had not asked before",
         ),
         (
-            "import os, tempfile\nif not os.path.exists('/tmp/was-here') and not os.path.exists('was-here'):\n"
+            "import os, tempfile\nif not os.path.exists('/tmp/was-here') and not "
+            "os.path.exists('was-here'):\n"
             "  x = llm_query('one')\nx = 1",
             None,
         ),
     ],
 )
-def test_cells_that_do_something_else_leave_a_fresh_session(first: str, problem: str | None) -> None:
+def test_cells_that_do_something_else_leave_a_fresh_session(
+    first: str, problem: str | None
+) -> None:
     model = client(
-        script([code("a = 1"), code(first), code(ABORT), code("FINAL(sorted({'a', 'x'} & set(globals())))")])
+        script(
+            [
+                code("a = 1"),
+                code(first),
+                code(ABORT),
+                code("FINAL(sorted({'a', 'x'} & set(globals())))"),
+            ]
+        )
     )
     with rlm(model) as r:
         result = r.completion("text", "?")
@@ -239,7 +283,10 @@ def test_cells_that_do_something_else_leave_a_fresh_session(first: str, problem:
         assert (result.answer, REBUILT in shown) == (["a", "x"], True)
         return
     assert result.answer == []
-    assert f"A new session was started: `context` is there, your variables and imports are not. ({problem})" in shown
+    assert (
+        "A new session was started: `context` is there, your variables and imports are not. "
+        f"({problem})" in shown
+    )
     notes = [event for event in result.trajectory.errors if "died" in event]
     assert notes == [], "a death is no error of the run"
 
@@ -270,20 +317,31 @@ def test_a_cell_that_was_stopped_is_stopped_again() -> None:
 def test_branches_and_further_questions_can_have_their_variables_back() -> None:
     def branching(messages: tuple[Message, ...]) -> str:
         num = sum(message.role == "assistant" for message in messages)
-        return code(["x = llm_query('once')", ABORT, "FINAL(x)"][num]) if messages[0].role == "system" else "got"
+        return (
+            code(["x = llm_query('once')", ABORT, "FINAL(x)"][num])
+            if messages[0].role == "system"
+            else "got"
+        )
 
     model = client(branching)
     with rlm(model) as r:
         result = r.completion("text", "?", search=Branches(3, turn=1))
-        assert [call.answer for call in result.trajectory.calls if call.kind == "rlm"] == ["got"] * 3
+        assert [call.answer for call in result.trajectory.calls if call.kind == "rlm"] == [
+            "got"
+        ] * 3
         assert sum(request.messages[-1].content == "once" for request in model.requests) == 1
-    with rlm([code("x = 1\nFINAL(x)"), code(ABORT), code("FINAL(x + 1)")]) as r, r.conversation("text") as c:
+    with (
+        rlm([code("x = 1\nFINAL(x)"), code(ABORT), code("FINAL(x + 1)")]) as r,
+        r.conversation("text") as c,
+    ):
         assert [c.ask("?").answer, c.ask("and?").answer] == [1, 2]
 
 
 def test_a_native_call_whose_session_dies_is_answered() -> None:
     def native(text: str) -> Message:
-        return Message("assistant", "", tool_calls=(ToolCall("c1", "repl", '{"code": "' + text + '"}'),))
+        return Message(
+            "assistant", "", tool_calls=(ToolCall("c1", "repl", '{"code": "' + text + '"}'),)
+        )
 
     scaffold = SCAFFOLD.__class__(system="You drive.", direct_chars=0, native_tools=True)
     model = client([native("x = 1"), native("import os; os.abort()"), native("FINAL(x)")])
@@ -293,11 +351,18 @@ def test_a_native_call_whose_session_dies_is_answered() -> None:
 
 
 def test_a_replay_in_which_the_cell_would_live_goes_as_it_was_recorded(tmp_path: Path) -> None:
-    """It was too slow then, and is not now: what it binds was not there when the replies after it were given."""
+    """It was too slow then, and is not now: what it binds was not there when the replies after it
+    were given."""
     store = Store(tmp_path)
     stubborn = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nuntil = time.time() + 8.0\n"
-    lines = ["x = 1", stubborn + "while time.time() < until: time.sleep(0.01); y = 2", "FINAL((x, 'y' in globals()))"]
-    with rlm(client([code(line) for line in lines]), store=store, sandbox=spec(cell_s=5.0, grace_s=0.2)) as r:
+    lines = [
+        "x = 1",
+        stubborn + "while time.time() < until: time.sleep(0.01); y = 2",
+        "FINAL((x, 'y' in globals()))",
+    ]
+    with rlm(
+        client([code(line) for line in lines]), store=store, sandbox=spec(cell_s=5.0, grace_s=0.2)
+    ) as r:
         result = r.completion("text", "?")
     assert (result.answer, result.trajectory.root.turns[1].cells[0].died) == ((1, False), True)
     with rlm(client([]), store=store, sandbox=spec()) as r:

@@ -1,7 +1,8 @@
 """Every byte that a model sees, compared with a file that an earlier version wrote.
 
-Prompts are part of behaviour: replays are keyed by them, and the packaged policy was trained on them. Change one only
-with a measurement, and then run this file as a script to write ``golden_prompts.json`` again.
+Prompts are part of behaviour: replays are keyed by them, and the packaged policy was trained on
+them. Change one only with a measurement, and then run this file as a script to write
+``golden_prompts.json`` again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ ODD_CELLS = [
     code("rlm_query()"),
     code("FINAL_VAR('nothing_here')"),
     code("import os; os._exit(3)"),
-    code("try:\n    open('/etc/passwd')\nexcept Exception as error:\n    print(type(error).__name__)"),
+    code(
+        "try:\n    open('/etc/passwd')\nexcept Exception as error:\n    print(type(error).__name__)"
+    ),
     "I think about it.",
     "Still thinking.\n```repl\nprint('unclosed')",
     code("z = 7\nprint(z)\nFINAL(z)"),
@@ -60,7 +63,9 @@ def subcalls(messages: tuple[Message, ...]) -> Any:
         return f"re: {text}"
     turn = sum(message.role == "assistant" for message in messages)
     if "part" in messages[1].content:
-        return code("print(context[:9])") if turn == 0 else code("FINAL([context[:5], {'a': (1, 2)}])")
+        return (
+            code("print(context[:9])") if turn == 0 else code("FINAL([context[:5], {'a': (1, 2)}])")
+        )
     lines = [
         code("llm_query('hello')"),
         code("llm_query_batched(['a', 'b'])"),
@@ -89,45 +94,68 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "script": [code("lookup('k')"), code("lookup()"), code("FINAL(NAMES)")],
         "options": {"tools": {"lookup": lookup, "NAMES": ["n1", "n2"]}},
     },
-    "max_turns": {"script": [code("a = 1"), code("b = 2"), "FINAL(b)"], "limits": Limits(max_turns=2)},
+    "max_turns": {
+        "script": [code("a = 1"), code("b = 2"), "FINAL(b)"],
+        "limits": Limits(max_turns=2),
+    },
     "max_calls": {
         "script": lambda messages: (
-            code("[llm_query(str(i)) for i in range(9)]") if messages[0].role == "system" and
-            len(messages) < 4 else "FINAL(3)"
+            code("[llm_query(str(i)) for i in range(9)]")
+            if messages[0].role == "system" and len(messages) < 4
+            else "FINAL(3)"
         ),
         "limits": Limits(max_calls=5),
     },
     "idle": {"script": ["words", "more words"]},
-    "no_children": {"script": [code("rlm_query('q')"), code("FINAL(1)")], "limits": Limits(max_depth=0)},
+    "no_children": {
+        "script": [code("rlm_query('q')"), code("FINAL(1)")],
+        "limits": Limits(max_depth=0),
+    },
     "direct": {"script": ["short answer"], "context": "tiny text", "scaffold": "default"},
-    "mapping": {"script": [code("FINAL(sorted(context))")], "context": {"b": "x" * 50_000, "a": [1, 2]}},
+    "mapping": {
+        "script": [code("FINAL(sorted(context))")],
+        "context": {"b": "x" * 50_000, "a": [1, 2]},
+    },
     "list": {"script": [code("FINAL(len(context))")], "context": ["first" * 9_000, "second"]},
     "compaction": {
         "script": lambda messages: (
-            "The summary." if "outgrow your window" in messages[-1].content
-            else code("FINAL('after')") if any("The summary." in message.content for message in messages)
+            "The summary."
+            if "outgrow your window" in messages[-1].content
+            else code("FINAL('after')")
+            if any("The summary." in message.content for message in messages)
             else code("print('word ' * 1500)")
         ),
         "window": 6_000,
     },
     "native_tools": {
         "script": [
-            native("python", {"code": "print(1)"}, "t1"), native("wrong_tool", {}, "t2"),
-            native("final_answer", {"answer": "x"}, "t3"), code("FINAL(1)"), "FINAL(1)", "FINAL(1)",
+            native("python", {"code": "print(1)"}, "t1"),
+            native("wrong_tool", {}, "t2"),
+            native("final_answer", {"answer": "x"}, "t3"),
+            code("FINAL(1)"),
+            "FINAL(1)",
+            "FINAL(1)",
         ],
         "scaffold": Scaffold(native_tools=True, direct_chars=0),
     },
     **{
         f"scaffold_{name}": {
             "script": [
-                code("print(context[:9])\n1 / 0"), "print(context[:5])", "<code>print(3)</code>", code("FINAL(2)"),
-                "FINAL(2)", "\\boxed{2}", "FINAL(2)", "FINAL(2)",
+                code("print(context[:9])\n1 / 0"),
+                "print(context[:5])",
+                "<code>print(3)</code>",
+                code("FINAL(2)"),
+                "FINAL(2)",
+                "\\boxed{2}",
+                "FINAL(2)",
+                "FINAL(2)",
             ],
-            "scaffold": name, "limits": Limits(max_turns=6),
+            "scaffold": name,
+            "limits": Limits(max_turns=6),
         }
         for name in SCAFFOLDS
     },
-}  # fmt: skip
+}
 
 
 def seen(name: str) -> list[Any]:
@@ -135,7 +163,11 @@ def seen(name: str) -> list[Any]:
     scenario = SCENARIOS[name]
     script = scenario["script"]
     if isinstance(script, list):
-        script = by_role([*script, *["FINAL(1)"] * 4]) if scenario.get("by_role") else [*script, *["FINAL(1)"] * 4]
+        script = (
+            by_role([*script, *["FINAL(1)"] * 4])
+            if scenario.get("by_role")
+            else [*script, *["FINAL(1)"] * 4]
+        )
     model = ScriptedClient(script, window=scenario.get("window", 128_000))
     scaffold = scenario.get("scaffold", Scaffold(direct_chars=0))
     limits = scenario.get("limits", Limits())

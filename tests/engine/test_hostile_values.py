@@ -1,5 +1,6 @@
-"""Whatever a session passes to the host or gives as its answer: an error in its cell, a note to its model or an answer,
-and never an exception out of ``completion``. A child's odd values end neither its parent nor the run."""
+"""Whatever a session passes to the host or gives as its answer: an error in its cell, a note to its
+model or an answer, and never an exception out of ``completion``. A child's odd values end neither
+its parent nor the run."""
 
 from __future__ import annotations
 
@@ -49,36 +50,95 @@ deep = 1
 for _ in range(99): deep = [deep]
 """
 SOURCES = [
-    "10**5000", "-10**3999", "2**64", "1e400", "float('nan')", "[float('nan'), '\\ud800']", "1j",
-    "None", "...", "b'\\xff'", "'\\ud800'", "{'\\udfff': '\\ud800'}", "{(1, 2): 3}", "{None: 1}",
-    "{1: 2, '1': 3}", "{frozenset({1}): {2}}", "cycle", "knot", "deep", "Mute()", "Exits()",
-    "Unequal()", "Liar()", "Text('x')", "Keyed(a=1)", "Raises()", "Named()", "object()", "len",
-    "[0] * 500_001", "{n * (2**61 - 1) for n in range(2500)}", "datetime.datetime.max",
-    "datetime.timedelta(-1)", "range(3)", "collections.Counter('aab')", "itertools.repeat(1, 3)",
-    "(x for x in 'ab')", "bytearray(3)", "memoryview(b'x')", "type", "True", "[[]] * 3",
-    "'x' * 100_000", "{'type': 'object'}", "{'$ref': '#'}", "{'pattern': '('}", "{1: 2}",
-    "{'enum': [1j]}", "{'const': '\\ud800'}",
-]  # fmt: skip
+    "10**5000",
+    "-10**3999",
+    "2**64",
+    "1e400",
+    "float('nan')",
+    "[float('nan'), '\\ud800']",
+    "1j",
+    "None",
+    "...",
+    "b'\\xff'",
+    "'\\ud800'",
+    "{'\\udfff': '\\ud800'}",
+    "{(1, 2): 3}",
+    "{None: 1}",
+    "{1: 2, '1': 3}",
+    "{frozenset({1}): {2}}",
+    "cycle",
+    "knot",
+    "deep",
+    "Mute()",
+    "Exits()",
+    "Unequal()",
+    "Liar()",
+    "Text('x')",
+    "Keyed(a=1)",
+    "Raises()",
+    "Named()",
+    "object()",
+    "len",
+    "[0] * 500_001",
+    "{n * (2**61 - 1) for n in range(2500)}",
+    "datetime.datetime.max",
+    "datetime.timedelta(-1)",
+    "range(3)",
+    "collections.Counter('aab')",
+    "itertools.repeat(1, 3)",
+    "(x for x in 'ab')",
+    "bytearray(3)",
+    "memoryview(b'x')",
+    "type",
+    "True",
+    "[[]] * 3",
+    "'x' * 100_000",
+    "{'type': 'object'}",
+    "{'$ref': '#'}",
+    "{'pattern': '('}",
+    "{1: 2}",
+    "{'enum': [1j]}",
+    "{'const': '\\ud800'}",
+]
 sources = st.one_of(
     st.sampled_from(SOURCES),
     values.map(repr).filter(lambda text: "nan" not in text and "inf" not in text),
-    st.tuples(st.sampled_from(["[{}]", "({},)", "{{'a': {}}}", "[1, [{}]]"]), st.sampled_from(SOURCES)).map(
-        lambda pair: pair[0].format(pair[1])
-    ),
+    st.tuples(
+        st.sampled_from(["[{}]", "({},)", "{{'a': {}}}", "[1, [{}]]"]), st.sampled_from(SOURCES)
+    ).map(lambda pair: pair[0].format(pair[1])),
 )
 HOST = "__import__('prelude').call_host"
 USES = [
-    "FINAL({})", "answer['content'] = {}", "answer.update(content={}, ready=True)",
-    "x = {}; FINAL_VAR('x')", "FINAL_VAR({})", "llm_query({})", "llm_query_batched({})",
-    "llm_query_batched([{}])", "llm_query('q', model={})", "llm_query('q', schema={})",
-    "rlm_query({})", "rlm_query('q', {})", "rlm_query('q', [{}])", "rlm_query('q', model={})",
-    "rlm_query_batched(['q'], {})", "rlm_query_batched({}, [1])", "tool({})",
-    "tool(x={}, name=1, self=2)", f"{HOST}({{}})", f"{HOST}('history', {{}})",
-    f"{HOST}('tool', {{}})", f"{HOST}('llm_query_batched', {{}})",
-    f"{HOST}('llm_query_batched', ['q'], {{}})", f"{HOST}('llm_query_batched', ['q'], None, {{}})",
-    f"{HOST}('rlm_query_batched', ['q'], {{}})", f"{HOST}('rlm_query_batched', {{}})",
-    "raise SubcallError({})", "print({})", "history[{}]",
-]  # fmt: skip
+    "FINAL({})",
+    "answer['content'] = {}",
+    "answer.update(content={}, ready=True)",
+    "x = {}; FINAL_VAR('x')",
+    "FINAL_VAR({})",
+    "llm_query({})",
+    "llm_query_batched({})",
+    "llm_query_batched([{}])",
+    "llm_query('q', model={})",
+    "llm_query('q', schema={})",
+    "rlm_query({})",
+    "rlm_query('q', {})",
+    "rlm_query('q', [{}])",
+    "rlm_query('q', model={})",
+    "rlm_query_batched(['q'], {})",
+    "rlm_query_batched({}, [1])",
+    "tool({})",
+    "tool(x={}, name=1, self=2)",
+    f"{HOST}({{}})",
+    f"{HOST}('history', {{}})",
+    f"{HOST}('tool', {{}})",
+    f"{HOST}('llm_query_batched', {{}})",
+    f"{HOST}('llm_query_batched', ['q'], {{}})",
+    f"{HOST}('llm_query_batched', ['q'], None, {{}})",
+    f"{HOST}('rlm_query_batched', ['q'], {{}})",
+    f"{HOST}('rlm_query_batched', {{}})",
+    "raise SubcallError({})",
+    "print({})",
+    "history[{}]",
+]
 
 
 class Cell:
@@ -99,7 +159,9 @@ class Cell:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RLM, Cell, Store]]:
     cell, store = Cell(), Store(tmp_path_factory.mktemp("runs"))
-    with rlm(cell, store=store, tools={"tool": lambda *args, **kwargs: 1}, limits={"max_turns": 4}) as r:
+    with rlm(
+        cell, store=store, tools={"tool": lambda *args, **kwargs: 1}, limits={"max_turns": 4}
+    ) as r:
         yield r, cell, store
 
 
@@ -133,7 +195,9 @@ def test_any_value_anywhere(runs: tuple[RLM, Cell, Store], use: str, source: str
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(USES), sources)
-def test_any_value_anywhere_in_a_child(runs: tuple[RLM, Cell, Store], use: str, source: str) -> None:
+def test_any_value_anywhere_in_a_child(
+    runs: tuple[RLM, Cell, Store], use: str, source: str
+) -> None:
     if "ask" not in use:
         end_well(runs, "FINAL([rlm_query('q')])", use.format(source))
 
@@ -144,23 +208,39 @@ def test_any_value_anywhere_in_a_child(runs: tuple[RLM, Cell, Store], use: str, 
         ("llm_query(None)", "TypeError: prompt 0 must be a str, not NoneType"),
         ("llm_query(b'x')", "TypeError: prompt 0 must be a str, not bytes"),
         ("llm_query_batched(5)", "TypeError: prompts must be a list of str, not int"),
-        ("llm_query('q', model=3)", "TypeError: model must be the name of a model or None, not int"),
-        ("llm_query(['q'] * 3, schema={'const': '\\ud800'})", "ValueError: schema: it cannot be used (UnicodeEncodeError"),
-        ("rlm_query_batched(['q'], 5)", "TypeError: contexts must be a list with one context for each prompt, not int"),
-        ("llm_query_batched(['q'] * 10_001)", "ValueError: 10,001 prompts at once: give at most 10,000"),
+        (
+            "llm_query('q', model=3)",
+            "TypeError: model must be the name of a model or None, not int",
+        ),
+        (
+            "llm_query(['q'] * 3, schema={'const': '\\ud800'})",
+            "ValueError: schema: it cannot be used (UnicodeEncodeError",
+        ),
+        (
+            "rlm_query_batched(['q'], 5)",
+            "TypeError: contexts must be a list with one context for each prompt, not int",
+        ),
+        (
+            "llm_query_batched(['q'] * 10_001)",
+            "ValueError: 10,001 prompts at once: give at most 10,000",
+        ),
         ("FINAL(10**5000)", "ValueError: an integer of more than 4,000 digits"),
         (f"{HOST}('history', 'a')", "HostError: history: seen must be an int, not str"),
         (f"{HOST}('tool', [])", "HostError: the name of a tool must be a str, not list"),
     ],
-)  # fmt: skip
-def test_an_odd_argument_is_named_in_the_cell(runs: tuple[RLM, Cell, Store], cell: str, error: str) -> None:
+)
+def test_an_odd_argument_is_named_in_the_cell(
+    runs: tuple[RLM, Cell, Store], cell: str, error: str
+) -> None:
     result = end_well(runs, cell)
     assert result.answer == "right"
     assert f"\n{error}" in result.trajectory.root.turns[0].cells[0].error
 
 
 def test_a_named_variable_that_is_too_much_is_a_note() -> None:
-    model = client([code("big = [0] * 500_001"), "FINAL(big)", code("1"), "FINAL_VAR(big)", "FINAL(7)"])
+    model = client(
+        [code("big = [0] * 500_001"), "FINAL(big)", code("1"), "FINAL_VAR(big)", "FINAL(7)"]
+    )
     with rlm(model) as r:
         assert r.completion("text", "?").answer == "7"
     notes = [request.messages[-1].content for request in (model.requests[2], model.requests[4])]
@@ -172,7 +252,14 @@ def test_a_named_variable_that_is_too_much_is_a_note() -> None:
 def test_a_typed_answer_that_cannot_be_checked_is_a_mismatch(kind: Any) -> None:
     huge = f"FINAL({hex(10**5000)})"
     model = client(
-        [huge, code("FINAL(1j)"), code("FINAL('\\ud800')"), code("FINAL({(1, 2): 3})"), "FINAL(7)", "FINAL(7)"]
+        [
+            huge,
+            code("FINAL(1j)"),
+            code("FINAL('\\ud800')"),
+            code("FINAL({(1, 2): 3})"),
+            "FINAL(7)",
+            "FINAL(7)",
+        ]
     )
     with rlm(model, limits={"max_turns": 6}) as r:
         result = r.completion("text", "?", answer_type=kind)
@@ -189,7 +276,11 @@ def test_a_journal_of_an_integer_at_the_edge_can_be_read(tmp_path: Path) -> None
 
 def test_odd_answers_as_text_and_in_a_vote(tmp_path: Path) -> None:
     huge = 10**5000
-    assert [as_text(odd) for odd in (1j, ["\ud800"], float("nan"))] == ['"1j"', '["\\ud800"]', "null"]
+    assert [as_text(odd) for odd in (1j, ["\ud800"], float("nan"))] == [
+        '"1j"',
+        '["\\ud800"]',
+        "null",
+    ]
     assert "has no text" in json.loads(as_text(huge))
     assert vote([["\ud800"], huge, 1j, ["\ud800"]]) == 0
     with rlm([code("FINAL(['\\ud800', float('nan')])")], store=Store(tmp_path)) as r:

@@ -1,4 +1,5 @@
-"""Replies that are not whole, and servers whose figures are wrong: over real HTTP, through whole runs."""
+"""Replies that are not whole, and servers whose figures are wrong: over real HTTP, through whole
+runs."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def reply(text: str, finish: Any) -> Reply:
     return Reply(Message("assistant", text), finish=finish)
 
 
-def ran(script: Script, question: str = "?", context: str | None = "text", **options: Any) -> Result:
+def ran(
+    script: Script, question: str = "?", context: str | None = "text", **options: Any
+) -> Result:
     """What a run over a scripted server comes to; its failures are data."""
 
     async def main() -> Result:
@@ -41,7 +44,8 @@ def ran(script: Script, question: str = "?", context: str | None = "text", **opt
 
 
 def in_session(*root: Any, other: Any = "whole", **options: Any) -> Result:
-    """As ``ran``, in a session: ``root`` are its turns, ``other`` is the reply to every plain call."""
+    """As ``ran``, in a session: ``root`` are its turns, ``other`` is the reply to every plain
+    call."""
     turns = iter(root)
 
     def script(messages: tuple[Message, ...]) -> Any:
@@ -50,7 +54,8 @@ def in_session(*root: Any, other: Any = "whole", **options: Any) -> Result:
     return ran(script, scaffold=SCAFFOLD, **options)
 
 
-# --- direct answers ------------------------------------------------------------------------------------------------
+# --- direct answers
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_direct_answer_that_was_cut_ends_with_its_stop() -> None:
@@ -101,22 +106,28 @@ def test_a_filtered_direct_answer_is_an_error_that_names_the_filter(text: str) -
 
 
 FORMS = {
-    "a refusal": ({"message": {"refusal": "I cannot"}, "finish_reason": "stop"}, "refused to answer (refusal): 'I cannot'"),
+    "a refusal": (
+        {"message": {"refusal": "I cannot"}, "finish_reason": "stop"},
+        "refused to answer (refusal): 'I cannot'",
+    ),
     "of Azure": (
         {
-            "message": {"content": ""}, "finish_reason": "content_filter",
+            "message": {"content": ""},
+            "finish_reason": "content_filter",
             "content_filter_results": {"hate": {"filtered": True}, "violence": {"filtered": False}},
         },
         "(content_filter (hate))",
     ),
     "of a gateway": ({"message": {"content": "x"}, "finish_reason": "SAFETY"}, "(SAFETY)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("choice", "named"), FORMS.values(), ids=FORMS)
 def test_every_form_of_a_filter_is_named(choice: dict[str, Any], named: str) -> None:
     async def main() -> None:
-        body = msgspec.json.encode({"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1}})
+        body = msgspec.json.encode(
+            {"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+        )
         async with says(body) as server, RLM(f"openai:test@{server.root}/v1") as rlm:
             with pytest.raises(RamifyError) as caught:
                 await rlm.acompletion("?")
@@ -125,10 +136,14 @@ def test_every_form_of_a_filter_is_named(choice: dict[str, Any], named: str) -> 
     run(main())
 
 
-@pytest.mark.parametrize("reason", ["max_tokens", "MAX_TOKENS", "model_length", "max_output_tokens"])
+@pytest.mark.parametrize(
+    "reason", ["max_tokens", "MAX_TOKENS", "model_length", "max_output_tokens"]
+)
 def test_other_words_for_a_limit_are_known(reason: str) -> None:
     async def main() -> Result:
-        body = msgspec.json.encode({"choices": [{"message": {"content": "half"}, "finish_reason": reason}]})
+        body = msgspec.json.encode(
+            {"choices": [{"message": {"content": "half"}, "finish_reason": reason}]}
+        )
         async with says(body) as server, RLM(f"openai:test@{server.root}/v1") as rlm:
             return await rlm.start("?").result()
 
@@ -153,7 +168,8 @@ def test_a_reply_that_the_server_broke_off_is_asked_for_again() -> None:
     assert (result.stop, result.answer, result.usage.calls) == (Stop.FINAL, "half of it", 2)
 
 
-# --- calls of a session --------------------------------------------------------------------------------------------
+# --- calls of a session
+# --------------------------------------------------------------------------------------------
 
 CAUGHT = """\
 try:
@@ -165,7 +181,9 @@ except SubcallError as error:
 def test_a_cut_reply_to_a_call_raises_with_its_text() -> None:
     result = in_session(code(CAUGHT), other=reply("half", "length"))
     assert result.answer == [[None, None], {0: "half", 1: "half"}, True]
-    assert [(call.stop, call.answer) for call in result.trajectory.calls[1:]] == [(Stop.MAX_TOKENS, "half")] * 2
+    assert [(call.stop, call.answer) for call in result.trajectory.calls[1:]] == [
+        (Stop.MAX_TOKENS, "half")
+    ] * 2
 
 
 def test_a_cut_number_is_no_number() -> None:
@@ -174,7 +192,9 @@ def test_a_cut_number_is_no_number() -> None:
 
 
 def test_a_filtered_reply_to_a_call_raises_and_has_no_text() -> None:
-    caught = "try:\n  FINAL(llm_query('a'))\nexcept SubcallError as e:\n  FINAL([str(e), e.partial])"
+    caught = (
+        "try:\n  FINAL(llm_query('a'))\nexcept SubcallError as e:\n  FINAL([str(e), e.partial])"
+    )
     text, partial = in_session(code(caught), other=reply("half", "content_filter")).answer
     assert "a content filter stopped the reply" in text
     assert partial == {}
@@ -193,7 +213,8 @@ def test_a_cut_answer_of_a_child_raises(depth: int) -> None:
     assert result.answer == {0: "half of an answer"}
 
 
-# --- turns of the root ---------------------------------------------------------------------------------------------
+# --- turns of the root
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,7 +230,10 @@ def test_half_of_a_message_is_not_acted_on(half: str, left_out: str) -> None:
     result = in_session(reply(half, "length"), code("FINAL('whole')"))
     first, second = result.trajectory.root.turns
     assert (result.stop, result.answer, first.cells) == (Stop.FINAL, "whole", ())
-    assert f"your message was cut at its limit of tokens, and the last {left_out}" in second.prompt[-1].content
+    assert (
+        f"your message was cut at its limit of tokens, and the last {left_out}"
+        in second.prompt[-1].content
+    )
 
 
 def test_what_was_closed_before_the_cut_is_run() -> None:
@@ -242,15 +266,19 @@ def test_a_filtered_turn_ends_the_run_with_the_filter_named() -> None:
     assert "a content filter stopped the reply" in str(result.error)
 
 
-# --- figures that are wrong ----------------------------------------------------------------------------------------
+# --- figures that are wrong
+# ----------------------------------------------------------------------------------------
 
 
 def test_a_gateway_that_counts_wrongly_does_not_take_a_run_past_its_cost() -> None:
-    """Each reply reports a hundred times more cached tokens than the prompt has: at face value a negative cost."""
+    """Each reply reports a hundred times more cached tokens than the prompt has: at face value a
+    negative cost."""
 
     async def main() -> None:
         limit = 0.02
-        line = Reply(Message("assistant", "```repl\nllm_query('x' * 100)\n```"), Usage(50, 50, 5000, calls=1))
+        line = Reply(
+            Message("assistant", "```repl\nllm_query('x' * 100)\n```"), Usage(50, 50, 5000, calls=1)
+        )
         async with ScriptedServer(lambda messages: line) as server:
             model = f"openai:gpt-5-mini@{server.url}"
             async with RLM(model, limits=Limits(max_cost=limit, max_turns=500)) as rlm:

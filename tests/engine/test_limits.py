@@ -19,7 +19,14 @@ from ramify.types.trajectory import Stop
 
 def test_zero_is_refused_but_for_depth() -> None:
     assert Limits(max_depth=0).max_depth == 0
-    for name in ("max_turns", "max_calls", "max_tokens", "max_cost", "max_seconds", "max_concurrency"):
+    for name in (
+        "max_turns",
+        "max_calls",
+        "max_tokens",
+        "max_cost",
+        "max_seconds",
+        "max_concurrency",
+    ):
         with pytest.raises(ConfigError, match=f"limit {name}=0 allows nothing"):
             Limits(**{name: 0})
     with pytest.raises(ConfigError, match="max_depth=-1"):
@@ -86,8 +93,11 @@ def test_a_cancelled_wait_leaves_no_reservation() -> None:
     max_cents=st.integers(1, 50),
     held=st.integers(0, 1),
 )
-def test_no_schedule_passes_a_limit(seed: int, max_calls: int, max_tokens: int, max_cents: int, held: int) -> None:
-    """Forty askers with random sizes, outcomes and timing: at every step spent + outstanding + held is within limits."""
+def test_no_schedule_passes_a_limit(
+    seed: int, max_calls: int, max_tokens: int, max_cents: int, held: int
+) -> None:
+    """Forty askers with random sizes, outcomes and timing: at every step spent + outstanding + held
+    is within limits."""
 
     async def scenario() -> None:
         rng = random.Random(seed)

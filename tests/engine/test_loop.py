@@ -21,11 +21,20 @@ TEXT = "alpha 1\nbeta 2\ngamma 3\n"
 
 def test_a_whole_run() -> None:
     """Question, two cells, answer: what the model was shown and what is recorded, to the letter."""
-    model = client([code("n = context.count('a')\nprint('counted')\nn"), code("n + 1"), code("FINAL({'n': n})")])
+    model = client(
+        [
+            code("n = context.count('a')\nprint('counted')\nn"),
+            code("n + 1"),
+            code("FINAL({'n': n})"),
+        ]
+    )
     with rlm(model) as r:
         result = r.completion(TEXT, "How many a?")
     assert (result.response, result.answer, result.stop) == ('{"n":5}', {"n": 5}, Stop.FINAL)
-    first = "Question: How many a?\n\n`context` is a str of 23 characters in 4 lines. It begins:\n" + repr(TEXT)
+    first = (
+        "Question: How many a?\n\n`context` is a str of 23 characters in 4 lines. It begins:\n"
+        + repr(TEXT)
+    )
     assert [m.content for m in model.requests[0].messages] == ["You drive a session.", first]
     assert [m.content for m in model.requests[2].messages[2:]] == [
         code("n = context.count('a')\nprint('counted')\nn"),
@@ -99,7 +108,10 @@ def test_long_output_is_cut_and_kept_whole_in_a_variable() -> None:
     with rlm(model, scaffold=msgspec.structs.replace(SCAFFOLD, max_output_chars=100)) as r:
         assert r.completion(TEXT, "?").answer == 1001
     assert model.requests[1].messages[-1].content == (
-        "x" * 50 + "\n[… 901 of 1,001 characters cut; the whole is in outputs[1] …]\n" + "y" * 49 + "\n[turn 1 of 30]"
+        "x" * 50
+        + "\n[… 901 of 1,001 characters cut; the whole is in outputs[1] …]\n"
+        + "y" * 49
+        + "\n[turn 1 of 30]"
     )
 
 
@@ -113,7 +125,9 @@ def test_reserved_names_are_put_back() -> None:
 
 
 def test_history_and_variables_can_be_looked_at() -> None:
-    model = client([code("x = [1]\nSHOW_VARS()"), code("FINAL([history[0]['role'], len(history)])")])
+    model = client(
+        [code("x = [1]\nSHOW_VARS()"), code("FINAL([history[0]['role'], len(history)])")]
+    )
     with rlm(model) as r:
         assert r.completion(TEXT, "?").answer == ["system", 5]
     assert "=> {'x': 'list, 1 long'}" in model.requests[1].messages[-1].content
@@ -123,7 +137,10 @@ def test_a_later_cell_is_not_run_after_one_that_failed() -> None:
     model = client([code("1/0", "x = 1"), code("FINAL('x' in globals())")])
     with rlm(model) as r:
         assert r.completion(TEXT, "?").answer is False
-    assert "[note] cells 2 to 2 were not run, since cell 1 failed" in model.requests[1].messages[-1].content
+    assert (
+        "[note] cells 2 to 2 were not run, since cell 1 failed"
+        in model.requests[1].messages[-1].content
+    )
 
 
 def test_native_tool_calls_are_answered_in_kind() -> None:
@@ -133,10 +150,13 @@ def test_native_tool_calls_are_answered_in_kind() -> None:
     with rlm(model, scaffold=msgspec.structs.replace(SCAFFOLD, native_tools=True)) as r:
         assert r.completion(TEXT, "?").answer == "two"
     assert [tool.name for tool in model.requests[0].tools] == ["repl", "final"]
-    assert model.requests[1].messages[-1] == Message("tool", "=> 2\n[turn 1 of 30]", tool_call_id="a")
+    assert model.requests[1].messages[-1] == Message(
+        "tool", "=> 2\n[turn 1 of 30]", tool_call_id="a"
+    )
 
 
-# --- typed answers -------------------------------------------------------------------------------------------------
+# --- typed answers
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -170,19 +190,24 @@ def test_answers_of_a_type() -> None:
 
 
 def test_an_answer_that_does_not_fit_is_shown_why() -> None:
-    model = client([code("FINAL({'name': 'n', 'count': 'two'})"), code("FINAL({'name': 'n', 'count': 2})")])
+    model = client(
+        [code("FINAL({'name': 'n', 'count': 'two'})"), code("FINAL({'name': 'n', 'count': 2})")]
+    )
     with rlm(model) as r:
         assert r.completion(TEXT, "?", answer_type=Count).answer == Count("n", 2)
     assert '"count": {"type": "integer"}' in model.requests[0].messages[-1].content
     assert (
-        "[note] The answer does not fit its type: Expected `int`, got `str` - at `$.count`. Correct it and give it again "
+        "[note] The answer does not fit its type: Expected `int`, got `str` - at `$.count`. "
+        "Correct it and give it again "
         "with FINAL(…)." in model.requests[1].messages[-1].content
     )
 
 
 def test_a_schema_that_is_none_is_refused_before_anything_is_asked() -> None:
     with rlm([]) as r:
-        with pytest.raises(ConfigError, match=r"JSON schema is not valid at type: 'int' is not valid"):
+        with pytest.raises(
+            ConfigError, match=r"JSON schema is not valid at type: 'int' is not valid"
+        ):
             r.completion(TEXT, "?", answer_type={"type": "int"})
         with pytest.raises(ConfigError, match="answer_type <object object"):
             r.completion(TEXT, "?", answer_type=object())
@@ -193,19 +218,29 @@ def test_citations_are_checked_against_the_context() -> None:
     right = wrong.replace("'first_line': 1, 'last_line': 1", "'first_line': 2, 'last_line': 2")
     model = client([code(f"FINAL({wrong})"), code(f"FINAL({right})")])
     with rlm(model) as r:
-        result = r.completion({"a.txt": TEXT, "b.txt": "other"}, "beta?", answer_type=int, cite=True)
+        result = r.completion(
+            {"a.txt": TEXT, "b.txt": "other"}, "beta?", answer_type=int, cite=True
+        )
     assert (result.answer, result.citations) == (2, (Citation("a.txt", 2, 2, "beta 2"),))
-    assert "citation 0: the quote 'beta 2' is not in lines 1-1 of 'a.txt'" in model.requests[1].messages[-1].content
+    assert (
+        "citation 0: the quote 'beta 2' is not in lines 1-1 of 'a.txt'"
+        in model.requests[1].messages[-1].content
+    )
 
 
-# --- models that do not play along ---------------------------------------------------------------------------------
+# --- models that do not play along
+# ---------------------------------------------------------------------------------
 
 
 def test_a_model_that_never_writes_code() -> None:
     model = client(lambda messages: "I believe it is six.")
     with rlm(model) as r:
         result = r.completion(TEXT, "?")
-    assert (result.stop, result.response, len(model.requests)) == (Stop.NO_CODE, "I believe it is six.", 2)
+    assert (result.stop, result.response, len(model.requests)) == (
+        Stop.NO_CODE,
+        "I believe it is six.",
+        2,
+    )
     assert model.requests[1].messages[-1].content.startswith("Nothing was run")
 
 
@@ -214,13 +249,18 @@ def test_a_model_that_writes_only_syntax_errors() -> None:
     with rlm(model, limits={"max_turns": 3}) as r:
         result = r.completion(TEXT, "?")
     assert (result.stop, result.response, len(model.requests)) == (Stop.MAX_TURNS, "gave up", 4)
-    assert [c.error.splitlines()[-1] for turn in result.trajectory.root.turns for c in turn.cells if c.error] == [
-        "SyntaxError: invalid syntax"
-    ] * 3
+    assert [
+        c.error.splitlines()[-1]
+        for turn in result.trajectory.root.turns
+        for c in turn.cells
+        if c.error
+    ] == ["SyntaxError: invalid syntax"] * 3
 
 
 def test_a_model_that_prints_without_end_is_cut() -> None:
-    with rlm([code("for _ in range(100): print('x' * 1_000_000)"), code("FINAL(len(outputs[1]))")]) as r:
+    with rlm(
+        [code("for _ in range(100): print('x' * 1_000_000)"), code("FINAL(len(outputs[1]))")]
+    ) as r:
         result = r.completion(TEXT, "?")
     cell = result.trajectory.root.turns[0].cells[0]
     assert cell.stdout_chars == 100 * 1_000_001
@@ -230,12 +270,17 @@ def test_a_model_that_prints_without_end_is_cut() -> None:
 
 
 def test_a_model_that_kills_its_session_goes_on_in_a_new_one() -> None:
-    model = client([code("x = 1\nimport os; print('so far', flush=True); os._exit(3)"), code("FINAL(context)")])
+    model = client(
+        [code("x = 1\nimport os; print('so far', flush=True); os._exit(3)"), code("FINAL(context)")]
+    )
     with rlm(model) as r:
         assert r.completion(TEXT, "?").answer == TEXT
     shown = model.requests[1].messages[-1].content
     assert shown.startswith("so far\nSessionDied: ")
-    assert "A new session was started: `context` is there, your variables and imports are not." in shown
+    assert (
+        "A new session was started: `context` is there, your variables and imports are not."
+        in shown
+    )
 
 
 def test_a_model_that_kills_every_session_ends_in_an_error() -> None:
@@ -256,11 +301,15 @@ def _result_of(r: Any) -> Any:
 def test_a_model_that_fails_raises_its_error_when_there_is_no_answer() -> None:
     from ramify.clients.scripted import refused
 
-    with rlm([refused(401, "no such key")]) as r, pytest.raises(ModelError, match="401, no such key"):
+    with (
+        rlm([refused(401, "no such key")]) as r,
+        pytest.raises(ModelError, match="401, no such key"),
+    ):
         r.completion(TEXT, "?")
 
 
-# --- small questions -----------------------------------------------------------------------------------------------
+# --- small questions
+# -----------------------------------------------------------------------------------------------
 
 
 def test_what_fits_easily_is_one_direct_call() -> None:
@@ -285,7 +334,11 @@ def test_a_question_alone_is_answered_directly_and_typed() -> None:
         ({"a": ""}, " ", "the question is empty"),
         (["a"], None, "a context of type list needs a question"),
         ("", None, "the question is empty"),
-        (io.BytesIO(b"x"), "What?", r"a context cannot be a BytesIO: give prompt.read\(\), or ramify.load"),
+        (
+            io.BytesIO(b"x"),
+            "What?",
+            r"a context cannot be a BytesIO: give prompt.read\(\), or ramify.load",
+        ),
     ],
 )
 def test_nothing_to_ask(prompt: Any, query: str | None, message: str) -> None:
@@ -295,7 +348,9 @@ def test_nothing_to_ask(prompt: Any, query: str | None, message: str) -> None:
 
 def test_braces_in_a_system_prompt_are_just_braces() -> None:
     model = client([code("FINAL(1)")])
-    with rlm(model, scaffold=Scaffold(system='{"a": {b}} {} {{unknown}}{{tools}}', direct_chars=0)) as r:
+    with rlm(
+        model, scaffold=Scaffold(system='{"a": {b}} {} {{unknown}}{{tools}}', direct_chars=0)
+    ) as r:
         r.completion(TEXT, "?")
     assert model.requests[0].messages[0].content == '{"a": {b}} {} {{unknown}}'
 
@@ -317,9 +372,21 @@ def test_a_sandbox_that_cannot_be_had_is_known_before_anything_is_asked(
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///no/such/engine.sock")
     for spec, error, message in (
-        (SandboxSpec(mounts=((str(tmp_path / "none"), "/data"),)), ConfigError, "sandbox mounts: there is no '.*none'"),
-        (SandboxSpec(packages=("no_such_package",)), ConfigError, "this Python has no package 'no_such_package'"),
-        (SandboxSpec(memory_bytes=1 << 60), ConfigError, "memory_bytes is .*, more than the .* bytes of this machine"),
+        (
+            SandboxSpec(mounts=((str(tmp_path / "none"), "/data"),)),
+            ConfigError,
+            "sandbox mounts: there is no '.*none'",
+        ),
+        (
+            SandboxSpec(packages=("no_such_package",)),
+            ConfigError,
+            "this Python has no package 'no_such_package'",
+        ),
+        (
+            SandboxSpec(memory_bytes=1 << 60),
+            ConfigError,
+            "memory_bytes is .*, more than the .* bytes of this machine",
+        ),
         (SandboxSpec(provider="docker"), SandboxError, "sandbox 'docker': no engine at"),
     ):
         model = client([code("FINAL(1)")] * 2)
@@ -327,5 +394,7 @@ def test_a_sandbox_that_cannot_be_had_is_known_before_anything_is_asked(
         with rlm(model, sandbox=spec, store=store) as r, pytest.raises(error, match=message):
             r.completion(TEXT, "?")
         assert (model.requests, store.runs()) == ([], [])
-        with rlm(model, sandbox=spec, scaffold="default") as r:  # which one plain call answers: it needs no session
+        with rlm(
+            model, sandbox=spec, scaffold="default"
+        ) as r:  # which one plain call answers: it needs no session
             assert r.completion("How many days has May?").answer

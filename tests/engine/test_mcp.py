@@ -1,4 +1,5 @@
-"""MCP servers as tools in a session: a real server as a process of its own, spoken to by the official SDK."""
+"""MCP servers as tools in a session: a real server as a process of its own, spoken to by the
+official SDK."""
 
 from __future__ import annotations
 
@@ -125,7 +126,8 @@ def test_what_else_comes_back(tools: McpTools) -> None:
 
 
 def test_two_servers_and_their_environment(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that both have get the server's; a server has the variables that it was given, and no key of a provider."""
+    """Names that both have get the server's; a server has the variables that it was given, and no
+    key of a provider."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-user")
     monkeypatch.setenv("TOKEN", "from-here")
     with McpTools(f"TOKEN=abc {server}", f"TOKEN= {server}") as tools:
@@ -154,8 +156,12 @@ def test_servers_that_cannot_be_had(given: str, says: str) -> None:
 
 def test_names() -> None:
     assert [function_name(each) for each in ("git-log", "2d", "import", "context", "größe")] == [
-        "git_log", "_2d", "import_", "context_", "gr__e",
-    ]  # fmt: skip
+        "git_log",
+        "_2d",
+        "import_",
+        "context_",
+        "gr__e",
+    ]
     assert recorded("A=1 B='x y' cmd 'a b'") == "A= B= cmd 'a b'"
     assert recorded("https://user:pw@host/mcp?key=1") == "https://host/mcp"
     with pytest.raises(ConfigError, match="no MCP server"):

@@ -1,4 +1,5 @@
-"""The engine over Monty's sessions: what of its ways with a model holds there, and what a model is told where not."""
+"""The engine over Monty's sessions: what of its ways with a model holds there, and what a model is
+told where not."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from ramify.types.message import Message
 from ramify.types.trajectory import Cell
 from tests.engine.helpers import by_role, client, code, rlm
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("pydantic_monty") is None, reason="Monty is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pydantic_monty") is None, reason="Monty is not installed"
+)
 
 
 def run(script: Any, context: Any = "alpha beta", **options: Any) -> tuple[Any, list[Cell]]:
@@ -25,20 +28,35 @@ def run(script: Any, context: Any = "alpha beta", **options: Any) -> tuple[Any, 
 
 
 def test_a_whole_run() -> None:
-    script = by_role([
-        code("n = context.count('a')\nprint('counted')\nn"),
-        code("replies = llm_query_batched([f'{n}?', 'b'])\nllm_query('number', schema={'type': 'integer'})"),
-        code("FINAL({'n': n, 'replies': replies})"),
-    ], lambda prompt: "7" if prompt.startswith("number") else f"re: {prompt}")  # fmt: skip
+    script = by_role(
+        [
+            code("n = context.count('a')\nprint('counted')\nn"),
+            code(
+                "replies = llm_query_batched([f'{n}?', 'b'])\nllm_query('number', schema={'type': "
+                "'integer'})"
+            ),
+            code("FINAL({'n': n, 'replies': replies})"),
+        ],
+        lambda prompt: "7" if prompt.startswith("number") else f"re: {prompt}",
+    )
     answer, cells = run(script)
     assert answer == {"n": 3, "replies": ["re: 3?", "re: b"]}
     assert [(cell.stdout, cell.value, cell.error) for cell in cells] == [
-        ("counted\n", "3", None), ("", "7", None), ("", None, None),
-    ]  # fmt: skip
+        ("counted\n", "3", None),
+        ("", "7", None),
+        ("", None, None),
+    ]
 
 
 def test_children() -> None:
-    root = iter([code("got = rlm_query_batched(['child'] * 2, ['ab', 'c']) + [rlm_query('child')]\nFINAL(got)")])
+    root = iter(
+        [
+            code(
+                "got = rlm_query_batched(['child'] * 2, ['ab', 'c']) + "
+                "[rlm_query('child')]\nFINAL(got)"
+            )
+        ]
+    )
 
     def script(messages: tuple[Message, ...]) -> str:
         return code("FINAL(context.upper())") if "child" in messages[1].content else next(root)
@@ -58,13 +76,22 @@ def test_tools() -> None:
     [
         (["v = [1]", "v = [2]\nFINAL_VAR('v')"], [2]),  # as it is at the end of the cell
         (["FINAL_VAR('v')", "FINAL('no v')"], "no v"),
-        (["print(1)\nanswer['content'] = 'x'\nanswer['ready'] = True", "y = 2", "FINAL(3)"], 3),  # put off, let go
+        (
+            ["print(1)\nanswer['content'] = 'x'\nanswer['ready'] = True", "y = 2", "FINAL(3)"],
+            3,
+        ),  # put off, let go
         (["answer['content'] = 'x'\nanswer['ready'] = True"], "x"),
         (["print('x' * 20_000)", "FINAL(len(outputs[1]))"], 20_001),
         (["x = 41", "x = 0\nwhile True: pass", "FINAL(x)"], 41),  # a stopped cell is undone
-        (["import dataclasses\n@dataclasses.dataclass\nclass A:\n    n: int\nFINAL([A(2)])"], [{"n": 2}]),
+        (
+            ["import dataclasses\n@dataclasses.dataclass\nclass A:\n    n: int\nFINAL([A(2)])"],
+            [{"n": 2}],
+        ),
         (["class A:\n    pass\nFINAL([A()])"], ["<A object>"]),
-        (["try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    FINAL(str(e))"], "division by zero"),
+        (
+            ["try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    FINAL(str(e))"],
+            "division by zero",
+        ),
     ],
 )
 def test_ways_to_an_answer(cells: list[str], answer: Any) -> None:
@@ -74,7 +101,10 @@ def test_ways_to_an_answer(cells: list[str], answer: Any) -> None:
 def test_a_model_is_told_that_a_stopped_cell_is_undone() -> None:
     model = client([code("while True: pass"), code("FINAL(1)")])
     run(model)
-    assert "stopped after 5 s of work; what it had bound is undone" in model.requests[1].messages[-1].content
+    assert (
+        "stopped after 5 s of work; what it had bound is undone"
+        in model.requests[1].messages[-1].content
+    )
 
 
 def test_the_context_of_the_host_is_not_what_the_session_changes() -> None:
@@ -91,7 +121,10 @@ def test_the_context_of_the_host_is_not_what_the_session_changes() -> None:
         ("import io", "ModuleNotFoundError: No module named 'io'"),
         ("import numpy", "ModuleNotFoundError: No module named 'numpy'"),
         ("history[0]", "NameError: name 'history' is not defined"),
-        ("llm_query('q', schema=list[int])", "TypeError: no JSON schema for 'list[int]': give a dict"),
+        (
+            "llm_query('q', schema=list[int])",
+            "TypeError: no JSON schema for 'list[int]': give a dict",
+        ),
         ("open('/etc/passwd').read()", "PermissionError"),
     ],
 )
@@ -105,5 +138,8 @@ def test_a_search_may_begin_but_not_branch_a_session() -> None:
     first = client([code("FINAL('a')"), code("FINAL('b')"), code("FINAL('b')")])
     with rlm(first, sandbox="monty") as r:
         assert r.completion("x", "?", search=3).answer == "b"
-    with rlm([code("x = 1")], sandbox="monty") as r, pytest.raises(SandboxError, match="'monty' cannot be forked"):
+    with (
+        rlm([code("x = 1")], sandbox="monty") as r,
+        pytest.raises(SandboxError, match="'monty' cannot be forked"),
+    ):
         r.completion("x", "?", search=Branches(2, turn=1))

@@ -1,5 +1,5 @@
-"""What no sane caller, model or tool gives, and one does: half characters, tools that raise the unraisable, contexts
-that contain themselves."""
+"""What no sane caller, model or tool gives, and one does: half characters, tools that raise the
+unraisable, contexts that contain themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ HALF = "\ud800"
 def test_half_a_surrogate_pair_anywhere(tmp_path: Path) -> None:
     model = client(
         [
-            code("print(ascii(llm_query(context + '!')))", f"'{HALF}'", "raise ValueError(context)"),
+            code(
+                "print(ascii(llm_query(context + '!')))", f"'{HALF}'", "raise ValueError(context)"
+            ),
             f"said {HALF}",
             code("FINAL([context])"),
         ]
@@ -40,7 +42,9 @@ def test_a_context_that_contains_itself() -> None:
     context.append(context)
     with (
         rlm([]) as r,
-        pytest.raises(ConfigError, match=r"^the context is nested too deep, or contains itself: flatten it$"),
+        pytest.raises(
+            ConfigError, match=r"^the context is nested too deep, or contains itself: flatten it$"
+        ),
     ):
         r.completion(context, "?")
 
@@ -49,7 +53,9 @@ def test_a_context_that_contains_itself() -> None:
 def test_a_context_that_no_session_can_hold(odd: Any) -> None:
     with (
         rlm([]) as r,
-        pytest.raises(ConfigError, match=r"^the context cannot be given to a session: a value of type \w+ at"),
+        pytest.raises(
+            ConfigError, match=r"^the context cannot be given to a session: a value of type \w+ at"
+        ),
     ):
         r.completion(odd, "?")
 
@@ -100,7 +106,10 @@ def test_objects_of_the_session_are_answers_as_data() -> None:
         "FINAL({'hosts': [Host('web', Colour.RED)], 'all': (1, 2)})"
     )
     with rlm([code(cell)]) as r:
-        assert r.completion("text", "?").answer == {"hosts": [{"name": "web", "colour": "red"}], "all": [1, 2]}
+        assert r.completion("text", "?").answer == {
+            "hosts": [{"name": "web", "colour": "red"}],
+            "all": [1, 2],
+        }
 
 
 @pytest.mark.parametrize(
@@ -125,7 +134,9 @@ def test_a_typed_answer_as_text_is_shown_what_does_not_fit() -> None:
     assert "Expected `int`, got `str` - at `$[1]`" in model.requests[1].messages[-1].content
 
 
-@pytest.mark.parametrize("reference", ["#/$defs/Nothing", "http://127.0.0.1:1/schema.json", "other.json"])
+@pytest.mark.parametrize(
+    "reference", ["#/$defs/Nothing", "http://127.0.0.1:1/schema.json", "other.json"]
+)
 def test_a_schema_that_refers_elsewhere_is_refused_and_nothing_is_fetched(reference: str) -> None:
     schema = {"type": "array", "items": {"$ref": reference}}
     with rlm([]) as r, pytest.raises(ConfigError, match="which is not in it: put it under its"):
@@ -133,7 +144,11 @@ def test_a_schema_that_refers_elsewhere_is_refused_and_nothing_is_fetched(refere
     cell = f"try:\n    llm_query('?', schema={schema!r})\nexcept ValueError as error:\n    print(error)"
     with rlm([code(cell), code("FINAL(1)")]) as r:
         result = r.completion("text", "?")
-    assert result.trajectory.root.turns[0].cells[0].stdout.startswith(f"the JSON schema refers to '{reference}'")
+    assert (
+        result.trajectory.root.turns[0]
+        .cells[0]
+        .stdout.startswith(f"the JSON schema refers to '{reference}'")
+    )
 
 
 def test_a_schema_that_goes_in_circles() -> None:
@@ -141,7 +156,10 @@ def test_a_schema_that_goes_in_circles() -> None:
     with rlm(model, limits={"max_turns": 2}) as r:
         result = r.completion("text", "?", answer_type={"$id": "a", "$ref": "#"})
     assert (result.stop, result.answer) == (Stop.MAX_TURNS, None)
-    assert "the schema itself cannot be followed (RecursionError)" in model.requests[1].messages[-1].content
+    assert (
+        "the schema itself cannot be followed (RecursionError)"
+        in model.requests[1].messages[-1].content
+    )
 
 
 def test_a_list_of_pydantic_models() -> None:

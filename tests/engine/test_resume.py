@@ -29,13 +29,15 @@ with RLM({model!r}, scaffold=SCAFFOLD, store=Store({store!r}), limits=Limits(max
     r.completion("text", "?")
 """
 ROOT = code(
-    "import random\nfirst = llm_query_batched([f'a{i}' for i in range(8)])\nlucky = random.random()",
+    "import random\nfirst = llm_query_batched([f'a{i}' for i in range(8)])\nlucky = "
+    "random.random()",
     "second = llm_query_batched([f'b{i}' for i in range(12)])",
 )
 
 
 def script(block: asyncio.Event) -> Any:
-    """The b calls hang until ``block`` is set, except for b0 to b3. Four at a time: b8 to b11 wait for their turn."""
+    """The b calls hang until ``block`` is set, except for b0 to b3. Four at a time: b8 to b11 wait
+    for their turn."""
 
     async def answer(messages: tuple[Message, ...]) -> str:
         last = messages[-1].content
@@ -58,7 +60,9 @@ async def _kill_and_resume(tmp_path: Path) -> None:
         model = f"openai:test@{server.url}"
         source = RUN.format(root=str(Path.cwd()), model=model, store=str(tmp_path))
         env = {**os.environ, "OPENAI_API_KEY": "unused-in-this-test"}
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", source, env=env, stderr=subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", source, env=env, stderr=subprocess.PIPE
+        )
         store = Store(tmp_path)
         async with asyncio.timeout(60):
             while not (store.runs() and _replied(store) >= 13):
@@ -76,7 +80,10 @@ async def _kill_and_resume(tmp_path: Path) -> None:
             again = await r.aresume("last")
             replayed = await r.areplay("last")
         first, second, _ = result.answer
-        assert (first, second) == ([f"re: a{i}" for i in range(8)], [f"re: b{i}" for i in range(12)])
+        assert (first, second) == (
+            [f"re: a{i}" for i in range(8)],
+            [f"re: b{i}" for i in range(12)],
+        )
         assert again.answer == result.answer
         assert replayed.answer == result.answer, "the session draws the same random numbers again"
         asked = Counter(_last_message(request) for request in server.requests)
@@ -86,7 +93,12 @@ async def _kill_and_resume(tmp_path: Path) -> None:
         assert result.usage.calls == 1 + 8 + 12 + 1 + 4
         assert result.trajectory.usage == result.usage == store.load("last").usage == replayed.usage
         kinds = Counter(type(event).__name__ for event in store.events("last"))
-        assert (kinds["Requested"], kinds["Replied"], kinds["Attempted"], kinds["RunStarted"]) == (22, 22, 4, 1)
+        assert (kinds["Requested"], kinds["Replied"], kinds["Attempted"], kinds["RunStarted"]) == (
+            22,
+            22,
+            4,
+            1,
+        )
 
 
 def _replied(store: Store) -> int:
@@ -121,9 +133,9 @@ def test_a_replay_asks_no_model_and_repeats_failures_tools_and_last_words(tmp_pa
     assert (again.stop, again.response, again.usage) == (result.stop, result.response, result.usage)
     assert silent.requests == []
     assert next(num_calls) == 1, "the tool was not called again"
-    assert [type(e) for e in store.events("last") if isinstance(e, AttemptFailed | RequestStarted)].count(
-        AttemptFailed
-    ) == 1
+    assert [
+        type(e) for e in store.events("last") if isinstance(e, AttemptFailed | RequestStarted)
+    ].count(AttemptFailed) == 1
 
 
 def test_a_replay_that_asks_something_else_diverges(tmp_path: Path) -> None:
@@ -197,7 +209,11 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
             done.set()
             result = await r.aresume("last")
         assert (result.answer, result.stop) == (["re: fast", "re: slow"], Stop.FINAL)
-        assert [request.messages[-1].content for request in model.requests[1:]] == ["fast", "slow", "slow"]
+        assert [request.messages[-1].content for request in model.requests[1:]] == [
+            "fast",
+            "slow",
+            "slow",
+        ]
         assert (result.usage.calls, result.usage.unknown_calls) == (4, 1)
         assert store.load("last").usage == result.usage
         assert store.load("last").stop is Stop.FINAL
@@ -216,7 +232,10 @@ def test_a_replay_leaves_out_the_cells_that_a_closing_run_left_out(tmp_path: Pat
             if messages[0].role != "system":
                 asked.set()
                 await asyncio.sleep(60)
-            return code("try:\n  llm_query('slow')\nexcept BaseException: pass", "import time; time.sleep(60)")
+            return code(
+                "try:\n  llm_query('slow')\nexcept BaseException: pass",
+                "import time; time.sleep(60)",
+            )
 
         async with rlm(client(answer), store=store) as r:
             running = r.start("text", "?")
@@ -224,7 +243,11 @@ def test_a_replay_leaves_out_the_cells_that_a_closing_run_left_out(tmp_path: Pat
             running.wrap_up()
             result = await running.result()
             again = await r.areplay("last")
-        assert (result.stop, result.response) == (again.stop, again.response) == (Stop.CANCELLED, "so far")
+        assert (
+            (result.stop, result.response)
+            == (again.stop, again.response)
+            == (Stop.CANCELLED, "so far")
+        )
         assert len(again.trajectory.root.turns[0].cells) == 1
 
     asyncio.run(main())
@@ -240,10 +263,13 @@ def test_a_replay_leaves_them_out_where_there_was_no_last_word(tmp_path: Path) -
                 asked.set()
                 await asyncio.sleep(60)
             return code(
-                "answer['content'] = 7\ntry:\n  llm_query('slow')\nexcept BaseException: pass", "llm_query('b')"
+                "answer['content'] = 7\ntry:\n  llm_query('slow')\nexcept BaseException: pass",
+                "llm_query('b')",
             )
 
-        async with rlm(client(answer), store=store, scaffold=Scaffold(direct_chars=0, last_word=False)) as r:
+        async with rlm(
+            client(answer), store=store, scaffold=Scaffold(direct_chars=0, last_word=False)
+        ) as r:
             running = r.start("text", "?")
             await asked.wait()
             running.wrap_up()

@@ -1,4 +1,5 @@
-r"""ReTool's protocol: what is read of a reply, what comes back for it, and a whole conversation in the jail."""
+r"""ReTool's protocol: what is read of a reply, what comes back for it, and a whole conversation in
+the jail."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from tests.engine.helpers import client, rlm
 
 
 def call(code: str, name: str = "code_interpreter") -> str:
-    return "<tool_call>\n" + json.dumps({"name": name, "arguments": {"code": code}}) + "\n</tool_call>"
+    return (
+        "<tool_call>\n" + json.dumps({"name": name, "arguments": {"code": code}}) + "\n</tool_call>"
+    )
 
 
 TAGGED = "<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint(2)\n</parameter>\n</function>\n</tool_call>"
@@ -33,7 +36,11 @@ TAGGED = "<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint(2)\n
         ("```python\nprint(1)\n```", ("print(1)",), None),
         (call("print(1)"), ("print(1)",), None),
         (call("x = 1\nprint(x)").replace("\\n", "\n"), ("x = 1\nprint(x)",), None),
-        ('<tool_call>{"name": "code_interpreter", "arguments": "{\\"code\\": \\"x\\"}"}</tool_call>', ("x",), None),
+        (
+            '<tool_call>{"name": "code_interpreter", "arguments": "{\\"code\\": \\"x\\"}"}</tool_call>',
+            ("x",),
+            None,
+        ),
         (TAGGED, ("print(2)",), None),
         (r"So it is \boxed{34}.", (), "34"),
         (r"Answer: \boxed{\frac{1}{\sqrt{2}}}", (), r"\frac{1}{\sqrt{2}}"),
@@ -46,7 +53,7 @@ TAGGED = "<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint(2)\n
         ("<tool_call>{oops}</tool_call>", (), None),
         (call("x", "search"), (), None),
     ],
-)  # fmt: skip
+)
 def test_what_a_reply_asks_for(text: str, codes: tuple[str, ...], answer: str | None) -> None:
     action = read(Message("assistant", text))
     assert (action.codes, action.final and action.final.text) == (codes, answer)
@@ -61,34 +68,47 @@ def test_native_calls_and_what_is_wrong_with_them() -> None:
     action = read(Message("assistant", r"\boxed{1} is a guess", tool_calls=calls))
     assert (action.codes, action.final, action.tool_call_ids) == (("x",), None, ("a", "b", "c"))
     assert action.ignored == (
-        "the arguments of code_interpreter are not JSON with a text under 'code'", "there is no tool 'search'"
-    )  # fmt: skip
+        "the arguments of code_interpreter are not JSON with a text under 'code'",
+        "there is no tool 'search'",
+    )
 
 
 def test_a_stop_text_belongs_to_the_reply() -> None:
     assert closed("<code>1+1", ("</code>", "</tool_call>")) == "<code>1+1</code>"
     assert (
-        closed("<code>1</code> <tool_call>{", ("</code>", "</tool_call>")) == "<code>1</code> <tool_call>{</tool_call>"
+        closed("<code>1</code> <tool_call>{", ("</code>", "</tool_call>"))
+        == "<code>1</code> <tool_call>{</tool_call>"
     )
     assert closed("<code>1</code>", ("</code>",)) == "<code>1</code>"
     assert closed("no tag", ("</code>", "\n\n")) == "no tag"
 
 
 def test_a_whole_conversation() -> None:
-    """Nothing that goes wrong ends it: a malformed call, an error, silence, a time-out, too much output. Code is run as it
-    was written, so that a text over several lines keeps its blanks."""
+    """Nothing that goes wrong ends it: a malformed call, an error, silence, a time-out, too much
+    output. Code is run as it was written, so that a text over several lines keeps its blanks."""
     model = client(
         [
-            "<tool_call>{oops</tool_call>", "I think that it is 34.", "<code>1/0</code>",
-            '<code>import time\nx = 7\ntext = """a\n  b"""</code>', "<code>while True: time.sleep(0.01)</code>",
+            "<tool_call>{oops</tool_call>",
+            "I think that it is 34.",
+            "<code>1/0</code>",
+            '<code>import time\nx = 7\ntext = """a\n  b"""</code>',
+            "<code>while True: time.sleep(0.01)</code>",
             "<code>print('y'*5000)</code>",
-            "<code>x * 6 if text == 'a\\n  b' else text</code>", r"It is \boxed{42}.",
+            "<code>x * 6 if text == 'a\\n  b' else text</code>",
+            r"It is \boxed{42}.",
         ]
-    )  # fmt: skip
-    with rlm(model, scaffold="retool", sandbox=SandboxSpec(cell_s=5.0, grace_s=60.0), limits={"max_turns": 9}) as r:
+    )
+    with rlm(
+        model,
+        scaffold="retool",
+        sandbox=SandboxSpec(cell_s=5.0, grace_s=60.0),
+        limits={"max_turns": 9},
+    ) as r:
         result = r.completion("What is 6*7?")
     assert (result.answer, result.stop) == ("42", Stop.FINAL)
-    first, *rest = [message for message in model.requests[-1].messages if message.role != "assistant"]
+    first, *rest = [
+        message for message in model.requests[-1].messages if message.role != "assistant"
+    ]
     assert first.role == "system"
     assert "<code>" in first.content
     assert rest[0] == Message("user", "What is 6*7?\n\nPut the final answer into \\boxed{}.")
@@ -109,7 +129,10 @@ def test_a_whole_conversation() -> None:
 
 def test_native_calls_are_answered_each() -> None:
     def two(*codes: str) -> Message:
-        each = [ToolCall(f"c{n}", "code_interpreter", json.dumps({"code": code})) for n, code in enumerate(codes)]
+        each = [
+            ToolCall(f"c{n}", "code_interpreter", json.dumps({"code": code}))
+            for n, code in enumerate(codes)
+        ]
         return Message("assistant", "", tool_calls=tuple(each))
 
     model = client([two("print(1)", "print(2)"), two("1/0", "print(2)"), r"\boxed{3}"])
@@ -117,7 +140,10 @@ def test_native_calls_are_answered_each() -> None:
         assert r.completion("1+2?").answer == "3"
     assert [tool.name for tool in model.requests[0].tools] == ["code_interpreter"]
     told = [(m.tool_call_id, m.content) for m in model.requests[-1].messages if m.role == "tool"]
-    assert told[:2] == [("c0", "<interpreter>\n1\n</interpreter>"), ("c1", "<interpreter>\n2\n</interpreter>")]
+    assert told[:2] == [
+        ("c0", "<interpreter>\n1\n</interpreter>"),
+        ("c1", "<interpreter>\n2\n</interpreter>"),
+    ]
     assert "ZeroDivisionError" in told[2][1]
     assert "cells 2 to 2 were not run" in told[2][1]
     assert told[3] == ("c1", "(reported with the first call)")
@@ -137,7 +163,8 @@ def test_a_name_in_a_box_is_text_and_no_variable() -> None:
 
 
 def test_an_invented_output_is_never_read() -> None:
-    """Where a server knows no stop texts, what the model invents after its code is still not the tool's."""
+    """Where a server knows no stop texts, what the model invents after its code is still not the
+    tool's."""
     invented = "<code>print(1)</code>\n<interpreter>\n999\n</interpreter>\nSo"
     model = client([invented, r"\boxed{1}"])
     with rlm(model, scaffold="retool") as r:

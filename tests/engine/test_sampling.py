@@ -21,4 +21,8 @@ def test_attempts_at_one_question_may_each_have_their_seed() -> None:
             await rlm.start("text", "?").result()
 
     asyncio.run(ask())
-    assert [(r.sampling.temperature, r.sampling.seed) for r in model.requests] == [(1.0, 5), (1.0, 6), (0.7, 1)]
+    assert [(r.sampling.temperature, r.sampling.seed) for r in model.requests] == [
+        (1.0, 5),
+        (1.0, 6),
+        (0.7, 1),
+    ]

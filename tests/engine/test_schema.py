@@ -1,4 +1,5 @@
-"""JSON schemas: legitimate ones work, whatever their shape; those that would take for ever end by a count."""
+"""JSON schemas: legitimate ones work, whatever their shape; those that would take for ever end by a
+count."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ LEVELS = 30
 
 
 def doubling(keyword: str, last: Any, **more: Any) -> dict[str, Any]:
-    levels = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * 2, **more} for i in range(LEVELS)}
+    levels = {
+        f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * 2, **more} for i in range(LEVELS)
+    }
     return {"$defs": {**levels, f"d{LEVELS}": last}, "$ref": "#/$defs/d0"}
 
 
@@ -27,13 +30,20 @@ def doubling(keyword: str, last: Any, **more: Any) -> dict[str, Any]:
         (doubling("anyOf", {"type": "null"}), 1),
         (doubling("allOf", {}), 1),
         (doubling("oneOf", {}), 1),
-        (doubling("anyOf", {"type": "null"}, **{"$schema": "http://json-schema.org/draft-07/schema#"}), 1),
+        (
+            doubling(
+                "anyOf", {"type": "null"}, **{"$schema": "http://json-schema.org/draft-07/schema#"}
+            ),
+            1,
+        ),
         ({**doubling("allOf", {}), "unevaluatedProperties": False}, {"a": 1}),
         ({"items": {"enum": [[i] for i in range(2000)]}}, [[-1]] * 3000),
     ],
 )
 @pytest.mark.parametrize("trusted", [True, False])
-def test_what_would_take_for_ever_is_refused_by_a_count(schema: dict[str, Any], value: Any, trusted: bool) -> None:
+def test_what_would_take_for_ever_is_refused_by_a_count(
+    schema: dict[str, Any], value: Any, trusted: bool
+) -> None:
     kind = answer_type(schema, trusted=trusted)
     assert kind is not None
     with pytest.raises(TypeMismatch, match="too many steps"):
@@ -48,8 +58,14 @@ TREE = {
 CHAIN: Any = {}
 for _ in range(50):
     CHAIN = {"kids": [CHAIN, {}]}
-KINDS = [{"properties": {"t": {"const": i}, "x": {"type": "string"}}, "required": ["t"]} for i in range(15)]
-OLD = {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"a": {"type": "integer"}}}
+KINDS = [
+    {"properties": {"t": {"const": i}, "x": {"type": "string"}}, "required": ["t"]}
+    for i in range(15)
+]
+OLD = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "definitions": {"a": {"type": "integer"}},
+}
 NAMES = {"patternProperties": {"^x-": {"type": "string"}}, "additionalProperties": False}
 
 
@@ -58,7 +74,11 @@ NAMES = {"patternProperties": {"^x-": {"type": "string"}}, "additionalProperties
     [
         (TREE, CHAIN, {"kids": [{"kids": [{"other": 1}]}]}),
         ({"type": "array", "items": {"anyOf": KINDS}}, [{"t": 14, "x": "y"}] * 100, [{"t": 15}]),
-        ({**OLD, "properties": {"a": {"$ref": "#/definitions/a", "type": "string"}}}, {"a": 1}, {"a": "x"}),
+        (
+            {**OLD, "properties": {"a": {"$ref": "#/definitions/a", "type": "string"}}},
+            {"a": 1},
+            {"a": "x"},
+        ),
         ({"type": "array", "items": {"type": "integer"}}, [1] * 20_000, [1, "2"]),
         (
             {"uniqueItems": True},
@@ -71,7 +91,9 @@ NAMES = {"patternProperties": {"^x-": {"type": "string"}}, "additionalProperties
     ],
 )
 @pytest.mark.parametrize("trusted", [True, False])
-def test_legitimate_schemas_work(schema: dict[str, Any], fits: Any, not_fits: Any, trusted: bool) -> None:
+def test_legitimate_schemas_work(
+    schema: dict[str, Any], fits: Any, not_fits: Any, trusted: bool
+) -> None:
     if trusted and schema.get("pattern") == "(a+)+$":
         pytest.skip("one's own expressions are Python's: this one takes for ever")
     kind = answer_type(schema, trusted=trusted)
@@ -109,9 +131,23 @@ def test_what_is_not_taken_of_strangers(schema: dict[str, Any], says: str) -> No
 
 
 EXPRESSIONS = [
-    r"^[a-z]+(-[a-z]+)*$", r"^\d{4}-\d\d?$", r"(a|ab)(c|bcd)(d*)$", r"\bfoo\b", r"^(?!a)b*", r"a{2,3}?b", r"[^ab]c|\W",
-    r"^(?:\d+\.)*\d+\Z", r"(?=ab)a", r"(|a)+b", r"(?:\b|a){3}b", r"x*", r"\Aab$", r"(a?){30}b", r".+@.+\..+", r"\B\.",
-]  # fmt: skip
+    r"^[a-z]+(-[a-z]+)*$",
+    r"^\d{4}-\d\d?$",
+    r"(a|ab)(c|bcd)(d*)$",
+    r"\bfoo\b",
+    r"^(?!a)b*",
+    r"a{2,3}?b",
+    r"[^ab]c|\W",
+    r"^(?:\d+\.)*\d+\Z",
+    r"(?=ab)a",
+    r"(|a)+b",
+    r"(?:\b|a){3}b",
+    r"x*",
+    r"\Aab$",
+    r"(a?){30}b",
+    r".+@.+\..+",
+    r"\B\.",
+]
 
 
 @pytest.mark.parametrize("text", EXPRESSIONS)

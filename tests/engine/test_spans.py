@@ -1,4 +1,5 @@
-"""A run as spans: their tree, their attributes by the conventions for generative AI, and what is left out of them."""
+"""A run as spans: their tree, their attributes by the conventions for generative AI, and what is
+left out of them."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def cell(code: str) -> str:
 
 
 def script(messages: Any) -> Any:
-    """The root asks a model, a tool and a child at once; the child answers; everything else is a plain call."""
+    """The root asks a model, a tool and a child at once; the child answers; everything else is a
+    plain call."""
     if messages[0].content != SESSION.system:
         return "7"
     question, turn = messages[1].content, sum(message.role == "assistant" for message in messages)
@@ -87,7 +89,9 @@ def tree(spans: list[ReadableSpan]) -> list[str]:
 
 
 def named(spans: list[ReadableSpan], name: str) -> ReadableSpan:
-    return next(span for span in sorted(spans, key=lambda span: span.start_time or 0) if span.name == name)
+    return next(
+        span for span in sorted(spans, key=lambda span: span.start_time or 0) if span.name == name
+    )
 
 
 def test_the_tree_of_a_run() -> None:
@@ -107,32 +111,48 @@ def test_the_tree_of_a_run() -> None:
     ]
     assert len({span.context.trace_id for span in spans}) == 1
     for span in spans:
-        parent = next((each for each in spans if span.parent and each.context.span_id == span.parent.span_id), None)
-        assert parent is None or parent.start_time <= span.start_time <= span.end_time <= parent.end_time  # type: ignore[operator]
+        parent = next(
+            (each for each in spans if span.parent and each.context.span_id == span.parent.span_id),
+            None,
+        )
+        assert (
+            parent is None
+            or parent.start_time <= span.start_time <= span.end_time <= parent.end_time
+        )  # type: ignore[operator]
 
 
 def test_attributes_are_those_of_the_conventions() -> None:
     spans = spans_of("how many?")
     run, chat, code, tool = (
-        named(spans, name) for name in ("invoke_agent ramify", "chat test", "execute_tool python", "execute_tool grep")
+        named(spans, name)
+        for name in ("invoke_agent ramify", "chat test", "execute_tool python", "execute_tool grep")
     )
     assert {span.kind for span in spans if span.name.startswith("chat")} == {SpanKind.CLIENT}
     assert {span.kind for span in spans if not span.name.startswith("chat")} == {SpanKind.INTERNAL}
     about = dict(chat.attributes or {})
-    assert {key: about[key] for key in about if not key.startswith(("gen_ai.usage", "ramify.cost"))} == {
-        "gen_ai.operation.name": "chat", "gen_ai.provider.name": "scripted", "gen_ai.request.model": "test",
-        "gen_ai.request.temperature": 0.5, "gen_ai.response.model": "test",
-            "gen_ai.conversation.id": dict(run.attributes or {})["ramify.run"],
-        "gen_ai.response.finish_reasons": ("stop",), "ramify.call": "0", "ramify.turn": 1,
-    }  # fmt: skip
+    assert {
+        key: about[key] for key in about if not key.startswith(("gen_ai.usage", "ramify.cost"))
+    } == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "scripted",
+        "gen_ai.request.model": "test",
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.response.model": "test",
+        "gen_ai.conversation.id": dict(run.attributes or {})["ramify.run"],
+        "gen_ai.response.finish_reasons": ("stop",),
+        "ramify.call": "0",
+        "ramify.turn": 1,
+    }
     chats = [dict(span.attributes or {}) for span in spans if span.name.startswith("chat")]
     whole = dict(run.attributes or {})
     for name in ("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens", "ramify.cost"):
         assert whole[name] == pytest.approx(sum(each[name] for each in chats))
     assert (whole["ramify.stop"], run.status.status_code) == ("final", StatusCode.UNSET)
     assert dict(tool.attributes or {}) == {
-        "gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "grep", "gen_ai.tool.type": "function",
-    }  # fmt: skip
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": "grep",
+        "gen_ai.tool.type": "function",
+    }
     assert dict(code.attributes or {})["gen_ai.tool.call.id"] == "0/1/1"
 
 
@@ -140,19 +160,29 @@ def test_texts_are_only_there_where_they_are_asked_for(monkeypatch: pytest.Monke
     assert SECRET not in "".join(span.to_json() for span in spans_of(f"how many? {SECRET}"))
     monkeypatch.setenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", "SPAN_ONLY")
     spans = spans_of("how many?")
-    chat, code = (dict(named(spans, name).attributes or {}) for name in ("chat test", "execute_tool python"))
+    chat, code = (
+        dict(named(spans, name).attributes or {}) for name in ("chat test", "execute_tool python")
+    )
     roles = [message["role"] for message in json.loads(str(chat["gen_ai.input.messages"]))]
     assert roles == ["system", "user"]
     (said,) = json.loads(str(chat["gen_ai.output.messages"]))
-    assert (said["role"], said["finish_reason"], said["parts"][0]["type"]) == ("assistant", "stop", "text")
+    assert (said["role"], said["finish_reason"], said["parts"][0]["type"]) == (
+        "assistant",
+        "stop",
+        "text",
+    )
     assert SECRET in str(code["gen_ai.tool.call.arguments"])
 
 
 def test_what_fails_is_an_error_and_every_span_ends() -> None:
     spans = spans_of("broken")
     assert tree(spans) == [
-        "invoke_agent ramify", "  invoke_agent 0", "    chat test", "    execute_tool python", "    chat test",
-    ]  # fmt: skip
+        "invoke_agent ramify",
+        "  invoke_agent 0",
+        "    chat test",
+        "    execute_tool python",
+        "    chat test",
+    ]
     failed = {span.name for span in spans if span.status.status_code is StatusCode.ERROR}
     assert failed == {"invoke_agent ramify", "invoke_agent 0", "chat test", "execute_tool python"}
     assert all(span.end_time for span in spans)
@@ -193,17 +223,28 @@ print(json.dumps([[s.name, f"{s.context.trace_id:032x}", f"{s.parent.span_id:016
 
 def test_runs_of_a_program_and_of_a_server_belong_to_their_callers_trace() -> None:
     """In a process of its own, which alone can set OpenTelemetry up for all of it."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, "on"], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "on"], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     spans = json.loads(done.stdout)
     assert [name for name, *_ in spans] == [
-        "chat test", "invoke_agent ramify", "mine", *["chat test", "invoke_agent ramify"] * 2,
-    ]  # fmt: skip
+        "chat test",
+        "invoke_agent ramify",
+        "mine",
+        *["chat test", "invoke_agent ramify"] * 2,
+    ]
     assert len({trace for _, trace, _ in spans[:3]}) == 1
-    assert spans[4] == ["invoke_agent ramify", "0123456789abcdef0123456789abcdef", "00f067aa0ba902b7"]
+    assert spans[4] == [
+        "invoke_agent ramify",
+        "0123456789abcdef0123456789abcdef",
+        "00f067aa0ba902b7",
+    ]
     assert spans[6][2] == ""
 
 
 def test_without_a_provider_nothing_is_traced() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

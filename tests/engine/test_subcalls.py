@@ -1,4 +1,5 @@
-"""Calls from a session: plain ones, children, tools; failures as exceptions; depth without deadlock."""
+"""Calls from a session: plain ones, children, tools; failures as exceptions; depth without
+deadlock."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ except SubcallError as error:
 
 def test_an_uncaught_failure_is_a_traceback_not_a_string() -> None:
     model = client(
-        by_role([code("x = llm_query('bad')"), code("FINAL('x' in globals())")], lambda p: refused(400, "no"))
+        by_role(
+            [code("x = llm_query('bad')"), code("FINAL('x' in globals())")],
+            lambda p: refused(400, "no"),
+        )
     )
     with rlm(model) as r:
         assert r.completion("text", "?").answer is False
@@ -70,7 +74,11 @@ FINAL([llm_query('numbers?', schema=list[int]), llm_query('row?', schema=Row)])
 
 def test_children_have_their_own_context_and_answer_with_values() -> None:
     root = code("FINAL(rlm_query_batched(['sum?', 'sum?'], [[1, 2], [3, 4]]))")
-    model = client(lambda messages: root if "a str of" in messages[1].content else code("FINAL({'sum': sum(context)})"))
+    model = client(
+        lambda messages: (
+            root if "a str of" in messages[1].content else code("FINAL({'sum': sum(context)})")
+        )
+    )
     with rlm(model) as r:
         result = r.completion("text", "?")
     assert result.answer == [{"sum": 3}, {"sum": 7}]
@@ -95,7 +103,9 @@ def test_a_child_without_a_context_shares_the_parents() -> None:
 
 def test_a_long_task_without_a_context_becomes_the_childs_context() -> None:
     root = code("FINAL(rlm_query('count the z: ' + 'z' * 30_000))")
-    model = client(lambda m: root if "Question: ?" in m[1].content else code("FINAL(context.count('z'))"))
+    model = client(
+        lambda m: root if "Question: ?" in m[1].content else code("FINAL(context.count('z'))")
+    )
     with rlm(model) as r:
         assert r.completion("text", "?").answer == 30_001
 
@@ -114,14 +124,19 @@ def test_at_the_depth_limit_what_does_not_fit_a_plain_call_is_a_subcall_error() 
     with rlm(by_role([code(cell)]), limits={"max_depth": 0}) as r:
         text = r.completion("text", "?").answer
     assert text.startswith(
-        "the depth limit of 0 is reached, so this rlm_query is one plain call, and 900,017 characters"
+        "the depth limit of 0 is reached, so this rlm_query is one plain call, and 900,017 "
+        "characters"
     )
 
 
 def test_any_depth_makes_progress_with_one_request_at_a_time() -> None:
     def script(messages: tuple[Message, ...]) -> str:
         depth = int(messages[1].content.split("depth ")[1].split()[0])
-        return code(f"FINAL(1 + sum(rlm_query_batched(['depth {depth + 1} '] * 2)))" if depth < 3 else "FINAL(1)")
+        return code(
+            f"FINAL(1 + sum(rlm_query_batched(['depth {depth + 1} '] * 2)))"
+            if depth < 3
+            else "FINAL(1)"
+        )
 
     with rlm(script, limits={"max_depth": 3, "max_concurrency": 1, "max_children": 1}) as r:
         result = r.completion("text", "depth 0 ")
@@ -153,7 +168,9 @@ def test_children_that_print_at_once_keep_their_output_apart() -> None:
             return code("FINAL(rlm_query_batched([f'n{i}' for i in range(8)]))")
         if len(messages) == 2:
             name = messages[1].content.split()[1]
-            return code(f"import time\nfor i in range(20):\n    print('{name}', end=' '); time.sleep(0.001)")
+            return code(
+                f"import time\nfor i in range(20):\n    print('{name}', end=' '); time.sleep(0.001)"
+            )
         shown = messages[-1].content.split("\n")[0].split()
         return f"FINAL({len(set(shown))} {shown[0]} {len(shown)})"
 
@@ -161,13 +178,18 @@ def test_children_that_print_at_once_keep_their_output_apart() -> None:
         assert r.completion("text", "root").answer == [f"1 n{i} 20" for i in range(8)]
 
 
-# --- models --------------------------------------------------------------------------------------------------------
+# --- models
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_who_answers_where() -> None:
-    root_lines = [code("FINAL([llm_query('a'), llm_query('b', model='scripted:other'), rlm_query('c', 'x')])")]
+    root_lines = [
+        code("FINAL([llm_query('a'), llm_query('b', model='scripted:other'), rlm_query('c', 'x')])")
+    ]
     main = client(root_lines, name="scripted:main")
-    sub = client(lambda m: code("FINAL('child')") if m[0].role == "system" else "sub", name="scripted:sub")
+    sub = client(
+        lambda m: code("FINAL('child')") if m[0].role == "system" else "sub", name="scripted:sub"
+    )
     other = client(["other"], name="scripted:other")
     with RLM(main, sub_model=[sub, other], scaffold=SCAFFOLD) as r:
         result = r.completion("text", "?")
@@ -183,7 +205,8 @@ def test_who_answers_where() -> None:
 def test_a_model_for_each_depth() -> None:
     clients = [
         client(
-            lambda m, i=i: code(f"FINAL(['m{i}', rlm_query('?')])" if i < 2 else "FINAL('m2')"), name=f"scripted:m{i}"
+            lambda m, i=i: code(f"FINAL(['m{i}', rlm_query('?')])" if i < 2 else "FINAL('m2')"),
+            name=f"scripted:m{i}",
         )
         for i in range(3)
     ]
@@ -198,7 +221,8 @@ def test_a_model_that_the_run_does_not_have() -> None:
     assert text == "there is no model 'openai:gpt-99' in this run; there are: scripted:test"
 
 
-# --- tools ---------------------------------------------------------------------------------------------------------
+# --- tools
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_tools_run_in_the_host_and_their_errors_rise_in_the_session() -> None:
@@ -218,14 +242,20 @@ def test_tools_run_in_the_host_and_their_errors_rise_in_the_session() -> None:
         result = r.completion("text", "?")
     assert result.answer == [3, "km", "\"fails: 'k'\""]
     assert where != [threading.main_thread().name]
-    assert "- `add(a: int, b: int = 1) -> int`: Add two numbers." in model.requests[0].messages[0].content
+    assert (
+        "- `add(a: int, b: int = 1) -> int`: Add two numbers."
+        in model.requests[0].messages[0].content
+    )
 
 
 def test_children_may_have_other_tools() -> None:
     def secret() -> str:
         return "s"
 
-    lines = {"root": code("FINAL([secret(), rlm_query('child', 'x')])"), "child": code("FINAL('secret' in globals())")}
+    lines = {
+        "root": code("FINAL([secret(), rlm_query('child', 'x')])"),
+        "child": code("FINAL('secret' in globals())"),
+    }
     model = client(lambda m: lines["child" if "Question: child" in m[1].content else "root"])
     with rlm(model, tools=[secret], child_tools={}) as r:
         assert r.completion("text", "root").answer == ["s", False]
@@ -237,7 +267,8 @@ def test_names_that_a_tool_cannot_have(name: str) -> None:
         rlm([], tools={name: print})
 
 
-# --- several questions ---------------------------------------------------------------------------------------------
+# --- several questions
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_conversation_keeps_session_and_history() -> None:
@@ -275,7 +306,9 @@ def test_a_long_history_is_summarised_and_goes_on_in_a_new_branch() -> None:
         "Summary of the work so far (the session and its variables are as you left"
     )
     assert "Found: 3." in last.prompt[0].content
-    assert result.trajectory.conversation(result.trajectory.root)[:-1] == list(model.requests[-1].messages)
+    assert result.trajectory.conversation(result.trajectory.root)[:-1] == list(
+        model.requests[-1].messages
+    )
     assert all(request.messages[:2] == model.requests[0].messages[:2] for request in model.requests)
 
 
@@ -326,5 +359,7 @@ FINAL(said)
         doubling, other, refused, fits = r.completion("text", "?").answer
         assert "the value takes too many steps to be checked by this schema" in doubling
         assert "does not match '^(a+)+$'" in other or "at $" in other
-        assert refused.startswith("the pattern '(a)\\\\1' of the JSON schema is not taken: it has a part (groupref)")
+        assert refused.startswith(
+            "the pattern '(a)\\\\1' of the JSON schema is not taken: it has a part (groupref)"
+        )
         assert fits == "ok" + "a" * 3000 + "b"

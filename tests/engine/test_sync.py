@@ -34,6 +34,9 @@ def test_a_callback_on_the_loop_cannot_wait_for_it() -> None:
     def ask_again(event: Any) -> None:
         other.completion("A question?")
 
-    with rlm(["one"]) as r, pytest.warns(UserWarning, match="cannot wait for it: use the async form"):
+    with (
+        rlm(["one"]) as r,
+        pytest.warns(UserWarning, match="cannot wait for it: use the async form"),
+    ):
         assert r.completion("A question?", on_event=ask_again).response == "one"
     other.close()

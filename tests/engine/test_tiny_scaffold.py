@@ -1,4 +1,5 @@
-"""The scaffold ``tiny``: raw code in, bare output back, no word too many; and what a task may do to a session."""
+"""The scaffold ``tiny``: raw code in, bare output back, no word too many; and what a task may do to
+a session."""
 
 from __future__ import annotations
 
@@ -56,15 +57,23 @@ def test_what_the_user_pointed_at_is_only_said_where_a_scaffold_asks_for_it(tmp_
 def test_children_are_told_as_little() -> None:
     def model(messages: tuple[Message, ...]) -> str:
         if messages[0].content == "count\nlen 7":
-            return "A=rlm_query_batched(['size']*2,context.split(' '))\nprint(A)" if len(messages) == 1 else "FINAL(A)"
+            return (
+                "A=rlm_query_batched(['size']*2,context.split(' '))\nprint(A)"
+                if len(messages) == 1
+                else "FINAL(A)"
+            )
         return "FINAL(len(context))"
 
     with rlm(model, scaffold="tiny") as r:
         result = r.completion("ab cdef", "count")
     assert result.answer == [2, 4]
-    assert [result.trajectory.conversation(call)[0].content for call in result.trajectory.calls] == [
-        "count\nlen 7", "size\nlen 2", "size\nlen 4",
-    ]  # fmt: skip
+    assert [
+        result.trajectory.conversation(call)[0].content for call in result.trajectory.calls
+    ] == [
+        "count\nlen 7",
+        "size\nlen 2",
+        "size\nlen 4",
+    ]
 
 
 def test_at_a_limit_nothing_more_is_asked() -> None:
@@ -83,11 +92,15 @@ def test_an_answer_of_the_wrong_type_and_a_session_that_died_are_told_in_a_line(
         assert r.completion("alpha", "?", answer_type=int).answer == 4
     first, second = (model.requests[turn].messages[-1].content for turn in (1, 2))
     assert first.startswith("The answer does not fit its type: ")
-    assert second.startswith("SessionDied: the session ended in the middle of a cell: its process exited with status 3")
+    assert second.startswith(
+        "SessionDied: the session ended in the middle of a cell: its process exited with status 3"
+    )
     assert max(len(first), len(second)) <= 90
 
 
-@pytest.mark.parametrize("reply", ["", "   ", "```repl\nFINAL(1)\n```", "FINAL(", "\x00", "I think that it is 4"])
+@pytest.mark.parametrize(
+    "reply", ["", "   ", "```repl\nFINAL(1)\n```", "FINAL(", "\x00", "I think that it is 4"]
+)
 def test_what_is_no_code_is_an_error_in_the_session(reply: str) -> None:
     model = client([reply, "FINAL(2)"])
     with rlm(model, scaffold="tiny") as r:
@@ -116,11 +129,13 @@ def test_a_history_that_outgrows_the_window_is_cut_short() -> None:
 
 
 def test_a_recursive_run_message_by_message() -> None:
-    """The root tries, fails, splits, asks a child for each document, and adds up; a child looks before it answers."""
+    """The root tries, fails, splits, asks a child for each document, and adds up; a child looks
+    before it answers."""
     root = [
         "print(context[:70])",
         "R=[l.split(',') for l in context]\nr=sum(int(x[1]) for x in R)",
-        "P=context.split('###')\nA=rlm_query_batched(['sum qty']*len(P),P)\nr=sum(A)\nprint(A)\nprint('y'*200)",
+        "P=context.split('###')\nA=rlm_query_batched(['sum "
+        "qty']*len(P),P)\nr=sum(A)\nprint(A)\nprint('y'*200)",
         "FINAL(r)",
     ]
     child = ["print(context)", "FINAL(sum(int(l.split(',')[1]) for l in context.split(';')))"]
@@ -175,7 +190,10 @@ def test_a_further_question_is_told_as_the_first() -> None:
     [
         (Cell("", "0123456789" * 9), "0123456789" * 2),
         (Cell("", "ab\n\n", "7"), "ab\n7"),
-        (Cell("", "0123456789" * 9, None, "Traceback\n  x\nValueError: " + "y" * 50), "012345678\nValueError"),
+        (
+            Cell("", "0123456789" * 9, None, "Traceback\n  x\nValueError: " + "y" * 50),
+            "012345678\nValueError",
+        ),
         (Cell("", "ab", None, "ValueError: " + "y" * 50), "ab\nValueError: yyyyy"),
         (Cell("", "", None, "ValueError: " + "y" * 50), "ValueError: yyyyyyyy"),
         (Cell(""), ""),
@@ -186,7 +204,10 @@ def test_terse(cell: Cell, shown: str) -> None:
 
 
 def test_a_question_may_hold_what_looks_like_a_marker() -> None:
-    assert TINY.first_message("{{chars}} and {{question}}", "abc") == "{{chars}} and {{question}}\nlen 3"
+    assert (
+        TINY.first_message("{{chars}} and {{question}}", "abc")
+        == "{{chars}} and {{question}}\nlen 3"
+    )
 
 
 def test_conventions_that_contradict_each_other() -> None:
@@ -204,10 +225,16 @@ def test_a_task_prepares_every_session() -> None:
         seen.append(session)
         await session.set("K", len(seen), reserved=True)
 
-    start = TaskStart(context="alpha", tools={"double": lambda x: 2 * x, "base": 40}, on_session=on_session)
+    start = TaskStart(
+        context="alpha", tools={"double": lambda x: 2 * x, "base": 40}, on_session=on_session
+    )
     script: Any = [
-        "A=rlm_query('x')\nprint(A)", "FINAL(double(K))", "import os\nos._exit(1)", "print(K, base)", "FINAL(K+base)",
-    ]  # fmt: skip
+        "A=rlm_query('x')\nprint(A)",
+        "FINAL(double(K))",
+        "import os\nos._exit(1)",
+        "print(K, base)",
+        "FINAL(K+base)",
+    ]
     with rlm(client(script), scaffold="tiny") as r:
         result = r.completion(start, "how long?")
     outputs = [cell.stdout for turn in result.trajectory.root.turns for cell in turn.cells]

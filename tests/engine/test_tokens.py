@@ -1,4 +1,5 @@
-"""Token in, token out: the ids that a model was given and sampled are on the tree, once, and are never made again."""
+"""Token in, token out: the ids that a model was given and sampled are on the tree, once, and are
+never made again."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm
 
 def said(text: str, prompt: tuple[int, ...] | None, sampled: tuple[int, ...] | None) -> Reply:
     logprobs = None if sampled is None else tuple(-each / 100 for each in sampled)
-    return Reply(Message("assistant", text), prompt_ids=prompt, token_ids=sampled, logprobs=logprobs)
+    return Reply(
+        Message("assistant", text), prompt_ids=prompt, token_ids=sampled, logprobs=logprobs
+    )
 
 
 def text_of(ids: tuple[int, ...]) -> str:
@@ -34,7 +37,10 @@ def test_a_turn_stores_only_new_ids_and_the_next_request_names_them_all() -> Non
     ])  # fmt: skip
     with rlm(model) as r:
         trajectory = r.completion("text", "?").trajectory
-    stored = [(turn.reused_ids, turn.reply.prompt_ids, turn.reply.token_ids) for turn in trajectory.root.turns]
+    stored = [
+        (turn.reused_ids, turn.reply.prompt_ids, turn.reply.token_ids)
+        for turn in trajectory.root.turns
+    ]
     assert stored == [(0, (1, 2, 3), (10, 11)), (5, (4,), (12,)), (7, (5, 6), (13, 14))]
     assert [request.known for request in model.requests] == [
         None,
@@ -45,7 +51,11 @@ def test_a_turn_stores_only_new_ids_and_the_next_request_names_them_all() -> Non
     assert path.ids == (1, 2, 3, 10, 11, 4, 12, 5, 6, 13, 14)
     assert path.sampled == (False, False, False, True, True, False, True, False, False, True, True)
     assert path.logprobs == (0, 0, 0, -0.1, -0.11, 0, -0.12, 0, 0, -0.13, -0.14)
-    assert path.spans == (TokenSpan("0", 0, 3, 5), TokenSpan("0", 1, 6, 7), TokenSpan("0", 2, 9, 11))
+    assert path.spans == (
+        TokenSpan("0", 0, 3, 5),
+        TokenSpan("0", 1, 6, 7),
+        TokenSpan("0", 2, 9, 11),
+    )
     assert trajectory.metrics == {}
 
 
@@ -69,11 +79,13 @@ def test_a_client_that_tokenises_anew_is_counted_and_split() -> None:
 
 
 def test_a_reply_without_ids_begins_the_path_anew() -> None:
-    model = client([
-        said(code("x = 1"), (1, 2), (10,)),
-        said(code("x += 1"), None, None),
-        said(code("FINAL(x)"), (1, 2, 10, 3, 7, 4), (13,)),
-    ])  # fmt: skip
+    model = client(
+        [
+            said(code("x = 1"), (1, 2), (10,)),
+            said(code("x += 1"), None, None),
+            said(code("FINAL(x)"), (1, 2, 10, 3, 7, 4), (13,)),
+        ]
+    )
     with rlm(model) as r:
         trajectory = r.completion("text", "?").trajectory
     assert [(turn.reused_ids, turn.reply.prompt_ids) for turn in trajectory.root.turns] == [
@@ -84,7 +96,11 @@ def test_a_reply_without_ids_begins_the_path_anew() -> None:
     assert [request.known for request in model.requests] == [None, KnownPrefix(3, (1, 2, 10)), None]
 
 
-ROOT_LINES = [code("a = llm_query('hé?')"), code("b = rlm_query('child', 'part')"), code("FINAL(a + b)")]
+ROOT_LINES = [
+    code("a = llm_query('hé?')"),
+    code("b = rlm_query('child', 'part')"),
+    code("FINAL(a + b)"),
+]
 
 
 def recursive(messages: tuple[Message, ...]) -> str:
@@ -96,7 +112,9 @@ def recursive(messages: tuple[Message, ...]) -> str:
     return ROOT_LINES[sum(message.role == "assistant" for message in messages)]
 
 
-def test_a_whole_tree_with_plain_calls_and_children_is_stored_journalled_and_replayed(tmp_path: Path) -> None:
+def test_a_whole_tree_with_plain_calls_and_children_is_stored_journalled_and_replayed(
+    tmp_path: Path,
+) -> None:
     store = Store(tmp_path)
     model = client(recursive, ids=ByteTokenIds(version=7))
     with rlm(model, store=store) as r:
@@ -116,7 +134,9 @@ def test_a_whole_tree_with_plain_calls_and_children_is_stored_journalled_and_rep
     for call in trajectory.calls:
         path = trajectory.path(call)
         assert path is not None
-        assert text_of(path.ids) == "".join(message.content for message in trajectory.conversation(call))
+        assert text_of(path.ids) == "".join(
+            message.content for message in trajectory.conversation(call)
+        )
     assert trajectory.metrics == {}
     assert store.load("last") == trajectory
     assert _tokens(again.trajectory) == _tokens(trajectory)
@@ -124,9 +144,15 @@ def test_a_whole_tree_with_plain_calls_and_children_is_stored_journalled_and_rep
 
 def _tokens(trajectory: Trajectory) -> list[Any]:
     return [
-        (call.id, [(turn.reused_ids, turn.reply.prompt_ids, turn.reply.token_ids, turn.reply.logprobs)
-        for turn in call.turns]) for call in trajectory.calls
-    ]  # fmt: skip
+        (
+            call.id,
+            [
+                (turn.reused_ids, turn.reply.prompt_ids, turn.reply.token_ids, turn.reply.logprobs)
+                for turn in call.turns
+            ],
+        )
+        for call in trajectory.calls
+    ]
 
 
 def test_a_run_that_was_cut_off_anywhere_goes_on_with_the_same_ids(tmp_path: Path) -> None:
@@ -155,11 +181,15 @@ def test_a_journal_grows_by_what_each_turn_adds(tmp_path: Path) -> None:
         with rlm(client(lines, ids=ByteTokenIds()), store=store, limits={"max_turns": 50}) as r:
             r.completion("text", "?")
         return sum(
-            len(msgspec.json.encode(event)) for event in store.events("last") if isinstance(event, ReplyReceived)
+            len(msgspec.json.encode(event))
+            for event in store.events("last")
+            if isinstance(event, ReplyReceived)
         )
 
     first, second, third = size(2), size(20), size(38)
-    assert abs((third - second) - (second - first)) < 0.01 * third, "quadratic growth would treble the second half"
+    assert abs((third - second) - (second - first)) < 0.01 * third, (
+        "quadratic growth would treble the second half"
+    )
 
 
 def test_branches_share_the_ids_up_to_where_they_part() -> None:
@@ -189,7 +219,9 @@ def test_a_conversation_goes_on_with_the_ids_of_the_question_before() -> None:
     assert second.turns[0].reused_ids == first.turns[-1].num_ids
     path = trajectory.path(second)
     assert path is not None
-    assert text_of(path.ids) == "".join(message.content for message in trajectory.conversation(second))
+    assert text_of(path.ids) == "".join(
+        message.content for message in trajectory.conversation(second)
+    )
     assert trajectory.metrics == {}
 
 
@@ -235,7 +267,11 @@ def test_scripted_ids_are_one_per_byte(keeps_ids: bool) -> None:
     ids = ByteTokenIds(keeps_ids=keeps_ids)
     from ramify.clients.base import Request
 
-    user, reply, more = Message("user", "hi"), Reply(Message("assistant", "ok")), Message("user", "?")
+    user, reply, more = (
+        Message("user", "hi"),
+        Reply(Message("assistant", "ok")),
+        Message("user", "?"),
+    )
     first = ids.added_to(reply, Request((user,)))
     assert (first.prompt_ids, first.token_ids) == ((257, 104, 105, 260, 258), (111, 107, 260))
     assert first.prompt_ids is not None

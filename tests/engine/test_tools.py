@@ -13,7 +13,9 @@ def test_tools_that_never_return_take_no_thread_of_others() -> None:
     tools = ToolSet({"hang": never.wait, "double": lambda x: 2 * x})
 
     async def main() -> tuple[int, int]:
-        hung = [asyncio.create_task(tools.call("hang", (), {})) for _ in range(40)]  # more than the loop's own threads
+        hung = [
+            asyncio.create_task(tools.call("hang", (), {})) for _ in range(40)
+        ]  # more than the loop's own threads
         await asyncio.sleep(0)
         async with asyncio.timeout(60):
             found = await tools.call("double", (21,), {}), await asyncio.to_thread(lambda: 1)

@@ -1,4 +1,5 @@
-"""Full disks, networks that are away, wrong programs: whatever was paid for can be had by a resume."""
+"""Full disks, networks that are away, wrong programs: whatever was paid for can be had by a
+resume."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ ANSWER = [f"re: a{i}" for i in range(NUM_CALLS)]
 
 
 def told(messages: tuple[Message, ...]) -> str:
-    """A root with three turns; its calls' replies and code are long, so that smaller events follow larger ones."""
+    """A root with three turns; its calls' replies and code are long, so that smaller events follow
+    larger ones."""
     if messages[0].role != "system":
         return f"re: {messages[-1].content}" if len(messages[-1].content) < 50 else "x" * 3000
     replies = sum(message.role == "assistant" for message in messages)
@@ -83,7 +85,8 @@ def assert_each_reply_once(store: Store) -> None:
     assert len(places) == NUM_CALLS + 4
 
 
-# --- full disks ----------------------------------------------------------------------------------------------------
+# --- full disks
+# ----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -96,7 +99,9 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_run_whose_disk_is_full_at_any_event_can_be_resumed(tmp_path: Path, recorded: list[bytes]) -> None:
+def test_a_run_whose_disk_is_full_at_any_event_can_be_resumed(
+    tmp_path: Path, recorded: list[bytes]
+) -> None:
     for num in range(1, len(recorded)):
         store = Store(tmp_path / str(num))
         fits = sum(map(len, recorded[:num])) + len(recorded[num]) // 2
@@ -106,13 +111,16 @@ def test_a_run_whose_disk_is_full_at_any_event_can_be_resumed(tmp_path: Path, re
                 pytest.raises(StoreError, match=r"cannot write .* free some space"),
             ):
                 rlm.completion("text", "?")
-            assert len(lines(store)) <= num, "after the one that was lost, no smaller event is written"
+            assert len(lines(store)) <= num, (
+                "after the one that was lost, no smaller event is written"
+            )
             result = rlm.resume("last")
         assert (result.stop, result.answer) == (Stop.FINAL, ANSWER), num
         assert_each_reply_once(store)
 
 
-# --- failures ------------------------------------------------------------------------------------------------------
+# --- failures
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num", range(3))
@@ -159,9 +167,12 @@ def test_a_replay_of_a_failed_run_fails_as_it_did(tmp_path: Path) -> None:
             rlm.replay("last")
 
 
-# --- wrong programs ------------------------------------------------------------------------------------------------
+# --- wrong programs
+# ------------------------------------------------------------------------------------------------
 
-OTHER_PROMPT: dict[str, Any] = {"scaffold": msgspec.structs.replace(SCAFFOLD, system="Another prompt.")}
+OTHER_PROMPT: dict[str, Any] = {
+    "scaffold": msgspec.structs.replace(SCAFFOLD, system="Another prompt.")
+}
 WRONG: dict[str, Callable[[], dict[str, Any]]] = {
     "another prompt": lambda: OTHER_PROMPT,
     "another model below": lambda: {"sub_model": client([], name="scripted:other")},
@@ -170,7 +181,9 @@ WRONG: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_program_leaves_the_journal_as_it_was(tmp_path: Path, recorded: list[bytes], wrong: str) -> None:
+def test_a_wrong_program_leaves_the_journal_as_it_was(
+    tmp_path: Path, recorded: list[bytes], wrong: str
+) -> None:
     first = next(num for num, line in enumerate(recorded) if b'"Requested"' in line) + 1
     for num in range(first, len(recorded)):
         store = killed_after(recorded, num, tmp_path / str(num))
@@ -183,12 +196,13 @@ def test_a_wrong_program_leaves_the_journal_as_it_was(tmp_path: Path, recorded: 
         assert_each_reply_once(store)
 
 
-# --- networks ------------------------------------------------------------------------------------------------------
+# --- networks
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_outlives_an_outage_longer_than_the_usual_attempts() -> None:
-    """The server goes away after its first reply and comes back at the same port when one request has failed six
-    times: once more than its attempts."""
+    """The server goes away after its first reply and comes back at the same port when one request
+    has failed six times: once more than its attempts."""
 
     async def main() -> Any:
         server = ScriptedServer(told)
@@ -221,7 +235,9 @@ def test_a_run_without_patience_fails_and_is_resumed_when_the_network_is_back(
         store, limits = Store(tmp_path), Limits(patience_s=0.1)
         async with ScriptedServer(told) as server:
             url, port = server.url, int(server.url.rsplit(":", 1)[1].split("/")[0])
-        async with RLM(f"openai:test@{url}", scaffold=SCAFFOLD, sandbox=SANDBOX, store=store, limits=limits) as rlm:
+        async with RLM(
+            f"openai:test@{url}", scaffold=SCAFFOLD, sandbox=SANDBOX, store=store, limits=limits
+        ) as rlm:
             for _ in range(2):
                 with pytest.raises(RamifyError, match="cannot reach"):
                     await (rlm.aresume("last") if store.runs() else rlm.acompletion("text", "?"))

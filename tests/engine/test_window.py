@@ -1,4 +1,5 @@
-"""Observations that the model's window has no room for: less of them is shown, and the run still gets its answer."""
+"""Observations that the model's window has no room for: less of them is shown, and the run still
+gets its answer."""
 
 from __future__ import annotations
 
@@ -50,7 +51,10 @@ def test_head_and_tail_of_a_wordy_observation_are_shown(compact_at: float) -> No
 
 def test_a_question_is_never_shortened() -> None:
     model = client(in_turns("FINAL(1)"), window=20)
-    with rlm(model, scaffold="tiny") as r, pytest.raises(Exception, match="tokens and the window 20"):
+    with (
+        rlm(model, scaffold="tiny") as r,
+        pytest.raises(Exception, match="tokens and the window 20"),
+    ):
         r.completion("alpha", "?" * 400)
     assert len(model.requests) == 1
 
@@ -60,7 +64,11 @@ def test_a_last_word_is_asked_for_without_an_observation_that_does_not_fit() -> 
         return "FINAL(7)" if "No more code will be run" in messages[-1].content else code(WORDY)
 
     scaffold = Scaffold(name="test", system="You drive.", direct_chars=0, compact_at=0.0)
-    with rlm(client(script, window=1000), scaffold=scaffold, limits={"max_turns": 1, "max_reply_tokens": 100}) as r:
+    with rlm(
+        client(script, window=1000),
+        scaffold=scaffold,
+        limits={"max_turns": 1, "max_reply_tokens": 100},
+    ) as r:
         result = r.completion("text", "?")
     assert (result.answer, result.stop, result.error) == ("7", Stop.MAX_TURNS, None)
 
@@ -78,7 +86,8 @@ def test_a_child_whose_observation_does_not_fit_answers_its_parent() -> None:
 
 @pytest.mark.parametrize("does_summarise", [True, False])
 def test_a_replay_shows_what_was_shown(tmp_path: Path, does_summarise: bool) -> None:
-    """Refused prompts are refused again, from the journal: nothing is asked, and nothing diverges."""
+    """Refused prompts are refused again, from the journal: nothing is asked, and nothing
+    diverges."""
 
     def script(messages: tuple[Message, ...]) -> Any:
         if messages[-1].content == observe.SUMMARISE:
@@ -86,7 +95,9 @@ def test_a_replay_shows_what_was_shown(tmp_path: Path, does_summarise: bool) -> 
         return code("FINAL(x)" if len(messages) > 2 else WORDY)
 
     model = client(script, window=1000 if does_summarise else 330)
-    with rlm(model, scaffold=SCAFFOLD, store=Store(tmp_path), limits={"max_reply_tokens": 100}) as r:
+    with rlm(
+        model, scaffold=SCAFFOLD, store=Store(tmp_path), limits={"max_reply_tokens": 100}
+    ) as r:
         first = r.completion("text", "?")
         num_asked = len(model.requests)
         again = r.replay("last")

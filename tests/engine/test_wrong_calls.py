@@ -15,12 +15,28 @@ from ramify.errors import ConfigError
     ("model", "options", "said"),
     [
         (None, {}, "None is not a model: give 'provider:model', for example 'openai:gpt-5-mini'"),
-        (["openai:a", 3], {}, "3 is not a model: give 'provider:model', for example 'openai:gpt-5-mini'"),
+        (
+            ["openai:a", 3],
+            {},
+            "3 is not a model: give 'provider:model', for example 'openai:gpt-5-mini'",
+        ),
         ("openai:a", {"limits": {"max_calls": 3}}, "limits is a dict: give a ramify.Limits(…)"),
         ("openai:a", {"sandbox": 3}, "sandbox is a int: give a ramify.SandboxSpec(…)"),
-        ("openai:a", {"sandbox": "proces"}, "unknown sandbox 'proces': did you mean 'process'? known: "),
-        ("openai:a", {"scaffold": "min"}, "unknown scaffold 'min': did you mean 'minimal'? known: "),
-        ("openai:a", {"tools": [3]}, "the tool 3 has no usable name: give tools as a dict of name to function"),
+        (
+            "openai:a",
+            {"sandbox": "proces"},
+            "unknown sandbox 'proces': did you mean 'process'? known: ",
+        ),
+        (
+            "openai:a",
+            {"scaffold": "min"},
+            "unknown scaffold 'min': did you mean 'minimal'? known: ",
+        ),
+        (
+            "openai:a",
+            {"tools": [3]},
+            "the tool 3 has no usable name: give tools as a dict of name to function",
+        ),
     ],
 )
 def test_what_it_is_made_of(model: Any, options: dict[str, Any], said: str) -> None:
@@ -30,7 +46,9 @@ def test_what_it_is_made_of(model: Any, options: dict[str, Any], said: str) -> N
 
 
 def test_a_limit_of_zero() -> None:
-    with pytest.raises(ConfigError, match="limit max_calls=0 allows nothing: give a positive number"):
+    with pytest.raises(
+        ConfigError, match="limit max_calls=0 allows nothing: give a positive number"
+    ):
         Limits(max_calls=0)
     assert Limits(max_depth=0).max_depth == 0
 

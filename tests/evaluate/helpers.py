@@ -15,7 +15,13 @@ from ramify.tasks.simple import SimpleTask
 from ramify.types.message import Message
 
 ITEMS = [
-    Item(f"size {n}?", "x" * (n + 1), gold=n + 1, kind="odd" if n % 2 else "even", id=f"size/test/{n}")
+    Item(
+        f"size {n}?",
+        "x" * (n + 1),
+        gold=n + 1,
+        kind="odd" if n % 2 else "even",
+        id=f"size/test/{n}",
+    )
     for n in range(8)
 ]
 TASK = SimpleTask("size", {"test": ITEMS}, exact)
@@ -24,7 +30,11 @@ SPEC = SandboxSpec(provider="process", allow_weaker=True)
 
 def rlm(script: Any, **options: Any) -> RLM:
     limits = Limits(**{"max_seconds": 200.0, **options.pop("limits", {})})
-    client = script if isinstance(script, ScriptedClient) else ScriptedClient(script, price=Price(1.0, 2.0))
+    client = (
+        script
+        if isinstance(script, ScriptedClient)
+        else ScriptedClient(script, price=Price(1.0, 2.0))
+    )
     return RLM(client, sandbox=SPEC, limits=limits, **{"scaffold": "tiny", **options})
 
 
@@ -46,7 +56,9 @@ def plan(**fields: Any) -> EvaluationPlan:
     return EvaluationPlan(**{"model": "scripted:test", "task": "size", "items": 8, **fields})
 
 
-def evaluated(script: Any, task: Any = TASK, *, of: EvaluationPlan | None = None, **options: Any) -> Evaluation:
+def evaluated(
+    script: Any, task: Any = TASK, *, of: EvaluationPlan | None = None, **options: Any
+) -> Evaluation:
     given = {
         name: options.pop(name)
         for name in ("record", "on_outcome", "concurrency", "sampling", "grace_s")

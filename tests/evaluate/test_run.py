@@ -1,4 +1,5 @@
-"""Whole evaluations through the engine: what is asked, what failure is, and going on after a stop."""
+"""Whole evaluations through the engine: what is asked, what failure is, and going on after a
+stop."""
 
 from __future__ import annotations
 
@@ -29,16 +30,27 @@ def test_an_evaluation_by_hand() -> None:
     """Items 0 to 7; wrong are 1, 2 and 5: of the odd ones half, of the even ones a quarter."""
     found = report(evaluated(unless(lambda n: n in (1, 2, 5))))
     assert [(row.kind, row.items, row.average and row.average.value) for row in found.rows] == [
-        ("all", 8, 5 / 8), ("even", 4, 3 / 4), ("odd", 4, 1 / 2),
-    ]  # fmt: skip
-    assert (found.attempts, found.failed, found.stops, found.rewards) == (8, 0, {"final": 8}, {"correct": 5 / 8})
+        ("all", 8, 5 / 8),
+        ("even", 4, 3 / 4),
+        ("odd", 4, 1 / 2),
+    ]
+    assert (found.attempts, found.failed, found.stops, found.rewards) == (
+        8,
+        0,
+        {"final": 8},
+        {"correct": 5 / 8},
+    )
     assert (found.spent.requests, found.spent.turns_mean, found.spent.calls_mean) == (8, 1.0, 0.0)
-    assert found.spent.cost == pytest.approx((found.spent.input_tokens + 2 * found.spent.output_tokens) / 1e6)
+    assert found.spent.cost == pytest.approx(
+        (found.spent.input_tokens + 2 * found.spent.output_tokens) / 1e6
+    )
     shown = table(found)
     assert shown.startswith("size/test · scripted:test · 8 items, 1 attempt each\n")
     assert shown.splitlines()[1:4] == [
-        "       items   avg@1", "all        8   0.625 [0.25 0.88]", "even       4   0.750 [0.25 1.00]",
-    ]  # fmt: skip
+        "       items   avg@1",
+        "all        8   0.625 [0.25 0.88]",
+        "even       4   0.750 [0.25 1.00]",
+    ]
     assert max(map(len, shown.splitlines())) < 100
 
 
@@ -59,7 +71,9 @@ def test_several_attempts_by_hand() -> None:
     assert row.passes is not None
     assert row.majority is not None
     assert row.average.value == (3 / 4 + 2 / 4) / 2
-    assert row.passes.value == pytest.approx((1 - 0 + 1 - 1 / 6) / 2)  # 1 - C(1,2)/C(4,2), 1 - C(2,2)/C(4,2)
+    assert row.passes.value == pytest.approx(
+        (1 - 0 + 1 - 1 / 6) / 2
+    )  # 1 - C(1,2)/C(4,2), 1 - C(2,2)/C(4,2)
     # blocks of two: 1 1 -> right; 2 1 -> 2, wrong. 3 2 -> 3, wrong; 3 2 -> 3, wrong
     assert row.majority.value == (1 / 2 + 0) / 2
     assert report(found).rows[0].majority == MeanEstimate(
@@ -70,7 +84,12 @@ def test_several_attempts_by_hand() -> None:
 def test_attempts_differ_in_their_seed_alone_and_are_the_same_again() -> None:
     def seeds(seed: int) -> list[int | None]:
         model = client(right)
-        evaluated(model, of=plan(items=2, attempts=3, seed=seed), concurrency=1, sampling=Sampling(temperature=0.5))
+        evaluated(
+            model,
+            of=plan(items=2, attempts=3, seed=seed),
+            concurrency=1,
+            sampling=Sampling(temperature=0.5),
+        )
         assert {request.sampling.temperature for request in model.requests} == {0.5}
         return [request.sampling.seed for request in model.requests]
 
@@ -85,7 +104,8 @@ def test_concurrency_is_bounded() -> None:
     assert model.most_in_flight == 5
 
 
-# --- failures --------------------------------------------------------------------------------------------------------
+# --- failures
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_fails_has_no_reward_and_the_rest_goes_on() -> None:
@@ -122,8 +142,14 @@ def test_an_item_with_too_few_scored_attempts_is_left_out_of_pass_at_k() -> None
             {"reward": lambda answer, item: answer / 0},
             "task 'size', item size/test/0: its score raised ZeroDivisionError",
         ),
-        ({"begin": lambda item: None}, "task 'size', item size/test/0: its prepare raised TypeError"),
-        ({"begin": lambda item: 1 / 0}, "task 'size', item size/test/0: its prepare raised ZeroDivisionError"),
+        (
+            {"begin": lambda item: None},
+            "task 'size', item size/test/0: its prepare raised TypeError",
+        ),
+        (
+            {"begin": lambda item: 1 / 0},
+            "task 'size', item size/test/0: its prepare raised ZeroDivisionError",
+        ),
     ],
 )
 def test_a_task_that_fails_is_named(change: dict[str, Any], error: str) -> None:
@@ -148,7 +174,9 @@ def test_what_a_rollout_leaves_reaches_the_score() -> None:
 
     seen: list[Any] = []
     task = SimpleTask("size", TASK.splits, TASK.reward, begin=begin)
-    found = evaluated(["FINAL(double(len(context)))"], task, of=plan(items=1), on_outcome=on_outcome)
+    found = evaluated(
+        ["FINAL(double(len(context)))"], task, of=plan(items=1), on_outcome=on_outcome
+    )
     assert (found.outcomes[0].answer, ended) == ("2", [2])
     assert seen == [("size/test/0", 1, "size/test/0", {"correct": 0.0})]
 
@@ -172,15 +200,19 @@ def test_wrong_input() -> None:
         plan(items=0)
     with pytest.raises(ConfigError, match="concurrency 0: give at least 1"):
         evaluated(right, concurrency=0)
-    with pytest.raises(ConfigError, match=r"pass@2 needs at least 2 attempts at each item \(n\), and there are 1"):
+    with pytest.raises(
+        ConfigError, match=r"pass@2 needs at least 2 attempts at each item \(n\), and there are 1"
+    ):
         report(evaluated(right, of=plan(items=1)), k=2)
 
 
-# --- records -----------------------------------------------------------------------------------------------------------
+# --- records
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
-    """Killed after some attempts, with half a line written, and one that had failed: only what is missing is asked."""
+    """Killed after some attempts, with half a line written, and one that had failed: only what is
+    missing is asked."""
     records = EvaluationRecords(tmp_path)
     wanted = plan(attempts=2)
     first = records.create(wanted)
@@ -252,12 +284,16 @@ def test_stored_runs_are_named_and_know_their_task(tmp_path: Path) -> None:
     store = Store(tmp_path)
     (outcome,) = evaluated(right, of=plan(items=1), store=store).outcomes
     trajectory = store.load(outcome.run)
-    assert (trajectory.task, trajectory.metadata["evaluation"]) == ("size/test/0", {"split": "test", "attempt": 0})
+    assert (trajectory.task, trajectory.metadata["evaluation"]) == (
+        "size/test/0",
+        {"split": "test", "attempt": 0},
+    )
     assert trajectory.rewards == {"correct": 1.0} == store.runs()[0].rewards
     assert evaluated(right, of=plan(items=1)).outcomes[0].run == ""
 
 
-# --- two evaluations -----------------------------------------------------------------------------------------------------
+# --- two evaluations
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_a_difference_is_taken_over_the_same_items() -> None:

@@ -42,7 +42,9 @@ def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
         for c, k in itertools.product(range(n + 1), range(1, n + 1)):
             attempts = [1] * c + [0] * (n - c)
             subsets = list(itertools.combinations(attempts, k))
-            assert pass_at_k(n, c, k) == pytest.approx(sum(map(max, subsets)) / len(subsets), abs=1e-12)
+            assert pass_at_k(n, c, k) == pytest.approx(
+                sum(map(max, subsets)) / len(subsets), abs=1e-12
+            )
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)])
@@ -60,17 +62,31 @@ def test_what_cannot_be_asked(n: int, c: int, k: int) -> None:
         (["b", "a"], [0, 1], 2, 0.0),
         ([None, None, "a"], [0, 0, 1], 3, 1.0),  # no answer has no vote
         ([None, None], [0, 0], 2, 0.0),
-        (["a", "b", "b", "a", "a", "b"], [1, 0, 0, 1, 1, 0], 3, 0.5),  # blocks: a b b -> b, a a b -> a
-        (["a", "a", "b", "b", "b"], [1, 1, 0, 0, 0], 2, 0.5),  # blocks: a a -> a, b b -> b; the last b is left over
+        (
+            ["a", "b", "b", "a", "a", "b"],
+            [1, 0, 0, 1, 1, 0],
+            3,
+            0.5,
+        ),  # blocks: a b b -> b, a a b -> a
+        (
+            ["a", "a", "b", "b", "b"],
+            [1, 1, 0, 0, 0],
+            2,
+            0.5,
+        ),  # blocks: a a -> a, b b -> b; the last b is left over
         (["a", "b"], [0.25, 0.5], 1, 0.375),
     ],
 )
-def test_majority_by_hand(answers: list[str | None], rewards: list[float], k: int, expected: float) -> None:
+def test_majority_by_hand(
+    answers: list[str | None], rewards: list[float], k: int, expected: float
+) -> None:
     assert majority_at_k(answers, rewards, k) == pytest.approx(expected)
 
 
 def test_majority_needs_enough() -> None:
-    with pytest.raises(ConfigError, match="majority@3 needs at least 3 attempts at each item, and there are 2"):
+    with pytest.raises(
+        ConfigError, match="majority@3 needs at least 3 attempts at each item, and there are 2"
+    ):
         majority_at_k(["a", "b"], [1, 0], 3)
 
 
@@ -78,7 +94,9 @@ def test_quantiles_are_numpys() -> None:
     numpy = pytest.importorskip("numpy")
     values = sorted(random.Random(1).uniform(-5, 5) for _ in range(37))
     for share in (0.0, 0.025, 0.5, 0.77, 0.975, 1.0):
-        assert quantile(values, share) == pytest.approx(float(numpy.quantile(values, share)), abs=1e-12)
+        assert quantile(values, share) == pytest.approx(
+            float(numpy.quantile(values, share)), abs=1e-12
+        )
 
 
 def test_an_interval_is_what_resampling_gives() -> None:
@@ -86,7 +104,9 @@ def test_an_interval_is_what_resampling_gives() -> None:
     values = [0.0, 1.0, 1.0, 0.5, 0.0, 1.0]
     rng = random.Random(3)
     means = sorted(sum(rng.choices(values, k=6)) / 6 for _ in range(DRAWS))
-    assert mean_with_interval(values, seed=3) == MeanEstimate(3.5 / 6, quantile(means, 0.025), quantile(means, 0.975))
+    assert mean_with_interval(values, seed=3) == MeanEstimate(
+        3.5 / 6, quantile(means, 0.025), quantile(means, 0.975)
+    )
     assert mean_with_interval(values, seed=3) == mean_with_interval(values, seed=3)
     many = [random.Random(8).random() for _ in range(9)] + [0.1 * i for i in range(9)]
     assert mean_with_interval(many, seed=4) != mean_with_interval(many, seed=3)

@@ -1,4 +1,5 @@
-"""Our tasks as their environments: driven from outside, one reply after another, in real sessions."""
+"""Our tasks as their environments: driven from outside, one reply after another, in real
+sessions."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def driven(env: Any, replies: list[str]) -> list[tuple[list[str], float, bool]]:
     out = []
     for reply in replies:
         step = env.step(reply)
-        out.append(([message["content"] for message in step["observations"]], step["reward"], step["done"]))
+        out.append(
+            ([message["content"] for message in step["observations"]], step["reward"], step["done"])
+        )
     return out
 
 
@@ -36,7 +39,10 @@ def test_it_is_the_same_conversation_as_the_engines(index: int) -> None:
     (root,) = play(item, NOISY if index else EXPERT, 0, TINY)
     env = Env(extras={"index": index})
     first, about = env.init([{"role": "user", "content": "not used"}])
-    assert (first, about) == ([{"role": "user", "content": root.messages[0].content}], {"item": item.id})
+    assert (first, about) == (
+        [{"role": "user", "content": root.messages[0].content}],
+        {"item": item.id},
+    )
     replies = [message.content for message in root.messages[1::2]]
     shown = [message.content for message in root.messages[2::2]]
     steps = driven(env, replies)
@@ -54,7 +60,9 @@ def test_many_at_once_and_one_left_in_the_middle() -> None:
     def drive(index: int) -> None:
         (root,) = play(LEDGER.splits["test"][index], EXPERT, 0, TINY)
         envs[index].init([])
-        rewards[index] = driven(envs[index], [message.content for message in root.messages[1::2]])[-1][1]
+        rewards[index] = driven(envs[index], [message.content for message in root.messages[1::2]])[
+            -1
+        ][1]
 
     threads = [threading.Thread(target=drive, args=(index,)) for index in range(5)]
     for thread in threads:
@@ -68,7 +76,9 @@ def test_many_at_once_and_one_left_in_the_middle() -> None:
 
 
 def test_a_limit_ends_it() -> None:
-    env = text_env(TASK, split="test", scaffold="tiny", sandbox=SPEC, limits=Limits(max_turns=2))(extras={"index": 3})
+    env = text_env(TASK, split="test", scaffold="tiny", sandbox=SPEC, limits=Limits(max_turns=2))(
+        extras={"index": 3}
+    )
     env.init([])
     assert [done for _, _, done in driven(env, ["1", "2"])] == [False, True]
     assert env.trajectory is not None
@@ -81,16 +91,18 @@ def test_calls_below_the_root_need_a_model() -> None:
     alone.init([])
     assert "SubcallError: " in alone.step(script)["observations"][0]["content"]
     alone.close()
-    helped = text_env(TASK, split="test", scaffold="tiny", sandbox=SPEC, sub_model=ScriptedClient(["hello"]))(
-        extras={"index": 0}
-    )
+    helped = text_env(
+        TASK, split="test", scaffold="tiny", sandbox=SPEC, sub_model=ScriptedClient(["hello"])
+    )(extras={"index": 0})
     helped.init([])
     assert helped.step(script)["observations"][0]["content"] == "hello"
     helped.close()
 
 
 def test_wrong_calls() -> None:
-    with pytest.raises(ConfigError, match=r"an environment of 'ledger' needs extras=\{'index': N\}; it got None"):
+    with pytest.raises(
+        ConfigError, match=r"an environment of 'ledger' needs extras=\{'index': N\}; it got None"
+    ):
         Env()
     env = Env(extras={"index": 0})
     with pytest.raises(ConfigError, match="step needs a run that goes on: call init first"):
@@ -103,13 +115,19 @@ def test_wrong_calls() -> None:
         env.step("1")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed"
+)
 def test_skyrl_gym_makes_it() -> None:
     import skyrl_gym
     import skyrl_gym.envs.base_text_env
 
     theirs = text_env(
-        LEDGER, split="test", scaffold="tiny", sandbox=SPEC, base=skyrl_gym.envs.base_text_env.BaseTextEnv
+        LEDGER,
+        split="test",
+        scaffold="tiny",
+        sandbox=SPEC,
+        base=skyrl_gym.envs.base_text_env.BaseTextEnv,
     )
     skyrl_gym.register(id="ledger", entry_point=theirs)
     env = skyrl_gym.make("ledger", extras={"index": 0})

@@ -1,4 +1,5 @@
-"""Our tasks in verifiers, with the real library where it is installed: rows, rewards, and whole episodes over HTTP."""
+"""Our tasks in verifiers, with the real library where it is installed: rows, rewards, and whole
+episodes over HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from ramify.types.message import Message
 from tests.evaluate.helpers import SPEC
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed"
+    ),
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -49,9 +52,10 @@ def test_rows_and_rewards_of_another_harness(module: str) -> None:
 
     def worth(reply: str) -> dict[str, float]:
         trace = vf.Trace(
-            task=vf.TraceTask(type="Row", data=rows[0].data), agent=vf.AgentInfo(config=vf.AgentConfig()),
+            task=vf.TraceTask(type="Row", data=rows[0].data),
+            agent=vf.AgentInfo(config=vf.AgentConfig()),
             nodes=[vf.MessageNode(message=vf.AssistantMessage(content=reply), sampled=True)],
-        )  # fmt: skip
+        )
         asyncio.run(rows[0].score(trace))
         return {name: reward.value for name, reward in trace.rewards.items()}
 
@@ -81,7 +85,8 @@ def demonstrator() -> Any:
 
 
 def test_whole_episodes_run_in_our_engine(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their environment, agent, interception and trace; our sessions and children; a scripted model behind HTTP."""
+    """Their environment, agent, interception and trace; our sessions and children; a scripted model
+    behind HTTP."""
     import verifiers.v1 as vf
     from verifiers.v1.clients import ModelContext
 
@@ -90,7 +95,8 @@ def test_whole_episodes_run_in_our_engine(module: str, monkeypatch: pytest.Monke
     async def run() -> list[Any]:
         async with ScriptedServer(demonstrator()) as server:
             config = vf.SingleAgentEnvConfig(
-                taskset={"id": module}, agent={"harness": {"id": module}, "runtime": {"type": "subprocess"}}
+                taskset={"id": module},
+                agent={"harness": {"id": module}, "runtime": {"type": "subprocess"}},
             )
             env = vf.SingleAgentEnv(config)
             client = vf.EvalClientConfig(base_url=server.url, api_key_var="TEST_KEY")

@@ -1,4 +1,5 @@
-"""A small policy, and what it must sample: one request at a time, by a plain forward pass for each token."""
+"""A small policy, and what it must sample: one request at a time, by a plain forward pass for each
+token."""
 
 from __future__ import annotations
 
@@ -25,10 +26,19 @@ WINDOW = 256
 def policy(seed: int = 0, *, sharpness: float = 12.0, **sizes: Any) -> Policy:
     """Random weights, sharpened so that the next token depends on all that came before."""
     config = Qwen3Config(
-        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, max_position_embeddings=WINDOW,
-        bos_token_id=None, eos_token_id=3, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+        max_position_embeddings=WINDOW,
+        bos_token_id=None,
+        eos_token_id=3,
+        pad_token_id=0,
+    )
     config.update(sizes)
     made = from_config(config, tokenizer_of("tiny"), seed)
     with torch.no_grad():
@@ -52,7 +62,9 @@ def drained(running: LocalEngine) -> list[Generation]:
 
 def causal(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> Tensor:
     q, k, v = (each.transpose(0, 1)[None] for each in (q_THd, k_TKd, v_TKd))
-    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=True
+    )
     return attended[0].transpose(0, 1)
 
 
@@ -65,7 +77,8 @@ def logits(made: Policy, ids: Sequence[int]) -> Tensor:
 
 
 def expected(made: Policy, like: Generation) -> Generation:
-    """What a fresh generation with the settings of ``like`` samples, by itself and without a cache."""
+    """What a fresh generation with the settings of ``like`` samples, by itself and without a
+    cache."""
     while like.end is None:
         drawn = draw(logits(made, like.ids)[-1:], [like.draw], [like.uniform()])
         like.append(drawn.ids[0], drawn.logprobs[0], drawn.kept[0], 0)
@@ -73,8 +86,8 @@ def expected(made: Policy, like: Generation) -> Generation:
 
 
 def pauses(client: LocalClient, after: int) -> threading.Event:
-    """Its engine will stand still after so many further steps, in the middle of what it is at, until ``client.resume``, which
-    belongs after the event that is returned."""
+    """Its engine will stand still after so many further steps, in the middle of what it is at,
+    until ``client.resume``, which belongs after the event that is returned."""
     last, stands = client.engine.num_steps + after, threading.Event()
 
     def look(*_: object) -> None:

@@ -1,4 +1,5 @@
-"""The engine as a client: ids that are extended and never made again, seeds, stops, cancellation, weights that change."""
+"""The engine as a client: ids that are extended and never made again, seeds, stops, cancellation,
+weights that change."""
 
 from __future__ import annotations
 
@@ -41,18 +42,26 @@ def with_client(test: Callable[[LocalClient], Awaitable[None]]) -> Callable[[], 
     return run
 
 
-def asked(*messages: Message, known: KnownPrefix | None = None, affinity: str = "0", **sampling: Any) -> Request:
+def asked(
+    *messages: Message, known: KnownPrefix | None = None, affinity: str = "0", **sampling: Any
+) -> Request:
     return Request(
-        messages or (USER,), Sampling(**{"max_tokens": 12, "temperature": 1.0, "seed": 7, **sampling}), known=known,
+        messages or (USER,),
+        Sampling(**{"max_tokens": 12, "temperature": 1.0, "seed": 7, **sampling}),
+        known=known,
         affinity=affinity,
-    )  # fmt: skip
+    )
 
 
 @with_client
 async def test_it_is_a_client_that_takes_weights(client: LocalClient) -> None:
     assert isinstance(client, Client)
     assert isinstance(client, InferenceClient)
-    assert (client.window, client.price and client.price.output, client.scaffold) == (WINDOW, 0.0, "tiny")
+    assert (client.window, client.price and client.price.output, client.scaffold) == (
+        WINDOW,
+        0.0,
+        "tiny",
+    )
 
 
 @with_client
@@ -63,7 +72,11 @@ async def test_a_reply_says_exactly_what_happened(client: LocalClient) -> None:
     assert reply.token_ids is not None
     assert reply.logprobs is not None
     assert reply.message == renderer.parse(reply.token_ids)
-    assert (reply.usage.input_tokens, reply.usage.output_tokens, reply.usage.calls) == (len(reply.prompt_ids), 12, 1)
+    assert (reply.usage.input_tokens, reply.usage.output_tokens, reply.usage.calls) == (
+        len(reply.prompt_ids),
+        12,
+        1,
+    )
     assert (reply.finish, reply.versions and reply.versions[0].end) == ("length", 12)
     path = [*reply.prompt_ids, *reply.token_ids]
     plain = logits(client.policy, path)[len(reply.prompt_ids) - 1 : -1].log_softmax(-1)
@@ -84,8 +97,12 @@ async def test_a_conversation_grows_by_ids(client: LocalClient) -> None:
     second = await client.complete(asked(USER, first.message, after, known=KnownPrefix(2, path)))
     assert second.prompt_ids is not None
     assert second.prompt_ids[: len(path)] == path
-    assert list(second.prompt_ids[len(path) :]) == client.policy.renderer.extend([after], after=path)
-    assert second.usage.cached_tokens == len(path) - 1  # all but the last sampled token was computed before
+    assert list(second.prompt_ids[len(path) :]) == client.policy.renderer.extend(
+        [after], after=path
+    )
+    assert (
+        second.usage.cached_tokens == len(path) - 1
+    )  # all but the last sampled token was computed before
     afresh = client.policy.renderer.prompt([USER, first.message, after])
     assert client.prompt_ids(asked(USER, first.message, after)) == afresh
 
@@ -94,7 +111,10 @@ async def test_a_conversation_grows_by_ids(client: LocalClient) -> None:
 async def test_a_seed_decides_whatever_else_runs(client: LocalClient) -> None:
     alone = await client.complete(asked())
     crowd = await asyncio.gather(
-        *(client.complete(asked(Message("user", f"other {index}"), seed=index)) for index in range(20)),
+        *(
+            client.complete(asked(Message("user", f"other {index}"), seed=index))
+            for index in range(20)
+        ),
         client.complete(asked()),
     )
     assert crowd[-1].token_ids == alone.token_ids
@@ -109,7 +129,9 @@ async def test_a_seed_decides_whatever_else_runs(client: LocalClient) -> None:
 @with_client
 async def test_without_a_temperature_the_checkpoint_decides(client: LocalClient) -> None:
     client.policy.defaults = SamplingDefaults(temperature=0.0)
-    greedy = await asyncio.gather(*(client.complete(asked(temperature=None, seed=seed)) for seed in range(3)))
+    greedy = await asyncio.gather(
+        *(client.complete(asked(temperature=None, seed=seed)) for seed in range(3))
+    )
     assert len({reply.token_ids for reply in greedy}) == 1
     assert greedy[0].token_ids == (await client.complete(asked(temperature=0.0))).token_ids
     assert greedy[0].token_ids != (await client.complete(asked())).token_ids
@@ -156,20 +178,29 @@ async def test_what_does_not_fit_is_said(client: LocalClient) -> None:
     assert reply.usage.total_tokens <= WINDOW
     known = KnownPrefix(2, tuple([5] * 200))
     with pytest.raises(Refused, match=r"\(200 from the turns before, \d+ from 1 new messages\)"):
-        await client.complete(asked(USER, Message("assistant"), Message("user", "12345" * 20), known=known))
+        await client.complete(
+            asked(USER, Message("assistant"), Message("user", "12345" * 20), known=known)
+        )
 
 
 @with_client
 async def test_a_cancelled_request_leaves_its_slot(client: LocalClient) -> None:
     for _ in range(3):
         stands = pauses(client, after=3)
-        tasks = [asyncio.ensure_future(client.complete(asked(seed=seed, max_tokens=200))) for seed in range(30)]
+        tasks = [
+            asyncio.ensure_future(client.complete(asked(seed=seed, max_tokens=200)))
+            for seed in range(30)
+        ]
         while not stands.is_set():
             await asyncio.sleep(0)
-        assert any(generation.logprobs for generation in await client.run(lambda: list(client.engine)))
+        assert any(
+            generation.logprobs for generation in await client.run(lambda: list(client.engine))
+        )
         for task in tasks:
             task.cancel()
-        assert {type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)} == {asyncio.CancelledError}
+        assert {type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)} == {
+            asyncio.CancelledError
+        }
         client.resume()
     assert (await client.complete(asked())).usage.output_tokens == 12
     assert await client.run(lambda: client.engine.is_idle)
@@ -248,7 +279,9 @@ async def test_what_it_cannot_do_is_refused(client: LocalClient) -> None:
         await client.complete(asked(Message("system", "Be."), USER))
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -1}]
+)
 def test_settings_out_of_range(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="must be at least 0"):
         asyncio.run(LocalClient(policy()).complete(asked(**wrong)))
@@ -311,7 +344,10 @@ def test_transformers_agrees_on_the_logprobs(tmp_path: Any) -> None:
     assert reply.kept is not None
     with torch.no_grad():
         rows = (
-            theirs(torch.tensor([reply.prompt_ids + reply.token_ids])).logits[0, len(reply.prompt_ids) - 1 : -1] / 0.7
+            theirs(torch.tensor([reply.prompt_ids + reply.token_ids])).logits[
+                0, len(reply.prompt_ids) - 1 : -1
+            ]
+            / 0.7
         )
     exact = [
         row[list(kept)].log_softmax(-1)[kept.index(id)]

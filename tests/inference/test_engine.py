@@ -1,5 +1,5 @@
-"""The engine beside a plain forward pass for each token: the same tokens and log-probabilities, whatever happens to the
-cache and whatever else is in the batch."""
+"""The engine beside a plain forward pass for each token: the same tokens and log-probabilities,
+whatever happens to the cache and whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SETTINGS = [
 
 
 def requests(num: int, *, shared: int = 0, seed: int = 0) -> list[dict[str, Any]]:
-    """Prompts of 1 to 60 tokens and replies of 1 to 25, by all settings; the first ``shared`` tokens are common."""
+    """Prompts of 1 to 60 tokens and replies of 1 to 25, by all settings; the first ``shared``
+    tokens are common."""
     pick = random.Random(seed)
     common = [pick.randrange(4, 320) for _ in range(shared)]
     return [
@@ -56,7 +57,9 @@ def assert_as_expected(done: list[Generation], asked: list[dict[str, Any]]) -> N
         alone = ALONE.get(str(request)) or expected(MADE, Generation(**request))
         ALONE[str(request)] = alone
         assert (ours.sampled, ours.end, ours.kept) == (alone.sampled, alone.end, alone.kept)
-        torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(ours.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5
+        )
 
 
 def run(asked: list[dict[str, Any]], **room: Any) -> tuple[list[Generation], LocalEngine]:
@@ -77,7 +80,15 @@ def run(asked: list[dict[str, Any]], **room: Any) -> tuple[list[Generation], Loc
         {"reuse": False},
         {"cache_bytes": 256 * 128 * 3},  # 256 bytes a token: three slots of 128
     ],
-    ids=["usual", "one-slot", "chunks", "token-by-token", "all-at-once", "no-reuse", "little-memory"],
+    ids=[
+        "usual",
+        "one-slot",
+        "chunks",
+        "token-by-token",
+        "all-at-once",
+        "no-reuse",
+        "little-memory",
+    ],
 )
 def test_room_changes_nothing(room: dict[str, Any]) -> None:
     asked = requests(16)
@@ -90,13 +101,16 @@ def test_a_common_prompt_is_computed_once() -> None:
     done, shared = run(asked, slots=4, prefill_tokens=64)
     assert_as_expected(done, asked)
     _, separate = run(asked, slots=4, prefill_tokens=64, reuse=False)
-    at_least = 11 * 150 - 3 * 32  # the three that join while the last 32 tokens are computed may compute them, too
+    at_least = (
+        11 * 150 - 3 * 32
+    )  # the three that join while the last 32 tokens are computed may compute them, too
     assert separate.num_computed - shared.num_computed >= at_least
     assert sum(each.num_reused for each in done) >= at_least
 
 
 def test_turns_go_on_where_they_were() -> None:
-    """Three turns of several calls, each prompt the path so far and something new: every token is computed once."""
+    """Three turns of several calls, each prompt the path so far and something new: every token is
+    computed once."""
     running = engine(MADE, slots=4)
     pick = random.Random(1)
     paths = [[pick.randrange(4, 320) for _ in range(20)] for _ in range(3)]
@@ -111,7 +125,9 @@ def test_turns_go_on_where_they_were() -> None:
         assert_as_expected(done, [{**request, "draw": SamplingSettings()} for request in asked])
         by_affinity = {each.affinity: each.ids for each in done}
         paths = [[*by_affinity[str(index)], pick.randrange(4, 320), 5] for index in range(3)]
-    assert running.num_computed == sum(len(each.ids) - 1 for each in done)  # the last token of a path is never needed
+    assert running.num_computed == sum(
+        len(each.ids) - 1 for each in done
+    )  # the last token of a path is never needed
 
 
 def test_it_tells_how_full_it_is() -> None:
@@ -120,7 +136,9 @@ def test_it_tells_how_full_it_is() -> None:
     for request in requests(5):
         running.add(Generation(**{**request, "max_tokens": 20, "stop_ids": ()}))
     running.step()
-    assert running.pressure == CachePressure(0.75, 2, 0)  # three slots of 128 tokens, where there is memory for four
+    assert running.pressure == CachePressure(
+        0.75, 2, 0
+    )  # three slots of 128 tokens, where there is memory for four
     drained(running)
     assert running.pressure == CachePressure(0.0, 0, 0)
 
@@ -156,7 +174,10 @@ def test_any_schedule(seed: int) -> None:
     pick = random.Random(seed)
     asked = requests(20, shared=pick.choice([0, 40]), seed=seed)
     running = engine(
-        MADE, slots=pick.randint(1, 6), prefill_tokens=pick.randint(1, 50), cache_bytes=256 * pick.randint(300, 900)
+        MADE,
+        slots=pick.randint(1, 6),
+        prefill_tokens=pick.randint(1, 50),
+        cache_bytes=256 * pick.randint(300, 900),
     )
     done: list[Generation] = []
     cancelled = []
@@ -170,7 +191,9 @@ def test_any_schedule(seed: int) -> None:
             running.cancel(victim)
             cancelled.append(tuple(victim.ids[: victim.num_prompt]))
         done += running.step()
-    assert_as_expected(done, [request for request in asked if tuple(request["prompt_ids"]) not in cancelled])
+    assert_as_expected(
+        done, [request for request in asked if tuple(request["prompt_ids"]) not in cancelled]
+    )
 
 
 def test_new_weights_between_two_steps() -> None:
@@ -185,12 +208,17 @@ def test_new_weights_between_two_steps() -> None:
     made.model.load_state_dict(other.model.state_dict())
     running.forget(version=4)
     drained(running)
-    assert [(span.start, span.end, span.version) for span in generation.versions] == [(0, 8, 0), (8, 20, 4)]
+    assert [(span.start, span.end, span.version) for span in generation.versions] == [
+        (0, 8, 0),
+        (8, 20, 4),
+    ]
     alone = Generation([5, 6, 7, 8], max_tokens=8, seed="s")
     assert expected(policy(0), alone).sampled == before
     alone.end, alone.max_tokens = None, 20
     assert expected(other, alone).sampled == generation.sampled
-    torch.testing.assert_close(torch.tensor(generation.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(generation.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5
+    )
     assert fingerprint(made.model) == fingerprint(other.model)
 
 
@@ -226,7 +254,9 @@ def test_other_precisions_and_devices(device: str, dtype: torch.dtype, tolerance
         running.add(Generation(**{**request, "draw": SamplingSettings()}))
     done = drained(running)
     exact = policy(sharpness=4.0)
-    exact.model.load_state_dict({name: each.float().cpu() for name, each in made.model.state_dict().items()})
+    exact.model.load_state_dict(
+        {name: each.float().cpu() for name, each in made.model.state_dict().items()}
+    )
     for each in done:
         rows = logits(exact, each.ids)[each.num_prompt - 1 : -1].log_softmax(-1)
         theirs = rows.gather(1, torch.tensor(each.sampled)[:, None])[:, 0]
@@ -236,8 +266,14 @@ def test_other_precisions_and_devices(device: str, dtype: torch.dtype, tolerance
 def test_stop_texts_may_lie_across_tokens() -> None:
     decode = "".join  # ids are letters here
     letters = {65: "a", 66: "b", 67: "c"}
-    generation = Generation([1], max_tokens=9, stop=("bc", "zz"), decode=lambda ids: decode(letters[id] for id in ids))
+    generation = Generation(
+        [1], max_tokens=9, stop=("bc", "zz"), decode=lambda ids: decode(letters[id] for id in ids)
+    )
     for id in (65, 66, 67):
         assert generation.end is None
         generation.append(id, -1.0, None, 0)
-    assert (generation.end, generation.stopped_at, generation.sampled) == ("stop", "bc", [65, 66, 67])
+    assert (generation.end, generation.stopped_at, generation.sampled) == (
+        "stop",
+        "bc",
+        [65, 66, 67],
+    )

@@ -1,5 +1,5 @@
-"""Models that are transformers' own modules: in one pass where they lend themselves to it, one by one where not; either
-way what ``generate`` and a plain forward pass compute."""
+"""Models that are transformers' own modules: in one pass where they lend themselves to it, one by
+one where not; either way what ``generate`` and a plain forward pass compute."""
 
 from __future__ import annotations
 
@@ -27,11 +27,24 @@ from ramify.inference.local.sampling import SamplingSettings, draw
 from tests.inference.helpers import drained
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3, "bos_token_id": None,
-    "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+}
 CONFIGS: dict[str, tuple[Any, type]] = {
     "gpt2": (GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3), FlatRunner),
     "neox": (GPTNeoXConfig(**{**_SIZES, "num_key_value_heads": None}), FlatRunner),
@@ -57,21 +70,29 @@ def test_replies_are_those_of_a_plain_forward_pass(name: str) -> None:
     model = module(name)
     runner = runner_of(model)
     assert type(runner) is CONFIGS[name][1]
-    engine = LocalEngine(runner, EngineLimits(slots=3, prefill_tokens=9, cache_bytes=1 << 24, window=128))
+    engine = LocalEngine(
+        runner, EngineLimits(slots=3, prefill_tokens=9, cache_bytes=1 << 24, window=128)
+    )
     pick = random.Random(0)
     common = [pick.randrange(97) for _ in range(30)]
     prompts = [
-        common[: pick.randint(1, 30)] + [pick.randrange(97) for _ in range(pick.randint(1, 9))] for _ in range(6)
+        common[: pick.randint(1, 30)] + [pick.randrange(97) for _ in range(pick.randint(1, 9))]
+        for _ in range(6)
     ]
     for turn in range(2):
-        asked = [{"prompt_ids": each, "max_tokens": 7, "seed": str(index)} for index, each in enumerate(prompts)]
+        asked = [
+            {"prompt_ids": each, "max_tokens": 7, "seed": str(index)}
+            for index, each in enumerate(prompts)
+        ]
         for request in asked:
             engine.add(Generation(**request))
         done = {tuple(each.ids[: each.num_prompt]): each for each in drained(engine)}
         for request in asked:
             ours, alone = done[tuple(request["prompt_ids"])], expected(model, Generation(**request))
             assert ours.sampled == alone.sampled
-            torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=2e-5)
+            torch.testing.assert_close(
+                torch.tensor(ours.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=2e-5
+            )
         prompts = [[*done[tuple(each)].ids, turn, 5] for each in prompts]
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(0.7)
@@ -93,8 +114,13 @@ def test_the_module_itself_stays_as_it_was(name: str) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         before = model(input_ids=ids).logits
-        greedy = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, 4:].tolist()
-        engine = LocalEngine(runner_of(model), EngineLimits(slots=2, prefill_tokens=9, cache_bytes=1 << 24, window=128))
+        greedy = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[
+            0, 4:
+        ].tolist()
+        engine = LocalEngine(
+            runner_of(model),
+            EngineLimits(slots=2, prefill_tokens=9, cache_bytes=1 << 24, window=128),
+        )
         engine.add(Generation([5, 6, 7, 8], max_tokens=6, draw=SamplingSettings(0.0)))
         assert drained(engine)[0].sampled == greedy
         assert torch.equal(model(input_ids=ids).logits, before)

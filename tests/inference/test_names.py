@@ -1,4 +1,5 @@
-"""``local:FOLDER`` and ``tiny`` as names of models, from the library's face to the tree with its ids."""
+"""``local:FOLDER`` and ``tiny`` as names of models, from the library's face to the tree with its
+ids."""
 
 from __future__ import annotations
 
@@ -42,7 +43,13 @@ def test_what_a_model_was_made_for(tmp_path: Path) -> None:
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
     client = LocalClient(policy())
     named = [
-        made_for(each) for each in (f"local:{tmp_path}/tiny", f"local:{tmp_path}/other", "local:/nowhere", "openai:m")
+        made_for(each)
+        for each in (
+            f"local:{tmp_path}/tiny",
+            f"local:{tmp_path}/other",
+            "local:/nowhere",
+            "openai:m",
+        )
     ]
     assert named == ["tiny", None, None, None]
     assert [made_for(each) for each in ("tiny", client, [client, "openai:m"], [], None)] == [
@@ -76,9 +83,12 @@ def test_a_name_costs_no_import() -> None:
         "made_for('local:/nowhere'); ramify.RLM('local:/nowhere')\n"
         "import importlib.util; found = importlib.util.find_spec\n"
         "assert not {'transformers', 'numpy', 'tokenizers'} & set(sys.modules)\n"
-        "del sys.modules['torch']; sys.path[:] = [each for each in sys.path if 'site-packages' not in each]\n"
+        "del sys.modules['torch']; sys.path[:] = [each for each in sys.path if 'site-packages' not "
+        "in each]\n"
         "try: connect('local:/nowhere')\n"
         "except ramify.ConfigError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert "needs torch: pip install 'ramify[train]'" in done.stdout

@@ -1,4 +1,5 @@
-"""Draws whose outcome is known: which number picks which token, with what probability, out of what was kept."""
+"""Draws whose outcome is known: which number picks which token, with what probability, out of what
+was kept."""
 
 from __future__ import annotations
 
@@ -36,13 +37,19 @@ def one(settings: SamplingSettings, uniform: float) -> tuple[int, float, tuple[i
         (SamplingSettings(top_p=0.39), ALMOST_ONE, (1, 1.0, (1,))),
         (SamplingSettings(top_p=0.41), ALMOST_ONE, (2, 0.428571, (1, 2))),
         (SamplingSettings(top_p=0.95), 0.5, (2, 0.3, (1, 2, 3, 0))),
-        (SamplingSettings(top_p=0.5, top_k=3), 0.99, (2, 0.428571, (1, 2))),  # top-k first: .444 .333 .222
+        (
+            SamplingSettings(top_p=0.5, top_k=3),
+            0.99,
+            (2, 0.428571, (1, 2)),
+        ),  # top-k first: .444 .333 .222
         (SamplingSettings(top_p=1e-9), 0.9, (1, 1.0, (1,))),
         (SamplingSettings(0.0), 0.9, (1, 0.4, None)),
         (SamplingSettings(0.0, top_p=0.1), 0.9, (1, 0.4, None)),
     ],
 )
-def test_one_number_picks_one_token(settings: SamplingSettings, uniform: float, expected: tuple[object, ...]) -> None:
+def test_one_number_picks_one_token(
+    settings: SamplingSettings, uniform: float, expected: tuple[object, ...]
+) -> None:
     assert one(settings, uniform) == expected
 
 
@@ -55,7 +62,9 @@ def test_equal_numbers_give_the_distribution() -> None:
 
 def test_a_token_of_no_probability_is_never_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
-    assert [draw(logits, [SamplingSettings()], [u]).ids[0] for u in (0.0, 0.49, 0.51, ALMOST_ONE)] == [1, 1, 3, 3]
+    assert [
+        draw(logits, [SamplingSettings()], [u]).ids[0] for u in (0.0, 0.49, 0.51, ALMOST_ONE)
+    ] == [1, 1, 3, 3]
 
 
 def test_of_equal_ones_the_first_is_taken() -> None:
@@ -76,6 +85,11 @@ def test_a_row_does_not_see_the_others() -> None:
     logits = torch.randn(len(settings), 40, generator=torch.Generator().manual_seed(0))
     uniforms = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     together = draw(logits, settings, uniforms)
-    alone = [draw(logits[i : i + 1], settings[i : i + 1], uniforms[i : i + 1]) for i in range(len(settings))]
-    assert [(each.ids[0], each.kept[0]) for each in alone] == list(zip(together.ids, together.kept, strict=True))
+    alone = [
+        draw(logits[i : i + 1], settings[i : i + 1], uniforms[i : i + 1])
+        for i in range(len(settings))
+    ]
+    assert [(each.ids[0], each.kept[0]) for each in alone] == list(
+        zip(together.ids, together.kept, strict=True)
+    )
     assert together.logprobs == pytest.approx([each.logprobs[0] for each in alone], abs=1e-6)

@@ -1,4 +1,5 @@
-"""Who gets which slot, what is copied into it, and what is forgotten first. Tokens are written as letters."""
+"""Who gets which slot, what is copied into it, and what is forgotten first. Tokens are written as
+letters."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ def generation(text: str, affinity: str = "") -> Generation:
 
 
 def admitted(slots: SlotTable, text: str, affinity: str = "") -> tuple[int, list[SlotMove], int]:
-    """(slot, changes, tokens that need not be computed); then the whole prompt counts as computed."""
+    """(slot, changes, tokens that need not be computed); then the whole prompt counts as
+    computed."""
     found = slots.admit(generation(text, affinity))
     assert found is not None
     slot, changes = found
@@ -60,7 +62,9 @@ def test_callers_that_wait_stay_while_their_children_run() -> None:
     for slot, (text, affinity) in enumerate([("root", "0"), ("kid1", "0.0"), ("other", "7")]):
         admitted(slots, text, affinity)
         slots.release(slot)
-    assert admitted(slots, "next", "0.1")[0] == 1  # longest unused but for its parent: the finished sibling
+    assert (
+        admitted(slots, "next", "0.1")[0] == 1
+    )  # longest unused but for its parent: the finished sibling
     slots.release(1)
     assert admitted(slots, "last", "0.1.0")[0] == 2
     assert admitted(slots, "root2", "0")[::2] == (0, 4)
@@ -77,7 +81,9 @@ def test_a_long_common_prompt_is_waited_for() -> None:
     slots = SlotTable(3, 64)
     first = slots.admit(generation(prompt + "x"))
     assert first == (0, [])
-    assert slots.admit(generation(prompt + "y")) is None  # being computed: it will be there in a step or two
+    assert (
+        slots.admit(generation(prompt + "y")) is None
+    )  # being computed: it will be there in a step or two
     assert slots.admit(generation("short")) == (1, [])
     slots.computed(EngineStep(spans=[SlotSpan(0, 0, range(41))]))
     assert admitted(slots, prompt + "y") == (2, [SlotMove("copy", 0, 2, 40)], 40)

@@ -1,4 +1,5 @@
-"""Small configurations of every family that ``DenseModel`` computes, with all that varies between them."""
+"""Small configurations of every family that ``DenseModel`` computes, with all that varies between
+them."""
 
 from __future__ import annotations
 
@@ -35,9 +36,13 @@ def configs() -> dict[str, Any]:
         "llama-biases": LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True, head_dim=16),
         "llama3-rope": LlamaConfig(**_SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
         "mistral": MistralConfig(**_SIZES, sliding_window=None, head_dim=12),
-        "mistral-sliding": MistralConfig(**_SIZES, sliding_window=100, head_dim=12, rms_norm_eps=1e-5),
+        "mistral-sliding": MistralConfig(
+            **_SIZES, sliding_window=100, head_dim=12, rms_norm_eps=1e-5
+        ),
         "qwen2": Qwen2Config(**_SIZES),
         "qwen2-tied": Qwen2Config(**_SIZES, tie_word_embeddings=True),
         "qwen3": Qwen3Config(**_SIZES, head_dim=16),
-        "qwen3-tied": Qwen3Config(**_SIZES, head_dim=8, tie_word_embeddings=True, attention_bias=True),
+        "qwen3-tied": Qwen3Config(
+            **_SIZES, head_dim=8, tie_word_embeddings=True, attention_bias=True
+        ),
     }

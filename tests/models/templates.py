@@ -1,4 +1,5 @@
-"""Chat templates in the manner of well-known models, written for these tests, and tokenizers that have their markers."""
+"""Chat templates in the manner of well-known models, written for these tests, and tokenizers that
+have their markers."""
 
 from __future__ import annotations
 
@@ -95,7 +96,11 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
     "counting": (COUNTING, ("<s>", "</s>")),
 }
 """Name -> (template, special tokens)."""
-_TEXTS = ["user\nassistant\nsystem\n\n", "How many rows are red? print(len(context)) 1 2 3", "answer the question"] * 20
+_TEXTS = [
+    "user\nassistant\nsystem\n\n",
+    "How many rows are red? print(len(context)) 1 2 3",
+    "answer the question",
+] * 20
 
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """As Llama 3 and Qwen cut text up: newlines are a piece of their own."""
@@ -111,7 +116,9 @@ def _bytes() -> str:
     """A byte-level tokenizer without any marker, as JSON."""
     plain = Tokenizer(models.BPE())
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    plain.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_PIECES), "isolated"), to_bytes])
+    plain.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(_PIECES), "isolated"), to_bytes]
+    )
     plain.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     plain.train_from_iterator(

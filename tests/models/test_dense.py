@@ -1,4 +1,5 @@
-"""Dense beside transformers' own modules: the same logits, keys and gradients, whatever stands beside a document."""
+"""Dense beside transformers' own modules: the same logits, keys and gradients, whatever stands
+beside a document."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ NAMES = list(configs())
 
 
 def packed(lengths: list[int]) -> CausalAttention:
-    """Causal attention inside each of the documents that stand one after the other, written out naively."""
+    """Causal attention inside each of the documents that stand one after the other, written out
+    naively."""
 
     def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> Tensor:
         done, start = [], 0
         for length in lengths:
-            q, k, v = (each[start : start + length].transpose(0, 1) for each in (q_THd, k_TKd, v_TKd))
+            q, k, v = (
+                each[start : start + length].transpose(0, 1) for each in (q_THd, k_TKd, v_TKd)
+            )
             k, v = (each.repeat_interleave(q.shape[0] // k.shape[0], 0) for each in (k, v))
             scores = (q @ k.transpose(1, 2)) * scale
             hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -34,13 +38,16 @@ def packed(lengths: list[int]) -> CausalAttention:
 
 
 def pair(config: Any) -> tuple[Any, DenseModel]:
-    """transformers' module with random parameters (norms and biases too), and ours with the same."""
+    """transformers' module with random parameters (norms and biases too), and ours with the
+    same."""
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if parameter.dim() == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if "norm" in name else 0.0))
+                parameter.copy_(
+                    torch.randn_like(parameter) * 0.3 + (1.0 if "norm" in name else 0.0)
+                )
     ours = DenseModel(config)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
@@ -66,7 +73,9 @@ def test_keys_go_back_and_forth(name: str) -> None:
     assert {key: value.shape for key, value in ours.state_dict().items()} == {
         key: value.shape for key, value in theirs.state_dict().items()
     }
-    assert [key for key, _ in ours.named_parameters()] == [key for key, _ in theirs.named_parameters()]
+    assert [key for key, _ in ours.named_parameters()] == [
+        key for key, _ in theirs.named_parameters()
+    ]
     again = AutoModelForCausalLM.from_config(configs()[name])
     again.load_state_dict(ours.state_dict())
 
@@ -83,11 +92,14 @@ def test_gradients(name: str) -> None:
         torch.nn.functional.cross_entropy(logits_TV[:-1], ids_T[1:]).backward()
     expected = dict(theirs.named_parameters())
     for key, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[key].grad, rtol=1e-5, atol=1e-6, msg=key)
+        torch.testing.assert_close(
+            parameter.grad, expected[key].grad, rtol=1e-5, atol=1e-6, msg=key
+        )
 
 
 def test_a_token_knows_only_its_position() -> None:
-    """Positions may start anywhere: the second half of a document after the first half's keys gives the same."""
+    """Positions may start anywhere: the second half of a document after the first half's keys gives
+    the same."""
     _, ours = pair(configs()["qwen3"])
     ids_T = torch.randint(97, (30,))
     kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -116,14 +128,19 @@ def test_low_precision_keeps_fp32_logits_and_angles() -> None:
         rough_TV = ours.bfloat16().logits(ours.hidden(ids_T, torch.arange(200), packed([200])))
         their_rough_TV = theirs.bfloat16()(ids_T[None]).logits[0]
     assert rough_TV.dtype == torch.float32
-    error, their_error = (float((rough - exact_TV).abs().mean()) for rough in (rough_TV, their_rough_TV))
+    error, their_error = (
+        float((rough - exact_TV).abs().mean()) for rough in (rough_TV, their_rough_TV)
+    )
     assert error < 1.2 * their_error
 
 
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type 'yarn'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+            "rope_type 'yarn'",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"model_type": "gemma2"}, "the architecture 'gemma2'"),
     ],
@@ -149,7 +166,11 @@ def test_rows_that_are_asked_for_are_those_of_all_with_their_gradients(name: str
     found = []
     for few in (False, True):
         ours.zero_grad()
-        h = ours.hidden(ids, positions, packed([11]), rows) if few else ours.hidden(ids, positions, packed([11]))[rows]
+        h = (
+            ours.hidden(ids, positions, packed([11]), rows)
+            if few
+            else ours.hidden(ids, positions, packed([11]))[rows]
+        )
         (h * weights).sum().backward()
         found.append([h.detach(), *(each.grad.clone() for each in ours.model.parameters())])
     for all_of_them, some in zip(*found, strict=True):

@@ -13,16 +13,22 @@ def by_hand(name: str, tensor: Tensor) -> str:
     """Word after word, in Python's own integers."""
     given = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
     given += bytes(-len(given) % 8)
-    words = [int.from_bytes(given[at : at + 8], "little", signed=True) for at in range(0, len(given), 8)]
+    words = [
+        int.from_bytes(given[at : at + 8], "little", signed=True) for at in range(0, len(given), 8)
+    ]
     total = sum(word * (2 * index + 1) for index, word in enumerate(words)) % (1 << 64)
-    digest = hashlib.blake2b(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}\n".encode(), digest_size=8)
+    digest = hashlib.blake2b(
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}\n".encode(), digest_size=8
+    )
     return digest.hexdigest()
 
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2048,), (4097,), (33, 251), (300, 1024)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sum_is_that_of_its_words(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     draws = torch.Generator().manual_seed(1)
@@ -32,11 +38,22 @@ def test_the_sum_is_that_of_its_words(shape: tuple[int, ...], dtype: torch.dtype
 
 def test_parts_of_other_tensors_count_as_what_they_are() -> None:
     whole = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
-    for part in (whole.T, whole[1:, 2:], whole.flatten()[3:], whole.to(torch.bfloat16).flatten()[1:]):
-        assert fingerprint_of([("x", part)]) == fingerprint_of([("x", part.clone())]) == by_hand("x", part)
+    for part in (
+        whole.T,
+        whole[1:, 2:],
+        whole.flatten()[3:],
+        whole.to(torch.bfloat16).flatten()[1:],
+    ):
+        assert (
+            fingerprint_of([("x", part)])
+            == fingerprint_of([("x", part.clone())])
+            == by_hand("x", part)
+        )
 
 
-def test_one_bit_two_rows_a_name_and_a_shape_make_a_difference_and_the_order_of_tensors_none() -> None:
+def test_one_bit_two_rows_a_name_and_a_shape_make_a_difference_and_the_order_of_tensors_none() -> (
+    None
+):
     tensor = torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
     bit, rows = tensor.clone(), tensor.clone()
     bit.view(torch.int32)[5, 7] ^= 1

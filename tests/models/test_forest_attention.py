@@ -57,13 +57,18 @@ def naive(segments: list[Segment], q: Tensor, k: Tensor, v: Tensor, scale: float
 def tensors(num: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
     rng = torch.Generator().manual_seed(num)
     sizes = [(num, heads, 8), (num, kv_heads, 8), (num, kv_heads, 8)]
-    return [(2 * torch.randn(size, generator=rng, dtype=torch.double)).to(dtype).requires_grad_() for size in sizes]
+    return [
+        (2 * torch.randn(size, generator=rng, dtype=torch.double)).to(dtype).requires_grad_()
+        for size in sizes
+    ]
 
 
 def check(segments: list[Segment], kernel: object, dtype: torch.dtype, tolerance: float) -> None:
     attend = ForestAttention(segments, kernel)  # type: ignore[arg-type]
     q, k, v = tensors(segments[-1].end, 4, 2, dtype)
-    given_grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    given_grad = torch.randn(
+        q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.double
+    )
     o = attend(0, q, k, v, 0.3)
     grads = torch.autograd.grad(o, (q, k, v), given_grad.to(dtype))
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -84,9 +89,13 @@ def test_in_fp64_it_is_exact():
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=12), st.sampled_from(KERNELS))
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=12),
+    st.sampled_from(KERNELS),
+)
 def test_any_forest(shape: list[tuple[int, int]], kernel: object):
-    """Each pair: how many tokens the segment has, and how far up the path to the last one its parent is."""
+    """Each pair: how many tokens the segment has, and how far up the path to the last one its
+    parent is."""
     segments: list[Segment] = []
     path: list[int] = []
     for num, up in [(1, 0), *shape]:

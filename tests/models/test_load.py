@@ -21,14 +21,28 @@ from tests.models.templates import tokenizer_of
 from tests.models.test_dense import packed
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 3, "pad_token_id": 0,
-}  # fmt: skip
-GPT2 = GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=3, eos_token_id=3)
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+}
+GPT2 = GPT2Config(
+    vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=3, eos_token_id=3
+)
 
 
 def made(config: Any = None, seed: int = 0) -> Policy:
-    return from_config(config or Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True), tokenizer_of("tiny"), seed)
+    return from_config(
+        config or Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+        tokenizer_of("tiny"),
+        seed,
+    )
 
 
 def logits(policy: Policy, ids: list[int]) -> Tensor:
@@ -37,7 +51,9 @@ def logits(policy: Policy, ids: list[int]) -> Tensor:
         if not isinstance(model, DenseModel):
             found: Tensor = model(input_ids=torch.tensor([ids])).logits[0]
             return found
-        return model.logits(model.hidden(torch.tensor(ids), torch.arange(len(ids)), packed([len(ids)])))
+        return model.logits(
+            model.hidden(torch.tensor(ids), torch.arange(len(ids)), packed([len(ids)]))
+        )
 
 
 IDS = [1, 20, 30, 40, 2, 50, 3]
@@ -110,15 +126,22 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
 def test_a_seed_gives_the_same_weights_whatever_else_there_is() -> None:
     one, same, other = made(seed=3), made(seed=3), made(seed=4)
     assert fingerprint(one.model) == fingerprint(same.model) != fingerprint(other.model)
-    deeper = made(Qwen3Config(**{**SIZES, "num_hidden_layers": 3}, head_dim=8, tie_word_embeddings=True), seed=3)
+    deeper = made(
+        Qwen3Config(**{**SIZES, "num_hidden_layers": 3}, head_dim=8, tie_word_embeddings=True),
+        seed=3,
+    )
     theirs = deeper.model.state_dict()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in one.model.state_dict().items())
 
 
 def test_the_spread_of_fresh_weights() -> None:
-    state = made(Qwen3Config(**{**SIZES, "hidden_size": 256, "intermediate_size": 512}, head_dim=64)).model.state_dict()
+    state = made(
+        Qwen3Config(**{**SIZES, "hidden_size": 256, "intermediate_size": 512}, head_dim=64)
+    ).model.state_dict()
     spread = {
-        name.removeprefix("model.layers.1."): float(each.std()) for name, each in state.items() if each.dim() == 2
+        name.removeprefix("model.layers.1."): float(each.std())
+        for name, each in state.items()
+        if each.dim() == 2
     }
     expected = {
         "self_attn.q_proj.weight": 256**-0.5,
@@ -136,11 +159,16 @@ def test_the_spread_of_fresh_weights() -> None:
     [
         ({}, SamplingDefaults()),
         ({"do_sample": False, "temperature": 0.6}, SamplingDefaults(0.0)),
-        ({"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}, SamplingDefaults(0.6, 0.95, 20)),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20},
+            SamplingDefaults(0.6, 0.95, 20),
+        ),
         ({"temperature": 1, "eos_token_id": [3, 7]}, SamplingDefaults(1.0)),
     ],
 )
-def test_how_replies_are_drawn_is_read(stored: dict[str, Any], expected: SamplingDefaults, tmp_path: Path) -> None:
+def test_how_replies_are_drawn_is_read(
+    stored: dict[str, Any], expected: SamplingDefaults, tmp_path: Path
+) -> None:
     save(made(), tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(stored))
     policy = load(tmp_path, device="cpu")
@@ -157,12 +185,16 @@ def test_weights_are_replaced_in_place(tmp_path: Path) -> None:
     assert pointers == [parameter.data_ptr() for parameter in policy.model.parameters()]
 
 
-# --- what does not fit -----------------------------------------------------------------------------------------------
+# --- what does not fit
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_of_another_configuration_names_the_first_difference(tmp_path: Path) -> None:
     policy = made()
-    save(made(Qwen3Config(**{**SIZES, "hidden_size": 64}, head_dim=8, tie_word_embeddings=True)), tmp_path)
+    save(
+        made(Qwen3Config(**{**SIZES, "hidden_size": 64}, head_dim=8, tie_word_embeddings=True)),
+        tmp_path,
+    )
     with pytest.raises(ConfigError, match="another configuration: hidden_size: 32 here, 64 there"):
         load_into(policy, tmp_path)
     save(made(GPT2), tmp_path / "other")
@@ -215,7 +247,9 @@ def _spoil(folder: Path, how: str) -> None:
         ("generation", ConfigError, "is no JSON"),
     ],
 )
-def test_a_folder_that_is_not_whole(how: str, kind: type[Exception], says: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_whole(
+    how: str, kind: type[Exception], says: str, tmp_path: Path
+) -> None:
     save(made(), tmp_path)
     _spoil(tmp_path, how)
     with pytest.raises(kind, match=says):
@@ -249,4 +283,6 @@ def test_a_fingerprint_sees_one_bit_and_the_order_of_rows() -> None:
 def test_weights_alone_are_written_for_whoever_has_a_module(tmp_path: Path) -> None:
     policy = made()
     write_weights(policy.model, tmp_path, torch.float16)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.float16}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {
+        torch.float16
+    }

@@ -1,4 +1,5 @@
-"""Renderers beside the templates they stand for: the same ids for a whole conversation, and the same when it grows."""
+"""Renderers beside the templates they stand for: the same ids for a whole conversation, and the
+same when it grows."""
 
 from __future__ import annotations
 
@@ -15,13 +16,23 @@ from ramify.models.renderer import renderer_of
 from ramify.types.message import Message, ToolCall
 from tests.models.templates import TEMPLATES, tokenizer_of
 
-USER, REPLY, MORE = Message("user", "How many?\n"), Message("assistant", "print(1)  # é"), Message("user", "17 <b> ")
+USER, REPLY, MORE = (
+    Message("user", "How many?\n"),
+    Message("assistant", "print(1)  # é"),
+    Message("user", "17 <b> "),
+)
 SYSTEM = Message("system", "Answer.")
 STABLE = ["tiny", "chatml", "qwen2.5", "qwen3", "thinking", "llama3", "gemma"]
 CHOSEN = {
-    "tiny": "tiny", "chatml": "chatml", "qwen2.5": "chatml", "qwen3": "chatml", "thinking": "chatml",
-    "llama3": "llama3", "gemma": "template", "counting": "template",
-}  # fmt: skip
+    "tiny": "tiny",
+    "chatml": "chatml",
+    "qwen2.5": "chatml",
+    "qwen3": "chatml",
+    "thinking": "chatml",
+    "llama3": "llama3",
+    "gemma": "template",
+    "counting": "template",
+}
 
 
 def rendered(name: str, messages: list[Message], **more: Any) -> list[int]:
@@ -43,7 +54,9 @@ def test_each_template_gets_its_renderer(name: str) -> None:
     [[USER], [USER, REPLY, MORE], [SYSTEM, USER, REPLY, MORE, REPLY, USER], [USER, MORE]],
     ids=["one", "three", "system", "twice-user"],
 )
-def test_a_conversation_is_written_as_the_template_writes_it(name: str, messages: list[Message]) -> None:
+def test_a_conversation_is_written_as_the_template_writes_it(
+    name: str, messages: list[Message]
+) -> None:
     if name in ("tiny", "gemma") and messages[0] is SYSTEM:
         with pytest.raises(ConfigError, match="system message"):
             renderer_of(tokenizer_of(name)).prompt(messages)
@@ -58,10 +71,14 @@ def test_a_conversation_is_written_as_the_template_writes_it(name: str, messages
 def test_a_path_is_the_prompt_of_the_longer_conversation(
     name: str, ended: bool, question: str, reply: str, more: str
 ) -> None:
-    """prompt([u]) + r + extend([o], after=r) == prompt([u, parse(r), o]), whether r ended by itself or was cut off."""
+    """prompt([u]) + r + extend([o], after=r) == prompt([u, parse(r), o]), whether r ended by itself
+    or was cut off."""
     tokenizer = tokenizer_of(name)
     renderer = renderer_of(tokenizer)
-    if name in ("llama3", "gemma"):  # these cut blanks off, so a reply with blanks around it is not as they write it
+    if name in (
+        "llama3",
+        "gemma",
+    ):  # these cut blanks off, so a reply with blanks around it is not as they write it
         reply = reply.strip()
     if name == "gemma":  # and here the first token after the header could reach over
         reply = "a" + reply
@@ -89,7 +106,12 @@ def test_extending_by_nothing_begins_another_reply() -> None:
 
 @pytest.mark.parametrize(
     ("name", "marker"),
-    [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("tiny", "<|a|>"), ("gemma", "<end_of_turn>")],
+    [
+        ("chatml", "<|im_end|>"),
+        ("llama3", "<|eot_id|>"),
+        ("tiny", "<|a|>"),
+        ("gemma", "<end_of_turn>"),
+    ],
 )
 def test_what_a_message_says_is_never_a_marker(name: str, marker: str) -> None:
     tokenizer = tokenizer_of(name)
@@ -129,7 +151,8 @@ def test_a_template_that_changes_what_it_wrote_is_said_to() -> None:
         renderer.extend([MORE], after=[5])
 
 
-# --- thinking ------------------------------------------------------------------------------------------------------
+# --- thinking
+# ------------------------------------------------------------------------------------------------------
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:
@@ -150,7 +173,9 @@ def test_thinking_is_taken_apart_and_stays_in_the_history() -> None:
 
 def test_thinking_that_was_cut_off_is_no_content() -> None:
     tokenizer = tokenizer_of("qwen3")
-    assert renderer_of(tokenizer).parse(_plain(tokenizer, "<think>\nhm, well")) == Message("assistant", "", "hm, well")
+    assert renderer_of(tokenizer).parse(_plain(tokenizer, "<think>\nhm, well")) == Message(
+        "assistant", "", "hm, well"
+    )
 
 
 def test_thinking_switched_off_begins_each_reply_with_an_empty_block() -> None:
@@ -160,12 +185,14 @@ def test_thinking_switched_off_begins_each_reply_with_an_empty_block() -> None:
     sampled = [*_plain(tokenizer_of("qwen3"), "yes"), renderer.stop_ids[0]]
     path = [*prompt, *sampled, *renderer.extend([MORE], after=sampled)]
     assert (
-        path[-len(renderer.extend([], after=sampled)) + 2 :] == prompt[-len(renderer.extend([], after=sampled)) + 2 :]
+        path[-len(renderer.extend([], after=sampled)) + 2 :]
+        == prompt[-len(renderer.extend([], after=sampled)) + 2 :]
     )
     assert renderer.prompt([USER, Message("assistant", "yes"), MORE]) == path
 
 
-# --- tools ---------------------------------------------------------------------------------------------------------
+# --- tools
+# ---------------------------------------------------------------------------------------------------------
 
 TOOL = Tool("look", "Look.", {"type": "object", "properties": {}})
 
@@ -174,7 +201,10 @@ TOOL = Tool("look", "Look.", {"type": "object", "properties": {}})
 def test_tools_are_offered_and_their_calls_read(name: str) -> None:
     tokenizer = tokenizer_of(name)
     renderer = renderer_of(tokenizer)
-    calls = (ToolCall("call_0", "look", '{"line": 1}'), ToolCall("call_1", "look", '{"line": [2, "é"]}'))
+    calls = (
+        ToolCall("call_0", "look", '{"line": 1}'),
+        ToolCall("call_1", "look", '{"line": [2, "é"]}'),
+    )
     said = Message("assistant", "Looking.", None, calls)
     messages = [
         USER,
@@ -183,15 +213,28 @@ def test_tools_are_offered_and_their_calls_read(name: str) -> None:
         Message("tool", "blue", tool_call_id="call_1"),
         MORE,
     ]
-    wire: list[dict[str, Any]] = [{"role": message.role, "content": message.content} for message in messages]
+    wire: list[dict[str, Any]] = [
+        {"role": message.role, "content": message.content} for message in messages
+    ]
     wire[1]["tool_calls"] = [
-        {"type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in calls
+        {
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+        }
+        for call in calls
     ]
     offered = [
-        {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": TOOL.parameters}}
+        {
+            "type": "function",
+            "function": {"name": "look", "description": "Look.", "parameters": TOOL.parameters},
+        }
     ]
-    text = tokenizer.apply_chat_template(wire, tools=offered, tokenize=False, add_generation_prompt=True)
-    assert renderer.prompt(messages, [TOOL]) == list(tokenizer.encode(text, add_special_tokens=False))
+    text = tokenizer.apply_chat_template(
+        wire, tools=offered, tokenize=False, add_generation_prompt=True
+    )
+    assert renderer.prompt(messages, [TOOL]) == list(
+        tokenizer.encode(text, add_special_tokens=False)
+    )
     written = 'Looking.\n<tool_call>\n{"name": "look", "arguments": {"line": 1}}\n</tool_call>\n<tool_call>\n'
     written += '{"name": "look", "arguments": {"line": [2, "é"]}}\n</tool_call>'
     assert renderer.parse([*_plain(tokenizer, written), renderer.stop_ids[0]]) == said

@@ -1,4 +1,5 @@
-"""The tokenizer that is trained in code: what it keeps apart, that it is the same each time, that it loses nothing."""
+"""The tokenizer that is trained in code: what it keeps apart, that it is the same each time, that
+it loses nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +18,14 @@ from tests.models.templates import tokenizer_of
 
 def texts() -> list[str]:
     draw = random.Random(0)
-    names = ["".join(draw.choice("bdfgklmnprst") + draw.choice("aeiou") for _ in range(3)) for _ in range(60)]
-    return [f"sum qty of '{draw.choice(names)}'\nlen {draw.randrange(900)}\nprint(context[:70])" for _ in range(300)]
+    names = [
+        "".join(draw.choice("bdfgklmnprst") + draw.choice("aeiou") for _ in range(3))
+        for _ in range(60)
+    ]
+    return [
+        f"sum qty of '{draw.choice(names)}'\nlen {draw.randrange(900)}\nprint(context[:70])"
+        for _ in range(300)
+    ]
 
 
 def test_the_same_texts_give_the_same_tokenizer() -> None:
@@ -51,9 +58,14 @@ def test_it_is_saved_whole(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(texts(), 400)
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "1"}, {"role": "user", "content": "?"}]
+    talk = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "?"},
+    ]
     rendered = [
-        each.apply_chat_template(talk, add_generation_prompt=True, tokenize=False) for each in (tokenizer, again)
+        each.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
+        for each in (tokenizer, again)
     ]
     assert rendered == ["<|u|>hi<|a|>1<|end|><|u|>?<|a|>"] * 2
     assert again.get_vocab() == tokenizer.get_vocab()

@@ -1,4 +1,5 @@
-"""Any causal model behind one face: on a forest where its layers allow, else on rows, with the numbers it has by itself."""
+"""Any causal model behind one face: on a forest where its layers allow, else on rows, with the
+numbers it has by itself."""
 
 from __future__ import annotations
 
@@ -16,33 +17,61 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
-)  # fmt: skip
+)
 
 from ramify.errors import ConfigError
 from ramify.models.trunk import trunk_of
 from ramify.types.sequence import Segment
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.15, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 FORESTS = {
-    "gpt2": GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2),
+    "gpt2": GPT2Config(
+        vocab_size=97,
+        n_embd=48,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
     "gpt-neox": GPTNeoXConfig(
-        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     ),
     "llama": LlamaConfig(**SIZES),
     "cohere": CohereConfig(**SIZES, logit_scale=0.25),
     "granite": GraniteConfig(**SIZES, logits_scaling=3.0, attention_multiplier=0.3),
 }
 ROWS = {
-    "mamba": MambaConfig(vocab_size=97, hidden_size=48, num_hidden_layers=2, state_size=8, use_mambapy=False),
+    "mamba": MambaConfig(
+        vocab_size=97, hidden_size=48, num_hidden_layers=2, state_size=8, use_mambapy=False
+    ),
     "gemma2": Gemma2Config(**SIZES, head_dim=12, final_logit_softcapping=5.0),
     "mistral": MistralConfig(**SIZES, sliding_window=4),
 }
 ROWS_OF = [[3, 1, 4, 1, 5, 9], [3, 1, 4, 2, 6], [3, 1, 4, 2, 7, 1, 8]]
-FOREST = [Segment(0, 3, -1), Segment(3, 6, 0), Segment(6, 7, 0), Segment(7, 8, 2), Segment(8, 11, 2)]
+FOREST = [
+    Segment(0, 3, -1),
+    Segment(3, 6, 0),
+    Segment(6, 7, 0),
+    Segment(7, 8, 2),
+    Segment(8, 11, 2),
+]
 IDS, POSITIONS = [3, 1, 4, 1, 5, 9, 2, 6, 7, 1, 8], [0, 1, 2, 3, 4, 5, 3, 4, 4, 5, 6]
 ENDS = [5, 7, 10]
 """Where the last token of each row stands in the forest."""
@@ -56,7 +85,9 @@ def model(config: Any) -> Any:
 def by_itself(config: Any) -> torch.Tensor:
     """Logits after the last token of each row, from the model as transformers makes it."""
     with torch.no_grad():
-        return torch.stack([model(config)(input_ids=torch.tensor([row])).logits[0, -1] for row in ROWS_OF])
+        return torch.stack(
+            [model(config)(input_ids=torch.tensor([row])).logits[0, -1] for row in ROWS_OF]
+        )
 
 
 @pytest.mark.parametrize("name", FORESTS)
@@ -64,7 +95,9 @@ def test_a_model_with_plain_attention_takes_a_forest(name: str):
     trunk = trunk_of(model(FORESTS[name]))
     assert trunk.shares
     with torch.no_grad(), trunk.scope():
-        found = trunk.logits(trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST, torch.tensor(ENDS)))
+        found = trunk.logits(
+            trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST, torch.tensor(ENDS))
+        )
     torch.testing.assert_close(found, by_itself(FORESTS[name]), rtol=1e-4, atol=1e-4)
 
 
@@ -90,7 +123,9 @@ def test_one_that_cannot_runs_on_rows(name: str):
         [Segment(0, 6, -1), Segment(6, 11, -1), Segment(11, 18, -1)],
     )
     with torch.no_grad(), trunk.scope():
-        found = trunk.logits(trunk.hidden(ids, torch.zeros_like(ids), rows, torch.tensor([5, 10, 17])))
+        found = trunk.logits(
+            trunk.hidden(ids, torch.zeros_like(ids), rows, torch.tensor([5, 10, 17]))
+        )
     torch.testing.assert_close(found, by_itself(ROWS[name]), rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigError, match="pack it with share=False"):
         trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST, torch.tensor(ENDS))
@@ -106,7 +141,9 @@ def test_gradients_of_a_module_are_those_of_its_rows():
         trunk.logits(
             trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST, torch.tensor(ENDS))
         ).square().sum().backward()
-    for (name, wanted), (_, found) in zip(alone.named_parameters(), ours.named_parameters(), strict=True):
+    for (name, wanted), (_, found) in zip(
+        alone.named_parameters(), ours.named_parameters(), strict=True
+    ):
         assert float((found.grad - wanted.grad).abs().max() / wanted.grad.abs().max()) < 1e-5, name
 
 
@@ -120,5 +157,7 @@ def test_a_head_that_is_more_than_a_product_is_refused():
         return out
 
     strange.forward = squared
-    with pytest.raises(ConfigError, match="its logits are not its output matrix times its hidden states"):
+    with pytest.raises(
+        ConfigError, match="its logits are not its output matrix times its hidden states"
+    ):
         trunk_of(strange)

@@ -1,11 +1,13 @@
-"""Two tiny checkpoints with a ChatML template, made in a second from nothing; run as a process of its own.
+"""Two tiny checkpoints with a ChatML template, made in a second from nothing; run as a process of
+its own.
 
     python checkpoint.py FOLDER < {"plain": …, "first": …, "then": …}    ->  FOLDER/reader  FOLDER/noise
 
-Their tokens are bytes, so that a prompt can be counted without them. ``noise`` (Qwen3, 90k random parameters) writes
-letters without end. ``reader`` (Llama) says what it is given to say: its template ends each prompt in a token that it
-chooses by the conversation; the embedding of that token is the output row of one whole reply, and the embedding of a reply
-that of the end. So a recursive run through it is known to the last token, although the model computes each of them.
+Their tokens are bytes, so that a prompt can be counted without them. ``noise`` (Qwen3, 90k random
+parameters) writes letters without end. ``reader`` (Llama) says what it is given to say: its
+template ends each prompt in a token that it chooses by the conversation; the embedding of that
+token is the output row of one whole reply, and the embedding of a reply that of the end. So a
+recursive run through it is known to the last token, although the model computes each of them.
 
 Left out: anything that a real model could do. It serves to test a protocol.
 """
@@ -37,7 +39,8 @@ TEMPLATE = """\
 
 
 def make(folder: Path, replies: dict[str, str]) -> None:
-    """Write both checkpoints. ``replies`` maps what the reader's template chooses to what it then says."""
+    """Write both checkpoints. ``replies`` maps what the reader's template chooses to what it then
+    says."""
     torch.manual_seed(0)
     cues = {f"<|{name}|>": reply for name, reply in replies.items()}
     choice = (
@@ -58,11 +61,16 @@ def make(folder: Path, replies: dict[str, str]) -> None:
 def tokenizer(template: str, cues: dict[str, str]) -> PreTrainedTokenizerFast:
     """One token per byte, one per cue and one per reply."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_only = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    bytes_only = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
+    )
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_only.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(
-        tokenizer_object=bytes_only, eos_token=END, pad_token=END, additional_special_tokens=[START, *cues]
+        tokenizer_object=bytes_only,
+        eos_token=END,
+        pad_token=END,
+        additional_special_tokens=[START, *cues],
     )
     made.add_tokens([AddedToken(reply, normalized=False, special=False) for reply in cues.values()])
     made.chat_template = template
@@ -71,10 +79,20 @@ def tokenizer(template: str, cues: dict[str, str]) -> PreTrainedTokenizerFast:
 
 def config(kind: type[PreTrainedConfig], tokens: PreTrainedTokenizerFast) -> PreTrainedConfig:
     return kind(
-        vocab_size=len(tokens), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=32768, tie_word_embeddings=False,
-        initializer_range=1.0, bos_token_id=None, eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokens),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+        initializer_range=1.0,
+        bos_token_id=None,
+        eos_token_id=tokens.eos_token_id,
+        pad_token_id=tokens.pad_token_id,
+    )
 
 
 @torch.no_grad()
@@ -93,8 +111,13 @@ def teach(model: LlamaForCausalLM, tokens: PreTrainedTokenizerFast, cues: dict[s
 
 @torch.no_grad()
 def hush(model: Qwen3ForCausalLM, tokens: PreTrainedTokenizerFast) -> None:
-    """Leave a chance to letters and spaces alone, so that the text is never code, and never ends."""
-    letters = [i for token, i in tokens.get_vocab().items() if (token.isascii() and token.isalpha()) or token == "Ġ"]
+    """Leave a chance to letters and spaces alone, so that the text is never code, and never
+    ends."""
+    letters = [
+        i
+        for token, i in tokens.get_vocab().items()
+        if (token.isascii() and token.isalpha()) or token == "Ġ"
+    ]
     silent = torch.ones(len(model.lm_head.weight), dtype=torch.bool)
     silent[letters] = False
     model.lm_head.weight[silent] = 0

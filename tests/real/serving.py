@@ -1,7 +1,9 @@
-"""``transformers serve`` as a process on a free port of this machine: a server that was not written here.
+"""``transformers serve`` as a process on a free port of this machine: a server that was not written
+here.
 
-Decides how it is started, waited for (by its health route) and ended (by its process id, whatever happened), and that it
-asks nothing of the network: its models are two checkpoints that ``checkpoint.py`` makes. What is said to it is the test's.
+Decides how it is started, waited for (by its health route) and ended (by its process id, whatever
+happened), and that it asks nothing of the network: its models are two checkpoints that
+``checkpoint.py`` makes. What is said to it is the test's.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Serving(msgspec.Struct, frozen=True):
     url: str
     """Base URL, with /v1."""
     folder: Path
-    """Of the checkpoints; the server runs in it, so ``reader`` and ``noise`` are names of models."""
+    """Of the checkpoints; the server runs in it, so ``reader`` and ``noise`` are names of
+    models."""
     log: Path
 
     def model(self, name: str) -> str:
@@ -46,17 +49,34 @@ class Serving(msgspec.Struct, frozen=True):
 def serving(folder: Path, replies: dict[str, str]) -> Iterator[Serving]:
     port = free_port()
     environment = {
-        **os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "default",
-    }  # fmt: skip
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hub"),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONWARNINGS": "default",
+    }
     server = Serving(f"http://127.0.0.1:{port}/v1", folder, folder / "server.log")
-    command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve"]
+    command = [
+        sys.executable,
+        "-c",
+        "from transformers.cli.transformers import main; main()",
+        "serve",
+    ]
     options = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
     with server.log.open("wb") as log:
-        process = subprocess.Popen([*command, *options], cwd=folder, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [*command, *options], cwd=folder, env=environment, stdout=log, stderr=log
+        )
     try:
         make = [sys.executable, str(Path(__file__).with_name("checkpoint.py")), str(folder)]
-        subprocess.run(make, input=json.dumps(replies).encode(), env=environment, check=True, timeout=START_LIMIT_S)
+        subprocess.run(
+            make,
+            input=json.dumps(replies).encode(),
+            env=environment,
+            check=True,
+            timeout=START_LIMIT_S,
+        )
         wait_until_healthy(port, process, server.log)
         yield server
     finally:
@@ -73,8 +93,12 @@ def wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -
     deadline = time.monotonic() + START_LIMIT_S
     while not is_healthy(port):
         if process.poll() is not None or time.monotonic() > deadline:
-            state = "is not up yet" if process.poll() is None else f"ended with {process.returncode}"
-            raise AssertionError(f"transformers serve {state}:\n{log.read_text(errors='replace')[-3000:]}")
+            state = (
+                "is not up yet" if process.poll() is None else f"ended with {process.returncode}"
+            )
+            raise AssertionError(
+                f"transformers serve {state}:\n{log.read_text(errors='replace')[-3000:]}"
+            )
         time.sleep(0.1)
 
 

@@ -1,7 +1,9 @@
-"""Runs over HTTP through a server that was not written here: ``transformers serve``, with two tiny checkpoints.
+"""Runs over HTTP through a server that was not written here: ``transformers serve``, with two tiny
+checkpoints.
 
-What a model says is no matter here (``checkpoint.py`` has it); what counts is the protocol: that runs go through, that
-every token is counted as the server counts it, that bounds reach it, and what its refusals are called.
+What a model says is no matter here (``checkpoint.py`` has it); what counts is the protocol: that
+runs go through, that every token is counted as the server counts it, that bounds reach it, and what
+its refusals are called.
 """
 
 import ast
@@ -53,7 +55,8 @@ def server(tmp_path_factory):
 
 
 def prompt_tokens(messages):
-    """What the server counts: a token per byte, per mark of the template, and per reply that ``reader`` has learnt."""
+    """What the server counts: a token per byte, per mark of the template, and per reply that
+    ``reader`` has learnt."""
     text = "".join(f"_{each.role}\n{each.content}_\n" for each in messages) + "_assistant\n_"
     for reply in REPLIES.values():
         text = text.replace(reply, "_")
@@ -87,19 +90,30 @@ def test_a_plain_question(server):
 
 def test_a_recursive_run_and_its_bill(server, tmp_path):
     store = ramify.Store(tmp_path)
-    with ramify.RLM(server.model("reader"), store=store, scaffold=ramify.Scaffold(direct_chars=0)) as rlm:
-        result = rlm.completion(ramify.load([ASYNCIO]), "How many public functions have no docstring?")
+    with ramify.RLM(
+        server.model("reader"), store=store, scaffold=ramify.Scaffold(direct_chars=0)
+    ) as rlm:
+        result = rlm.completion(
+            ramify.load([ASYNCIO]), "How many public functions have no docstring?"
+        )
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for path in ASYNCIO.rglob("*.py") for node in ast.walk(ast.parse(path.read_bytes()))]
-    functions = [node for node in nodes if isinstance(node, kinds) and not node.name.startswith("_")]
+    nodes = [
+        node for path in ASYNCIO.rglob("*.py") for node in ast.walk(ast.parse(path.read_bytes()))
+    ]
+    functions = [
+        node for node in nodes if isinstance(node, kinds) and not node.name.startswith("_")
+    ]
     expected = sum(ast.get_docstring(node) is None for node in functions)
     assert result.answer == {"functions": expected, "about": REPLIES["plain"]}
 
     tree = result.trajectory
     assert [(call.id, call.kind, call.stop) for call in tree.calls] == [
-        ("0", "rlm", Stop.FINAL), *((f"0.{i}", "lm", Stop.FINAL) for i in range(6)),
-    ]  # fmt: skip
-    prompts = [tree.conversation(call, i)[:-1] for call in tree.calls for i in range(len(call.turns))]
+        ("0", "rlm", Stop.FINAL),
+        *((f"0.{i}", "lm", Stop.FINAL) for i in range(6)),
+    ]
+    prompts = [
+        tree.conversation(call, i)[:-1] for call in tree.calls for i in range(len(call.turns))
+    ]
     assert len(prompts) == 8
     assert result.usage == Usage(sum(map(prompt_tokens, prompts)), 2 * 8, calls=8)
     assert store.load(result.run_id) == tree
@@ -108,12 +122,18 @@ def test_a_recursive_run_and_its_bill(server, tmp_path):
 def test_a_model_that_never_writes_code(server, tmp_path):
     limits = ramify.Limits(max_turns=3, max_reply_tokens=40)
     store = ramify.Store(tmp_path)
-    with ramify.RLM(server.model("noise"), store=store, limits=limits, scaffold=ramify.Scaffold(direct_chars=0)) as rlm:
+    with ramify.RLM(
+        server.model("noise"), store=store, limits=limits, scaffold=ramify.Scaffold(direct_chars=0)
+    ) as rlm:
         result = rlm.completion("line\n" * 1000, "How many lines?")
     root = store.load(result.run_id).root
     assert (result.stop, root.stop) == (Stop.MAX_TOKENS, Stop.MAX_TOKENS)  # its replies were cut
-    assert result.response == root.turns[-1].reply.message.content  # taken as it is after two messages without code
-    assert [(turn.reply.finish, turn.reply.usage.output_tokens) for turn in root.turns] == [("length", 40)] * 2
+    assert (
+        result.response == root.turns[-1].reply.message.content
+    )  # taken as it is after two messages without code
+    assert [(turn.reply.finish, turn.reply.usage.output_tokens) for turn in root.turns] == [
+        ("length", 40)
+    ] * 2
     assert result.usage == sum((turn.reply.usage for turn in root.turns), Usage())
 
 
@@ -126,7 +146,9 @@ def test_the_length_of_a_reply_is_kept(server):
 
 def test_what_is_sampled_can_be_repeated(server):
     def say(seed):
-        sampling = Sampling(temperature=1.0, seed=seed, extra={"generation_config": '{"do_sample": true}'})
+        sampling = Sampling(
+            temperature=1.0, seed=seed, extra={"generation_config": '{"do_sample": true}'}
+        )
         limits = ramify.Limits(max_reply_tokens=30)
         with ramify.RLM(server.model("noise"), limits=limits, sampling=sampling) as rlm:
             return rlm.completion("Say something.").response
@@ -145,7 +167,8 @@ def test_a_field_that_the_server_does_not_know(server):
 
 
 def test_a_model_that_the_server_does_not_have(server):
-    """It answers 500 with plain text: worth another attempt, since it does not say what was wrong."""
+    """It answers 500 with plain text: worth another attempt, since it does not say what was
+    wrong."""
     error = refusal(server, Request((Message("user", "hi"),), Sampling()), "absent")
     assert isinstance(error, ServerFailed)
     assert str(error) == f"{server.model('absent')} answered 500: Internal Server Error"

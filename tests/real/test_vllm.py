@@ -1,7 +1,9 @@
-"""vLLM itself, where RAMIFY_VLLM names its program (``…/bin/vllm``; its CPU build will do): weights by our carriers through
-its own routes, and the output matrix that is tied to the embeddings, which its ``reload_weights`` leaves as it was.
+"""vLLM itself, where RAMIFY_VLLM names its program (``…/bin/vllm``; its CPU build will do): weights
+by our carriers through its own routes, and the output matrix that is tied to the embeddings, which
+its ``reload_weights`` leaves as it was.
 
-Seen with the CPU build of vLLM 0.32.0: some 100 s to start; a sync of the packaged policy 0.1 to 0.2 s.
+Seen with the CPU build of vLLM 0.32.0: some 100 s to start; a sync of the packaged policy 0.1 to
+0.2 s.
 """
 
 from __future__ import annotations
@@ -25,23 +27,34 @@ from ramify.types.message import Message
 
 VLLM = os.environ.get("RAMIFY_VLLM", "")
 OPTIONS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-}  # fmt: skip
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not VLLM, reason="RAMIFY_VLLM names no program of vLLM")
 @pytest.mark.parametrize("weight_sync", ["shared", "delta"])
-def test_weights_through_vllms_own_routes(weight_sync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_through_vllms_own_routes(
+    weight_sync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in OPTIONS.items():
         monkeypatch.setenv(name, value)
     policy = load(TINY)
     spec = InferenceSpec(
-        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), weight_sync=weight_sync, probe_s=30,
-    )  # fmt: skip
+        engine="vllm",
+        command=(VLLM, "serve"),
+        args=("--enforce-eager",),
+        weight_sync=weight_sync,
+        probe_s=30,
+    )
     asked = Request(
-        (Message("user", "count rows of 'red'\nlen 812"),), Sampling(24, 1.0, seed=5, logprobs=True), affinity="0"
+        (Message("user", "count rows of 'red'\nlen 812"),),
+        Sampling(24, 1.0, seed=5, logprobs=True),
+        affinity="0",
     )
     long = Request((Message("user", "go on"),), Sampling(200, 1.0, seed=1, logprobs=True))
 
@@ -60,12 +73,16 @@ def test_weights_through_vllms_own_routes(weight_sync: str, tmp_path: Path, monk
 
                     await local.run(change)
                     await local.update(policy, version)
-                    await engines.update(sources(policy.model.named_parameters(), torch.float32), version)
+                    await engines.update(
+                        sources(policy.model.named_parameters(), torch.float32), version
+                    )
                 reply = await engines.complete(asked)
                 path = (*(reply.prompt_ids or ()), *(reply.token_ids or ()))
                 ours = await local.logprobs(path)
                 assert await engines.logprobs(path) == pytest.approx(ours, abs=1e-3)
-                assert ours[len(reply.prompt_ids or ()) - 1 :] == pytest.approx(reply.logprobs, abs=1e-3)
+                assert ours[len(reply.prompt_ids or ()) - 1 :] == pytest.approx(
+                    reply.logprobs, abs=1e-3
+                )
             running = asyncio.ensure_future(engines.complete(long))
             await asyncio.sleep(0.5)
             await engines.update(sources(policy.model.named_parameters(), torch.float32), 3)
@@ -87,9 +104,15 @@ def test_adapters_are_added_up_inside_vllm(tmp_path: Path, monkeypatch: pytest.M
     serving, trained = load(TINY), load(TINY)
     attach(trained.model, 2, 4.0, ("q_proj", "down_proj"))
     spec = InferenceSpec(
-        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), weight_sync="delta", probe_s=30,
-    )  # fmt: skip
-    asked = Request((Message("user", "count rows of 'red'\nlen 812"),), Sampling(24, 1.0, seed=5, logprobs=True))
+        engine="vllm",
+        command=(VLLM, "serve"),
+        args=("--enforce-eager",),
+        weight_sync="delta",
+        probe_s=30,
+    )
+    asked = Request(
+        (Message("user", "count rows of 'red'\nlen 812"),), Sampling(24, 1.0, seed=5, logprobs=True)
+    )
 
     async def run() -> None:
         engines, local = HttpEngines(serving, spec, name="vllm:tiny"), LocalClient(serving)
@@ -103,7 +126,9 @@ def test_adapters_are_added_up_inside_vllm(tmp_path: Path, monkeypatch: pytest.M
                             parameter += 0.1 * torch.randn(parameter.shape)
                 await local.update(dict(merged(trained.model)), version)
                 named = unmerged(trained.model)
-                await engines.update([source(*each[:2], torch.float32, each[2]) for each in named], version)
+                await engines.update(
+                    [source(*each[:2], torch.float32, each[2]) for each in named], version
+                )
                 reply = await engines.complete(asked)
                 path = (*(reply.prompt_ids or ()), *(reply.token_ids or ()))
                 ours = await local.logprobs(path)

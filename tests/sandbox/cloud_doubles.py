@@ -1,4 +1,5 @@
-"""Doubles of the cloud providers' SDKs: their names and signatures, and the guest in a local process."""
+"""Doubles of the cloud providers' SDKs: their names and signatures, and the guest in a local
+process."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ class Local:
     async def run(cls, command: str | list[str]) -> Local:
         words = shlex.split(command) if isinstance(command, str) else command
         words = [sys.executable if word == "python3" else word for word in words]
-        return cls(await asyncio.create_subprocess_exec(*words, stdin=-1, stdout=-1, start_new_session=True))
+        return cls(
+            await asyncio.create_subprocess_exec(
+                *words, stdin=-1, stdout=-1, start_new_session=True
+            )
+        )
 
     async def write(self, data: bytes) -> None:
         assert self.process.stdin is not None
@@ -58,7 +63,8 @@ class Local:
         await self.process.wait()
 
 
-# ------------------------------------------------------------------------------------------------ modal
+# ------------------------------------------------------------------------------------------------
+# modal
 
 
 class Aio:
@@ -88,12 +94,29 @@ class ModalBox:
 
     @staticmethod
     async def create(
-        *args: str, app: Any = None, image: Any = None, timeout: int = 300, cpu: Any = None, memory: Any = None,
+        *args: str,
+        app: Any = None,
+        image: Any = None,
+        timeout: int = 300,
+        cpu: Any = None,
+        memory: Any = None,
         block_network: bool = False,
-    ) -> Any:  # fmt: skip
-        asked.append(("modal", {"image": image, "block_network": block_network, "timeout": timeout, "memory": memory}))
+    ) -> Any:
+        asked.append(
+            (
+                "modal",
+                {
+                    "image": image,
+                    "block_network": block_network,
+                    "timeout": timeout,
+                    "memory": memory,
+                },
+            )
+        )
         box = ModalBox()
-        return types.SimpleNamespace(exec=Aio(box.exec), terminate=Aio(box.terminate), object_id=box.object_id)
+        return types.SimpleNamespace(
+            exec=Aio(box.exec), terminate=Aio(box.terminate), object_id=box.object_id
+        )
 
     async def exec(self, *args: str, text: bool = True) -> Any:
         assert text is False
@@ -123,7 +146,8 @@ def modal_sdk() -> types.ModuleType:
     return module
 
 
-# ------------------------------------------------------------------------------------------------ e2b
+# ------------------------------------------------------------------------------------------------
+# e2b
 
 
 class E2BHandle:
@@ -143,9 +167,16 @@ class E2BCommands:
         self.locals: dict[int, Local] = {}
 
     async def run(
-        self, cmd: str, background: Any = None, on_stdout: Any = None, on_stderr: Any = None, stdin: Any = None,
-        timeout: float | None = 60, *, retain_output: bool = True,
-    ) -> Any:  # fmt: skip
+        self,
+        cmd: str,
+        background: Any = None,
+        on_stdout: Any = None,
+        on_stderr: Any = None,
+        stdin: Any = None,
+        timeout: float | None = 60,
+        *,
+        retain_output: bool = True,
+    ) -> Any:
         assert (background, stdin, timeout) == (True, True, 0)
         local = await Local.run(cmd)
         self.locals[local.process.pid] = local
@@ -162,8 +193,12 @@ class E2BBox:
         self.commands = E2BCommands()
 
     @classmethod
-    async def create(cls, template: Any = None, timeout: Any = None, allow_internet_access: Any = None) -> E2BBox:
-        asked.append(("e2b", {"template": template, "internet": allow_internet_access, "timeout": timeout}))
+    async def create(
+        cls, template: Any = None, timeout: Any = None, allow_internet_access: Any = None
+    ) -> E2BBox:
+        asked.append(
+            ("e2b", {"template": template, "internet": allow_internet_access, "timeout": timeout})
+        )
         return cls()
 
     async def kill(self) -> bool:
@@ -178,7 +213,8 @@ def e2b_sdk() -> types.ModuleType:
     return module
 
 
-# ------------------------------------------------------------------------------------------------ daytona
+# ------------------------------------------------------------------------------------------------
+# daytona
 
 
 class DaytonaTerminal:
@@ -258,7 +294,8 @@ def daytona_sdk() -> types.ModuleType:
     return module
 
 
-# ------------------------------------------------------------------------------------------------ prime
+# ------------------------------------------------------------------------------------------------
+# prime
 
 
 class PrimeProcess:
@@ -277,19 +314,39 @@ class PrimeProcess:
 
 
 def prime_request(
-    *, name: str, docker_image: Any = None, checkpoint_id: Any = None, arch: Any = None, start_command: Any = None,
-    cpu_cores: float = 1.0, memory_gb: float = 1.0, disk_size_gb: Any = None, gpu_count: int = 0, gpu_type: Any = None,
-    network_allowlist: Any = None, network_denylist: Any = None, timeout_minutes: int = 60,
-    idle_timeout_minutes: Any = None, environment_vars: Any = None, secrets: Any = None, labels: Any = (),
-    team_id: Any = None, region: Any = None, advanced_configs: Any = None, idempotency_key: Any = None,
-    lan_network_id: Any = None, lan_tags: Any = None, volumes: Any = None,
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    name: str,
+    docker_image: Any = None,
+    checkpoint_id: Any = None,
+    arch: Any = None,
+    start_command: Any = None,
+    cpu_cores: float = 1.0,
+    memory_gb: float = 1.0,
+    disk_size_gb: Any = None,
+    gpu_count: int = 0,
+    gpu_type: Any = None,
+    network_allowlist: Any = None,
+    network_denylist: Any = None,
+    timeout_minutes: int = 60,
+    idle_timeout_minutes: Any = None,
+    environment_vars: Any = None,
+    secrets: Any = None,
+    labels: Any = (),
+    team_id: Any = None,
+    region: Any = None,
+    advanced_configs: Any = None,
+    idempotency_key: Any = None,
+    lan_network_id: Any = None,
+    lan_tags: Any = None,
+    volumes: Any = None,
+) -> dict[str, Any]:
     """``CreateSandboxRequest`` of prime-sandboxes 0.5: the fields that were given."""
     return {name: value for name, value in locals().items() if value not in (None, 0, ())}
 
 
 class PrimeClient:
-    """``AsyncSandboxClient`` of prime-sandboxes 0.5: virtual machines, and nothing to ask whether it is one."""
+    """``AsyncSandboxClient`` of prime-sandboxes 0.5: virtual machines, and nothing to ask whether
+    it is one."""
 
     folder: Path
 
@@ -312,7 +369,12 @@ class PrimeClient:
         pass
 
     async def open_process(
-        self, sandbox_id: str, command: str, working_dir: str | None = None, env: Any = None, user: str | None = None
+        self,
+        sandbox_id: str,
+        command: str,
+        working_dir: str | None = None,
+        env: Any = None,
+        user: str | None = None,
     ) -> PrimeProcess:
         return PrimeProcess(await Local.run(command))
 
@@ -337,12 +399,22 @@ class PrimeContainerClient(PrimeClient):
         return path.replace("/tmp/ramify-mail", str(self.folder / box))
 
     async def start_background_job(
-        self, sandbox_id: str, command: str, working_dir: str | None = None, env: Any = None, user: str | None = None
+        self,
+        sandbox_id: str,
+        command: str,
+        working_dir: str | None = None,
+        env: Any = None,
+        user: str | None = None,
     ) -> None:
         self._jobs[sandbox_id] = await Local.run(self._there(sandbox_id, command))
 
     async def upload_bytes(
-        self, sandbox_id: str, file_path: str, file_bytes: bytes, filename: str, timeout: int | None = None
+        self,
+        sandbox_id: str,
+        file_path: str,
+        file_bytes: bytes,
+        filename: str,
+        timeout: int | None = None,
     ) -> None:
         path = Path(self._there(sandbox_id, file_path))
         path.parent.mkdir(exist_ok=True)
@@ -352,11 +424,17 @@ class PrimeContainerClient(PrimeClient):
             path.write_bytes(file_bytes)
 
     async def read_file(
-        self, sandbox_id: str, file_path: str, timeout: int | None = None, offset: int | None = None,
+        self,
+        sandbox_id: str,
+        file_path: str,
+        timeout: int | None = None,
+        offset: int | None = None,
         length: int | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         start = offset or 0
-        content = Path(self._there(sandbox_id, file_path)).read_bytes()[start : start + (length or 1 << 30)]
+        content = Path(self._there(sandbox_id, file_path)).read_bytes()[
+            start : start + (length or 1 << 30)
+        ]
         return types.SimpleNamespace(content=content.decode())
 
 
@@ -365,6 +443,8 @@ def prime_sdk(has_containers: bool, folder: Path) -> types.ModuleType:
     base = PrimeContainerClient if has_containers else PrimeClient
     client = type("AsyncSandboxClient", (base,), {"folder": folder})
     module.__dict__.update(
-        AsyncSandboxClient=client, CreateSandboxRequest=prime_request, AsyncSandboxProcess=PrimeProcess
+        AsyncSandboxClient=client,
+        CreateSandboxRequest=prime_request,
+        AsyncSandboxProcess=PrimeProcess,
     )
     return module

@@ -1,6 +1,8 @@
-"""The jail at each of its tiers on one machine: weaker ones by doing without the system calls that make the stronger.
+"""The jail at each of its tiers on one machine: weaker ones by doing without the system calls that
+make the stronger.
 
-Run as a script it puts every promise to one tier and prints what was found: for a test that runs it as another user.
+Run as a script it puts every promise to one tier and prints what was found: for a test that runs it
+as another user.
 """
 
 import asyncio
@@ -43,7 +45,13 @@ def open_jail(spec: SandboxSpec) -> JailSandbox:
 
 
 async def _broken(tier: str) -> list[str]:
-    spec = SandboxSpec(provider="jail", tier=tier, memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=GRACE_S)
+    spec = SandboxSpec(
+        provider="jail",
+        tier=tier,
+        memory_bytes=256 << 20,
+        max_output_bytes=100_000,
+        grace_s=GRACE_S,
+    )
     sandbox = JailSandbox(spec, deny=WITHOUT[tier])
     try:
         found = await check(sandbox, spec)
@@ -55,6 +63,10 @@ async def _broken(tier: str) -> list[str]:
 if __name__ == "__main__":
     print(
         json.dumps(
-            {"uid": os.getuid(), "tier": probe(WITHOUT[sys.argv[1]]).tier, "broken": asyncio.run(_broken(sys.argv[1]))}
+            {
+                "uid": os.getuid(),
+                "tier": probe(WITHOUT[sys.argv[1]]).tier,
+                "broken": asyncio.run(_broken(sys.argv[1])),
+            }
         )
     )

@@ -1,4 +1,5 @@
-"""How these tests start a child as another user: with a Python and a package that this user can read.
+"""How these tests start a child as another user: with a Python and a package that this user can
+read.
 
     the checkout and its environment     as they are, if the user can read them
     a copy in a temporary folder         else, made once per process: a checkout often lies in a closed folder
@@ -51,7 +52,8 @@ class Readable(NamedTuple):
 
 
 def readable(first: tuple[str, ...] = ()) -> Readable | None:
-    """None if the other user can run no Python of this version; ``first`` is tried before a copy."""
+    """None if the other user can run no Python of this version; ``first`` is tried before a
+    copy."""
     with _LOCK:  # runners start in threads; one copy is enough
         return _found(first or own_path())
 
@@ -79,7 +81,12 @@ def _runs(python: str, path: tuple[str, ...]) -> bool:
     trial = f"{_IMPORTS}, subprocess; subprocess.run([sys.executable, '-c', ''], check=True)"
     with contextlib.suppress(OSError):
         done = subprocess.run(
-            [python, "-c", trial], env=_env(path), cwd="/", capture_output=True, check=False, **AS_NOBODY
+            [python, "-c", trial],
+            env=_env(path),
+            cwd="/",
+            capture_output=True,
+            check=False,
+            **AS_NOBODY,
         )
         return done.returncode == 0
     return False
@@ -93,7 +100,11 @@ def _copied() -> tuple[str, ...]:
     shutil.copytree(HERE, folder / "tests" / "sandbox")
     (folder / "libraries").mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", _LIBRARIES], env=_env(own_path()), cwd="/", capture_output=True, check=True
+        [sys.executable, "-c", _LIBRARIES],
+        env=_env(own_path()),
+        cwd="/",
+        capture_output=True,
+        check=True,
     )
     for name in json.loads(done.stdout):
         file = Path(name)

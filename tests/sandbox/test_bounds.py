@@ -1,7 +1,8 @@
-"""Values that would cost the host seconds: counted before they are decoded, and refused with the limit that they are over.
+"""Values that would cost the host seconds: counted before they are decoded, and refused with the
+limit that they are over.
 
-A guest that lies is a few bytes behind a door; one that does not is a real session, whose cell gets an exception and
-whose names stay.
+A guest that lies is a few bytes behind a door; one that does not is a real session, whose cell gets
+an exception and whose names stay.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ def tagged(name: str, items: Any) -> dict[str, Any]:
 
 
 def called(value: Any, *blobs: bytes) -> bytes:
-    header: dict[str, Any] = {"op": "call", "id": 1, "name": "echo", "value": [[value], {}], "tags": True}
+    header: dict[str, Any] = {
+        "op": "call",
+        "id": 1,
+        "name": "echo",
+        "value": [[value], {}],
+        "tags": True,
+    }
     return said({**header, "blobs": [len(blob) for blob in blobs]} if blobs else header, *blobs)
 
 
@@ -54,29 +61,67 @@ TOO_MUCH = {
     "a set of equal hashes": (called(tagged("set", ints(3000))), EQUAL),
     "a frozenset of equal hashes": (called(tagged("frozenset", ints(3000))), EQUAL),
     "a dict of equal hashes": (called(tagged("dict", [[key, 1] for key in ints(3000)])), EQUAL),
-    "tuples of equal hashes": (called(tagged("set", [tagged("tuple", [1, n]) for n in ints(3000)])), EQUAL),
-    "frozensets of equal hashes": (called(tagged("set", [tagged("frozenset", [n]) for n in ints(3000)])), EQUAL),
-    "floats and integers of equal hashes": (
-        called(tagged("set", [*ints(1500), *(float(2**60 * 2 ** (61 * n)) for n in range(15)), *ints(3000)[1500:]])),
+    "tuples of equal hashes": (
+        called(tagged("set", [tagged("tuple", [1, n]) for n in ints(3000)])),
         EQUAL,
     ),
-    "many sets of some equal hashes": (called([tagged("set", ints(1200)) for _ in range(4)]), EQUAL),
+    "frozensets of equal hashes": (
+        called(tagged("set", [tagged("frozenset", [n]) for n in ints(3000)])),
+        EQUAL,
+    ),
+    "floats and integers of equal hashes": (
+        called(
+            tagged(
+                "set",
+                [
+                    *ints(1500),
+                    *(float(2**60 * 2 ** (61 * n)) for n in range(15)),
+                    *ints(3000)[1500:],
+                ],
+            )
+        ),
+        EQUAL,
+    ),
+    "many sets of some equal hashes": (
+        called([tagged("set", ints(1200)) for _ in range(4)]),
+        EQUAL,
+    ),
     "one number many times": (called(tagged("set", [7] * 3000)), EQUAL),
-    "many items": (called([1] * (MAX_ITEMS + 1)), r"a value with 500,\d\d\d items: at most 500,000"),
+    "many items": (
+        called([1] * (MAX_ITEMS + 1)),
+        r"a value with 500,\d\d\d items: at most 500,000",
+    ),
     "many strings": (called([""] * (2 * MAX_ITEMS + 1)), r"more than 500,000 strings"),
-    "many small dicts": (called([{}] * (MAX_CONTAINERS + 1)), r"50,\d\d\d lists, dicts and the like: at most 50,000"),
+    "many small dicts": (
+        called([{}] * (MAX_CONTAINERS + 1)),
+        r"50,\d\d\d lists, dicts and the like: at most 50,000",
+    ),
     "a deep list": (called(nested(MAX_NESTING)), r"nested deeper than 320 levels of JSON"),
-    "a deep list behind brackets in text": (called(["]" * 400, nested(MAX_NESTING)]), r"nested deeper than 320"),
-    "many blobs": (called(1, *[b""] * (MAX_BLOBS + 1)), r"20,001 long strings and bytes values: at most 20,000"),
-    "a long integer": (called(tagged("int", hex(10**4000))), r"an integer of more than 4,000 digits"),
-    "a very long integer": (called(tagged("int", "f" * 15_000_000)), r"an integer of more than 4,000 digits"),
-}  # fmt: skip
+    "a deep list behind brackets in text": (
+        called(["]" * 400, nested(MAX_NESTING)]),
+        r"nested deeper than 320",
+    ),
+    "many blobs": (
+        called(1, *[b""] * (MAX_BLOBS + 1)),
+        r"20,001 long strings and bytes values: at most 20,000",
+    ),
+    "a long integer": (
+        called(tagged("int", hex(10**4000))),
+        r"an integer of more than 4,000 digits",
+    ),
+    "a very long integer": (
+        called(tagged("int", "f" * 15_000_000)),
+        r"an integer of more than 4,000 digits",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", TOO_MUCH)
 def test_what_a_lying_guest_sends_is_refused_with_its_limit(what: str) -> None:
     frame, limit = TOO_MUCH[what]
-    with pytest.raises(SessionDied, match=f"it broke the protocol: {limit}|it broke the protocol: .*{limit}"):
+    with pytest.raises(
+        SessionDied, match=f"it broke the protocol: {limit}|it broke the protocol: .*{limit}"
+    ):
         asyncio.run(run(LyingDoor(frame)))
 
 
@@ -100,25 +145,36 @@ def test_what_honest_guests_send_is_taken(value: Any) -> None:
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text('[]{}",\\: aé', max_size=8),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text('[]{}",\\:', max_size=4), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.dictionaries(st.text('[]{}",\\:', max_size=4), inner, max_size=4)
+    ),
     max_leaves=30,
 )
 
 
 def counted(value: Any) -> tuple[int, int, int]:
     """The same by walking through the value."""
-    parts = value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else None
+    parts = (
+        value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else None
+    )
     if parts is None:
         return 0, 0, 0
     inner = [counted(part) for part in parts]
     items = max(len(parts), 1) + sum(each[0] for each in inner)
-    return items, 1 + sum(each[1] for each in inner), 1 + max((each[2] for each in inner), default=0)
+    return (
+        items,
+        1 + sum(each[1] for each in inner),
+        1 + max((each[2] for each in inner), default=0),
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(plain)
 def test_json_is_counted_as_it_is(value: Any) -> None:
-    assert counts(json.dumps(value).encode()) == counts(msgspec.json.encode(value)) == counted(value)
+    assert (
+        counts(json.dumps(value).encode()) == counts(msgspec.json.encode(value)) == counted(value)
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -132,7 +188,9 @@ def test_what_a_guest_may_send_a_host_takes(value: Any) -> None:
     encoder = ValueEncoder(bounded=True)
     header = {"op": "value", "id": 1, "value": encoder.encode(value), "tags": encoder.tags}
     header["blobs"] = [len(blob) for blob in encoder.blobs]
-    data = b"".join([b"\x01", len(json_bytes(header)).to_bytes(4, "little"), json_bytes(header), *encoder.blobs])
+    data = b"".join(
+        [b"\x01", len(json_bytes(header)).to_bytes(4, "little"), json_bytes(header), *encoder.blobs]
+    )
     message, blobs = host_frames.parse(memoryview(data))
     assert isinstance(message, host_frames.ValueFrame)
     assert same(host_frames.value_of(message, message.value, blobs), value)
@@ -183,7 +241,16 @@ def test_the_cell_gets_an_exception_and_its_session_goes_on() -> None:
 
 def test_what_a_cell_leaves_for_the_host_is_its_error_where_it_is_too_much() -> None:
     odd = "class Odd(Exception):\n    def __str__(self): raise KeyError\nclass Note:\n    pass\n"
-    left = ["note = [0] * 600_000", "note = 10**5000", "note = {n * (2**61 - 1) for n in range(3000)}", "note = 7"]
+    left = [
+        "note = [0] * 600_000",
+        "note = 10**5000",
+        "note = {n * (2**61 - 1) for n in range(3000)}",
+        "note = 7",
+    ]
     ran = asyncio.run(cells(odd, *left))
-    assert [each.cell.error and each.cell.error.partition(":")[0] for each in ran] == [None, *["ValueError"] * 3, None]
+    assert [each.cell.error and each.cell.error.partition(":")[0] for each in ran] == [
+        None,
+        *["ValueError"] * 3,
+        None,
+    ]
     assert ran[-1].note == {"asking": 7}

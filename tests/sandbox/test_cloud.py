@@ -1,7 +1,9 @@
-"""The cloud providers against doubles with their SDKs' names and signatures, which run the guest in a local process.
+"""The cloud providers against doubles with their SDKs' names and signatures, which run the guest in
+a local process.
 
-``test_the_doubles_have_the_sdk_s_own_face`` compares them with the SDKs where these are installed. The doubles confine
-nothing, so the promises about isolation are left out; what is asked of each service for them is asserted instead.
+``test_the_doubles_have_the_sdk_s_own_face`` compares them with the SDKs where these are installed.
+The doubles confine nothing, so the promises about isolation are left out; what is asked of each
+service for them is asserted instead.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ from ramify.sandbox.run_conformance import check_one
 
 KEYS = ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", "E2B_API_KEY", "DAYTONA_API_KEY", "PRIME_API_KEY")
 PROVIDERS = ["modal", "e2b", "daytona", "prime", "prime-files"]
-LOCAL = [check for check in PROMISES if not any(name.startswith("isolates") for name in check.needs)]
+LOCAL = [
+    check for check in PROMISES if not any(name.startswith("isolates") for name in check.needs)
+]
 
 
 @pytest.fixture
@@ -59,7 +63,9 @@ def services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
         name = provider.split("-")[0]
         made = makers[name]() if name in makers else prime_sdk(provider == "prime-files", tmp_path)
         monkeypatch.setitem(sys.modules, made.__name__, made)
-        return SandboxSpec(provider=name, memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0, **fields)
+        return SandboxSpec(
+            provider=name, memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0, **fields
+        )
 
     return put
 
@@ -75,7 +81,12 @@ async def use(spec: SandboxSpec) -> str | None:
 WANTED = {
     "modal": {"image": "slim 3.12", "block_network": True, "timeout": 3600, "memory": 512},
     "e2b": {"template": None, "internet": False, "timeout": 3600},
-    "daytona": {"language": "python", "network_block_all": True, "ephemeral": True, "auto_stop_interval": 60},
+    "daytona": {
+        "language": "python",
+        "network_block_all": True,
+        "ephemeral": True,
+        "auto_stop_interval": 60,
+    },
 }
 
 
@@ -91,9 +102,12 @@ def test_a_session(provider: str, services: Callable[..., SandboxSpec]) -> None:
         request = asked[0][1]
         assert request.pop("name").startswith("ramify-")
         assert request == {
-            "docker_image": "python:3.12-slim", "cpu_cores": 1.0, "memory_gb": 1.0, "timeout_minutes": 60,
+            "docker_image": "python:3.12-slim",
+            "cpu_cores": 1.0,
+            "memory_gb": 1.0,
+            "timeout_minutes": 60,
             "labels": ["ramify"],
-        }  # fmt: skip
+        }
 
 
 def test_an_image_of_one_s_own(services: Callable[..., SandboxSpec]) -> None:
@@ -101,26 +115,37 @@ def test_an_image_of_one_s_own(services: Callable[..., SandboxSpec]) -> None:
     for provider in ("modal", "e2b", "daytona", "prime"):
         asked.clear()
         asyncio.run(use(services(provider, image="mine:1")))
-        found.append({name: asked[0][1].get(name) for name in ("image", "template", "docker_image")})
+        found.append(
+            {name: asked[0][1].get(name) for name in ("image", "template", "docker_image")}
+        )
     none = {"image": None, "template": None, "docker_image": None}
     assert found == [
-        {**none, "image": "registry mine:1"}, {**none, "template": "mine:1"}, {**none, "image": "mine:1"},
+        {**none, "image": "registry mine:1"},
+        {**none, "template": "mine:1"},
+        {**none, "image": "mine:1"},
         {**none, "docker_image": "mine:1"},
-    ]  # fmt: skip
+    ]
 
 
 BRIEF = [
-    "values go over and come back the same", "large values travel", "calls from threads run at once",
-    "an endless loop stops, variables stay", "a cell that cannot be stopped is killed",
-    "a crash is told, with the output so far", "long output keeps head, tail and length",
-    "a rude cell does not break the next", "the host's environment is not seen",
-]  # fmt: skip
+    "values go over and come back the same",
+    "large values travel",
+    "calls from threads run at once",
+    "an endless loop stops, variables stay",
+    "a cell that cannot be stopped is killed",
+    "a crash is told, with the output so far",
+    "long output keeps head, tail and length",
+    "a rude cell does not break the next",
+    "the host's environment is not seen",
+]
 """What depends on how bytes travel, and not on the guest alone; ``docker`` is put to everything."""
 CASES = [(p, q) for p in PROVIDERS for q in LOCAL if q.name in BRIEF]
 
 
 @pytest.mark.parametrize(("provider", "promise"), CASES, ids=[f"{p}-{q.name}" for p, q in CASES])
-def test_promise(provider: str, check: ConformanceCheck, services: Callable[..., SandboxSpec]) -> None:
+def test_promise(
+    provider: str, check: ConformanceCheck, services: Callable[..., SandboxSpec]
+) -> None:
     spec = services(provider)
 
     async def put() -> None:
@@ -134,61 +159,103 @@ def test_promise(provider: str, check: ConformanceCheck, services: Callable[...,
     asyncio.run(put())
 
 
-def test_without_a_key_or_an_sdk(services: Callable[..., SandboxSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_key_or_an_sdk(
+    services: Callable[..., SandboxSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/nowhere")
     for provider in ("modal", "e2b", "daytona", "prime"):
         spec = services(provider)
         for key in KEYS:
             monkeypatch.delenv(key)
-        with pytest.raises(SandboxError, match=f"sandbox '{provider}' has no key: set {provider.upper()}_"):
+        with pytest.raises(
+            SandboxError, match=f"sandbox '{provider}' has no key: set {provider.upper()}_"
+        ):
             open_sandbox(spec)
         services(provider)
-        monkeypatch.setitem(sys.modules, "prime_sandboxes" if provider == "prime" else provider, None)
+        monkeypatch.setitem(
+            sys.modules, "prime_sandboxes" if provider == "prime" else provider, None
+        )
         with pytest.raises(SandboxError, match=rf"pip install 'ramify\[{provider}\]'"):
             open_sandbox(spec)
 
 
-def test_a_service_that_refuses(services: Callable[..., SandboxSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_refuses(
+    services: Callable[..., SandboxSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = services("e2b")
 
     async def create(**_: Any) -> None:
         raise PermissionError("invalid key\nmore")
 
     monkeypatch.setattr(E2BBox, "create", create)
-    with pytest.raises(SandboxError, match=r"sandbox 'e2b' could not start a session: PermissionError: invalid key$"):
+    with pytest.raises(
+        SandboxError,
+        match=r"sandbox 'e2b' could not start a session: PermissionError: invalid key$",
+    ):
         asyncio.run(use(spec))
 
 
 def faces() -> list[tuple[str, str, Callable[..., Any]]]:
     """(SDK module, dotted name in it, the double's function)"""
-    prime = [getattr(PrimeContainerClient, name) for name in (
-        "create", "wait_for_creation", "is_vm", "open_process", "start_background_job", "upload_bytes", "read_file",
-        "delete", "aclose",
-    )]  # fmt: skip
+    prime = [
+        getattr(PrimeContainerClient, name)
+        for name in (
+            "create",
+            "wait_for_creation",
+            "is_vm",
+            "open_process",
+            "start_background_job",
+            "upload_bytes",
+            "read_file",
+            "delete",
+            "aclose",
+        )
+    ]
     return [
-        ("modal", "Sandbox.create.aio", ModalBox.create), ("modal", "Sandbox.exec.aio", ModalBox.exec),
-        ("modal", "Sandbox.terminate.aio", ModalBox.terminate), ("modal", "App.lookup.aio", lookup),
+        ("modal", "Sandbox.create.aio", ModalBox.create),
+        ("modal", "Sandbox.exec.aio", ModalBox.exec),
+        ("modal", "Sandbox.terminate.aio", ModalBox.terminate),
+        ("modal", "App.lookup.aio", lookup),
         ("modal", "io_streams.StreamWriter.write", ModalStdin.write),
         ("modal", "io_streams.StreamWriter.drain.aio", ModalStdin._drain),
-        ("modal", "Image.debian_slim", lambda python_version=None: None), ("modal", "Image.from_registry", lambda tag: None),
-        ("e2b", "AsyncSandbox.create", E2BBox.create), ("e2b", "AsyncSandbox.kill", E2BBox.kill),
+        ("modal", "Image.debian_slim", lambda python_version=None: None),
+        ("modal", "Image.from_registry", lambda tag: None),
+        ("e2b", "AsyncSandbox.create", E2BBox.create),
+        ("e2b", "AsyncSandbox.kill", E2BBox.kill),
         ("e2b", "AsyncCommandHandle.wait", E2BHandle.wait),
         ("e2b", "sandbox_async.commands.command.Commands.run", E2BCommands.run),
         ("e2b", "sandbox_async.commands.command.Commands.send_stdin", E2BCommands.send_stdin),
-        *(("daytona", f"AsyncDaytona.{name}", getattr(DaytonaClient, name)) for name in ("create", "get", "delete", "close")),
-        ("daytona", "_async.process.AsyncProcess.create_pty_session", DaytonaProcess.create_pty_session),
-        *(("daytona", f"handle.async_pty_handle.AsyncPtyHandle.{name}", getattr(DaytonaTerminal, name))
-          for name in ("wait_for_connection", "send_input", "wait", "disconnect")),
+        *(
+            ("daytona", f"AsyncDaytona.{name}", getattr(DaytonaClient, name))
+            for name in ("create", "get", "delete", "close")
+        ),
+        (
+            "daytona",
+            "_async.process.AsyncProcess.create_pty_session",
+            DaytonaProcess.create_pty_session,
+        ),
+        *(
+            (
+                "daytona",
+                f"handle.async_pty_handle.AsyncPtyHandle.{name}",
+                getattr(DaytonaTerminal, name),
+            )
+            for name in ("wait_for_connection", "send_input", "wait", "disconnect")
+        ),
         *(("prime_sandboxes", f"AsyncSandboxClient.{f.__name__}", f) for f in prime),
-        *(("prime_sandboxes", f"AsyncSandboxProcess.{name}", getattr(PrimeProcess, name))
-          for name in ("write_stdin", "kill", "aclose")),
-    ]  # fmt: skip
+        *(
+            ("prime_sandboxes", f"AsyncSandboxProcess.{name}", getattr(PrimeProcess, name))
+            for name in ("write_stdin", "kill", "aclose")
+        ),
+    ]
 
 
 def real(module: Any, name: str) -> Any:
     for part in name.split("."):
         found = getattr(module, part, None)
-        module = found if found is not None else importlib.import_module(f"{module.__name__}.{part}")
+        module = (
+            found if found is not None else importlib.import_module(f"{module.__name__}.{part}")
+        )
     return module
 
 
@@ -217,9 +284,13 @@ def test_the_doubles_have_the_sdk_s_own_face(sdk: str) -> None:
         for parameter in inspect.signature(ours).parameters.values():
             if parameter.name not in ("self", "cls"):
                 assert parameter.name in known, f"{sdk}.{name} has no parameter '{parameter.name}'"
-                assert known[parameter.name].kind == parameter.kind, f"{sdk}.{name}({parameter.name})"
+                assert known[parameter.name].kind == parameter.kind, (
+                    f"{sdk}.{name}({parameter.name})"
+                )
         if name != "AsyncSandbox.kill":  # it hides that it is one
-            assert inspect.iscoroutinefunction(theirs) == inspect.iscoroutinefunction(ours), f"{sdk}.{name}"
+            assert inspect.iscoroutinefunction(theirs) == inspect.iscoroutinefunction(ours), (
+                f"{sdk}.{name}"
+            )
 
 
 def test_the_double_of_prime_has_exactly_the_sdk_s_signatures() -> None:

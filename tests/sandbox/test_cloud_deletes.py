@@ -1,4 +1,5 @@
-"""Whatever ends the work on a cloud's box, the box is deleted; and none is created with an SDK that does not fit."""
+"""Whatever ends the work on a cloud's box, the box is deleted; and none is created with an SDK that
+does not fit."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ class Cloud(doubles.PrimeClient):
 
 
 def prime(cloud: Cloud) -> RemoteSandbox:
-    sdk = types.SimpleNamespace(AsyncSandboxClient=lambda: cloud, CreateSandboxRequest=doubles.prime_request)
+    sdk = types.SimpleNamespace(
+        AsyncSandboxClient=lambda: cloud, CreateSandboxRequest=doubles.prime_request
+    )
     return RemoteSandbox(SPEC, PrimeService(sdk), SandboxCapabilities(), None)
 
 
@@ -95,7 +98,10 @@ def test_a_step_that_fails_leaves_no_box(step: str) -> None:
         cloud = Cloud(fails=step)
         return await open_one(cloud), cloud.boxes
 
-    assert asyncio.run(run()) == (f"sandbox 'prime' could not start a session: ConnectionError: {step} failed", set())
+    assert asyncio.run(run()) == (
+        f"sandbox 'prime' could not start a session: ConnectionError: {step} failed",
+        set(),
+    )
 
 
 def test_a_guest_that_does_not_start_leaves_no_box_although_its_process_cannot_be_killed() -> None:
@@ -184,7 +190,8 @@ def test_a_box_that_cannot_be_deleted_is_named_and_the_first_error_is_kept() -> 
         said = asyncio.run(run())
     assert said == "sandbox 'prime' could not start a session: ConnectionError: open_process failed"
     assert [str(warning.message) for warning in seen] == [
-        "sandbox 'prime': sandbox p1 may be left running, its deletion failed (ConnectionError: no route to the "
+        "sandbox 'prime': sandbox p1 may be left running, its deletion failed (ConnectionError: no "
+        "route to the "
         "service); delete it at the service, or it ends by itself after 60 minutes"
     ]
 
@@ -212,10 +219,14 @@ def service(provider: str, slow: Slow) -> Any:
         sdk.Sandbox = types.SimpleNamespace(create=doubles.Aio(slow.make))
         return ModalService(sdk)
     if provider == "e2b":
-        return E2BService(types.SimpleNamespace(AsyncSandbox=types.SimpleNamespace(create=slow.make)))
+        return E2BService(
+            types.SimpleNamespace(AsyncSandbox=types.SimpleNamespace(create=slow.make))
+        )
     client = types.SimpleNamespace(create=slow.make, delete=slow.end)
     return DaytonaService(
-        types.SimpleNamespace(AsyncDaytona=lambda: client, CreateSandboxFromSnapshotParams=lambda **fields: fields)
+        types.SimpleNamespace(
+            AsyncDaytona=lambda: client, CreateSandboxFromSnapshotParams=lambda **fields: fields
+        )
     )
 
 
@@ -249,7 +260,9 @@ def test_daytona_deletes_by_its_name_what_was_made_and_did_not_start() -> None:
         async def delete(self, sandbox: Any) -> None:
             boxes.remove(sandbox)
 
-    sdk = types.SimpleNamespace(AsyncDaytona=Client, CreateSandboxFromSnapshotParams=lambda **fields: fields)
+    sdk = types.SimpleNamespace(
+        AsyncDaytona=Client, CreateSandboxFromSnapshotParams=lambda **fields: fields
+    )
     with pytest.raises(RuntimeError, match="did not start"):
         asyncio.run(DaytonaService(sdk).start(["true"], SPEC))
     assert boxes == []
@@ -261,7 +274,9 @@ async def one_argument(self: Any, sandbox_id: str) -> None: ...
 def no_coroutine(self: Any, sandbox_id: str) -> None: ...
 
 
-def no_labels(*, name: str, docker_image: str, cpu_cores: float, memory_gb: float, timeout_minutes: int) -> None: ...
+def no_labels(
+    *, name: str, docker_image: str, cpu_cores: float, memory_gb: float, timeout_minutes: int
+) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -274,7 +289,12 @@ def no_labels(*, name: str, docker_image: str, cpu_cores: float, memory_gb: floa
             one_argument,
             "its AsyncSandboxClient.open_process takes other arguments",
         ),
-        ("AsyncSandboxClient", "delete", no_coroutine, "its AsyncSandboxClient.delete is not asynchronous"),
+        (
+            "AsyncSandboxClient",
+            "delete",
+            no_coroutine,
+            "its AsyncSandboxClient.delete is not asynchronous",
+        ),
         ("", "AsyncSandboxProcess", None, "it has no AsyncSandboxProcess.write_stdin"),
         ("", "CreateSandboxRequest", no_labels, "its CreateSandboxRequest takes other arguments"),
     ],
@@ -290,7 +310,11 @@ def test_an_sdk_that_does_not_fit_is_refused_before_anything_is_created(
     with pytest.raises(SandboxError) as error:
         open_provider(SPEC)
     said = str(error.value)
-    assert said.startswith(f"sandbox 'prime' cannot use prime-sandboxes of unknown version: {fault}")
-    assert said.endswith("; nothing was created; install prime-sandboxes>=0.2.38,<0.6: pip install 'ramify[prime]'")
+    assert said.startswith(
+        f"sandbox 'prime' cannot use prime-sandboxes of unknown version: {fault}"
+    )
+    assert said.endswith(
+        "; nothing was created; install prime-sandboxes>=0.2.38,<0.6: pip install 'ramify[prime]'"
+    )
     assert "\n" not in said
     assert doubles.asked == []

@@ -1,4 +1,5 @@
-"""Values over the wire: everything that is carried comes back the same, and nothing hostile decodes to a surprise."""
+"""Values over the wire: everything that is carried comes back the same, and nothing hostile decodes
+to a surprise."""
 
 import math
 import os
@@ -17,18 +18,32 @@ from ramify.sandbox.host_frames import FrameAssembler, parse
 
 text = st.text(st.characters(codec=None, exclude_categories=()), max_size=20)
 scalars = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text | st.binary(max_size=20)
-    | st.complex_numbers(allow_nan=False) | st.dates() | st.times() | st.datetimes() | st.timedeltas()
-)  # fmt: skip
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | text
+    | st.binary(max_size=20)
+    | st.complex_numbers(allow_nan=False)
+    | st.dates()
+    | st.times()
+    | st.datetimes()
+    | st.timedeltas()
+)
 hashables = st.recursive(
     scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4
 )
 values = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=30) | st.tuples(inner) | st.dictionaries(hashables, inner, max_size=5)
-    | st.sets(hashables, max_size=4) | st.frozensets(hashables, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=30)
+        | st.tuples(inner)
+        | st.dictionaries(hashables, inner, max_size=5)
+        | st.sets(hashables, max_size=4)
+        | st.frozensets(hashables, max_size=4)
+    ),
     max_leaves=30,
-)  # fmt: skip
+)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -85,12 +100,24 @@ def test_what_is_not_carried_is_named(value: Any, message: str) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        {"$": "pickle", "v": 1}, {"$": "str", "v": 0}, {"$": "str", "v": -1}, {"$": "str"}, {"$": ["str"], "v": 1},
-        {"$": "set", "v": [[]]}, {"$": "set", "v": "abc"}, {"$": "int", "v": 5}, {"$": "int", "v": "z"},
-        {"$": "float", "v": "1"}, {"$": "complex", "v": [1]}, {"$": "complex", "v": ["a", "b"]}, {"$": "dict", "v": [[1]]},
-        {"$": "datetime", "v": "x"}, {"$": "timedelta", "v": [10**30, 0, 0]}, {"$": "dict", "v": [[[], 1]]},
+        {"$": "pickle", "v": 1},
+        {"$": "str", "v": 0},
+        {"$": "str", "v": -1},
+        {"$": "str"},
+        {"$": ["str"], "v": 1},
+        {"$": "set", "v": [[]]},
+        {"$": "set", "v": "abc"},
+        {"$": "int", "v": 5},
+        {"$": "int", "v": "z"},
+        {"$": "float", "v": "1"},
+        {"$": "complex", "v": [1]},
+        {"$": "complex", "v": ["a", "b"]},
+        {"$": "dict", "v": [[1]]},
+        {"$": "datetime", "v": "x"},
+        {"$": "timedelta", "v": [10**30, 0, 0]},
+        {"$": "dict", "v": [[[], 1]]},
     ],
-)  # fmt: skip
+)
 def test_hostile_values_are_refused(data: Any) -> None:
     with pytest.raises(ProtocolError):
         ValueDecoder([]).decode(data)
@@ -102,14 +129,21 @@ def test_a_blob_is_used_once() -> None:
 
 
 def test_frames_survive_any_cut(tmp_path: Any) -> None:
-    frames = [frame(b'{"op":"out","skip":0,"chars":1,"upto":1,"blobs":[5]}', [b"x" * 5]), frame(b'{"op":"ok","id":1}')]
-    frames.append(frame(b'{"op":"out","skip":0,"chars":1,"upto":1,"blobs":[200000]}', [b"y" * 200_000]))
+    frames = [
+        frame(b'{"op":"out","skip":0,"chars":1,"upto":1,"blobs":[5]}', [b"x" * 5]),
+        frame(b'{"op":"ok","id":1}'),
+    ]
+    frames.append(
+        frame(b'{"op":"out","skip":0,"chars":1,"upto":1,"blobs":[200000]}', [b"y" * 200_000])
+    )
     data = b"".join(part for parts in frames for part in parts)
     for step in (1, 7, 4096, 65_537, len(data)):
         assembler, got = FrameAssembler(), []
         for at in range(0, len(data), step):
-            got += [(type(m).__name__, [len(b) for b in blobs])
-                    for m, blobs in map(parse, assembler.feed(memoryview(data[at : at + step])))]  # fmt: skip
+            got += [
+                (type(m).__name__, [len(b) for b in blobs])
+                for m, blobs in map(parse, assembler.feed(memoryview(data[at : at + step])))
+            ]
         assert got == [("Out", [5]), ("Agreed", []), ("Out", [200_000])]
     path = tmp_path / "frames"
     with path.open("w+b") as file:

@@ -10,19 +10,29 @@ from ramify.errors import SandboxError
 from ramify.sandbox.context import SharedContext
 
 
-@pytest.mark.parametrize("value", ["short", "é\ud800" * 800_000, {"a": (1, {2})}, ["x" * 10] * 200_000, 5, None, b"x"])
+@pytest.mark.parametrize(
+    "value", ["short", "é\ud800" * 800_000, {"a": (1, {2})}, ["x" * 10] * 200_000, 5, None, b"x"]
+)
 def test_encoded_once_decoded_anywhere(value: Any) -> None:
     context = SharedContext(value)
     data = bytes(context.buffer())
     assert context.digest == hashlib.sha256(data).hexdigest()
     assert context.nbytes == len(data)
     again = SharedContext.decode(data)
-    assert (again.value, again.digest, again.chars, again.kind) == (value, context.digest, context.chars, context.kind)
+    assert (again.value, again.digest, again.chars, again.kind) == (
+        value,
+        context.digest,
+        context.chars,
+        context.kind,
+    )
 
 
 def test_it_knows_its_size() -> None:
     assert (SharedContext("héllo").kind, SharedContext("héllo").chars) == ("str", 5)
-    assert (SharedContext(["ab", {"c": "de"}]).kind, SharedContext(["ab", {"c": "de"}]).chars) == ("list", 5)
+    assert (SharedContext(["ab", {"c": "de"}]).kind, SharedContext(["ab", {"c": "de"}]).chars) == (
+        "list",
+        5,
+    )
 
 
 def test_values_are_written_down_as_json() -> None:
@@ -30,7 +40,9 @@ def test_values_are_written_down_as_json() -> None:
     assert SharedContext.unpack(json.loads(json.dumps(SharedContext(value).pack()))) == value
 
 
-@pytest.mark.parametrize("data", [b"", b"abc", b"\xff\xff\xff\xff{}", b"\x02\x00\x00\x00{}", b"\x02\x00\x00\x00[]x"])
+@pytest.mark.parametrize(
+    "data", [b"", b"abc", b"\xff\xff\xff\xff{}", b"\x02\x00\x00\x00{}", b"\x02\x00\x00\x00[]x"]
+)
 def test_damaged_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(SandboxError, match="cannot be read"):
         SharedContext.decode(data)

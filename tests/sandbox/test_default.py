@@ -1,4 +1,5 @@
-"""The default sandbox as its users meet it, on machines that have all of the jail, some of it, or none."""
+"""The default sandbox as its users meet it, on machines that have all of the jail, some of it, or
+none."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec, open_sandbox, said_aloud
 from ramify.sandbox.process import WARNING, ProcessSandbox
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="THE DEFAULT SANDBOX IS NOT TESTED HERE: it needs Linux")
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="THE DEFAULT SANDBOX IS NOT TESTED HERE: it needs Linux"
+)
 _ROOT = Path(__file__).parents[2]
 _START = """
 import os, sys
@@ -36,13 +39,22 @@ def on_a_machine_of(tier: str, folder: Path, *arguments: str) -> Said:
     (folder / "log.txt").write_text("x" * 50_000)
     (folder / "script.json").write_text(json.dumps(["```repl\nFINAL(len(context))\n```"]))
     env = {
-        "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "HOME": str(folder), "RAMIFY_HOME": str(folder / "store"),
+        "PATH": os.environ["PATH"],
+        "LANG": "C.UTF-8",
+        "HOME": str(folder),
+        "RAMIFY_HOME": str(folder / "store"),
         "PYTHONPATH": f"{_ROOT}:{Path(__file__).parent}",
-    }  # fmt: skip
+    }
     done = subprocess.run(
-        [sys.executable, "-c", _START, tier, *arguments], cwd=folder, env=env, capture_output=True, text=True,
-        timeout=200, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", _START, tier, *arguments],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
     if "this machine cannot be made poorer" in done.stderr:
         pytest.skip(f"A MACHINE OF TIER {tier} CANNOT BE HAD HERE: {done.stderr[-200:]}")
     return Said(done.returncode, done.stdout, done.stderr)
@@ -62,12 +74,18 @@ ASK = ("ask", "-m", "scripted:script.json", "how long?", "log.txt")
             "sandbox 'jail' at tier B: files of this machine cannot be opened, but",
         ),
         ("C", ("--tier", "C"), ""),
-        ("C", ("--allow-weaker",), "sandbox 'jail' at tier C: the filter of system calls is the only wall"),
+        (
+            "C",
+            ("--allow-weaker",),
+            "sandbox 'jail' at tier C: the filter of system calls is the only wall",
+        ),
         ("C", ("--sandbox", "process"), "sandbox 'process': code runs in a process of its own"),
         ("C", ("--sandbox", "process", "--allow-weaker"), ""),
     ],
 )
-def test_what_is_accepted_is_said_aloud(tier: str, options: tuple[str, ...], warning: str, tmp_path: Path) -> None:
+def test_what_is_accepted_is_said_aloud(
+    tier: str, options: tuple[str, ...], warning: str, tmp_path: Path
+) -> None:
     said = on_a_machine_of(tier, tmp_path, *ASK, *options)
     assert (said.code, said.out) == (0, "50000\n"), said.err
     lines = [line for line in said.err.splitlines() if "warning" in line]
@@ -80,8 +98,18 @@ def test_what_is_accepted_is_said_aloud(tier: str, options: tuple[str, ...], war
 @pytest.mark.parametrize(
     ("tier", "options", "missing", "remedy"),
     [
-        ("B", ("--tier", "A"), "does not reach tier A on this machine (tier A: ", "allow user namespaces (sysctl "),
-        ("C", (), "tier B: no Landlock (Linux 5.13, ", "for tier B use a kernel with Landlock (Linux 5.13 or later"),
+        (
+            "B",
+            ("--tier", "A"),
+            "does not reach tier A on this machine (tier A: ",
+            "allow user namespaces (sysctl ",
+        ),
+        (
+            "C",
+            (),
+            "tier B: no Landlock (Linux 5.13, ",
+            "for tier B use a kernel with Landlock (Linux 5.13 or later",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_refused(
@@ -89,10 +117,16 @@ def test_what_cannot_be_had_is_refused(
 ) -> None:
     said = on_a_machine_of(tier, tmp_path, *ASK, *options)
     *_, line = said.err.splitlines()
-    assert (said.code, said.out, line.startswith("ramify: sandbox 'jail' does not reach")) == (1, "", True)
+    assert (said.code, said.out, line.startswith("ramify: sandbox 'jail' does not reach")) == (
+        1,
+        "",
+        True,
+    )
     for part in (missing, remedy, "or accept less: allow_weaker=True (--allow-weaker)"):
         assert part in line
-    assert on_a_machine_of(tier, tmp_path, "runs", "--json").out == "", "a run that never began is none"
+    assert on_a_machine_of(tier, tmp_path, "runs", "--json").out == "", (
+        "a run that never began is none"
+    )
 
 
 @linux
@@ -112,12 +146,20 @@ def test_a_run_may_be_repeated_on_a_poorer_machine(tmp_path: Path) -> None:
         (
             "B",
             0,
-            ("jail: isolates files", "tier B; files: cannot be opened (Landlock); network: seccomp", "no tier A: "),
+            (
+                "jail: isolates files",
+                "tier B; files: cannot be opened (Landlock); network: seccomp",
+                "no tier A: ",
+            ),
         ),
         (
             "C",
             1,
-            ("wrong: sandbox 'jail' does not reach tier B", "tier B: no Landlock", "for tier B use a kernel with"),
+            (
+                "wrong: sandbox 'jail' does not reach tier B",
+                "tier B: no Landlock",
+                "for tier B use a kernel with",
+            ),
         ),
     ],
 )
@@ -139,5 +181,7 @@ def test_a_weakness_is_passed_over_only_if_it_was_named() -> None:
 
 def test_mounts_are_not_passed_over() -> None:
     for provider in ("process", "inprocess"):
-        with pytest.raises(ConfigError, match=f"sandbox '{provider}' shows sessions no mounts, only 'jail' does"):
+        with pytest.raises(
+            ConfigError, match=f"sandbox '{provider}' shows sessions no mounts, only 'jail' does"
+        ):
             open_sandbox(SandboxSpec(provider=provider, mounts=((str(_ROOT), "/data"),)))

@@ -1,7 +1,8 @@
-"""The provider ``docker`` against a double that speaks the engine's HTTP on a unix socket and runs the guest for real.
+"""The provider ``docker`` against a double that speaks the engine's HTTP on a unix socket and runs
+the guest for real.
 
-The double confines nothing, so the promises about isolation are left out here: what is asked of the engine for them is
-asserted instead.
+The double confines nothing, so the promises about isolation are left out here: what is asked of the
+engine for them is asserted instead.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from ramify.sandbox.conformance import PROMISES, ConformanceCheck, echo
 from ramify.sandbox.run_conformance import check_one
 
 SPEC = SandboxSpec(provider="docker", memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0)
-LOCAL = [check for check in PROMISES if not any(name.startswith("isolates") for name in check.needs)]
+LOCAL = [
+    check for check in PROMISES if not any(name.startswith("isolates") for name in check.needs)
+]
 
 
 class FakeEngine:
-    """One engine. ``images`` are there, ``registry`` can be pulled; ``forgets`` is left out of what is applied."""
+    """One engine. ``images`` are there, ``registry`` can be pulled; ``forgets`` is left out of what
+    is applied."""
 
     def __init__(self) -> None:
         self.images = {"python:3.12-slim"}
@@ -62,7 +66,9 @@ class FakeEngine:
             chunk = f"{len(data):x}\r\n".encode() + data + b"\r\n0\r\n\r\n"
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk)
         else:
-            writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+            writer.write(
+                f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+            )
         await writer.drain()
         writer.close()
 
@@ -85,7 +91,11 @@ class FakeEngine:
             return 204, b""
         if path.endswith("/json"):
             body = self.containers[id]
-            host = {name: value for name, value in body["HostConfig"].items() if name not in self.forgets}
+            host = {
+                name: value
+                for name, value in body["HostConfig"].items()
+                if name not in self.forgets
+            }
             return 200, {"Id": id, "Config": {"User": body["User"]}, "HostConfig": host}
         if method == "DELETE":
             self.kill(id)
@@ -94,8 +104,13 @@ class FakeEngine:
 
     async def start(self, id: str) -> None:
         body = self.containers[id]
-        command = [self.python if part == "python3" else part for part in (*body["Entrypoint"], *body["Cmd"])]
-        process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, stderr=-1, cwd="/")
+        command = [
+            self.python if part == "python3" else part
+            for part in (*body["Entrypoint"], *body["Cmd"])
+        ]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=-1, stdout=-1, stderr=-1, cwd="/"
+        )
         self.processes[id] = process
         reader, writer = self.attached[id]
         self.spawn(self.feed(reader, process, id))
@@ -106,7 +121,9 @@ class FakeEngine:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def feed(self, reader: asyncio.StreamReader, process: asyncio.subprocess.Process, id: str) -> None:
+    async def feed(
+        self, reader: asyncio.StreamReader, process: asyncio.subprocess.Process, id: str
+    ) -> None:
         assert process.stdin is not None
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(65536):
@@ -114,7 +131,9 @@ class FakeEngine:
                 await process.stdin.drain()
         self.kill(id)
 
-    async def relay(self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
+    async def relay(
+        self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter
+    ) -> None:
         async def one(number: int, source: asyncio.StreamReader) -> None:
             while data := await source.read(30_000):
                 writer.write(struct.pack(">BxxxI", number, len(data)) + data)
@@ -188,19 +207,37 @@ def test_what_the_engine_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "DELETE /containers/c0?force=true&v=true",
     ]
     body = fake.containers["c0"]
-    assert {name: body[name] for name in ("Image", "User", "Tty", "OpenStdin", "StdinOnce", "NetworkDisabled")} == {
-        "Image": "python:3.12-slim", "User": "65534:65534", "Tty": False, "OpenStdin": True, "StdinOnce": True,
+    assert {
+        name: body[name]
+        for name in ("Image", "User", "Tty", "OpenStdin", "StdinOnce", "NetworkDisabled")
+    } == {
+        "Image": "python:3.12-slim",
+        "User": "65534:65534",
+        "Tty": False,
+        "OpenStdin": True,
+        "StdinOnce": True,
         "NetworkDisabled": True,
-    }  # fmt: skip
+    }
     assert body["HostConfig"] == {
-        "NetworkMode": "none", "ReadonlyRootfs": True, "CapDrop": ["ALL"], "Privileged": False,
-        "SecurityOpt": ["no-new-privileges"], "Memory": 384 << 20, "MemorySwap": 384 << 20, "NanoCpus": 10**9,
-        "PidsLimit": 256, "IpcMode": "private", "AutoRemove": True,
-        "Tmpfs": {"/tmp": f"rw,nosuid,nodev,mode=1777,size={256 << 20}"}, "LogConfig": {"Type": "none"},
-    }  # fmt: skip
+        "NetworkMode": "none",
+        "ReadonlyRootfs": True,
+        "CapDrop": ["ALL"],
+        "Privileged": False,
+        "SecurityOpt": ["no-new-privileges"],
+        "Memory": 384 << 20,
+        "MemorySwap": 384 << 20,
+        "NanoCpus": 10**9,
+        "PidsLimit": 256,
+        "IpcMode": "private",
+        "AutoRemove": True,
+        "Tmpfs": {"/tmp": f"rw,nosuid,nodev,mode=1777,size={256 << 20}"},
+        "LogConfig": {"Type": "none"},
+    }
 
 
-def open_once(monkeypatch: pytest.MonkeyPatch, folder: Path, spec: SandboxSpec = SPEC, **changes: Any) -> FakeEngine:
+def open_once(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, spec: SandboxSpec = SPEC, **changes: Any
+) -> FakeEngine:
     async def go() -> FakeEngine:
         async with engine(monkeypatch, folder) as fake:
             for name, value in changes.items():
@@ -219,40 +256,58 @@ def spec(**fields: Any) -> SandboxSpec:
     return SandboxSpec(provider="docker", memory_bytes=256 << 20, **fields)
 
 
-@pytest.mark.parametrize("lost", ["NetworkMode", "ReadonlyRootfs", "CapDrop", "SecurityOpt", "Memory", "PidsLimit"])
+@pytest.mark.parametrize(
+    "lost", ["NetworkMode", "ReadonlyRootfs", "CapDrop", "SecurityOpt", "Memory", "PidsLimit"]
+)
 def test_an_engine_that_leaves_out_a_protection_is_refused(
     lost: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(SandboxError, match=f"did not apply {lost} to the container.*allow_weaker=True"):
+    with pytest.raises(
+        SandboxError, match=f"did not apply {lost} to the container.*allow_weaker=True"
+    ):
         open_once(monkeypatch, tmp_path, forgets={lost})
     fake = open_once(monkeypatch, tmp_path, spec(allow_weaker=True), forgets={lost})
     assert fake.requests[-1].startswith("DELETE")
 
 
-def test_a_missing_image_is_pulled_and_an_unknown_one_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake = open_once(monkeypatch, tmp_path, spec(image="my/python"), images={"my/python"}, registry=set())
+def test_a_missing_image_is_pulled_and_an_unknown_one_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake = open_once(
+        monkeypatch, tmp_path, spec(image="my/python"), images={"my/python"}, registry=set()
+    )
     assert len(fake.containers) == 1
-    with pytest.raises(SandboxError, match="the image 'other' could not be pulled: manifest unknown"):
+    with pytest.raises(
+        SandboxError, match="the image 'other' could not be pulled: manifest unknown"
+    ):
         open_once(monkeypatch, tmp_path, spec(image="other"))
 
 
 def test_an_image_without_python_and_a_package_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(SandboxError, match=r"did not start Python, it said: .*no-python.*SandboxSpec\.image"):
+    with pytest.raises(
+        SandboxError, match=r"did not start Python, it said: .*no-python.*SandboxSpec\.image"
+    ):
         open_once(monkeypatch, tmp_path, python="no-python")
-    with pytest.raises(SandboxError, match=r"'no_such_package' cannot be imported: .*SandboxSpec\.image"):
+    with pytest.raises(
+        SandboxError, match=r"'no_such_package' cannot be imported: .*SandboxSpec\.image"
+    ):
         open_once(monkeypatch, tmp_path, spec(packages=("no_such_package",)))
 
 
-def test_a_container_that_is_killed_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_container_that_is_killed_from_outside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     async def go() -> None:
         async with engine(monkeypatch, tmp_path) as fake:
             sandbox = open_sandbox(SPEC)
             session = await sandbox.open()
             asyncio.get_running_loop().call_later(0.2, fake.kill, "c0")
             with pytest.raises(SessionDied, match="its box ended"):
-                await session.run("print('so far', flush=True)\nimport time\ntime.sleep(30)", answer=echo)
+                await session.run(
+                    "print('so far', flush=True)\nimport time\ntime.sleep(30)", answer=echo
+                )
             await sandbox.close()
 
     asyncio.run(go())

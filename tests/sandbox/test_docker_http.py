@@ -1,4 +1,5 @@
-"""What a container engine sends over its socket: HTTP's grammar, or one error; never a wait without end."""
+"""What a container engine sends over its socket: HTTP's grammar, or one error; never a wait without
+end."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ MALFORMED = {
     "huge": CHUNKS + b"ffffffffffff\r\n[1,2,3]\r\n0\r\n\r\n",
     "endless size": CHUNKS + b"0" * 100_000,
     "xchunked": LINE + b"Transfer-Encoding: xchunked\r\n\r\n7\r\n[1,2,3]\r\n0\r\n\r\n",
-    "both": LINE + b"Transfer-Encoding: chunked\r\nContent-Length: 7\r\n\r\n7\r\n[1,2,3]\r\n0\r\n\r\n",
+    "both": LINE
+    + b"Transfer-Encoding: chunked\r\nContent-Length: 7\r\n\r\n7\r\n[1,2,3]\r\n0\r\n\r\n",
     "two lengths": LINE + b"Content-Length: 7\r\nContent-Length: 8\r\n\r\n[1,2,3]x",
     "signed length": LINE + b"Content-Length: +7\r\n\r\n[1,2,3]",
     "negative length": LINE + b"Content-Length: -7\r\n\r\n[1,2,3]",
@@ -67,7 +69,9 @@ def test_a_valid_answer_is_read(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_answer_is_one_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(SandboxError, match=r"the container engine at .* broke off \(list images\): ") as caught:
+    with pytest.raises(
+        SandboxError, match=r"the container engine at .* broke off \(list images\): "
+    ) as caught:
         asked(tmp_path, MALFORMED[name])
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400

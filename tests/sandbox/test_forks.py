@@ -1,4 +1,5 @@
-"""Many forks at once in one tree of the jail, and what a rollback says that could not be prepared."""
+"""Many forks at once in one tree of the jail, and what a rollback says that could not be
+prepared."""
 
 import asyncio
 import subprocess
@@ -13,7 +14,9 @@ from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
 from ramify.sandbox.conformance.base import HOST
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux"
+)
 
 FORKS = 64
 
@@ -69,7 +72,9 @@ def test_many_forks_at_once_in_the_middle_of_a_call(tier: str) -> None:
         await session.install("host_names", HOST)
         branches = await fork_in_the_middle(session, 16)
         assert [str(each) for each in branches if isinstance(each, BaseException)] == []
-        ends = await asyncio.gather(*(branch_again(each, number) for number, each in enumerate(branches)))
+        ends = await asyncio.gather(
+            *(branch_again(each, number) for number, each in enumerate(branches))
+        )
         assert ends == [[f"['first {n}', 'second {n} {m}']" for m in range(3)] for n in range(16)]
 
     with_jail(test, tier)
@@ -91,7 +96,9 @@ async def branch_again(branch: Any, number: int) -> list[str]:
         return answer
 
     ran = [await branch.resume(answer=answers)]
-    ran += [await each.resume(answer=later(f"second {number} {m + 1}")) for m, each in enumerate(made)]
+    ran += [
+        await each.resume(answer=later(f"second {number} {m + 1}")) for m, each in enumerate(made)
+    ]
     return [str(each.cell.value) for each in ran]
 
 
@@ -110,7 +117,8 @@ def test_a_cell_is_refused_while_forks_wait_their_turn() -> None:
     with_jail(test)
 
 
-# ------------------------------------------------------------------------------------------------ rollback
+# ------------------------------------------------------------------------------------------------
+# rollback
 
 DIE = "import os\nos._exit(3)"
 
@@ -122,7 +130,9 @@ def test_sessions_of_one_tree_are_rolled_back_side_by_side(tier: str) -> None:
         tree = [root, *await asyncio.gather(*(root.fork() for _ in range(7)))]
         await asyncio.gather(*(value(each, f"x = {number}") for number, each in enumerate(tree)))
         for _ in range(2):
-            ran = await asyncio.gather(*(each.run(f"x = -1\n{DIE}", answer=answer) for each in tree))
+            ran = await asyncio.gather(
+                *(each.run(f"x = -1\n{DIE}", answer=answer) for each in tree)
+            )
             assert [each.interrupted for each in ran] == ["killed"] * 8
             assert [await value(each, "x") for each in tree] == [str(number) for number in range(8)]
 
@@ -137,8 +147,10 @@ def test_a_rollback_that_could_not_be_prepared_is_reported() -> None:
             await session.run(f"print('so far')\n{DIE}", answer=answer)
         assert caught.value.stdout == "so far\n"
         assert str(caught.value) == (
-            "the session ended in the middle of a cell: its process exited with status 3; it was not rolled back: "
-            "the session cannot be forked: files, pipes or sockets are open (2), which a branch would share: "
+            "the session ended in the middle of a cell: its process exited with status 3; it was "
+            "not rolled back: "
+            "the session cannot be forked: files, pipes or sockets are open (2), which a branch "
+            "would share: "
             "close them first"
         )
 

@@ -1,8 +1,9 @@
-"""The host's frame reader against frames that are almost right: it may end the session, and do nothing else.
+"""The host's frame reader against frames that are almost right: it may end the session, and do
+nothing else.
 
-Frames are made from the wire's own vocabulary with odd values, then bent: bits flipped, cut, joined, doubled, handed over
-in odd pieces. Whatever comes, a run ends with a ``CellResult`` or ``SessionDied``, soon, with no task, no error in a callback
-and no memory left over.
+Frames are made from the wire's own vocabulary with odd values, then bent: bits flipped, cut,
+joined, doubled, handed over in odd pieces. Whatever comes, a run ends with a ``CellResult`` or
+``SessionDied``, soon, with no task, no error in a callback and no memory left over.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ numbers = st.one_of(
 )
 plain = st.recursive(
     st.one_of(st.none(), numbers, st.text(max_size=8)),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=12,
 )
 TAGS = ("str", "bytes", "tuple", "set", "frozenset", "dict", "int", "float", "complex")
@@ -46,27 +49,54 @@ tagged = st.recursive(
     lambda inner: st.builds(
         lambda tag, value: {"$": tag, "v": value},
         st.sampled_from(TAGS + DATES) | plain,
-        inner | st.lists(inner, max_size=3) | st.integers(-1, 3) | st.text("0123456789abcdefx-.:T+nait", max_size=24),
+        inner
+        | st.lists(inner, max_size=3)
+        | st.integers(-1, 3)
+        | st.text("0123456789abcdefx-.:T+nait", max_size=24),
     ),
     max_leaves=8,
 )
-arguments = st.tuples(st.lists(tagged, max_size=3), st.dictionaries(st.text(max_size=4), tagged, max_size=2))
-NAMES = ("op", "id", "name", "value", "tags", "blobs", "skip", "chars", "upto", "error", "note", "kind", "pid", "more")
+arguments = st.tuples(
+    st.lists(tagged, max_size=3), st.dictionaries(st.text(max_size=4), tagged, max_size=2)
+)
+NAMES = (
+    "op",
+    "id",
+    "name",
+    "value",
+    "tags",
+    "blobs",
+    "skip",
+    "chars",
+    "upto",
+    "error",
+    "note",
+    "kind",
+    "pid",
+    "more",
+)
 fields: dict[str, st.SearchStrategy[Any]] = {
     "hello": st.fixed_dictionaries({"pid": numbers}),
     "out": st.fixed_dictionaries({"skip": numbers, "chars": numbers, "upto": numbers}),
-    "call": st.fixed_dictionaries({"id": numbers, "name": st.text(max_size=9), "value": arguments | tagged}),
+    "call": st.fixed_dictionaries(
+        {"id": numbers, "name": st.text(max_size=9), "value": arguments | tagged}
+    ),
     "done": st.fixed_dictionaries(
         {
-            "id": numbers, "value": st.none() | st.text(max_size=9), "error": st.none() | st.text(max_size=9),
-            "restored": st.lists(st.text(max_size=5), max_size=2), "chars": numbers,
+            "id": numbers,
+            "value": st.none() | st.text(max_size=9),
+            "error": st.none() | st.text(max_size=9),
+            "restored": st.lists(st.text(max_size=5), max_size=2),
+            "chars": numbers,
             "note": st.none() | st.dictionaries(st.text(max_size=5), tagged, max_size=2),
         }
     ),
     "ok": st.fixed_dictionaries({"id": numbers}),
     "value": st.fixed_dictionaries({"id": numbers, "value": tagged}),
-    "failed": st.fixed_dictionaries({"id": numbers, "kind": st.text(max_size=9), "message": st.text(max_size=9)}),
-}  # fmt: skip
+    "failed": st.fixed_dictionaries(
+        {"id": numbers, "kind": st.text(max_size=9), "message": st.text(max_size=9)}
+    ),
+}
 
 
 @st.composite
@@ -79,7 +109,9 @@ def frames(draw: st.DrawFn) -> bytes:
     if draw(st.booleans()):
         header["tags"] = draw(st.booleans())
     if blobs or draw(st.booleans()):
-        header["blobs"] = draw(st.just([len(blob) for blob in blobs]) | st.lists(numbers, max_size=3))
+        header["blobs"] = draw(
+            st.just([len(blob) for blob in blobs]) | st.lists(numbers, max_size=3)
+        )
     return b"".join(frame(json.dumps(header).encode(), blobs))
 
 
@@ -190,7 +222,9 @@ async def put(pieces: list[bytes], is_gone: bool, request: str, cell_s: float = 
     """Give the pieces to a session as the answer to a request; what went wrong in callbacks."""
     loop, faults = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _, context: faults.append(context))
-    session = GuestSession(MemoryDoor(pieces, is_gone), cell_s=cell_s, grace_s=0.02, max_output_bytes=1000)  # type: ignore[arg-type]
+    session = GuestSession(
+        MemoryDoor(pieces, is_gone), cell_s=cell_s, grace_s=0.02, max_output_bytes=1000
+    )  # type: ignore[arg-type]
     await session.ready()
     try:
         async with asyncio.timeout(60):
@@ -218,9 +252,13 @@ def test_a_session_over_a_bent_wire(pieces: list[bytes], is_gone: bool, request:
 
 
 def test_a_flood_is_not_kept() -> None:
-    """20,000 frames of output and of calls: what the host holds afterwards does not depend on how many there were."""
+    """20,000 frames of output and of calls: what the host holds afterwards does not depend on how
+    many there were."""
     out = b"".join(frame(b'{"op":"out","skip":0,"chars":9,"upto":9,"blobs":[512]}', [b"x" * 512]))
-    calls = [b"".join(frame(b'{"op":"call","id":%d,"name":"a","value":[["x"],{}]}' % n)) for n in range(1, 2001)]
+    calls = [
+        b"".join(frame(b'{"op":"call","id":%d,"name":"a","value":[["x"],{}]}' % n))
+        for n in range(1, 2001)
+    ]
     kept = []
     for times in (1, 10):
         flood = [out * 100] * 20 * times + [b"".join(calls)]

@@ -1,4 +1,5 @@
-"""The provider ``ipython``: every promise of a session, and what its users know from their notebooks."""
+"""The provider ``ipython``: every promise of a session, and what its users know from their
+notebooks."""
 
 from __future__ import annotations
 
@@ -13,8 +14,12 @@ from ramify.sandbox.conformance import PROMISES, ConformanceCheck, echo
 from ramify.sandbox.run_conformance import check_one
 from ramify.types.trajectory import Cell
 
-SPEC = SandboxSpec(provider="ipython", memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0)
-needs_ipython = pytest.mark.skipif(importlib.util.find_spec("IPython") is None, reason="IPython is not installed")
+SPEC = SandboxSpec(
+    provider="ipython", memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0
+)
+needs_ipython = pytest.mark.skipif(
+    importlib.util.find_spec("IPython") is None, reason="IPython is not installed"
+)
 
 
 def cells(*codes: str) -> list[Cell]:
@@ -44,16 +49,24 @@ def test_promise(check: ConformanceCheck) -> None:
 
 @needs_ipython
 def test_in_and_out() -> None:
-    ran = cells("6 * 7", "_ + 1", "Out[1], _2, __", "In[1]", "5;", "get_ipython().__class__.__name__")
+    ran = cells(
+        "6 * 7", "_ + 1", "Out[1], _2, __", "In[1]", "5;", "get_ipython().__class__.__name__"
+    )
     assert [cell.value for cell in ran] == ["42", "43", "(42, 43, 42)", "'6 * 7'", None, "'Shell'"]
 
 
 @needs_ipython
 def test_magics_and_commands() -> None:
     ran = cells(
-        "print(1)\n!echo two\nprint(3)", "names = !echo a; echo b\nlist(names)", "%%capture out\nprint('kept')",
-        "out.stdout", "%pwd", "t = %timeit -n1 -r1 -q -o 1\nt.loops", "%no_such", "len?",
-    )  # fmt: skip
+        "print(1)\n!echo two\nprint(3)",
+        "names = !echo a; echo b\nlist(names)",
+        "%%capture out\nprint('kept')",
+        "out.stdout",
+        "%pwd",
+        "t = %timeit -n1 -r1 -q -o 1\nt.loops",
+        "%no_such",
+        "len?",
+    )
     assert ran[0].stdout == "1\ntwo\n3\n"
     assert [ran[1].value, ran[3].value, ran[5].value] == ["['a', 'b']", "'kept\\n'", "1"]
     assert ran[2].stdout == ""
@@ -67,8 +80,10 @@ def test_errors_read_as_in_every_session() -> None:
     [failed, wrong] = cells("\nx = 1\n1 / 0", "a b")
     assert failed.error is not None
     assert failed.error.splitlines()[:3] == [
-        "Traceback (most recent call last):", '  File "<cell 1>", line 3, in <module>', "    1 / 0",
-    ]  # fmt: skip
+        "Traceback (most recent call last):",
+        '  File "<cell 1>", line 3, in <module>',
+        "    1 / 0",
+    ]
     assert wrong.error is not None
     assert wrong.error.splitlines()[0] == '  File "<cell 2>", line 1'
 

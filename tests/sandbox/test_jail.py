@@ -1,4 +1,5 @@
-"""What only the jail can break: its tiers, its filter, what it shows of the host, and what is left of it afterwards."""
+"""What only the jail can break: its tiers, its filter, what it shows of the host, and what is left
+of it afterwards."""
 
 import asyncio
 import contextlib
@@ -28,7 +29,9 @@ from ramify.sandbox.jail.probe import probe
 from ramify.sandbox.jail.provider import JailSandbox
 from ramify.sandbox.process import ProcessSandbox
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux"
+)
 
 
 SPIN = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\nwhile True: pass"
@@ -74,7 +77,8 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ tiers
+# ------------------------------------------------------------------------------------------------
+# tiers
 
 
 def test_another_user_reads_a_copy_if_the_checkout_is_closed(tmp_path: Path) -> None:
@@ -89,10 +93,14 @@ def test_another_user_reads_a_copy_if_the_checkout_is_closed(tmp_path: Path) -> 
     if copied is None:
         pytest.skip(f"NOT TESTED AS ANOTHER USER: no {VERSION} that another user can run")
     done = subprocess.run(
-        [copied.python, "-c", "import os, ramify; print(os.getuid(), ramify.__file__)"], cwd="/",
+        [copied.python, "-c", "import os, ramify; print(os.getuid(), ramify.__file__)"],
+        cwd="/",
         env={"PYTHONPATH": os.pathsep.join(copied.path), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True, text=True, check=True, **AS_NOBODY,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        **AS_NOBODY,
+    )
     assert done.stdout == f"65534 {copied.path[0]}/ramify/__init__.py\n"
     assert str(closed) not in copied.path[0]
 
@@ -105,27 +113,37 @@ def test_an_ordinary_user_is_kept_the_same_promises(tier: str) -> None:
     if other is None:
         pytest.skip(f"NOT TESTED AS AN ORDINARY USER: no {VERSION} that another user can run")
     done = subprocess.run(
-        [other.python, "-P", str(other.tests / "jail_tiers.py"), tier], cwd="/", capture_output=True,
-        env={"PYTHONPATH": os.pathsep.join(other.path), "PYTHONDONTWRITEBYTECODE": "1"}, **AS_NOBODY,
-    )  # fmt: skip
+        [other.python, "-P", str(other.tests / "jail_tiers.py"), tier],
+        cwd="/",
+        capture_output=True,
+        env={"PYTHONPATH": os.pathsep.join(other.path), "PYTHONDONTWRITEBYTECODE": "1"},
+        **AS_NOBODY,
+    )
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     found = json.loads(done.stdout)
     if found["tier"] != tier:
-        pytest.skip(f"TIER {tier} IS NOT TESTED AS AN ORDINARY USER: the kernel gives {found['tier']}")
+        pytest.skip(
+            f"TIER {tier} IS NOT TESTED AS AN ORDINARY USER: the kernel gives {found['tier']}"
+        )
     assert found == {"uid": 65534, "tier": tier, "broken": []}
 
 
 def test_a_weaker_tier_than_asked_for_is_refused_with_the_way_to_get_it() -> None:
     if why := tiers.why_not("C"):
         pytest.skip(why)
-    with pytest.raises(SandboxError, match=r"does not reach tier B .*tier B: no Landlock.*lsm=landlock.*allow_weaker"):
+    with pytest.raises(
+        SandboxError,
+        match=r"does not reach tier B .*tier B: no Landlock.*lsm=landlock.*allow_weaker",
+    ):
         JailSandbox(SandboxSpec(provider="jail"), deny=tiers.WITHOUT["C"])
     weaker = JailSandbox(SandboxSpec(provider="jail", allow_weaker=True), deny=tiers.WITHOUT["C"])
     assert weaker.warning == provider.WEAKER["C"]
     assert weaker.reached.tier == "C"
 
 
-def test_another_platform_is_refused_unless_weaker_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_platform_is_refused_unless_weaker_is_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(SandboxError, match=r"needs Linux and this is darwin.*allow_weaker"):
         open_sandbox(SandboxSpec(provider="jail"))
@@ -154,10 +172,13 @@ def test_the_probe_is_asked_once() -> None:
     assert probe(tiers.WITHOUT["C"]) is probe(tiers.WITHOUT["C"])
 
 
-# ------------------------------------------------------------------------------------------------ the filter
+# ------------------------------------------------------------------------------------------------
+# the filter
 
 
-@pytest.mark.parametrize(("machine", "architecture"), [("x86_64", 0xC000003E), ("aarch64", 0xC00000B7)])
+@pytest.mark.parametrize(
+    ("machine", "architecture"), [("x86_64", 0xC000003E), ("aarch64", 0xC00000B7)]
+)
 def test_the_tables_agree_with_libseccomp(machine: str, architecture: int) -> None:
     path = ctypes.util.find_library("seccomp")
     if path is None:
@@ -202,12 +223,16 @@ raised = fails(resource.setrlimit, resource.RLIMIT_CPU, (1 << 30, 1 << 30))
         pytest.skip("written with the numbers of x86_64")
 
     async def test(jail: JailSandbox) -> None:
-        assert await value(await jail.open(), code) == "({(-1, 1)}, 1, 1, 'ValueError', (-1, 38), None)"
+        assert (
+            await value(await jail.open(), code)
+            == "({(-1, 1)}, 1, 1, 'ValueError', (-1, 38), None)"
+        )
 
     with_jail(test)
 
 
-# ------------------------------------------------------------------------------------------------ what is shown
+# ------------------------------------------------------------------------------------------------
+# what is shown
 
 
 def test_a_mount_is_read_only_and_where_it_was_asked_for(tmp_path: Path) -> None:
@@ -249,7 +274,9 @@ def test_without_a_file_system_of_their_own_sessions_see_a_mount_where_it_is_or_
 
 
 def test_more_memory_than_the_machine_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"all_memory_bytes is .* more than the .* bytes of this machine"):
+    with pytest.raises(
+        ConfigError, match=r"all_memory_bytes is .* more than the .* bytes of this machine"
+    ):
         open_sandbox(SandboxSpec(provider="jail", all_memory_bytes=1 << 50))
 
 
@@ -257,7 +284,11 @@ def test_a_session_writes_into_its_own_folder_up_to_a_limit() -> None:
     async def test(jail: JailSandbox) -> None:
         first, second = await jail.open(), await jail.open()
         assert (
-            await value(first, "import os, tempfile; open('f', 'w').write('x'); os.getcwd() == tempfile.gettempdir()")
+            await value(
+                first,
+                "import os, tempfile; open('f', 'w').write('x'); os.getcwd() == "
+                "tempfile.gettempdir()",
+            )
             == "True"
         )
         assert await value(second, "import os; os.listdir('.')") == "[]"
@@ -285,21 +316,29 @@ def test_without_the_package_it_is_not_there() -> None:
     with_jail(test)
 
 
-# ------------------------------------------------------------------------------------------------ limits
+# ------------------------------------------------------------------------------------------------
+# limits
 
 
 def test_a_cell_that_aborts_is_told_as_one_and_aborts_nobody_else() -> None:
-    """No session may send a signal; that of its own abort() the host sends, whoever it was meant for."""
+    """No session may send a signal; that of its own abort() the host sends, whoever it was meant
+    for."""
 
     async def test(sandbox: JailSandbox) -> None:
         other = await sandbox.open()
         pid = await value(other, "import os\nos.getpid()")
-        for code in ("import os\nos.abort()", f"import ctypes\nctypes.CDLL(None).tgkill({pid}, {pid}, 6)"):
+        for code in (
+            "import os\nos.abort()",
+            f"import ctypes\nctypes.CDLL(None).tgkill({pid}, {pid}, 6)",
+        ):
             session = await sandbox.open()
             with pytest.raises(SessionDied, match=r"killed by signal 6 \(SIGABRT\)"):
                 await session.run(code, answer=answer)
         session = await sandbox.open()
-        assert await value(session, f"import ctypes\nctypes.CDLL(None).tgkill({pid}, {pid}, 9)") == "-1"
+        assert (
+            await value(session, f"import ctypes\nctypes.CDLL(None).tgkill({pid}, {pid}, 9)")
+            == "-1"
+        )
         assert (
             await error(session, "import os\nos.kill(os.getpid(), 6)")
             == "PermissionError: [Errno 1] Operation not permitted"
@@ -342,7 +381,9 @@ def test_the_session_that_uses_most_is_ended_when_all_use_too_much() -> None:
     async def test(jail: JailSandbox) -> None:
         small, large = await jail.open(), await jail.open()
         await value(small, "b = bytearray(40 << 20)")
-        with pytest.raises(SessionDied, match=r"all sessions together used .* of 100 MB, this one most of it"):
+        with pytest.raises(
+            SessionDied, match=r"all sessions together used .* of 100 MB, this one most of it"
+        ):
             await large.run("b = bytearray(90 << 20)\nimport time; time.sleep(20)", answer=answer)
         assert await value(small, "len(b) >> 20") == "40"
 
@@ -363,7 +404,8 @@ def test_rollback_survives_a_killed_cell() -> None:
     with_jail(test, rollback=True, grace_s=0.3)
 
 
-# ------------------------------------------------------------------------------------------------ branches
+# ------------------------------------------------------------------------------------------------
+# branches
 
 
 def test_a_fork_makes_files_read_only_for_both() -> None:
@@ -412,7 +454,8 @@ def test_a_tree_closes_together() -> None:
     with_jail(test, pool=0)
 
 
-# ------------------------------------------------------------------------------------------------ afterwards
+# ------------------------------------------------------------------------------------------------
+# afterwards
 
 
 @pytest.mark.parametrize("tier", tiers.TIERS)
@@ -474,7 +517,9 @@ def test_everything_ends_with_the_host(tier: str, tmp_path: Path) -> None:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
     }
-    with subprocess.Popen([sys.executable, script, tier], stdout=subprocess.PIPE, text=True, env=environment) as host:
+    with subprocess.Popen(
+        [sys.executable, script, tier], stdout=subprocess.PIPE, text=True, env=environment
+    ) as host:
         assert host.stdout is not None
         assert host.stdout.readline() == "up\n"
         started = descendants(host.pid)

@@ -20,7 +20,9 @@ from ramify.sandbox.run_conformance import check_one
 
 SPEC = SandboxSpec(provider="monty", memory_bytes=256 << 20, max_output_bytes=100_000)
 CLAIMED = [check for check in PROMISES if all(getattr(CAPS, name) for name in check.needs)]
-needs_monty = pytest.mark.skipif(importlib.util.find_spec("pydantic_monty") is None, reason="Monty is not installed")
+needs_monty = pytest.mark.skipif(
+    importlib.util.find_spec("pydantic_monty") is None, reason="Monty is not installed"
+)
 VALUES: list[Any] = [
     None, True, 0, 2**64, -(3**500), 1.5, float("inf"), "é\x00", b"\x00\xff", [], [1, [2]], (1,), {2, "a"}, frozenset({1}),
     {}, {"a": {"b": 1}}, {1: "int", (1, 2): "tuple", None: "none"},
@@ -58,13 +60,25 @@ def test_promise(check: ConformanceCheck) -> None:
 def test_echo_errors_and_what_stays() -> None:
     async def test(session: MontySession) -> None:
         ran = await run(
-            session, "a = 1\n1/0\nb = 2", "a", "_ + 1", "x = 5", "class P:\n    pass\nP()", "y = = 2", "nothing"
+            session,
+            "a = 1\n1/0\nb = 2",
+            "a",
+            "_ + 1",
+            "x = 5",
+            "class P:\n    pass\nP()",
+            "y = = 2",
+            "nothing",
         )
         assert [r.cell.value for r in ran] == [None, "1", "2", None, "<P object>", None, None]
         assert [(r.cell.error or "").splitlines()[-1:] for r in ran] == [
-            ["ZeroDivisionError: division by zero"], [], [], [], [], ["SyntaxError: Expected an expression"],
+            ["ZeroDivisionError: division by zero"],
+            [],
+            [],
+            [],
+            [],
+            ["SyntaxError: Expected an expression"],
             ["NameError: name 'nothing' is not defined"],
-        ]  # fmt: skip
+        ]
         assert 'File "<cell 1>", line 2' in ran[0].cell.error
 
     with_session(test)
@@ -105,11 +119,19 @@ def after_cell():
 def test_modules_run_in_the_host_and_lend_their_functions() -> None:
     async def test(session: MontySession) -> None:
         await session.install("tools", SOURCE)
-        [ran] = await run(session, "a = double(4)\nprint(a, double('x', times=3))\nstate['n'] = a\ndouble = 3")
-        assert (ran.cell.error, ran.cell.stdout, ran.cell.restored) == (None, "8 xxx\n", ("double",))
+        [ran] = await run(
+            session, "a = double(4)\nprint(a, double('x', times=3))\nstate['n'] = a\ndouble = 3"
+        )
+        assert (ran.cell.error, ran.cell.stdout, ran.cell.restored) == (
+            None,
+            "8 xxx\n",
+            ("double",),
+        )
         assert ran.note == {"tools": {"n": 8, "has": ["a", "double"], "out": "8 xxx\n"}}
         [failed, caught] = await run(
-            session, "double(None)", "try:\n    double(None)\nexcept Exception as e:\n    r = str(e)\nr"
+            session,
+            "double(None)",
+            "try:\n    double(None)\nexcept Exception as e:\n    r = str(e)\nr",
         )
         assert failed.cell.error.splitlines()[-1] == "RuntimeError: Kind: none given"
         assert caught.cell.value == "'Kind: none given'"
@@ -128,7 +150,10 @@ def test_a_stopped_cell_is_undone() -> None:
             *await run(session, "x"),
         ]
         assert (ran.interrupted, ran.cell.stdout, after.cell.value) == ("time", "so far\n", "41")
-        assert ran.cell.error == "KeyboardInterrupt: the cell was stopped (time), and what it had bound is undone"
+        assert (
+            ran.cell.error
+            == "KeyboardInterrupt: the cell was stopped (time), and what it had bound is undone"
+        )
         asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
         [ran, after] = await run(session, "while True: pass", "x + 1")
         assert (ran.interrupted, after.cell.value) == ("deadline", "42")
@@ -139,7 +164,9 @@ def test_a_stopped_cell_is_undone() -> None:
 @needs_monty
 def test_a_waiting_cell_is_cut() -> None:
     async def test(session: MontySession) -> None:
-        await session.install("host_names", "__all__ = ['host']\ndef host(*a): return call_host(*a)")
+        await session.install(
+            "host_names", "__all__ = ['host']\ndef host(*a): return call_host(*a)"
+        )
         asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
         ran, after = await run(session, "host('sleep', 60)", "host('echo', 1)")
         assert (ran.interrupted, after.cell.value) == ("deadline", "1")
@@ -173,7 +200,9 @@ def test_walls() -> None:
 @needs_monty
 def test_a_context() -> None:
     async def test(session: MontySession) -> None:
-        ran = await run(session, "context['a'][:3], len(context['b'])", "context = 1", "context['a'][0]")
+        ran = await run(
+            session, "context['a'][:3], len(context['b'])", "context = 1", "context['a'][0]"
+        )
         assert [r.cell.value for r in ran] == ["('xyz', 2)", None, "'x'"]
         assert ran[1].cell.restored == ("context",)
 

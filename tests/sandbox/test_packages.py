@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux"
+)
 
 SCRIPT = """
 import asyncio, json, sys
@@ -37,7 +39,10 @@ print(asyncio.run(main()))
 def in_jail(tier: str, packages: list[str], code: str, *path: Path) -> str:
     """What a cell says in a jail whose host finds packages in ``path``."""
     here = Path(__file__)
-    env = {"PYTHONPATH": os.pathsep.join(map(str, (*path, here.parent, here.parents[2]))), "PATH": os.environ["PATH"]}
+    env = {
+        "PYTHONPATH": os.pathsep.join(map(str, (*path, here.parent, here.parents[2]))),
+        "PATH": os.environ["PATH"],
+    }
     command = [sys.executable, "-c", SCRIPT, json.dumps([tier, packages, code])]
     done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, check=False)
     if done.stdout == "skip\n":
@@ -61,16 +66,32 @@ def lay_out(folder: Path, **texts: str) -> None:
 
 
 def checkout(folder: Path) -> Path:
-    """A package, a module, a namespace and another project, among files that are nobody's business."""
+    """A package, a module, a namespace and another project, among files that are nobody's
+    business."""
     texts: dict[str, Any] = {
-        ".env": "KEY", ".git/config": "KEY", "key.pem": "KEY", "pyproject.toml": "", "settings.py": "KEY = 1",
+        ".env": "KEY",
+        ".git/config": "KEY",
+        "key.pem": "KEY",
+        "pyproject.toml": "",
+        "settings.py": "KEY = 1",
         "mine/__init__.py": "from pathlib import Path\ndata = Path(__file__).with_name('data.json').read_text()",
-        "mine/data.json": "[1]", "mine/.env": "KEY", "mine/deep/er/__init__.py": "x = 2", "mine/deep/er/.key": "KEY",
-        "mine/plain/__init__.py": "x = 3", "mine/plain/more.txt": "more",
-        "alone.py": "x = 4", "alone.env": "KEY",
-        "space/part/__init__.py": "x = 5", "space/module.py": "x = 6", "space/key.pem": "KEY", "space/.env": "KEY",
-        "flat/__init__.py": "x = 7", "flat/inner.py": "x = 8", "flat/.git/config": "KEY", "flat/key.pem": "KEY",
-    }  # fmt: skip
+        "mine/data.json": "[1]",
+        "mine/.env": "KEY",
+        "mine/deep/er/__init__.py": "x = 2",
+        "mine/deep/er/.key": "KEY",
+        "mine/plain/__init__.py": "x = 3",
+        "mine/plain/more.txt": "more",
+        "alone.py": "x = 4",
+        "alone.env": "KEY",
+        "space/part/__init__.py": "x = 5",
+        "space/module.py": "x = 6",
+        "space/key.pem": "KEY",
+        "space/.env": "KEY",
+        "flat/__init__.py": "x = 7",
+        "flat/inner.py": "x = 8",
+        "flat/.git/config": "KEY",
+        "flat/key.pem": "KEY",
+    }
     lay_out(folder, **texts)
     (folder / "mine/to_env").symlink_to("../.env")
     return folder
@@ -84,11 +105,17 @@ def reads(path):
 [name for name in NAMES if reads(FOLDER + '/' + name)]
 """
 SHOWN = {
-    "mine": ["mine/__init__.py", "mine/data.json", "mine/deep/er/__init__.py", "mine/plain/__init__.py", "mine/plain/more.txt"],
+    "mine": [
+        "mine/__init__.py",
+        "mine/data.json",
+        "mine/deep/er/__init__.py",
+        "mine/plain/__init__.py",
+        "mine/plain/more.txt",
+    ],
     "alone": ["alone.py"],
     "space": ["space/module.py", "space/part/__init__.py"],
     "flat": ["flat/__init__.py", "flat/inner.py"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tier", "AB")
@@ -123,7 +150,10 @@ def test_it_is_imported(place: Path, package: str, code: str, value: str, tier: 
 def test_a_namespace_of_two_folders_and_a_link_to_a_checkout(place: Path, tier: str) -> None:
     first, second, real = (place / name for name in ("first", "second", "real"))
     lay_out(first, **{"space/one.py": "x = 1", ".env": "KEY"})
-    lay_out(second, **{"space/two/__init__.py": "x = 2", "space/two/.env": "KEY", "space/notes.txt": "KEY"})
+    lay_out(
+        second,
+        **{"space/two/__init__.py": "x = 2", "space/two/.env": "KEY", "space/notes.txt": "KEY"},
+    )
     lay_out(real, **{"linked/__init__.py": "x = 3", ".env": "KEY"})
     (first / "linked").symlink_to(real / "linked")
     code = "import space.one, space.two, linked\nspace.one.x, space.two.x, linked.x"
@@ -135,11 +165,14 @@ def test_a_namespace_of_two_folders_and_a_link_to_a_checkout(place: Path, tier: 
 
 
 def test_the_working_folder_is_not_shown_for_a_built_in_module(place: Path) -> None:
-    script = (
-        "import sys\nfrom ramify.sandbox.packages import locate, readable\nprint(locate(['sys']), readable(['sys']))"
-    )
+    script = "import sys\nfrom ramify.sandbox.packages import locate, readable\nprint(locate(['sys']), readable(['sys']))"
     env = {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=env, cwd=place, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script],
+        env=env,
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "[] []\n"

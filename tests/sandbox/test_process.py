@@ -1,4 +1,5 @@
-"""What only the provider of processes can break: what a session inherits, what outlives it, and where it comes from."""
+"""What only the provider of processes can break: what a session inherits, what outlives it, and
+where it comes from."""
 
 import asyncio
 import contextlib
@@ -140,7 +141,9 @@ def test_everything_dies_with_a_killed_host(tmp_path: Path) -> None:
     """)
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as host:
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment
+    ) as host:
         assert host.stdout is not None
         told = [host.stdout.readline().split() for _ in range(2)]
         host.kill()
@@ -151,11 +154,14 @@ def test_everything_dies_with_a_killed_host(tmp_path: Path) -> None:
 
 def test_a_server_that_nobody_takes_ends_with_its_host() -> None:
     code = (
-        "from ramify.sandbox import process as p, base; s = base.SandboxSpec(provider='process'); p.launch(s); "
+        "from ramify.sandbox import process as p, base; s = base.SandboxSpec(provider='process'); "
+        "p.launch(s); "
         "print(p._launched[s].folder)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, check=True
+    )
     assert asyncio.run(until(lambda: not os.path.exists(run.stdout.strip())))
 
 
@@ -166,7 +172,10 @@ def test_a_killed_fork_server_is_told_and_replaced() -> None:
         with pytest.raises(SessionDied):
             await value(session, "import time; time.sleep(60)")
         assert await value(await sandbox.open(), "'alive'") == "'alive'"
-        assert await value(await sandbox.open(context=SharedContext("x" * 2_000_000)), "len(context)") == "2000000"
+        assert (
+            await value(await sandbox.open(context=SharedContext("x" * 2_000_000)), "len(context)")
+            == "2000000"
+        )
 
     with_sandbox(test)
 
@@ -214,7 +223,9 @@ def test_templates_are_retired_and_their_sessions_live_on() -> None:
             sessions.append(await sandbox.open(context=context))
             del context
         template = int(await value(sessions[0], "import os; os.getppid()"))
-        assert [await value(session, "context[:2]") for session in sessions] == [repr(str(n) * 2) for n in range(10)]
+        assert [await value(session, "context[:2]") for session in sessions] == [
+            repr(str(n) * 2) for n in range(10)
+        ]
         assert is_alive(template)
         await sessions[0].close()
         assert await until(lambda: not is_alive(template))
@@ -231,7 +242,9 @@ def test_packages_of_the_host_are_importable_on_request() -> None:
     with_sandbox(test, packages=("msgspec",))
 
 
-def test_a_package_that_fails_to_import_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_fails_to_import_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "fragile.py").write_text("raise ValueError('not here')")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SandboxError, match="'fragile' cannot be imported: ValueError: not here"):
@@ -258,7 +271,9 @@ def test_a_cancelled_open_leaves_nothing() -> None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await (await task).close()
-        assert await until(lambda: set(os.listdir("/proc/self/fd")) <= before)  # the first may have been closing then
+        assert await until(
+            lambda: set(os.listdir("/proc/self/fd")) <= before
+        )  # the first may have been closing then
         assert await value(await sandbox.open(), "1") == "1"
 
     with_sandbox(test)
@@ -267,7 +282,11 @@ def test_a_cancelled_open_leaves_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: open_sandbox(SandboxSpec(provider="proces")), ConfigError, "did you mean 'process'"),
+        (
+            lambda: open_sandbox(SandboxSpec(provider="proces")),
+            ConfigError,
+            "did you mean 'process'",
+        ),
         (lambda: SandboxSpec(cell_s=0), ConfigError, "cell_s is 0: give a positive number"),
         (lambda: SandboxSpec(grace_s=-1), ConfigError, "grace_s is -1"),
         (lambda: SandboxSpec(max_output_bytes=0), ConfigError, "max_output_bytes is 0"),
@@ -277,11 +296,17 @@ def test_a_cancelled_open_leaves_nothing() -> None:
             ConfigError,
             "no package 'nothere'; install it into the environment of",
         ),
-        (lambda: open_sandbox(SandboxSpec(provider="process", packages=("PyYAML_x",))), ConfigError, "no package"),
+        (
+            lambda: open_sandbox(SandboxSpec(provider="process", packages=("PyYAML_x",))),
+            ConfigError,
+            "no package",
+        ),
         (lambda: SharedContext(object()), SandboxError, "a value of type object at value"),
     ],
 )
-def test_wrong_input_is_named(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_wrong_input_is_named(
+    make: Callable[[], Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error) as caught:
         make()
     assert message in str(caught.value)

@@ -1,4 +1,5 @@
-"""Every provider keeps every promise that it claims: the suite that ships, put to the providers of this machine."""
+"""Every provider keeps every promise that it claims: the suite that ships, put to the providers of
+this machine."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""The host's end against guests that lie: each is a few bytes behind a door, and none may do more than end its session."""
+"""The host's end against guests that lie: each is a few bytes behind a door, and none may do more
+than end its session."""
 
 import asyncio
 import json
@@ -18,7 +19,15 @@ def said(header: Any, *blobs: bytes) -> bytes:
 
 
 HELLO = said({"op": "hello", "pid": 1})
-DONE = {"op": "done", "id": 1, "value": None, "error": None, "restored": [], "note": None, "chars": 0}
+DONE = {
+    "op": "done",
+    "id": 1,
+    "value": None,
+    "error": None,
+    "restored": [],
+    "note": None,
+    "chars": 0,
+}
 
 
 class LyingDoor:
@@ -92,7 +101,9 @@ LIES = {
     "a header longer than its frame": b"\x07\x00\x00\x00\x01\xff\x00\x00\x00{}",
     "no JSON": b"".join(frame(b"{")),
     "no UTF-8": b"".join(frame(b'{"op":"\xff"}')),
-    "deep JSON": b"".join(frame(b'{"op":"call","id":1,"name":"x","value":' + b"[" * 100_000 + b"]" * 100_000 + b"}")),
+    "deep JSON": b"".join(
+        frame(b'{"op":"call","id":1,"name":"x","value":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    ),
     "an unknown op": said({"op": "format"}),
     "an unknown field": said({**DONE, "more": 1}),
     "a second hello": HELLO,
@@ -104,7 +115,9 @@ LIES = {
     "blobs nobody named": said(CALL, b"12345"),
     "output without a blob": said({"op": "out", "skip": 0, "chars": 0, "upto": 0, "blobs": []}),
     "a call without arguments": said({**CALL, "value": 3}),
-    "a call with odd keywords": said({**CALL, "tags": True, "value": [[], {"$": "dict", "v": [[1, 2]]}]}),
+    "a call with odd keywords": said(
+        {**CALL, "tags": True, "value": [[], {"$": "dict", "v": [[1, 2]]}]}
+    ),
     "a call numbered twice": said(CALL) + said(CALL),
     "a value that does not decode": said({**CALL, "tags": True, "value": {"$": "set", "v": [[]]}}),
     "a frame after the end": said(DONE) + said(CALL),
@@ -114,7 +127,9 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_ends_the_session(lie: str) -> None:
     transport = LyingDoor(LIES[lie])
-    if lie == "a frame after the end":  # the cell was over: what it said counts, and the session is gone
+    if (
+        lie == "a frame after the end"
+    ):  # the cell was over: what it said counts, and the session is gone
         assert asyncio.run(run(transport)).cell.error is None
     else:
         with pytest.raises(SessionDied, match="broke the protocol") as caught:

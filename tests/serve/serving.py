@@ -1,4 +1,5 @@
-"""What the tests of the server of runs share: a server over a scripted model, asked by OpenAI's own client."""
+"""What the tests of the server of runs share: a server over a scripted model, asked by OpenAI's own
+client."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ MINIMAL = Scaffold(name="test", system="You drive a session.", direct_chars=0)
 PRICE = Price(1.0, 1.0)
 
 
-def session(*turns: str, direct: Callable[[str], Any] = lambda prompt: f"re: {prompt}") -> Callable[..., Any]:
-    """A model that says ``turns`` one after the other when it drives a session, and ``direct(prompt)`` to a plain call."""
+def session(
+    *turns: str, direct: Callable[[str], Any] = lambda prompt: f"re: {prompt}"
+) -> Callable[..., Any]:
+    """A model that says ``turns`` one after the other when it drives a session, and
+    ``direct(prompt)`` to a plain call."""
 
     def script(messages: tuple[Message, ...]) -> Any:
         if messages[0].content != MINIMAL.system:
@@ -39,9 +43,14 @@ def cell(code: str) -> str:
 
 @asynccontextmanager
 async def serving(
-    model: Any, *, price: Price | None = None, limits: Limits | None = None, store: Any = None,
-    keys: dict[str, ApiKey] | ApiKeys | None = None, **options: Any,
-) -> AsyncIterator[RunServer]:  # fmt: skip
+    model: Any,
+    *,
+    price: Price | None = None,
+    limits: Limits | None = None,
+    store: Any = None,
+    keys: dict[str, ApiKey] | ApiKeys | None = None,
+    **options: Any,
+) -> AsyncIterator[RunServer]:
     client = model if isinstance(model, ScriptedClient) else ScriptedClient(model, price=price)
     rlm = RLM(client, scaffold=MINIMAL, sandbox=SANDBOX, limits=limits, store=store)
     given = keys if isinstance(keys, ApiKeys) else ApiKeys(keys or {})
@@ -51,9 +60,12 @@ async def serving(
 
 @asynccontextmanager
 async def asking(server: RunServer, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    """OpenAI's client, with nothing changed but the base URL; it does not try again, so that errors are seen, and gives a
-    connection more than its 5 s, for hundreds that begin at once on a slow machine."""
-    async with openai.AsyncOpenAI(base_url=server.url, api_key=key, max_retries=0, timeout=600.0) as client:
+    """OpenAI's client, with nothing changed but the base URL; it does not try again, so that errors
+    are seen, and gives a connection more than its 5 s, for hundreds that begin at once on a slow
+    machine."""
+    async with openai.AsyncOpenAI(
+        base_url=server.url, api_key=key, max_retries=0, timeout=600.0
+    ) as client:
         yield client
 
 
@@ -61,8 +73,14 @@ def user(*parts: Any) -> dict[str, Any]:
     """A message of the user: one text, or several parts."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return {"role": "user", "content": parts[0]}
-    return {"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
+    return {
+        "role": "user",
+        "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts],
+    }
 
 
 def file(name: str, data: bytes, head: str = "data:text/plain;base64,") -> dict[str, Any]:
-    return {"type": "file", "file": {"filename": name, "file_data": head + base64.b64encode(data).decode()}}
+    return {
+        "type": "file",
+        "file": {"filename": name, "file_data": head + base64.b64encode(data).decode()},
+    }

@@ -26,14 +26,21 @@ def test_a_reply_that_is_not_whole_is_said_to_be_so(
             asked: dict[str, Any] = {"model": "mine", "messages": [user("Hello")]}
             choice = (await client.chat.completions.create(**asked)).choices[0]
             assert (choice.message.content, choice.finish_reason) == (said, reason)
-            events = [event async for event in await client.chat.completions.create(**asked, stream=True)]
+            events = [
+                event async for event in await client.chat.completions.create(**asked, stream=True)
+            ]
             assert [e.choices[0].finish_reason for e in events if e.choices][-1] == reason
             assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == said
             response = await client.responses.create(model="mine", input="Hello")
             assert (response.status, response.output_text) == ("incomplete", said)
             assert response.incomplete_details is not None
             assert response.incomplete_details.reason == incomplete
-            streamed = [event async for event in await client.responses.create(model="mine", input="Hi", stream=True)]
+            streamed = [
+                event
+                async for event in await client.responses.create(
+                    model="mine", input="Hi", stream=True
+                )
+            ]
             assert streamed[-1].type == "response.incomplete"
 
     asyncio.run(main())

@@ -35,19 +35,28 @@ def test_as_many_at_once_as_the_key_may() -> None:
             asking(server, "one") as a,
             asking(server, "two") as b,
         ):
-            first = asyncio.ensure_future(a.chat.completions.create(model="m", messages=[user("x")]))
+            first = asyncio.ensure_future(
+                a.chat.completions.create(model="m", messages=[user("x")])
+            )
             await going.wait()
-            with pytest.raises(openai.RateLimitError, match="1 requests of this key are being answered") as caught:
+            with pytest.raises(
+                openai.RateLimitError, match="1 requests of this key are being answered"
+            ) as caught:
                 await a.chat.completions.create(model="m", messages=[user("x")])
             assert caught.value.code == "rate_limit_exceeded"
             assert caught.value.response.headers["retry-after"] == "1"
-            other = asyncio.ensure_future(b.chat.completions.create(model="m", messages=[user("x")]))
+            other = asyncio.ensure_future(
+                b.chat.completions.create(model="m", messages=[user("x")])
+            )
             while server.num_runs < 2:
                 await asyncio.sleep(0.01)
             with pytest.raises(openai.RateLimitError, match="2 requests are being answered"):
                 await b.chat.completions.create(model="m", messages=[user("x")])
             go_on.set()
-            assert [(await each).choices[0].message.content for each in (first, other)] == ["done", "done"]
+            assert [(await each).choices[0].message.content for each in (first, other)] == [
+                "done",
+                "done",
+            ]
 
     asyncio.run(test())
 
@@ -57,18 +66,26 @@ def test_a_budget_is_never_passed_and_its_end_is_a_partial_answer() -> None:
 
     async def test() -> None:
         spender = session(
-            *[cell("answer['content'] = 'so far'; llm_query('x' * 4000)")] * 100, direct=lambda _: "y" * 4000
+            *[cell("answer['content'] = 'so far'; llm_query('x' * 4000)")] * 100,
+            direct=lambda _: "y" * 4000,
         )
         budget = 0.2
         limits = Limits(max_cost=5.0, max_reply_tokens=2000)
         keys = {"a": ApiKey(key="k", max_cost=budget)}
-        async with serving(spender, price=PRICE, limits=limits, keys=keys) as server, asking(server, "k") as client:
+        async with (
+            serving(spender, price=PRICE, limits=limits, keys=keys) as server,
+            asking(server, "k") as client,
+        ):
             stops = []
 
             async def until_refused() -> None:
                 while True:
-                    reply = await client.chat.completions.create(model="m", messages=[user(LONG, "n?")])
-                    stops.append((reply.model_extra["ramify"]["stop"], reply.choices[0].finish_reason))
+                    reply = await client.chat.completions.create(
+                        model="m", messages=[user(LONG, "n?")]
+                    )
+                    stops.append(
+                        (reply.model_extra["ramify"]["stop"], reply.choices[0].finish_reason)
+                    )
                     assert spent(server).cost <= budget
 
             with pytest.raises(
@@ -95,7 +112,10 @@ def test_runs_at_once_share_what_is_left() -> None:
             return "done"
 
         keys = {"a": ApiKey(key="k", max_tokens=30_000)}
-        async with serving(model, keys=keys, limits=Limits(max_tokens=20_000)) as server, asking(server, "k") as client:
+        async with (
+            serving(model, keys=keys, limits=Limits(max_tokens=20_000)) as server,
+            asking(server, "k") as client,
+        ):
             ask = client.chat.completions.create
             runs = [asyncio.ensure_future(ask(model="m", messages=[user("x")])) for _ in range(2)]
             while server.num_runs < 2:
@@ -105,7 +125,11 @@ def test_runs_at_once_share_what_is_left() -> None:
                 await ask(model="m", messages=[user("x")])
             go_on.set()
             used = sum([(await each).usage.total_tokens for each in runs])
-            assert (spent(server).tokens, spent(server).held_tokens, spent(server).runs) == (used, 0, 2)
+            assert (spent(server).tokens, spent(server).held_tokens, spent(server).runs) == (
+                used,
+                0,
+                2,
+            )
 
     asyncio.run(test())
 
@@ -116,7 +140,10 @@ def test_what_is_spent_outlives_the_server(tmp_path: Path) -> None:
     (caller,) = ApiKeys(keys, path).callers.values()
 
     async def test() -> int:
-        async with serving(session(), keys=ApiKeys(keys, path)) as server, asking(server, "k") as client:
+        async with (
+            serving(session(), keys=ApiKeys(keys, path)) as server,
+            asking(server, "k") as client,
+        ):
             reply = await client.chat.completions.create(model="m", messages=[user("x")])
             assert reply.usage is not None
             return reply.usage.total_tokens
@@ -136,7 +163,9 @@ def test_what_is_spent_outlives_the_server(tmp_path: Path) -> None:
 def test_the_file_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     digest = hashlib.sha256(b"secret").hexdigest()
-    path.write_text(f'[alice]\nkey = "k"\nmax-runs = 4\nmax-cost = 20.0\n\n[bob]\nsha256 = "{digest}"\n')
+    path.write_text(
+        f'[alice]\nkey = "k"\nmax-runs = 4\nmax-cost = 20.0\n\n[bob]\nsha256 = "{digest}"\n'
+    )
     keys = ApiKeys(read_keys(path))
     assert keys.caller("secret").name == "bob"
     assert (keys.caller("k").key.max_runs, keys.caller("k").key.max_cost) == (4, 20.0)
@@ -157,7 +186,8 @@ def test_the_file_of_keys(tmp_path: Path) -> None:
 def test_a_budget_in_dollars_needs_prices() -> None:
     async def test() -> None:
         with pytest.raises(
-            ConfigError, match="key 'a': max-cost cannot be kept, since scripted:test has no known price"
+            ConfigError,
+            match="key 'a': max-cost cannot be kept, since scripted:test has no known price",
         ):
             async with serving(session(), keys={"a": ApiKey(key="k", max_cost=1.0)}):
                 pass

@@ -1,4 +1,5 @@
-"""A policy behind HTTP, asked by our own client for such servers, and by hand where that one would not."""
+"""A policy behind HTTP, asked by our own client for such servers, and by hand where that one would
+not."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ USER = Message("user", "count rows of 'red'\nlen 812")
 
 
 @asynccontextmanager
-async def serving(made: Policy | None = None, **options: Any) -> AsyncIterator[tuple[PolicyServer, LocalClient]]:
+async def serving(
+    made: Policy | None = None, **options: Any
+) -> AsyncIterator[tuple[PolicyServer, LocalClient]]:
     client = LocalClient(made or policy(), slots=4)
     try:
         async with PolicyServer(client, name="mine", port=0, **options) as server:
@@ -36,7 +39,9 @@ async def serving(made: Policy | None = None, **options: Any) -> AsyncIterator[t
         await client.close()
 
 
-async def ask(server: PolicyServer, *messages: Message, key: str | None = None, **sampling: Any) -> Reply:
+async def ask(
+    server: PolicyServer, *messages: Message, key: str | None = None, **sampling: Any
+) -> Reply:
     pool = ClientPool(keys={"vllm": key} if key else None)
     try:
         given = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "logprobs": True, **sampling}
@@ -51,7 +56,9 @@ async def post(server: PolicyServer, body: Any, **headers: str) -> tuple[int, di
     async with (
         aiohttp.ClientSession() as http,
         http.post(
-            f"{server.url}/chat/completions", data=data, headers={"Content-Type": "application/json", **headers}
+            f"{server.url}/chat/completions",
+            data=data,
+            headers={"Content-Type": "application/json", **headers},
         ) as answer,
     ):
         return answer.status, await answer.json()
@@ -69,7 +76,10 @@ def test_replies_are_the_engines_own() -> None:
             assert (theirs.prompt_ids, theirs.token_ids) == (ours.prompt_ids, ours.token_ids)
             assert theirs.logprobs == pytest.approx(ours.logprobs, abs=1e-5)
             assert (theirs.message, theirs.finish) == (ours.message, "length")
-            assert (theirs.usage.input_tokens, theirs.usage.output_tokens) == (ours.usage.input_tokens, 12)
+            assert (theirs.usage.input_tokens, theirs.usage.output_tokens) == (
+                ours.usage.input_tokens,
+                12,
+            )
 
     run(test)
 
@@ -90,15 +100,22 @@ def test_a_conversation_goes_on_by_the_ids_that_it_had() -> None:
                 assert second.usage.cached_tokens == len(path) - 1
             edited = Message("assistant", first.message.content + "!")
             afresh = await ask(server, USER, edited, Message("user", "17"))
-            assert afresh.prompt_ids == tuple(client.policy.renderer.prompt([USER, edited, Message("user", "17")]))
+            assert afresh.prompt_ids == tuple(
+                client.policy.renderer.prompt([USER, edited, Message("user", "17")])
+            )
 
     run(test)
 
 
-async def events(server: PolicyServer, body: dict[str, Any], grows: threading.Event) -> list[dict[str, Any]]:
+async def events(
+    server: PolicyServer, body: dict[str, Any], grows: threading.Event
+) -> list[dict[str, Any]]:
     """``grows`` is set once some of the text is here."""
     found = []
-    async with aiohttp.ClientSession() as http, http.post(f"{server.url}/chat/completions", json=body) as answer:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{server.url}/chat/completions", json=body) as answer,
+    ):
         assert (answer.status, answer.content_type) == (200, "text/event-stream")
         async for line in answer.content:
             if line.strip():
@@ -113,9 +130,13 @@ def test_a_stream_adds_up_to_the_reply() -> None:
     async def test() -> None:
         async with serving() as (server, client):
             body = {
-                "messages": [{"role": "user", "content": USER.content}], "max_tokens": 150, "seed": 7, "temperature": 1,
-                "return_token_ids": True, "logprobs": True,
-            }  # fmt: skip
+                "messages": [{"role": "user", "content": USER.content}],
+                "max_tokens": 150,
+                "seed": 7,
+                "temperature": 1,
+                "return_token_ids": True,
+                "logprobs": True,
+            }
             status, whole = await post(server, body)
             assert status == 200
             grows, steps = threading.Event(), itertools.count()
@@ -124,9 +145,15 @@ def test_a_stream_adds_up_to_the_reply() -> None:
                 if next(steps) == 60:
                     grows.wait(60)
 
-            client.policy.model.get_submodule("model.norm").register_forward_hook(waits_in_the_middle)
-            parts = await events(server, {**body, "stream": True, "stream_options": {"include_usage": True}}, grows)
-            text = "".join(part["choices"][0]["delta"].get("content", "") for part in parts if part["choices"])
+            client.policy.model.get_submodule("model.norm").register_forward_hook(
+                waits_in_the_middle
+            )
+            parts = await events(
+                server, {**body, "stream": True, "stream_options": {"include_usage": True}}, grows
+            )
+            text = "".join(
+                part["choices"][0]["delta"].get("content", "") for part in parts if part["choices"]
+            )
             assert text == whole["choices"][0]["message"]["content"]
             assert len(parts) > 4
             last, usage = parts[-2], parts[-1]
@@ -135,7 +162,10 @@ def test_a_stream_adds_up_to_the_reply() -> None:
             assert usage["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
             told = whole["choices"][0]["logprobs"]["content"]
             assert len(told) == whole["usage"]["completion_tokens"]
-            assert all(each["bytes"] is None or bytes(each["bytes"]).decode() == each["token"] for each in told)
+            assert all(
+                each["bytes"] is None or bytes(each["bytes"]).decode() == each["token"]
+                for each in told
+            )
 
     run(test)
 
@@ -143,7 +173,12 @@ def test_a_stream_adds_up_to_the_reply() -> None:
 def test_whoever_hangs_up_frees_the_slot() -> None:
     async def test() -> None:
         async with serving() as (server, client):
-            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 240, "seed": 1, "temperature": 1}
+            body = {
+                "messages": [{"role": "user", "content": "x"}],
+                "max_tokens": 240,
+                "seed": 1,
+                "temperature": 1,
+            }
 
             async def inside() -> int:
                 return len(await client.run(lambda: list(client.engine)))
@@ -154,7 +189,9 @@ def test_whoever_hangs_up_frees_the_slot() -> None:
                 while not await inside():
                     await asyncio.sleep(0)
                 request.cancel()
-                while not all(each.cancelled for each in await client.run(lambda: list(client.engine))):
+                while not all(
+                    each.cancelled for each in await client.run(lambda: list(client.engine))
+                ):
                     await asyncio.sleep(0)
                 client.resume()
                 while await inside():
@@ -178,7 +215,12 @@ def test_a_failure_in_the_middle_is_the_last_event() -> None:
                     raise ZeroDivisionError("broken")
 
             client.policy.model.get_submodule("model.norm").register_forward_hook(fails)
-            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "seed": 1, "temperature": 1}
+            body = {
+                "messages": [{"role": "user", "content": "x"}],
+                "max_tokens": 200,
+                "seed": 1,
+                "temperature": 1,
+            }
             found = await events(server, {**body, "stream": True}, grows)
             assert "the engine failed: ZeroDivisionError: broken" in found[-1]["error"]["message"]
             steps = 59
@@ -195,7 +237,10 @@ def test_a_key_is_asked_for_where_there_is_one() -> None:
             for key in (None, "wrong"):
                 with pytest.raises(Refused, match="401"):
                     await ask(server, key=key)
-            async with aiohttp.ClientSession() as http, http.get(f"{server.url.removesuffix('/v1')}/health") as answer:
+            async with (
+                aiohttp.ClientSession() as http,
+                http.get(f"{server.url.removesuffix('/v1')}/health") as answer,
+            ):
                 said = await answer.json()
                 told = (said["status"], said["version"], said["in_flight"])
                 assert (answer.status, *told) == (200, "ok", 0, 0)
@@ -221,10 +266,16 @@ def test_models_and_what_is_not_there() -> None:
         async with serving() as (server, _), aiohttp.ClientSession() as http:
             async with http.get(f"{server.url}/models") as answer:
                 assert (await answer.json())["data"][0] == {
-                    "id": "mine", "object": "model", "owned_by": "ramify", "max_model_len": WINDOW,
-                }  # fmt: skip
+                    "id": "mine",
+                    "object": "model",
+                    "owned_by": "ramify",
+                    "max_model_len": WINDOW,
+                }
             async with http.get(f"{server.url}/nowhere") as answer:
-                assert (answer.status, (await answer.json())["error"]["type"]) == (404, "invalid_request_error")
+                assert (answer.status, (await answer.json())["error"]["type"]) == (
+                    404,
+                    "invalid_request_error",
+                )
 
     run(test)
 
@@ -245,11 +296,23 @@ GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tok
         ({**GOOD, "temperature": -1}, "temperature=-1", None),
         ({**GOOD, "top_p": 0}, "top_p=0", None),
         ({**GOOD, "messages": [{"role": "system", "content": "x"}]}, "no system message", None),
-        ({**GOOD, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url is not supported", None),
-        ({**GOOD, "tools": [{"type": "function", "function": {"name": "f"}}]}, "leave native tools out", None),
-        ({**GOOD, "messages": [{"role": "user", "content": "1234567890" * 40}]}, "the window", "context_length_exceeded"),
+        (
+            {**GOOD, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "image_url is not supported",
+            None,
+        ),
+        (
+            {**GOOD, "tools": [{"type": "function", "function": {"name": "f"}}]},
+            "leave native tools out",
+            None,
+        ),
+        (
+            {**GOOD, "messages": [{"role": "user", "content": "1234567890" * 40}]},
+            "the window",
+            "context_length_exceeded",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said(body: Any, says: str, code: str | None) -> None:
     async def test() -> None:
         async with serving() as (server, _):
@@ -274,7 +337,9 @@ def test_what_changes_nothing_is_taken() -> None:
                 "tool_choice": "auto",
             }
             parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-            status, answer = await post(server, {**GOOD, **more, "messages": [{"role": "user", "content": parts}]})
+            status, answer = await post(
+                server, {**GOOD, **more, "messages": [{"role": "user", "content": parts}]}
+            )
             assert (status, answer["usage"]["completion_tokens"]) == (200, 2)
             status, answer = await post(server, GOOD, **{"Content-Type": "text/plain"})
             assert (status, "application/json" in answer["error"]["message"]) == (415, True)
@@ -286,7 +351,9 @@ def test_tools_where_the_template_has_them() -> None:
     async def test() -> None:
         made = policy()
         chat = from_config(
-            made.config.__class__.from_dict({**made.config.to_dict(), "vocab_size": 310}), tokenizer_of("qwen3"), 0
+            made.config.__class__.from_dict({**made.config.to_dict(), "vocab_size": 310}),
+            tokenizer_of("qwen3"),
+            0,
         )
         async with serving(chat) as (server, _):
             pool = ClientPool()

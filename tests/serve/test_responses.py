@@ -1,4 +1,5 @@
-"""The responses API, by the official client; and an agent library that knows nothing of us, over both APIs."""
+"""The responses API, by the official client; and an agent library that knows nothing of us, over
+both APIs."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from ramify.clients.scripted import refused
 from tests.serve.serving import LONG, asking, cell, serving, session, user
 from tests.serve.test_streams import progress_of
 
-COUNT = session(cell("print(len(context))"), cell("FINAL(sum(int(l[-1]) for l in context.split()))"))
+COUNT = session(
+    cell("print(len(context))"), cell("FINAL(sum(int(l[-1]) for l in context.split()))")
+)
 
 
 def asked(*parts: str) -> list[dict[str, Any]]:
@@ -30,12 +33,22 @@ def test_a_response() -> None:
     async def test() -> None:
         model = ScriptedClient(COUNT)
         async with serving(model) as server, asking(server) as client:
-            response = await client.responses.create(model="gpt-5", input=asked(LONG, "Sum?"), instructions="Be exact.")
-            assert (response.output_text, response.status, response.model) == ("14000", "completed", "mine")
+            response = await client.responses.create(
+                model="gpt-5", input=asked(LONG, "Sum?"), instructions="Be exact."
+            )
+            assert (response.output_text, response.status, response.model) == (
+                "14000",
+                "completed",
+                "mine",
+            )
             assert response.usage is not None
             assert response.usage.total_tokens == model.served.total_tokens
             assert response.model_extra["ramify"]["stop"] == "final"
-            file = {"type": "input_file", "filename": "a.csv", "file_data": base64.b64encode(LONG.encode()).decode()}
+            file = {
+                "type": "input_file",
+                "filename": "a.csv",
+                "file_data": base64.b64encode(LONG.encode()).decode(),
+            }
             said = [{"role": "user", "content": [{"type": "input_text", "text": "Sum?"}, file]}]
             assert (await client.responses.create(model="m", input=said)).output_text == "14000"
 
@@ -47,13 +60,19 @@ def test_a_streamed_response(tmp_path: Path) -> None:
         store = Store(tmp_path)
         async with serving(COUNT, store=store) as server, asking(server) as client:
             events = []
-            async with client.responses.stream(model="m", input=asked(LONG, "Sum?")) as stream:  # it checks the order
+            async with client.responses.stream(
+                model="m", input=asked(LONG, "Sum?")
+            ) as stream:  # it checks the order
                 async for event in stream:
                     events.append(event)
                 final = await stream.get_final_response()
             assert [event.sequence_number for event in events] == list(range(len(events)))
             assert final.output_text == "14000"
-            reasoning = "".join(each.delta for each in events if each.type == "response.reasoning_summary_text.delta")
+            reasoning = "".join(
+                each.delta
+                for each in events
+                if each.type == "response.reasoning_summary_text.delta"
+            )
             assert reasoning == progress_of(store, final.model_extra["ramify"]["run"])
             assert final.output[0].summary[0].text == reasoning
 
@@ -65,8 +84,13 @@ def test_ends_that_are_none() -> None:
         idle = session(*[cell("answer['content'] = 'so far'")] * 9, "FINAL(3)")
         async with serving(idle) as server, asking(server) as client:
             one_turn = {"ramify": {"limits": {"max_turns": 1}}}
-            response = await client.responses.create(model="m", input=asked(LONG, "n?"), extra_body=one_turn)
-            assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            response = await client.responses.create(
+                model="m", input=asked(LONG, "n?"), extra_body=one_turn
+            )
+            assert (response.status, response.incomplete_details.reason) == (
+                "incomplete",
+                "max_output_tokens",
+            )
             assert response.model_extra["ramify"]["stop"] == "max_turns"
         turns = iter([refused(401, "wrong key"), cell("print(1)"), refused(401, "wrong key")])
         async with serving(lambda _: next(turns)) as server, asking(server) as client:
@@ -81,7 +105,8 @@ def test_ends_that_are_none() -> None:
     asyncio.run(test())
 
 
-# --- an agent library --------------------------------------------------------------------------------------------------
+# --- an agent library
+# --------------------------------------------------------------------------------------------------
 
 
 class Total(pydantic.BaseModel):
@@ -105,14 +130,20 @@ def test_an_agent(kind: Any) -> None:
         script = session(cell("print(len(context))"), cell("FINAL({'rows': 4000, 'sum': 14000})"))
         async with serving(script) as server, asking(server) as client:
             model = kind(model="any", openai_client=client)
-            agent = agents.Agent(name="Counter", instructions="Count.", model=model, output_type=Total)
+            agent = agents.Agent(
+                name="Counter", instructions="Count.", model=model, output_type=Total
+            )
             result = await agents.Runner.run(agent, f"{LONG}\nRows and sum?")
             assert result.final_output == Total(rows=4000, sum=14000)
             assert result.context_wrapper.usage.total_tokens > 0
             talker = agents.Agent(name="Talker", model=model)
             follow_up = [*result.to_input_list(), {"role": "user", "content": "And again?"}]
             streamed = agents.Runner.run_streamed(talker, follow_up)
-            kinds = [event.data.type async for event in streamed.stream_events() if event.type == "raw_response_event"]
+            kinds = [
+                event.data.type
+                async for event in streamed.stream_events()
+                if event.type == "raw_response_event"
+            ]
             assert json.loads(streamed.final_output) == {"rows": 4000, "sum": 14000}
             assert "response.reasoning_summary_text.delta" in kinds
             assert "response.output_text.delta" in kinds
@@ -124,7 +155,9 @@ def test_the_same_question_over_both_apis_is_the_same_run() -> None:
     async def test() -> None:
         model = ScriptedClient(session())
         async with serving(model) as server, asking(server) as client:
-            await client.chat.completions.create(model="m", messages=[{"role": "system", "content": "Be."}, user("Hi")])
+            await client.chat.completions.create(
+                model="m", messages=[{"role": "system", "content": "Be."}, user("Hi")]
+            )
             await client.responses.create(model="m", instructions="Be.", input="Hi")
             assert model.requests[0].messages == model.requests[1].messages
 

@@ -1,4 +1,5 @@
-"""Whole runs behind HTTP, asked by the official ``openai`` client: chat completions from question to answer."""
+"""Whole runs behind HTTP, asked by the official ``openai`` client: chat completions from question
+to answer."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from ramify.serve.keys import ApiKey
 from ramify.serve.run_server import RunServer
 from tests.serve.serving import LONG, PRICE, asking, cell, file, serving, session, user
 
-COUNT = session("I look.\n" + cell("print(len(context))"), cell("FINAL(sum(int(l[-1]) for l in context.split()))"))
+COUNT = session(
+    "I look.\n" + cell("print(len(context))"),
+    cell("FINAL(sum(int(l[-1]) for l in context.split()))"),
+)
 
 
 def run(test: Any) -> None:
@@ -31,13 +35,23 @@ def run(test: Any) -> None:
 def test_a_short_question_is_answered() -> None:
     async def test() -> None:
         async with serving(session()) as server, asking(server) as client:
-            said = [{"role": "system", "content": "Be brief."}, user("Hello"), {"role": "assistant", "content": "Hi."}]
-            reply = await client.chat.completions.create(model="gpt-5", messages=[*said, user("How are you?")])
+            said = [
+                {"role": "system", "content": "Be brief."},
+                user("Hello"),
+                {"role": "assistant", "content": "Hi."},
+            ]
+            reply = await client.chat.completions.create(
+                model="gpt-5", messages=[*said, user("How are you?")]
+            )
             asked = (
-                "Instructions:\nBe brief.\n\nEarlier in this conversation:\nuser: Hello\nassistant: Hi.\n\n"
+                "Instructions:\nBe brief.\n\nEarlier in this conversation:\nuser: "
+                "Hello\nassistant: Hi.\n\n"
                 "Now:\nHow are you?"
             )
-            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (f"re: {asked}", "stop")
+            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (
+                f"re: {asked}",
+                "stop",
+            )
             assert (reply.model, reply.object) == ("mine", "chat.completion")
 
     run(test)
@@ -46,10 +60,16 @@ def test_a_short_question_is_answered() -> None:
 def test_a_long_message_is_the_context_and_usage_is_that_of_the_tree() -> None:
     async def test() -> None:
         model = ScriptedClient(
-            session(cell("n = llm_query('how many?')"), cell("FINAL(f'{n} {len(context)}')"), direct=lambda _: "7")
+            session(
+                cell("n = llm_query('how many?')"),
+                cell("FINAL(f'{n} {len(context)}')"),
+                direct=lambda _: "7",
+            )
         )
         async with serving(model) as server, asking(server) as client:
-            reply = await client.chat.completions.create(model="m", messages=[user(LONG, "How many?")])
+            reply = await client.chat.completions.create(
+                model="m", messages=[user(LONG, "How many?")]
+            )
             assert reply.choices[0].message.content == f"7 {len(LONG)}"
             assert reply.usage is not None
             served = model.served
@@ -69,16 +89,27 @@ def test_what_is_long_and_what_is_attached_has_a_name_in_the_context() -> None:
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w") as archive:
             archive.writestr("in/a.txt", "red")
-        model = ScriptedClient(session(cell("FINAL({name: len(text) for name, text in context.items()})")))
+        model = ScriptedClient(
+            session(cell("FINAL({name: len(text) for name, text in context.items()})"))
+        )
         async with serving(model) as server, asking(server) as client:
             files = [file("rows.csv", b"a,b\n1,2\n"), file("b.zip", packed.getvalue(), head="")]
-            said = [{"role": "system", "content": LONG}, user("Read it."), user("How long?", *files)]
+            said = [
+                {"role": "system", "content": LONG},
+                user("Read it."),
+                user("How long?", *files),
+            ]
             reply = await client.chat.completions.create(model="m", messages=said)
             assert json.loads(reply.choices[0].message.content) == {
-                "b.zip/in/a.txt": 3, "message 1 (system)": len(LONG), "rows.csv": 8,
-            }  # fmt: skip
+                "b.zip/in/a.txt": 3,
+                "message 1 (system)": len(LONG),
+                "rows.csv": 8,
+            }
             first = model.requests[0].messages[1].content
-            assert f"Instructions:\n[{len(LONG):,} characters, in `context['message 1 (system)']`]" in first
+            assert (
+                f"Instructions:\n[{len(LONG):,} characters, in `context['message 1 (system)']`]"
+                in first
+            )
             assert "Now:\nHow long?\n[the file rows.csv, in `context['rows.csv']`]" in first
 
     run(test)
@@ -86,9 +117,14 @@ def test_what_is_long_and_what_is_attached_has_a_name_in_the_context() -> None:
 
 def test_a_long_conversation_is_in_the_context() -> None:
     async def test() -> None:
-        async with serving(session(cell("FINAL(context.count('user: red'))"))) as server, asking(server) as client:
+        async with (
+            serving(session(cell("FINAL(context.count('user: red'))"))) as server,
+            asking(server) as client,
+        ):
             said = [user("red " * 3000), {"role": "assistant", "content": "ok"}] * 3
-            reply = await client.chat.completions.create(model="m", messages=[*said, user("How often?")])
+            reply = await client.chat.completions.create(
+                model="m", messages=[*said, user("How often?")]
+            )
             assert reply.choices[0].message.content == "3"
 
     run(test)
@@ -110,9 +146,14 @@ def test_a_typed_answer() -> None:
     async def test() -> None:
         wrong_then_right = session(cell("FINAL({'n': 'many'})"), cell("FINAL({'n': 4})"))
         schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-        format = {"type": "json_schema", "json_schema": {"name": "count", "schema": schema, "strict": True}}
+        format = {
+            "type": "json_schema",
+            "json_schema": {"name": "count", "schema": schema, "strict": True},
+        }
         async with serving(wrong_then_right) as server, asking(server) as client:
-            reply = await client.chat.completions.create(model="m", messages=[user(LONG, "n?")], response_format=format)
+            reply = await client.chat.completions.create(
+                model="m", messages=[user(LONG, "n?")], response_format=format
+            )
             assert json.loads(reply.choices[0].message.content) == {"n": 4}
 
     run(test)
@@ -123,12 +164,20 @@ def test_sampling_stops_and_length_are_kept() -> None:
         model = ScriptedClient(session(direct=lambda _: "one two three END four"))
         async with serving(model) as server, asking(server) as client:
             ask = client.chat.completions.create
-            reply = await ask(model="m", messages=[user("x")], temperature=0.3, top_p=0.5, seed=4, stop=["END"])
-            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("one two three ", "stop")
+            reply = await ask(
+                model="m", messages=[user("x")], temperature=0.3, top_p=0.5, seed=4, stop=["END"]
+            )
+            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (
+                "one two three ",
+                "stop",
+            )
             sampling = model.requests[0].sampling
             assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.3, 0.5, 4)
             reply = await ask(model="m", messages=[user("x")], max_tokens=2)
-            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("one two ", "length")
+            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (
+                "one two ",
+                "length",
+            )
             assert "at most 2 tokens" in model.requests[1].messages[-1].content
 
     run(test)
@@ -139,9 +188,14 @@ def test_a_budget_that_is_reached_gives_the_partial_answer_and_the_stop() -> Non
         idle = session(*[cell("answer['content'] = 'so far 3'")] * 2, "FINAL(3 at least)")
         async with serving(idle) as server, asking(server) as client:
             reply = await client.chat.completions.create(
-                model="m", messages=[user(LONG, "n?")], extra_body={"ramify": {"limits": {"max_turns": 2}}}
+                model="m",
+                messages=[user(LONG, "n?")],
+                extra_body={"ramify": {"limits": {"max_turns": 2}}},
             )
-            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("3 at least", "length")
+            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (
+                "3 at least",
+                "length",
+            )
             assert reply.model_extra["ramify"]["stop"] == "max_turns"
 
     run(test)
@@ -166,9 +220,15 @@ def test_a_model_that_fails_is_502_with_the_runs_id(tmp_path: Path) -> None:
         async with serving(failing, store=store) as server, asking(server) as client:
             for stream in (False, True):
                 with pytest.raises(openai.InternalServerError) as caught:
-                    await client.chat.completions.create(model="m", messages=[user("x")], stream=stream)
+                    await client.chat.completions.create(
+                        model="m", messages=[user("x")], stream=stream
+                    )
                 error = caught.value
-                assert (error.status_code, error.code, error.type) == (502, "model_failed", "server_error")
+                assert (error.status_code, error.code, error.type) == (
+                    502,
+                    "model_failed",
+                    "server_error",
+                )
                 run_id = error.body["run"]
                 assert store.load(run_id).stop == "error"
                 assert error.response.headers["x-ramify-run"] == run_id
@@ -188,23 +248,38 @@ def test_models_health_and_metrics() -> None:
             base = server.url.removesuffix("/v1")
             async with aiohttp.ClientSession() as http:
                 async with http.get(f"{base}/healthz") as answer:
-                    assert (answer.status, await answer.json()) == (200, {"status": "ok", "runs": 0})
+                    assert (answer.status, await answer.json()) == (
+                        200,
+                        {"status": "ok", "runs": 0},
+                    )
                 async with http.get(f"{base}/metrics") as answer:
-                    families = {each.name: each for each in text_string_to_metric_families(await answer.text())}
+                    families = {
+                        each.name: each
+                        for each in text_string_to_metric_families(await answer.text())
+                    }
                 async with http.get(f"{base}/nowhere") as answer:
-                    assert (answer.status, (await answer.json())["error"]["type"]) == (404, "invalid_request_error")
+                    assert (answer.status, (await answer.json())["error"]["type"]) == (
+                        404,
+                        "invalid_request_error",
+                    )
             runs = families["ramify_runs"].samples
             assert [(each.labels, each.value) for each in runs] == [({"stop": "final"}, 1)]
             assert families["ramify_model_calls"].samples[0].value == 2
             assert families["ramify_cost_dollars"].samples[0].value > 0
-            counts = [each.value for each in families["ramify_run_seconds"].samples if each.name.endswith("_count")]
+            counts = [
+                each.value
+                for each in families["ramify_run_seconds"].samples
+                if each.name.endswith("_count")
+            ]
             assert counts == [1]
 
     run(test)
 
 
 def test_only_this_machine_is_served_without_a_key() -> None:
-    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 can be reached from other machines: give a key"):
+    with pytest.raises(
+        ConfigError, match=r"0\.0\.0\.0 can be reached from other machines: give a key"
+    ):
         RunServer(None, name="m", host="0.0.0.0")  # type: ignore[arg-type]
 
     async def test() -> None:
@@ -247,7 +322,10 @@ def test_it_ends_gracefully() -> None:
                 await ask(model="m", messages=[user("x")])
             assert caught.value.status_code == 503
             reply = await first
-            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("half", "length")
+            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (
+                "half",
+                "length",
+            )
             assert reply.model_extra["ramify"]["stop"] == "cancelled"
             await ending
 
@@ -264,10 +342,14 @@ def test_it_ends_at_once_and_says_so() -> None:
             raise AssertionError
 
         async with serving(stuck) as server, asking(server) as client:
-            asked = asyncio.ensure_future(client.chat.completions.create(model="m", messages=[user("x")]))
+            asked = asyncio.ensure_future(
+                client.chat.completions.create(model="m", messages=[user("x")])
+            )
             await going.wait()
             await server.close()
-            with pytest.raises(openai.InternalServerError, match="the server ended before the run did") as caught:
+            with pytest.raises(
+                openai.InternalServerError, match="the server ended before the run did"
+            ) as caught:
                 await asked
             assert caught.value.status_code == 503
 

@@ -25,11 +25,16 @@ def progress_of(store: Store, run: str) -> str:
     return "".join(progress.text_of(event) for event in store.events(run))
 
 
-async def collected(client: openai.AsyncOpenAI, number: int) -> tuple[str, str, dict[str, Any], Any]:
+async def collected(
+    client: openai.AsyncOpenAI, number: int
+) -> tuple[str, str, dict[str, Any], Any]:
     """(reasoning, content, the field ramify, usage) of one streamed answer."""
     reasoning, content, about, usage, ids = "", "", {}, None, set()
     stream = await client.chat.completions.create(
-        model="m", stream=True, stream_options={"include_usage": True}, messages=[user(LONG, f"client <{number}>")]
+        model="m",
+        stream=True,
+        stream_options={"include_usage": True},
+        messages=[user(LONG, f"client <{number}>")],
     )
     async for event in stream:
         ids.add(event.id)
@@ -43,7 +48,8 @@ async def collected(client: openai.AsyncOpenAI, number: int) -> tuple[str, str, 
 
 
 def test_two_hundred_at_once(tmp_path: Path) -> None:
-    """All are in the middle of their runs at the same time; none loses an event or gets another's."""
+    """All are in the middle of their runs at the same time; none loses an event or gets
+    another's."""
 
     async def test() -> None:
         all_here, waiting = asyncio.Event(), 0
@@ -61,13 +67,19 @@ def test_two_hundred_at_once(tmp_path: Path) -> None:
                 await all_here.wait()
             return [
                 f"thought {number}\n{cell(f'print({number} * 7)')}",
-                cell(f"r = llm_query_batched(['sub {number} {{}}'.format(i) for i in range(3)]); print(r)"),
+                cell(
+                    f"r = llm_query_batched(['sub {number} {{}}'.format(i) for i in range(3)]); "
+                    "print(r)"
+                ),
                 cell(f"FINAL('answer {number}')"),
             ][turn]
 
         store = Store(tmp_path)
         limits = Limits(max_concurrency=2 * CLIENTS)
-        async with serving(model, store=store, limits=limits, price=PRICE) as server, asking(server) as client:
+        async with (
+            serving(model, store=store, limits=limits, price=PRICE) as server,
+            asking(server) as client,
+        ):
             found = await asyncio.gather(*(collected(client, number) for number in range(CLIENTS)))
             for number, (reasoning, content, about, usage) in enumerate(found):
                 assert content == f"answer {number}"
@@ -97,7 +109,9 @@ def test_whoever_hangs_up_cancels_the_tree(tmp_path: Path) -> None:
             for stream in (True, False):
                 stuck.clear()
                 asked = asyncio.ensure_future(
-                    client.chat.completions.create(model="m", stream=stream, messages=[user(LONG, "n?")])
+                    client.chat.completions.create(
+                        model="m", stream=stream, messages=[user(LONG, "n?")]
+                    )
                 )
                 if stream:
                     async with await asked as events:
@@ -118,8 +132,13 @@ def test_whoever_hangs_up_cancels_the_tree(tmp_path: Path) -> None:
 def test_a_failure_after_the_first_event_is_the_last_event(tmp_path: Path) -> None:
     async def test() -> None:
         turns = iter([cell("print(1)"), refused(401, "wrong key")])
-        async with serving(lambda _: next(turns), store=Store(tmp_path)) as server, asking(server) as client:
-            stream = await client.chat.completions.create(model="m", stream=True, messages=[user(LONG, "n?")])
+        async with (
+            serving(lambda _: next(turns), store=Store(tmp_path)) as server,
+            asking(server) as client,
+        ):
+            stream = await client.chat.completions.create(
+                model="m", stream=True, messages=[user(LONG, "n?")]
+            )
             with pytest.raises(openai.APIError, match="the model failed") as caught:
                 async for _ in stream:
                     pass
@@ -131,20 +150,26 @@ def test_a_failure_after_the_first_event_is_the_last_event(tmp_path: Path) -> No
 
 def test_a_long_answer_comes_in_lines_that_every_client_reads() -> None:
     async def test() -> None:
-        async with serving(session(cell("FINAL('ü' * 300_000)"))) as server, aiohttp.ClientSession() as http:
+        async with (
+            serving(session(cell("FINAL('ü' * 300_000)"))) as server,
+            aiohttp.ClientSession() as http,
+        ):
             body = {"messages": [user(LONG, "n?")], "stream": True}
             async with http.post(f"{server.url}/chat/completions", json=body) as answer:
                 assert answer.content_type == "text/event-stream"
                 lines = (await answer.read()).split(b"\n\n")
             assert max(map(len, lines)) < 1 << 16
             assert lines[-2] == b"data: [DONE]"
-            assert sum(line.decode().count("ü") for line in lines) == 300_000 + 1  # the code says it once
+            assert (
+                sum(line.decode().count("ü") for line in lines) == 300_000 + 1
+            )  # the code says it once
 
     asyncio.run(test())
 
 
 def test_a_silent_stream_is_kept_alive() -> None:
-    """By comments, which no client takes for events; a failure is then told in the stream, whose status has been sent."""
+    """By comments, which no client takes for events; a failure is then told in the stream, whose
+    status has been sent."""
 
     async def test() -> None:
         pinged = asyncio.Event()

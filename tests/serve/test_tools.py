@@ -1,4 +1,5 @@
-"""Functions of the caller's: a run asks for calls, the caller makes them, and its next request is answered."""
+"""Functions of the caller's: a run asks for calls, the caller makes them, and its next request is
+answered."""
 
 from __future__ import annotations
 
@@ -16,27 +17,40 @@ from tests.serve.serving import LONG, asking, cell, serving, session, user
 WEATHER = {
     "name": "get_weather",
     "description": "The weather in a city.",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
 }
 CLOCK = {"name": "get_time"}
-CHAT_TOOLS: Any = [{"type": "function", "function": {**each, "strict": True}} for each in (WEATHER, CLOCK)]
+CHAT_TOOLS: Any = [
+    {"type": "function", "function": {**each, "strict": True}} for each in (WEATHER, CLOCK)
+]
 RESPONSE_TOOLS: Any = [{"type": "function", "strict": True, **each} for each in (WEATHER, CLOCK)]
 
 
 def calls(*wanted: tuple[str, dict[str, Any]]) -> str:
-    return json.dumps({"tool_calls": [{"name": name, "arguments": arguments} for name, arguments in wanted]})
+    return json.dumps(
+        {"tool_calls": [{"name": name, "arguments": arguments} for name, arguments in wanted]}
+    )
 
 
 PARIS = calls(("get_weather", {"city": "Paris"}))
 
 
 def found(message: Any) -> list[tuple[str, dict[str, Any]]]:
-    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+    return [
+        (call.function.name, json.loads(call.function.arguments))
+        for call in message.tool_calls or ()
+    ]
 
 
 def test_a_call_is_asked_for_and_its_result_is_used() -> None:
     async def test() -> None:
-        model = ScriptedClient(lambda messages: "Rain." if "17 degrees" in messages[-1].content else PARIS)
+        model = ScriptedClient(
+            lambda messages: "Rain." if "17 degrees" in messages[-1].content else PARIS
+        )
         async with serving(model) as server, asking(server) as client:
             said: list[Any] = [user("What is the weather in Paris?")]
             first = await client.chat.completions.create(model="m", messages=said, tools=CHAT_TOOLS)
@@ -44,9 +58,17 @@ def test_a_call_is_asked_for_and_its_result_is_used() -> None:
             assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
             assert found(choice.message) == [("get_weather", {"city": "Paris"})]
             (call,) = choice.message.tool_calls or ()
-            said += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "17 degrees"}]
-            second = await client.chat.completions.create(model="m", messages=said, tools=CHAT_TOOLS)
-            assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("Rain.", "stop")
+            said += [
+                choice.message,
+                {"role": "tool", "tool_call_id": call.id, "content": "17 degrees"},
+            ]
+            second = await client.chat.completions.create(
+                model="m", messages=said, tools=CHAT_TOOLS
+            )
+            assert (second.choices[0].message.content, second.choices[0].finish_reason) == (
+                "Rain.",
+                "stop",
+            )
             prompt = model.requests[1].messages[-1].content
             assert 'assistant: (called get_weather({"city":"Paris"}))' in prompt
             assert "tool: (result of get_weather)\n17 degrees" in prompt
@@ -62,11 +84,24 @@ def test_a_session_asks_for_calls_at_its_end() -> None:
             serving(session(cell("n = len(context)"), cell(f"FINAL({wanted})"))) as server,
             asking(server) as client,
         ):
-            reply = await client.chat.completions.create(model="m", messages=[user(LONG, "And?")], tools=CHAT_TOOLS)
-            assert found(reply.choices[0].message) == [("get_weather", {"city": "Rome"}), ("get_time", {})]
-        async with serving(session(cell("FINAL(len(context))"))) as server, asking(server) as client:
-            reply = await client.chat.completions.create(model="m", messages=[user(LONG, "n?")], tools=CHAT_TOOLS)
-            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (str(len(LONG)), "stop")
+            reply = await client.chat.completions.create(
+                model="m", messages=[user(LONG, "And?")], tools=CHAT_TOOLS
+            )
+            assert found(reply.choices[0].message) == [
+                ("get_weather", {"city": "Rome"}),
+                ("get_time", {}),
+            ]
+        async with (
+            serving(session(cell("FINAL(len(context))"))) as server,
+            asking(server) as client,
+        ):
+            reply = await client.chat.completions.create(
+                model="m", messages=[user(LONG, "n?")], tools=CHAT_TOOLS
+            )
+            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (
+                str(len(LONG)),
+                "stop",
+            )
 
     asyncio.run(test())
 
@@ -74,11 +109,15 @@ def test_a_session_asks_for_calls_at_its_end() -> None:
 def test_streamed() -> None:
     async def test() -> None:
         async with serving(session(direct=lambda _: PARIS)) as server, asking(server) as client:
-            async with client.chat.completions.stream(model="m", messages=[user("?")], tools=CHAT_TOOLS) as stream:
+            async with client.chat.completions.stream(
+                model="m", messages=[user("?")], tools=CHAT_TOOLS
+            ) as stream:
                 reply = await stream.get_final_completion()
             assert reply.choices[0].finish_reason == "tool_calls"
             assert found(reply.choices[0].message) == [("get_weather", {"city": "Paris"})]
-            async with client.responses.stream(model="m", input="?", tools=RESPONSE_TOOLS) as events:
+            async with client.responses.stream(
+                model="m", input="?", tools=RESPONSE_TOOLS
+            ) as events:
                 kinds = [event.type async for event in events]
                 response = await events.get_final_response()
             assert "response.function_call_arguments.delta" in kinds
@@ -94,21 +133,30 @@ def test_streamed() -> None:
 
 def test_arguments_that_do_not_fit_are_asked_for_again_and_a_choice_is_kept() -> None:
     async def test() -> None:
-        replies = iter([calls(("get_weather", {"town": "Paris"})), calls(("get_waether", {})), PARIS])
+        replies = iter(
+            [calls(("get_weather", {"town": "Paris"})), calls(("get_waether", {})), PARIS]
+        )
         async with serving(lambda _: next(replies)) as server, asking(server) as client:
-            reply = await client.chat.completions.create(model="m", messages=[user("?")], tools=CHAT_TOOLS)
+            reply = await client.chat.completions.create(
+                model="m", messages=[user("?")], tools=CHAT_TOOLS
+            )
             assert found(reply.choices[0].message) == [("get_weather", {"city": "Paris"})]
         two = calls(("get_time", {}), ("get_time", {}))
         replies = iter(["Just text.", two, calls(("get_time", {}))])
         async with serving(lambda _: next(replies)) as server, asking(server) as client:
             reply = await client.chat.completions.create(
-                model="m", messages=[user("?")], tools=CHAT_TOOLS, parallel_tool_calls=False,
+                model="m",
+                messages=[user("?")],
+                tools=CHAT_TOOLS,
+                parallel_tool_calls=False,
                 tool_choice={"type": "function", "function": {"name": "get_time"}},
-            )  # fmt: skip
+            )
             assert found(reply.choices[0].message) == [("get_time", {})]
         model = ScriptedClient(session())
         async with serving(model) as server, asking(server) as client:
-            await client.chat.completions.create(model="m", messages=[user("?")], tools=CHAT_TOOLS, tool_choice="none")
+            await client.chat.completions.create(
+                model="m", messages=[user("?")], tools=CHAT_TOOLS, tool_choice="none"
+            )
             assert model.requests[0].messages[-1].content == "?"
 
     asyncio.run(test())
@@ -120,7 +168,12 @@ def test_beside_a_response_format() -> None:
         wanted: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
         replies = iter(["no number", '{"n": 3}', PARIS])
         async with serving(lambda _: next(replies)) as server, asking(server) as client:
-            given: Any = {"model": "m", "messages": [user("?")], "tools": CHAT_TOOLS, "response_format": wanted}
+            given: Any = {
+                "model": "m",
+                "messages": [user("?")],
+                "tools": CHAT_TOOLS,
+                "response_format": wanted,
+            }
             value = await client.chat.completions.create(**given)
             assert value.choices[0].message.content == '{"n":3}'
             call = await client.chat.completions.create(**given)
@@ -152,11 +205,15 @@ def test_an_agent_with_a_tool(kind: Any) -> None:
             return "It is mild." if "17 degrees in Paris" in messages[-1].content else PARIS
 
         async with serving(script) as server, asking(server) as client:
-            agent = agents.Agent(name="A", model=kind(model="any", openai_client=client), tools=[get_weather])
+            agent = agents.Agent(
+                name="A", model=kind(model="any", openai_client=client), tools=[get_weather]
+            )
             result = await agents.Runner.run(agent, "What is the weather in Paris?")
             assert result.final_output == "It is mild."
             assert [type(item).__name__ for item in result.new_items] == [
-                "ToolCallItem", "ToolCallOutputItem", "MessageOutputItem",
-            ]  # fmt: skip
+                "ToolCallItem",
+                "ToolCallOutputItem",
+                "MessageOutputItem",
+            ]
 
     asyncio.run(test())

@@ -1,4 +1,5 @@
-"""Requests that are not valid get a 400 in OpenAI's shape that names the field; the rest of the 4xx have their status."""
+"""Requests that are not valid get a 400 in OpenAI's shape that names the field; the rest of the 4xx
+have their status."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from tests.serve.serving import PRICE, file, serving, session, user
 ASKED = [user("x")]
 NESTED: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "objekt"}}}
 BACK: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"pattern": r"(a)\1"}}}
-HUGE: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [*range(5000)]}}}
+HUGE: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "a", "schema": {"enum": [*range(5000)]}},
+}
 TOOL: Any = {"type": "function", "function": {"name": "f"}}
 WRONG_TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}
 OTHER = {"type": "function", "function": {"name": "g"}}
@@ -26,44 +30,116 @@ CHAT = [
     ({}, "messages", "missing required field"),
     ({"messages": []}, "messages", "at least one"),
     ({"messages": "x"}, "messages", "Expected `array`, got `str`"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "Invalid enum value 'robot'"),
+    (
+        {"messages": [{"role": "robot", "content": "x"}]},
+        "messages[0].role",
+        "Invalid enum value 'robot'",
+    ),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "got `int`"),
     ({"messages": [{"role": "system", "content": "x"}]}, "messages", "no message is the user's"),
     ({"messages": [user(" ")]}, "messages[0]", "empty"),
     ({"messages": [user("x", PICTURE)]}, "messages[0].content[1].type", "image_url"),
-    ({"messages": [user("x", file("a.png", b"\x89PNG\r\n"))]}, "messages[0].content[1].file.file_data", "PNG image"),
-    ({"messages": [user("x", file("a", b"", head=""))]}, "messages[0].content[1].file.file_data", "with its content"),
-    ({"messages": [user("x", {"type": "file", "file": {"file_data": "%"}})]}, "messages[0].content[1].file.file_data", "64"),
-    ({"messages": [user("x", {"type": "file", "file": {"file_id": "f-1"}})]}, "messages[0].content[1].file.file_data", "keeps"),
+    (
+        {"messages": [user("x", file("a.png", b"\x89PNG\r\n"))]},
+        "messages[0].content[1].file.file_data",
+        "PNG image",
+    ),
+    (
+        {"messages": [user("x", file("a", b"", head=""))]},
+        "messages[0].content[1].file.file_data",
+        "with its content",
+    ),
+    (
+        {"messages": [user("x", {"type": "file", "file": {"file_data": "%"}})]},
+        "messages[0].content[1].file.file_data",
+        "64",
+    ),
+    (
+        {"messages": [user("x", {"type": "file", "file": {"file_id": "f-1"}})]},
+        "messages[0].content[1].file.file_data",
+        "keeps",
+    ),
     ({"messages": ASKED, "n": 2}, "n", "n=2 is not supported"),
     ({"messages": ASKED, "tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
-    ({"messages": ASKED, "tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing required"),
+    (
+        {"messages": ASKED, "tools": [{"type": "function", "function": {}}]},
+        "tools[0].function.name",
+        "missing required",
+    ),
     ({"messages": ASKED, "tools": [TOOL, TOOL]}, "tools", "a name of its own"),
     ({"messages": ASKED, "tools": [WRONG_TOOL]}, "tools", "not valid"),
-    ({"messages": ASKED, "tools": [TOOL], "tool_choice": "some"}, "tool_choice", "'some' is not supported"),
+    (
+        {"messages": ASKED, "tools": [TOOL], "tool_choice": "some"},
+        "tool_choice",
+        "'some' is not supported",
+    ),
     ({"messages": ASKED, "tools": [TOOL], "tool_choice": OTHER}, "tool_choice", "no tool 'g'"),
     ({"messages": ASKED, "tool_choice": "required"}, "tool_choice", "no tools to choose from"),
     ({"messages": ASKED, "functions": [{"name": "f"}]}, "functions", "not supported"),
-    ({"messages": ASKED, "tools": [TOOL], "ramify": {"cite": True}}, "ramify.cite", "cannot be cited"),
+    (
+        {"messages": ASKED, "tools": [TOOL], "ramify": {"cite": True}},
+        "ramify.cite",
+        "cannot be cited",
+    ),
     ({"messages": ASKED, "max_tokens": 0}, "max_tokens", "at least 1"),
     ({"messages": ASKED, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
     ({"messages": ASKED, "temperature": 3}, "temperature", "from 0 to 2"),
     ({"messages": ASKED, "temperature": "warm"}, "temperature", "got `str`"),
     ({"messages": ASKED, "top_p": 0}, "top_p", "above 0"),
     ({"messages": ASKED, "response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
-    ({"messages": ASKED, "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "no schema"),
-    ({"messages": ASKED, "response_format": NESTED}, "response_format.json_schema.schema", "not valid"),
-    ({"messages": ASKED, "response_format": BACK}, "response_format.json_schema.schema", "(groupref)"),
-    ({"messages": ASKED, "response_format": HUGE}, "response_format.json_schema.schema", "give at most 5,000"),
+    (
+        {"messages": ASKED, "response_format": {"type": "json_schema"}},
+        "response_format.json_schema.schema",
+        "no schema",
+    ),
+    (
+        {"messages": ASKED, "response_format": NESTED},
+        "response_format.json_schema.schema",
+        "not valid",
+    ),
+    (
+        {"messages": ASKED, "response_format": BACK},
+        "response_format.json_schema.schema",
+        "(groupref)",
+    ),
+    (
+        {"messages": ASKED, "response_format": HUGE},
+        "response_format.json_schema.schema",
+        "give at most 5,000",
+    ),
     ({"messages": ASKED, "ramify": {"limit": {}}}, "ramify.limit", "unknown field"),
-    ({"messages": ASKED, "ramify": {"limits": {"max_call": 1}}}, "ramify.limits.max_call", "unknown field"),
-    ({"messages": ASKED, "ramify": {"limits": {"max_calls": 1001}}}, "ramify.limits.max_calls", "above the server's 1000"),
-    ({"messages": ASKED, "ramify": {"limits": {"max_cost": 6}}}, "ramify.limits.max_cost", "above the server's 5"),
-    ({"messages": ASKED, "ramify": {"limits": {"max_turns": 0}}}, "ramify.limits.max_turns", "allows nothing"),
-    ({"messages": ASKED, "ramify": {"depth": 2}}, "ramify.limits.max_depth", "above the server's 1"),
-    ({"messages": ASKED, "ramify": {"depth": 0, "limits": {"max_depth": 0}}}, "ramify.depth", "leave one out"),
+    (
+        {"messages": ASKED, "ramify": {"limits": {"max_call": 1}}},
+        "ramify.limits.max_call",
+        "unknown field",
+    ),
+    (
+        {"messages": ASKED, "ramify": {"limits": {"max_calls": 1001}}},
+        "ramify.limits.max_calls",
+        "above the server's 1000",
+    ),
+    (
+        {"messages": ASKED, "ramify": {"limits": {"max_cost": 6}}},
+        "ramify.limits.max_cost",
+        "above the server's 5",
+    ),
+    (
+        {"messages": ASKED, "ramify": {"limits": {"max_turns": 0}}},
+        "ramify.limits.max_turns",
+        "allows nothing",
+    ),
+    (
+        {"messages": ASKED, "ramify": {"depth": 2}},
+        "ramify.limits.max_depth",
+        "above the server's 1",
+    ),
+    (
+        {"messages": ASKED, "ramify": {"depth": 0, "limits": {"max_depth": 0}}},
+        "ramify.depth",
+        "leave one out",
+    ),
     ({"messages": ASKED, "ramify": {"cite": True}}, "ramify.cite", "context to cite"),
-]  # fmt: skip
+]
 RESPONSES = [
     ({}, "input", "missing required field"),
     ({"input": []}, "input", "no input"),
@@ -72,16 +148,27 @@ RESPONSES = [
     ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", "leave it out"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
-    ({"input": "x", "text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format.schema", "no schema"),
     (
-        {"input": [{"role": "user", "content": [{"type": "input_file", "file_url": "http://x/y"}]}]},
-        "input[0].content[0].file_data", "fetches none",
+        {"input": "x", "text": {"format": {"type": "json_schema", "schema": 3}}},
+        "text.format.schema",
+        "no schema",
     ),
-]  # fmt: skip
+    (
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_file", "file_url": "http://x/y"}]}
+            ]
+        },
+        "input[0].content[0].file_data",
+        "fetches none",
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    ("path", "wrong"), [("/chat/completions", CHAT), ("/responses", RESPONSES)], ids=["chat", "responses"]
+    ("path", "wrong"),
+    [("/chat/completions", CHAT), ("/responses", RESPONSES)],
+    ids=["chat", "responses"],
 )
 def test_the_field_is_named(path: str, wrong: list[tuple[dict[str, Any], str, str]]) -> None:
     async def test() -> None:
@@ -89,9 +176,11 @@ def test_the_field_is_named(path: str, wrong: list[tuple[dict[str, Any], str, st
             for body, param, says in wrong:
                 async with http.post(f"{server.url}{path}", json={"model": "m", **body}) as answer:
                     error = (await answer.json())["error"]
-                    assert (answer.status, error["type"], error["param"]) == (400, "invalid_request_error", param), (
-                        error
-                    )
+                    assert (answer.status, error["type"], error["param"]) == (
+                        400,
+                        "invalid_request_error",
+                        param,
+                    ), error
                     assert says in error["message"]
                     assert set(error) == {"message", "type", "code", "param"}
             assert server.num_runs == 0
@@ -102,7 +191,11 @@ def test_the_field_is_named(path: str, wrong: list[tuple[dict[str, Any], str, st
 def test_bodies_that_are_none() -> None:
     async def test() -> None:
         packed = base64.b64encode(gzip.compress(b" " * 40_000)).decode()
-        bomb = {"messages": [user("x", {"type": "file", "file": {"filename": "a.gz", "file_data": packed}})]}
+        bomb = {
+            "messages": [
+                user("x", {"type": "file", "file": {"filename": "a.gz", "file_data": packed}})
+            ]
+        }
         cases = [
             (b"{", {}, 400, "not JSON"),
             (b"[]", {}, 400, "Expected `object`"),
@@ -111,12 +204,19 @@ def test_bodies_that_are_none() -> None:
             (b"x" * 5000, {}, 413, "Maximum request body size 4000 exceeded"),
             (json.dumps(bomb).encode(), {}, 400, "over 0 MB"),
         ]
-        async with serving(session(), max_body_bytes=4000) as server, aiohttp.ClientSession() as http:
+        async with (
+            serving(session(), max_body_bytes=4000) as server,
+            aiohttp.ClientSession() as http,
+        ):
             for body, headers, status, says in cases:
                 headers = {"Content-Type": "application/json", **headers}
-                async with http.post(f"{server.url}/chat/completions", data=body, headers=headers) as answer:
+                async with http.post(
+                    f"{server.url}/chat/completions", data=body, headers=headers
+                ) as answer:
                     error = (await answer.json())["error"]
-                    assert (answer.status, error["type"]) == (status, "invalid_request_error"), error
+                    assert (answer.status, error["type"]) == (status, "invalid_request_error"), (
+                        error
+                    )
                     assert says in error["message"]
             async with http.get(f"{server.url}/chat/completions") as answer:
                 assert (answer.status, (await answer.json())["error"]["code"]) == (405, None)

@@ -54,9 +54,16 @@ def test_zip_members_are_texts_of_their_own(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("name", "pack"),
-    [("t.tar", bytes), ("t.tgz", gzip.compress), ("t.tar.bz2", bz2.compress), ("t.tar.xz", lzma.compress)],
+    [
+        ("t.tar", bytes),
+        ("t.tgz", gzip.compress),
+        ("t.tar.bz2", bz2.compress),
+        ("t.tar.xz", lzma.compress),
+    ],
 )
-def test_tar_members_are_texts_of_their_own(tmp_path: Path, name: str, pack: Callable[[bytes], bytes]):
+def test_tar_members_are_texts_of_their_own(
+    tmp_path: Path, name: str, pack: Callable[[bytes], bytes]
+):
     (tmp_path / name).write_bytes(pack(make_tar(FILES)))
     loaded = load([tmp_path / name])
     assert loaded.context == {f"{name}/a.txt": "text", f"{name}/sub/b.csv": "x,y\n1,2\n"}
@@ -66,8 +73,12 @@ def test_tar_members_are_texts_of_their_own(tmp_path: Path, name: str, pack: Cal
     ]
 
 
-@pytest.mark.parametrize(("suffix", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
-def test_a_single_packed_file_is_what_is_in_it(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]):
+@pytest.mark.parametrize(
+    ("suffix", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)]
+)
+def test_a_single_packed_file_is_what_is_in_it(
+    tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]
+):
     path = tmp_path / f"t.csv.{suffix}"
     path.write_bytes(pack(b"a,b\n1,2\n"))
     loaded = load([path])
@@ -83,7 +94,9 @@ def test_an_archive_by_pipe_or_in_a_folder(tmp_path: Path):
 
 
 def test_names_that_climb_do_no_harm_and_doubles_are_kept(tmp_path: Path):
-    (tmp_path / "z.zip").write_bytes(make_zip({"../../etc/x": b"1", "/etc/x": b"2", "a\\..\\b": b"3"}))
+    (tmp_path / "z.zip").write_bytes(
+        make_zip({"../../etc/x": b"1", "/etc/x": b"2", "a\\..\\b": b"3"})
+    )
     loaded = load([tmp_path / "z.zip"])
     assert loaded.context == {"z.zip/b": "3", "z.zip/etc/x": "1", "z.zip/etc/x (2)": "2"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["z.zip"]
@@ -91,11 +104,16 @@ def test_names_that_climb_do_no_harm_and_doubles_are_kept(tmp_path: Path):
 
 def test_archives_in_archives_are_named(tmp_path: Path):
     inner = make_zip({"a.txt": b"x"})
-    (tmp_path / "z.zip").write_bytes(make_zip({"in.zip": inner, "in.gz": gzip.compress(b"x"), "t.txt": b"t"}))
+    (tmp_path / "z.zip").write_bytes(
+        make_zip({"in.zip": inner, "in.gz": gzip.compress(b"x"), "t.txt": b"t"})
+    )
     loaded = load([tmp_path / "z.zip"])
     assert loaded.context == {"z.zip/t.txt": "t"}
     reason = "is an archive within an archive: unpack the outer one first"
-    assert loaded.problems == [SourceProblem("z.zip/in.zip", reason), SourceProblem("z.zip/in.gz", reason)]
+    assert loaded.problems == [
+        SourceProblem("z.zip/in.zip", reason),
+        SourceProblem("z.zip/in.gz", reason),
+    ]
 
 
 def test_damaged_archives_say_so(tmp_path: Path):
@@ -126,7 +144,9 @@ def test_an_encrypted_member_is_named(tmp_path: Path):
         at = data.index(mark) + (6 if mark == b"PK\3\4" else 8)
         data[at : at + 2] = struct.pack("<H", 1)
     (tmp_path / "z.zip").write_bytes(data)
-    with pytest.raises(SourceError, match=r"z\.zip has no text to read \(z\.zip/a\.txt is encrypted\)"):
+    with pytest.raises(
+        SourceError, match=r"z\.zip has no text to read \(z\.zip/a\.txt is encrypted\)"
+    ):
         load([tmp_path / "z.zip"])
 
 
@@ -135,7 +155,10 @@ BOMB_BYTES = 200 << 20
 
 def bomb_zip() -> bytes:
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("zeros", "w") as member:
+    with (
+        zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("zeros", "w") as member,
+    ):
         for _ in range(BOMB_BYTES >> 20):
             member.write(b" " * (1 << 20))
     return buffer.getvalue()
@@ -171,7 +194,9 @@ def test_bombs_do_not_go_off(tmp_path: Path, make: Callable[[], bytes]):
     tracemalloc.start()
     began = time.perf_counter()
     try:
-        with pytest.raises(SourceError, match=r"unpacks to over 250 times its size, as a bomb would"):
+        with pytest.raises(
+            SourceError, match=r"unpacks to over 250 times its size, as a bomb would"
+        ):
             load([path])
         with pytest.raises(SourceError, match=r"brings the sources to over 20 MB"):
             load([path], max_bytes=20_000_000)

@@ -25,7 +25,8 @@ def tree(root: Path, files: dict[str, str | bytes]) -> Path:
     return root
 
 
-# --- one thing, several things -----------------------------------------------------------------------------------
+# --- one thing, several things
+# -----------------------------------------------------------------------------------
 
 
 def test_one_file_is_its_text(tmp_path: Path):
@@ -51,20 +52,28 @@ def test_a_folder_is_a_dict_in_order_of_names(tmp_path: Path):
     ]
 
 
-def test_several_paths_are_named_as_given_or_by_what_they_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_several_paths_are_named_as_given_or_by_what_they_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     tree(tmp_path, {"logs/a.log": "a", "logs/b.log": "b", "src/m.py": "m"})
     both = load([tmp_path / "logs" / "a.log", tmp_path / "src"])
     assert both.context == {"logs/a.log": "a", "src/m.py": "m"}
     monkeypatch.chdir(tmp_path)
     assert load(["logs/a.log", "./logs/b.log"]).context == {"logs/a.log": "a", "logs/b.log": "b"}
-    assert load(["logs", "src/m.py"]).context == {"logs/a.log": "a", "logs/b.log": "b", "src/m.py": "m"}
+    assert load(["logs", "src/m.py"]).context == {
+        "logs/a.log": "a",
+        "logs/b.log": "b",
+        "src/m.py": "m",
+    }
     assert load(["."]).context == {"logs/a.log": "a", "logs/b.log": "b", "src/m.py": "m"}
 
 
 def test_what_is_named_twice_is_loaded_once(tmp_path: Path):
     tree(tmp_path, {"d/a.txt": "a"})
     (tmp_path / "link.txt").symlink_to(tmp_path / "d" / "a.txt")
-    assert load([tmp_path / "d", tmp_path / "d/a.txt", tmp_path / "link.txt"]).context == {"d/a.txt": "a"}
+    assert load([tmp_path / "d", tmp_path / "d/a.txt", tmp_path / "link.txt"]).context == {
+        "d/a.txt": "a"
+    }
 
 
 def test_standard_input_alone_and_with_others(tmp_path: Path):
@@ -93,7 +102,8 @@ def test_a_named_pipe_is_read_where_it_is_named(tmp_path: Path):
     thread.join()
 
 
-# --- text ------------------------------------------------------------------------------------------------------
+# --- text
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -126,14 +136,17 @@ def test_encodings(tmp_path: Path, data: bytes, text: str, detail: str):
         ("t.json", "[1, 2, 3]", "JSON: a list of 3"),
     ],
 )
-def test_tables_and_records_stay_text_and_are_described(tmp_path: Path, name: str, text: str, detail: str):
+def test_tables_and_records_stay_text_and_are_described(
+    tmp_path: Path, name: str, text: str, detail: str
+):
     (tmp_path / name).write_bytes(text.encode())
     loaded = load([tmp_path / name])
     assert loaded.context == text
     assert loaded.items[0].detail.startswith(detail)
 
 
-# --- folders ---------------------------------------------------------------------------------------------------
+# --- folders
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_gitignore_nested_and_negated(tmp_path: Path):
@@ -158,8 +171,9 @@ def test_gitignore_nested_and_negated(tmp_path: Path):
         "hidden": [".gitignore", "src/deep/.gitignore"],
         "ignored by .gitignore": ["a.log", "build/", "top.txt", "src/a.log", "src/deep/secret.txt"],
     }
-    assert "left out (5), ignored by .gitignore: a.log, build/, top.txt, src/a.log, src/deep/secret.txt" in (
-        loaded.describe()
+    assert (
+        "left out (5), ignored by .gitignore: a.log, build/, top.txt, src/a.log, "
+        "src/deep/secret.txt" in (loaded.describe())
     )
 
 
@@ -204,13 +218,21 @@ def test_git_agrees_on_what_is_ignored(tmp_path: Path):
     except FileNotFoundError:
         pytest.skip("git is not installed")
     listed = subprocess.run(
-        ["git", "ls-files", "-o", "--exclude-standard"], cwd=tmp_path, check=True, capture_output=True, text=True
+        ["git", "ls-files", "-o", "--exclude-standard"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.split()
-    assert sorted(load([tmp_path]).context) == sorted(name for name in listed if not name.endswith(".gitignore"))
+    assert sorted(load([tmp_path]).context) == sorted(
+        name for name in listed if not name.endswith(".gitignore")
+    )
 
 
 def test_hidden_and_linked_files(tmp_path: Path):
-    root = tree(tmp_path / "root", {"a.txt": "a", ".env": "KEY=1", ".config/x": "x", ".git/HEAD": "ref"})
+    root = tree(
+        tmp_path / "root", {"a.txt": "a", ".env": "KEY=1", ".config/x": "x", ".git/HEAD": "ref"}
+    )
     tree(tmp_path, {"outside.txt": "secret"})
     (root / "out").symlink_to(tmp_path / "outside.txt")
     (root / "up").symlink_to(tmp_path)
@@ -234,7 +256,15 @@ def test_hidden_and_linked_files(tmp_path: Path):
 
 
 def test_what_cannot_be_read_in_a_folder_is_named(tmp_path: Path):
-    tree(tmp_path, {"a.txt": "a", "x.bin": b"\0" * 10, "y.png": b"\x89PNG\r\n\x1a\n", "z.dat": b"\x89PNG\r\n\x1a\n"})
+    tree(
+        tmp_path,
+        {
+            "a.txt": "a",
+            "x.bin": b"\0" * 10,
+            "y.png": b"\x89PNG\r\n\x1a\n",
+            "z.dat": b"\x89PNG\r\n\x1a\n",
+        },
+    )
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as unix:
         unix.bind(str(tmp_path / "s"))
@@ -247,7 +277,10 @@ def test_what_cannot_be_read_in_a_folder_is_named(tmp_path: Path):
         SourceProblem("y.png", "is binary"),
         SourceProblem("z.dat", "is a PNG image"),
     ]
-    assert loaded.manifest().splitlines()[-1] == "not loaded: 5 files (2 other, 1 .bin, 1 .png, 1 .dat)"
+    assert (
+        loaded.manifest().splitlines()[-1]
+        == "not loaded: 5 files (2 other, 1 .bin, 1 .png, 1 .dat)"
+    )
     assert "not loaded (2), is binary: x.bin, y.png" in loaded.describe()
 
 
@@ -267,9 +300,13 @@ def test_a_pipe_with_a_name(tmp_path: Path):
     writer.start()
     assert load([pipe]).context == lines
     writer.join()
-    with pytest.raises(SourceError, match="is a pipe that nobody writes to: start what writes to it first"):
+    with pytest.raises(
+        SourceError, match="is a pipe that nobody writes to: start what writes to it first"
+    ):
         load([pipe])
-    with subprocess.Popen([sys.executable, "-c", "print('abc')"], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", "print('abc')"], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert load([f"/dev/fd/{process.stdout.fileno()}"]).context == "abc\n"
 
@@ -285,17 +322,29 @@ def test_unreadable_by_permission(tmp_path: Path):
             SourceProblem("b.txt", "cannot be read: Permission denied"),
             SourceProblem("c/", "cannot be listed: Permission denied"),
         ]
-        with pytest.raises(SourceError, match=r"b\.txt cannot be read: Permission denied; check its permissions"):
+        with pytest.raises(
+            SourceError, match=r"b\.txt cannot be read: Permission denied; check its permissions"
+        ):
             load([tmp_path / "b.txt"])
     finally:
         (tmp_path / "c").chmod(0o700)
 
 
-# --- bad input -------------------------------------------------------------------------------------------------
+# --- bad input
+# -------------------------------------------------------------------------------------------------
 
 
 def test_what_is_named_and_cannot_be_read_is_one_line_with_a_remedy(tmp_path: Path):
-    tree(tmp_path, {"report.txt": "r", "empty.txt": "", "b.bin": b"\0\1\2", "d/e.bin": b"\0", "w.docx": b"PK\3\4x"})
+    tree(
+        tmp_path,
+        {
+            "report.txt": "r",
+            "empty.txt": "",
+            "b.bin": b"\0\1\2",
+            "d/e.bin": b"\0",
+            "w.docx": b"PK\3\4x",
+        },
+    )
     (tmp_path / "void").mkdir()
     for name, message in {
         "reprot.txt": r"reprot\.txt does not exist: did you mean .*report\.txt\?",
@@ -310,7 +359,9 @@ def test_what_is_named_and_cannot_be_read_is_one_line_with_a_remedy(tmp_path: Pa
         with pytest.raises(SourceError, match=message) as caught:
             load([tmp_path / name])
         assert "\n" not in str(caught.value)
-    with pytest.raises(SourceError, match=r"https://x\.org/a is an address, not a path: fetch it first"):
+    with pytest.raises(
+        SourceError, match=r"https://x\.org/a is an address, not a path: fetch it first"
+    ):
         load(["https://x.org/a"])
     with pytest.raises(SourceError, match="nothing to read: name a file, a folder, or '-'"):
         load([])
@@ -319,7 +370,9 @@ def test_what_is_named_and_cannot_be_read_is_one_line_with_a_remedy(tmp_path: Pa
 def test_more_than_may_be_read_is_refused_before_it_is_read(tmp_path: Path):
     tree(tmp_path, {"a.txt": "x" * 600, "b.txt": "x" * 600})
     assert len(load([tmp_path / "a.txt"], max_bytes=1000).context) == 600
-    with pytest.raises(SourceError, match=r"b\.txt brings the sources to over 0 MB: name fewer files"):
+    with pytest.raises(
+        SourceError, match=r"b\.txt brings the sources to over 0 MB: name fewer files"
+    ):
         load([tmp_path], max_bytes=1000)
     with pytest.raises(SourceError, match="standard input brings the sources to over 0 MB"):
         load(["-"], stdin=io.BytesIO(b"x" * 2000), max_bytes=1000)
@@ -330,10 +383,15 @@ def test_more_than_may_be_read_is_refused_before_it_is_read(tmp_path: Path):
 def test_importing_load_imports_no_reader():
     code = (
         "import sys, ramify.sources.load_sources\n"
-        "print(sorted({'zipfile', 'tarfile', 'sqlite3', 'pathspec', 'csv', 'pypdf', 'glob'} & set(sys.modules)))"
+        "print(sorted({'zipfile', 'tarfile', 'sqlite3', 'pathspec', 'csv', 'pypdf', 'glob'} & "
+        "set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
     )
     assert done.stdout == "[]\n"
 
@@ -342,7 +400,8 @@ def test_names_cannot_speak_to_the_terminal_or_break_a_line(tmp_path: Path):
     tree(tmp_path, {"a\x1b[31m\nb.csv": '"x\ny",z\n1,2\n', "c.txt": "c"})
     loaded = load([tmp_path])
     assert loaded.describe() == [
-        "a\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}b.csv: CSV: 2 columns x y, z; 1 rows, 12 characters",
+        "a\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}b.csv: CSV: 2 columns x y, z; 1 "
+        "rows, 12 characters",
         "c.txt: text, 1 characters",
     ]
     assert len(loaded.manifest().splitlines()) == 4

@@ -35,7 +35,9 @@ def make_pdf(pages: list[str]) -> bytes:
         offsets.append(len(data))
         data += f"{number} 0 obj\n{body}\nendobj\n".encode()
     table = "".join(f"{offset:010} 00000 n \n" for offset in offsets)
-    trailer = f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{len(data)}\n%%EOF\n"
+    trailer = (
+        f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{len(data)}\n%%EOF\n"
+    )
     return data + f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}{trailer}".encode()
 
 
@@ -53,7 +55,9 @@ def test_a_pdf_is_known_by_its_content_and_in_a_folder(tmp_path: Path):
     loaded = load([tmp_path])
     assert loaded.context == {"noname": "--- page 1 ---\nhello"}
     assert [problem.name for problem in loaded.problems] == ["broken.pdf", "scan"]
-    assert loaded.problems[1] == SourceProblem("scan", "is a PDF without text, perhaps a scan: run OCR on it first")
+    assert loaded.problems[1] == SourceProblem(
+        "scan", "is a PDF without text, perhaps a scan: run OCR on it first"
+    )
 
 
 def test_bad_pdfs_that_are_named_are_errors(tmp_path: Path):
@@ -64,18 +68,24 @@ def test_bad_pdfs_that_are_named_are_errors(tmp_path: Path):
     writer = pypdf.PdfWriter(io.BytesIO(make_pdf(["secret"])))
     writer.encrypt("password", algorithm="RC4-128")
     writer.write(tmp_path / "locked.pdf")
-    with pytest.raises(SourceError, match=r"locked\.pdf is an encrypted PDF: save it without a password"):
+    with pytest.raises(
+        SourceError, match=r"locked\.pdf is an encrypted PDF: save it without a password"
+    ):
         load([tmp_path / "locked.pdf"])
 
 
 def test_a_pdf_that_takes_too_long_is_given_up(tmp_path: Path):
-    """Half a million pieces of text on one page, which takes a parser far longer than the time that it is given."""
+    """Half a million pieces of text on one page, which takes a parser far longer than the time that
+    it is given."""
     content = "BT /F1 12 Tf " + "1 0 0 1 72 700 Tm (x) Tj " * 500_000 + "ET"
-    (tmp_path / "slow.pdf").write_bytes(make_pdf(["@"]).replace(b"BT /F1 12 Tf 72 700 Td (@) Tj ET", content.encode()))
+    (tmp_path / "slow.pdf").write_bytes(
+        make_pdf(["@"]).replace(b"BT /F1 12 Tf 72 700 Td (@) Tj ET", content.encode())
+    )
     (tmp_path / "good.pdf").write_bytes(make_pdf(["hello"]))
     before = set(threading.enumerate())
     with pytest.raises(
-        SourceError, match=r"slow\.pdf is a PDF that takes more than 0\.2 s to read: convert it to text"
+        SourceError,
+        match=r"slow\.pdf is a PDF that takes more than 0\.2 s to read: convert it to text",
     ):
         load([tmp_path / "slow.pdf"], max_file_s=0.2)
     for thread in set(threading.enumerate()) - before:
@@ -88,5 +98,7 @@ def test_a_pdf_that_takes_too_long_is_given_up(tmp_path: Path):
 def test_without_the_extra_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pypdf", None)
     (tmp_path / "r.pdf").write_bytes(make_pdf(["x"]))
-    with pytest.raises(SourceError, match=r"r\.pdf is a PDF: reading it needs pip install 'ramify\[pdf\]'"):
+    with pytest.raises(
+        SourceError, match=r"r\.pdf is a PDF: reading it needs pip install 'ramify\[pdf\]'"
+    ):
         load([tmp_path / "r.pdf"])

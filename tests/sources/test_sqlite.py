@@ -23,7 +23,8 @@ def make(path: Path, num_rows: int = 5, mode: str = "delete") -> Path:
         database.execute('CREATE TABLE "odd ""name" (x)')
         database.execute("CREATE VIEW names AS SELECT name FROM hosts")
         database.executemany(
-            "INSERT INTO hosts (name, raw) VALUES (?, ?)", ((f"host-{n}", b"\0" * 9) for n in range(num_rows))
+            "INSERT INTO hosts (name, raw) VALUES (?, ?)",
+            ((f"host-{n}", b"\0" * 9) for n in range(num_rows)),
         )
     database.close()
     return path
@@ -39,7 +40,8 @@ def test_the_schema_with_counts_and_samples_is_the_context(path: Path):
     assert loaded.context == (
         "SQLite database 'shop.db'. Query it with sql(\"SELECT …\", db='shop.db').\n\n"
         "CREATE TABLE hosts (id INTEGER PRIMARY KEY, name TEXT, raw BLOB);\n-- 5 rows, the first:\n"
-        "--   (1, 'host-0', <9 bytes>)\n--   (2, 'host-1', <9 bytes>)\n--   (3, 'host-2', <9 bytes>)\n\n"
+        "--   (1, 'host-0', <9 bytes>)\n--   (2, 'host-1', <9 bytes>)\n--   (3, 'host-2', <9 "
+        "bytes>)\n\n"
         "CREATE VIEW names AS SELECT name FROM hosts;\n-- 5 rows, the first:\n"
         "--   ('host-0')\n--   ('host-1')\n--   ('host-2')\n\n"
         'CREATE TABLE "odd ""name" (x);\n-- 0 rows'
@@ -52,8 +54,12 @@ def test_the_schema_with_counts_and_samples_is_the_context(path: Path):
 def test_the_tool_answers_with_rows(path: Path):
     sql = load([path]).tools["sql"]
     assert sql("SELECT id, name FROM hosts WHERE id < ?", (3,)) == [(1, "host-0"), (2, "host-1")]
-    assert sql("SELECT count(*) FROM hosts WHERE name = :n", {"n": "host-4"}, db="shop.db") == [(1,)]
-    assert sql("WITH RECURSIVE c(n) AS (SELECT 1 UNION SELECT n+1 FROM c WHERE n<3) SELECT n FROM c") == [
+    assert sql("SELECT count(*) FROM hosts WHERE name = :n", {"n": "host-4"}, db="shop.db") == [
+        (1,)
+    ]
+    assert sql(
+        "WITH RECURSIVE c(n) AS (SELECT 1 UNION SELECT n+1 FROM c WHERE n<3) SELECT n FROM c"
+    ) == [
         (1,),
         (2,),
         (3,),
@@ -81,14 +87,19 @@ def test_the_tool_answers_with_rows(path: Path):
 )
 def test_nothing_but_reading_is_allowed(path: Path, query: str):
     before = path.read_bytes()
-    with pytest.raises((PermissionError, ValueError), match=r"sql: (only reading is allowed here|not authorized|.*)"):
+    with pytest.raises(
+        (PermissionError, ValueError),
+        match=r"sql: (only reading is allowed here|not authorized|.*)",
+    ):
         run_query(path, query)
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == ["shop.db"]
 
 
 def test_what_is_not_allowed_is_a_permission_error(path: Path):
-    with pytest.raises(PermissionError, match=r"sql: only reading is allowed here \(not authorized\)"):
+    with pytest.raises(
+        PermissionError, match=r"sql: only reading is allowed here \(not authorized\)"
+    ):
         run_query(path, "DELETE FROM hosts")
 
 
@@ -106,13 +117,21 @@ def test_wrong_queries_say_what_is_wrong(path: Path):
 def test_an_endless_query_is_stopped(path: Path):
     began = time.perf_counter()
     with pytest.raises(TimeoutError, match=r"sql: stopped after 0\.2 s: narrow it"):
-        run_query(path, "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n+1 FROM c) SELECT max(n) FROM c", (), 0.2)
+        run_query(
+            path,
+            "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n+1 FROM c) SELECT max(n) FROM c",
+            (),
+            0.2,
+        )
     assert time.perf_counter() - began < 60
 
 
 def test_too_many_rows_or_bytes_are_refused(tmp_path: Path):
     path = make(tmp_path / "big.db", 20_000)
-    with pytest.raises(ValueError, match="sql: more than 10,000 rows: aggregate in SQL, or page with LIMIT and OFFSET"):
+    with pytest.raises(
+        ValueError,
+        match="sql: more than 10,000 rows: aggregate in SQL, or page with LIMIT and OFFSET",
+    ):
         run_query(path, "SELECT * FROM hosts")
     assert len(run_query(path, "SELECT id FROM hosts LIMIT 10000")) == 10_000
     with pytest.raises(ValueError, match="sql: more than 32 MB of rows: select fewer columns"):
@@ -128,7 +147,10 @@ def test_several_databases_are_named(tmp_path: Path):
     loaded = load([tmp_path])
     assert set(loaded.context) == {"a.db", "notes.txt", "sub.db"}
     sql = loaded.tools["sql"]
-    assert [sql("SELECT count(*) FROM hosts", db=name) for name in ("a.db", "sub.db")] == [[(1,)], [(2,)]]
+    assert [sql("SELECT count(*) FROM hosts", db=name) for name in ("a.db", "sub.db")] == [
+        [(1,)],
+        [(2,)],
+    ]
     with pytest.raises(ValueError, match=r"sql: db=None: name one of 'a\.db', 'sub\.db'"):
         sql("SELECT 1")
     with pytest.raises(ValueError, match=r"sql: db='x': name one of"):
@@ -139,7 +161,9 @@ def test_many_threads_may_ask_at_once(path: Path):
     sql = SqliteDatabases({"shop.db": path}).sql
     answers: list[list[tuple[int]]] = []
     threads = [
-        threading.Thread(target=lambda: answers.extend(sql("SELECT count(*) FROM hosts") for _ in range(20)))
+        threading.Thread(
+            target=lambda: answers.extend(sql("SELECT count(*) FROM hosts") for _ in range(20))
+        )
         for _ in range(8)
     ]
     for thread in threads:
@@ -159,7 +183,10 @@ def test_a_database_that_somebody_writes_can_be_read(tmp_path: Path):
         assert loaded.tools["sql"]("SELECT count(*) FROM hosts") == [(5,)]
         writer.commit()
         assert loaded.tools["sql"]("SELECT count(*) FROM hosts") == [(6,)]
-        assert {name.rpartition(".")[2] for name in loaded.left_out["part of a database"]} == {"db-shm", "db-wal"}
+        assert {name.rpartition(".")[2] for name in loaded.left_out["part of a database"]} == {
+            "db-shm",
+            "db-wal",
+        }
         assert loaded.problems == []
     finally:
         writer.close()
@@ -179,7 +206,8 @@ def test_a_view_that_never_ends_does_not_stop_the_load(path: Path, monkeypatch: 
     database = sqlite3.connect(path)
     with database:
         database.execute(
-            "CREATE VIEW forever AS WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n+1 FROM c) SELECT max(n) FROM c"
+            "CREATE VIEW forever AS WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n+1 FROM c) "
+            "SELECT max(n) FROM c"
         )
     database.close()
     context = load([path]).context
@@ -198,7 +226,9 @@ def test_one_step_that_takes_for_ever_is_stopped_and_the_next_query_is_answered(
         with pytest.raises(PermissionError, match="only reading"):
             asked.run(path, "DROP TABLE hosts")
         big = asked.run(
-            path, "WITH RECURSIVE c(n) AS (SELECT 1 UNION SELECT n + 1 FROM c WHERE n < 9999) SELECT n, hex(n) FROM c"
+            path,
+            "WITH RECURSIVE c(n) AS (SELECT 1 UNION SELECT n + 1 FROM c WHERE n < 9999) SELECT n, "
+            "hex(n) FROM c",
         )
         assert len(big) == 9999
     finally:

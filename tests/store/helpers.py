@@ -22,15 +22,27 @@ from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Cell, ContextRef, Stop
 
 
-def short_run(id: str, question: str = "Why?", digest: str | None = None, ended: bool = True) -> list[AnyEvent]:
+def short_run(
+    id: str, question: str = "Why?", digest: str | None = None, ended: bool = True
+) -> list[AnyEvent]:
     """One call with one turn; with ``digest`` as its context."""
     context = ContextRef(digest, 4, "str") if digest else None
     whole: list[AnyEvent] = [
         RunStarted(id=id, question=question, started_at=1000.0, context=context),
         CallStarted(id="0", kind="rlm", model="scripted:m", depth=0, question=question),
-        RequestStarted(at_s=0.25, call="0", turn=0, reused=0, prompt=(Message("user", question),), prompt_hash="h0"),
+        RequestStarted(
+            at_s=0.25,
+            call="0",
+            turn=0,
+            reused=0,
+            prompt=(Message("user", question),),
+            prompt_hash="h0",
+        ),
         ReplyReceived(
-            at_s=0.5, call="0", turn=0, reply=Reply(Message("assistant", "so"), Usage(10, 2, calls=1), cost=0.25)
+            at_s=0.5,
+            call="0",
+            turn=0,
+            reply=Reply(Message("assistant", "so"), Usage(10, 2, calls=1), cost=0.25),
         ),
         CellRan(at_s=0.75, call="0", turn=0, cell=0, result=Cell("1", value="1")),
         CallEnded(at_s=1.0, id="0", stop=Stop.FINAL, answer="so"),
@@ -65,7 +77,8 @@ journal.close()
 
 
 def start_writer(root: Path, id: str, num_events: int) -> subprocess.Popen[str]:
-    """Another process that has written ``num_events`` of a short run and waits for a line to go on."""
+    """Another process that has written ``num_events`` of a short run and waits for a line to go
+    on."""
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(root), id, str(num_events)],
         stdin=subprocess.PIPE,

@@ -53,9 +53,13 @@ def test_a_blob_cut_short_by_a_crash_is_found_and_written_again(store: Store):
 
 
 def test_a_missing_blob_and_a_wrong_name_are_named(store: Store):
-    with pytest.raises(StoreError, match=f"blob {'0' * 64} is not in .*: deleted, or from another store"):
+    with pytest.raises(
+        StoreError, match=f"blob {'0' * 64} is not in .*: deleted, or from another store"
+    ):
         store.blobs.get("0" * 64)
-    with pytest.raises(StoreError, match=r"'\.\./x' is not a blob's name: expected 64 hexadecimal digits"):
+    with pytest.raises(
+        StoreError, match=r"'\.\./x' is not a blob's name: expected 64 hexadecimal digits"
+    ):
         store.blobs.get("../x")
 
 
@@ -65,10 +69,15 @@ def test_threads_and_processes_may_put_the_same_blob_at_once(store: Store):
         "for n in range(40): s.blobs.put(b'%d' % n * 5000)"
     )
     others = [
-        subprocess.Popen([sys.executable, "-c", code, str(store.root)], cwd=Path(__file__).parents[2]) for _ in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(store.root)], cwd=Path(__file__).parents[2]
+        )
+        for _ in range(2)
     ]
     threads = [
-        threading.Thread(target=lambda: [store.blobs.put(b"%d" % number * 5000) for number in range(40)])
+        threading.Thread(
+            target=lambda: [store.blobs.put(b"%d" % number * 5000) for number in range(40)]
+        )
         for _ in range(4)
     ]
     for thread in threads:

@@ -1,4 +1,5 @@
-"""Files that are read while they are written: half lines, cut characters, damage, and files that are replaced."""
+"""Files that are read while they are written: half lines, cut characters, damage, and files that
+are replaced."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-@pytest.mark.parametrize("long", [1, 300_000, 3_000_000], ids=["short", "a block", "several blocks"])
+@pytest.mark.parametrize(
+    "long", [1, 300_000, 3_000_000], ids=["short", "a block", "several blocks"]
+)
 def test_a_block_ends_before_a_line_that_is_still_written(tmp_path: Path, long: int) -> None:
     path, line = tmp_path / "growing.jsonl", "é".encode() * long
     path.write_bytes(b"one\n" + line[: long | 1])  # in the middle of a character

@@ -76,7 +76,10 @@ def test_a_torn_line_of_any_length_is_cut_off(store: Store, tail: bytes):
 
 
 def test_one_writer_at_a_time_in_one_process(store: Store):
-    with store.create("r1"), pytest.raises(StoreError, match=rf"run r1 is being written by process {os.getpid()} on "):
+    with (
+        store.create("r1"),
+        pytest.raises(StoreError, match=rf"run r1 is being written by process {os.getpid()} on "),
+    ):
         store.reopen("r1")
     store.reopen("r1").close()
 
@@ -84,7 +87,9 @@ def test_one_writer_at_a_time_in_one_process(store: Store):
 def test_one_writer_at_a_time_across_processes(store: Store):
     process = start_writer(store.root, "r1", 3)
     with process:
-        with pytest.raises(StoreError, match=rf"run r1 is being written by process {process.pid} on .*: stop that"):
+        with pytest.raises(
+            StoreError, match=rf"run r1 is being written by process {process.pid} on .*: stop that"
+        ):
             store.reopen("r1")
         with pytest.raises(StoreError, match="is being written"):
             store.remove("r1")
@@ -137,7 +142,9 @@ def test_threads_write_whole_lines(store: Store):
             thread.join()
     notes = [event for event in store.events("r1") if isinstance(event, NoteAdded)]
     for name in map(str, range(8)):
-        assert [note.text for note in notes if note.call == name] == [f"{n}{'x' * 10_000}" for n in range(50)]
+        assert [note.text for note in notes if note.call == name] == [
+            f"{n}{'x' * 10_000}" for n in range(50)
+        ]
 
 
 def test_many_journals_share_one_flusher_thread(store: Store):
@@ -176,15 +183,23 @@ with Store(sys.argv[1]).reopen("r1") as journal:
 """
 
 
-def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_half_line_and_no_gap(store: Store):
+def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_half_line_and_no_gap(
+    store: Store,
+):
     done = subprocess.run(
-        [sys.executable, "-c", FULL, str(store.root)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", FULL, str(store.root)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
     )
     assert done.stderr == ""
     first, second = done.stdout.splitlines()
     assert first == second
     assert first.startswith(f"cannot write {store.path('r1')}: File too large; free some space")
-    assert list(store.events("r1")) == [*short_run("r1", ended=False), NoteAdded(call="0", text="there is space again")]
+    assert list(store.events("r1")) == [
+        *short_run("r1", ended=False),
+        NoteAdded(call="0", text="there is space again"),
+    ]
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
@@ -200,7 +215,9 @@ def test_secrets_of_the_environment_are_cut_out(store: Store, monkeypatch: pytes
     assert b"0123456789," not in store.path("r1").read_bytes()
     last = list(store.events("r1"))[-1]
     assert isinstance(last, CellRan)
-    assert last.result.stdout == (f"it is «redacted SHOP_API_KEY», secret 123456789012 {store.root} «redacted given»")
+    assert last.result.stdout == (
+        f"it is «redacted SHOP_API_KEY», secret 123456789012 {store.root} «redacted given»"
+    )
 
 
 def test_text_that_is_not_unicode_is_written_readably(store: Store):
@@ -226,9 +243,13 @@ def test_what_json_cannot_hold_is_an_error_and_not_a_broken_line(store: Store):
     nan = Reply(Message("assistant", "x"), token_ids=(1,), logprobs=(math.nan,))
     with store.create("r1") as journal:
         append_all(journal, short_run("r1")[:3])
-        with pytest.raises(StoreError, match="a Replied event cannot be written as JSON: a number in it is NaN"):
+        with pytest.raises(
+            StoreError, match="a Replied event cannot be written as JSON: a number in it is NaN"
+        ):
             journal.append(ReplyReceived(call="0", turn=0, reply=nan))
-        with pytest.raises(StoreError, match=r"a CallEnded event cannot be written as JSON: .*object"):
+        with pytest.raises(
+            StoreError, match=r"a CallEnded event cannot be written as JSON: .*object"
+        ):
             journal.append(CallEnded(id="0", stop=Stop.FINAL, answer=object()))
     assert list(store.events("r1")) == short_run("r1")[:3]
 

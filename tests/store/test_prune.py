@@ -43,10 +43,20 @@ def test_a_summary_says_what_the_fold_would(store: Store):
     trajectory = store.load("golden")
     (summary,) = store.runs()
     assert summary == RunSummary(
-        "golden", trajectory.question, "scripted:root", trajectory.started_at, trajectory.seconds, 2,
-        len(trajectory.calls), trajectory.depth, trajectory.usage, trajectory.cost, trajectory.stop,
-        JOURNAL.stat().st_size, rewards=trajectory.rewards,
-    )  # fmt: skip
+        "golden",
+        trajectory.question,
+        "scripted:root",
+        trajectory.started_at,
+        trajectory.seconds,
+        2,
+        len(trajectory.calls),
+        trajectory.depth,
+        trajectory.usage,
+        trajectory.cost,
+        trajectory.stop,
+        JOURNAL.stat().st_size,
+        rewards=trajectory.rewards,
+    )
 
 
 def test_runs_are_listed_newest_first_finished_cut_off_and_alive(store: Store):
@@ -85,7 +95,9 @@ def test_the_index_follows_the_journals_and_may_be_lost_or_damaged(store: Store)
     assert ids(store) == [IDS[0]]
 
 
-def test_an_index_that_somebody_else_has_locked_does_not_stop_a_listing(store: Store, monkeypatch: pytest.MonkeyPatch):
+def test_an_index_that_somebody_else_has_locked_does_not_stop_a_listing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+):
     write_run(store, IDS[0])
     store.runs()
     write_run(store, IDS[1])
@@ -100,12 +112,15 @@ def test_an_index_that_somebody_else_has_locked_does_not_stop_a_listing(store: S
 
 def test_several_processes_list_and_write_at_once(store: Store):
     code = (
-        "import sys; from ramify.store.store import Store; from tests.store.helpers import write_run\n"
+        "import sys; from ramify.store.store import Store; from tests.store.helpers import "
+        "write_run\n"
         "store = Store(sys.argv[1])\n"
         "for n in range(10): write_run(store, f'{sys.argv[2]}-{n}'); store.runs()"
     )
     others = [
-        subprocess.Popen([sys.executable, "-c", code, str(store.root), name], cwd=Path(__file__).parents[2])
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(store.root), name], cwd=Path(__file__).parents[2]
+        )
         for name in "ab"
     ]
     assert [process.wait() for process in others] == [0, 0]
@@ -165,7 +180,9 @@ def test_a_blob_that_a_running_run_put_and_has_yet_to_name_stays(store: Store):
 
 def test_removing_a_journal_outside_the_store_is_refused(store: Store, tmp_path: Path):
     (tmp_path / "mine.jsonl").write_bytes(b"")
-    with pytest.raises(StoreError, match=r"mine\.jsonl is outside the store .*: delete the file yourself"):
+    with pytest.raises(
+        StoreError, match=r"mine\.jsonl is outside the store .*: delete the file yourself"
+    ):
         store.remove(tmp_path / "mine.jsonl")
 
 
@@ -214,13 +231,17 @@ def test_prune_sweeps_litter_once_it_is_old(store: Store):
 def test_a_full_store_warns_once(store: Store, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAMIFY_STORE_MAX_BYTES", "1e3")
     store.blobs.put(b"x" * 5000)
-    with pytest.warns(UserWarning, match=r"the store .* holds 0\.0 GB, over its cap of 0\.0 GB: prune old runs"):
+    with pytest.warns(
+        UserWarning, match=r"the store .* holds 0\.0 GB, over its cap of 0\.0 GB: prune old runs"
+    ):
         store.create("r1").close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         store.create("r2").close()
     monkeypatch.setenv("RAMIFY_STORE_MAX_BYTES", "lots")
-    with pytest.raises(ConfigError, match="RAMIFY_STORE_MAX_BYTES is 'lots': give a number of bytes"):
+    with pytest.raises(
+        ConfigError, match="RAMIFY_STORE_MAX_BYTES is 'lots': give a number of bytes"
+    ):
         Store(store.root).create("r3")
     assert sorted(ids(store)) == ["r1", "r2"]
 
@@ -233,16 +254,22 @@ def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Store().root.is_relative_to(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"cannot make the folder .*file: File exists; set RAMIFY_HOME"):
+    with pytest.raises(
+        StoreError, match=r"cannot make the folder .*file: File exists; set RAMIFY_HOME"
+    ):
         Store(tmp_path / "file" / "x")
 
 
 def test_evaluations_go_by_the_same_rules(store: Store):
     records = EvaluationRecords(store.root)
-    old, middle, new = (records.create(EvaluationPlan(model="m", task=task)) for task in ("old", "middle", "new"))
+    old, middle, new = (
+        records.create(EvaluationPlan(model="m", task=task)) for task in ("old", "middle", "new")
+    )
     days = {old: 9, middle: 5, new: 0}
     for record, age in days.items():
-        os.rename(record.path, record.path.with_name(f"2026010{9 - age}-000000-{record.plan.task}.jsonl"))
+        os.rename(
+            record.path, record.path.with_name(f"2026010{9 - age}-000000-{record.plan.task}.jsonl")
+        )
     paths = sorted((store.root / "evaluations").glob("*.jsonl"))
     for path, age in zip(paths, (9, 5, 0), strict=True):
         set_age(path, age * 86400.0)
@@ -252,7 +279,10 @@ def test_evaluations_go_by_the_same_rules(store: Store):
     assert store.prune(older_than_s=7 * 86400).evaluations == [paths[0].stem]
     assert (store.prune(keep_last=2).evaluations, ids(store)) == ([], [IDS[0]])
     removed = store.prune(max_bytes=0)
-    assert (removed.runs, removed.evaluations) == ([IDS[0]], [paths[1].stem])  # the newest is being written
+    assert (removed.runs, removed.evaluations) == (
+        [IDS[0]],
+        [paths[1].stem],
+    )  # the newest is being written
     new.close()
     assert store.prune(keep_last=0).evaluations == [paths[2].stem]
     assert not list((store.root / "evaluations").iterdir())

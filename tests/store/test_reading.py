@@ -45,9 +45,13 @@ def test_a_run_that_is_not_there_gets_the_nearest(store: Store):
         store.path("last")
     write_run(store, "20260101-000000-aaaa")
     write_run(store, "20260101-000000-abbb")
-    with pytest.raises(StoreError, match="2 runs begin with '20260101-000000', 20260101-000000-aaaa among them"):
+    with pytest.raises(
+        StoreError, match="2 runs begin with '20260101-000000', 20260101-000000-aaaa among them"
+    ):
         store.path("20260101-000000")
-    with pytest.raises(StoreError, match=r"no run '20260101-000000-aaax' .*did you mean 20260101-000000-aaaa?"):
+    with pytest.raises(
+        StoreError, match=r"no run '20260101-000000-aaax' .*did you mean 20260101-000000-aaaa?"
+    ):
         store.path("20260101-000000-aaax")
     with pytest.raises(StoreError, match=r"there is no journal .*gone\.jsonl"):
         store.path("gone.jsonl")
@@ -75,7 +79,8 @@ def test_a_newer_schema_is_refused_and_unknown_fields_are_not(store: Store):
     text = path.read_text()
     path.write_text(text.replace('"schema_version":2', '"schema_version":99', 1))
     with pytest.raises(
-        StoreError, match=r"written by a newer Ramify \(schema 99; this one reads up to 2\): pip install"
+        StoreError,
+        match=r"written by a newer Ramify \(schema 99; this one reads up to 2\): pip install",
     ):
         store.load("r1")
     path.write_text(text.replace('"schema_version":2', '"schema_version":2,"new_field":[1]', 1))
@@ -85,8 +90,17 @@ def test_a_newer_schema_is_refused_and_unknown_fields_are_not(store: Store):
 def test_what_becomes_known_after_the_end_is_added(store: Store):
     write_run(store, "r1")
     seconds = store.runs()[0].seconds
-    store.append("r1", [ScoreAdded(at_s=900.0, by="task", rewards={"correct": 0.5}, values={"f1": 0.25})])
-    store.append("r1", [ScoreAdded(at_s=950.0, by="judge", call="0", turn=0, values={"clear": 1.0}, text="says why")])
+    store.append(
+        "r1", [ScoreAdded(at_s=900.0, by="task", rewards={"correct": 0.5}, values={"f1": 0.25})]
+    )
+    store.append(
+        "r1",
+        [
+            ScoreAdded(
+                at_s=950.0, by="judge", call="0", turn=0, values={"clear": 1.0}, text="says why"
+            )
+        ],
+    )
     assert store.load("r1").rewards == {"correct": 0.5}
     assert [(mark.by, mark.text) for mark in store.load("r1").marks] == [("judge", "says why")]
     (row,) = store.runs()

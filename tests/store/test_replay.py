@@ -27,7 +27,10 @@ def test_a_recorded_request_gets_its_reply():
     assert reply is not None
     assert reply.message.content == "host-7 at 03:14 — «größer» 🌲"
     assert recording.started.question == "Which host failed first?"
-    assert [asked.question for asked in recording.questions] == ["Which host failed first?", "And last?"]
+    assert [asked.question for asked in recording.questions] == [
+        "Which host failed first?",
+        "And last?",
+    ]
     assert recording.ended is not None
     assert (recording.ended.answer, recording.last_s) == ("host-2", 10.5)
 
@@ -35,14 +38,17 @@ def test_a_recorded_request_gets_its_reply():
 @pytest.mark.parametrize("strict", [False, True])
 def test_another_prompt_at_a_recorded_place_is_never_paid_in_silence(strict: bool):
     with pytest.raises(
-        ReplayDiverged, match=r"call 0\.1, turn 0: the prompt has hash ffffffffffff but 222222222222 was"
+        ReplayDiverged,
+        match=r"call 0\.1, turn 0: the prompt has hash ffffffffffff but 222222222222 was",
     ):
         RecordedReplies(events(), strict).reply("0.1", 0, "f" * 64)
 
 
 def test_what_was_not_recorded_is_asked_on_resume_and_refused_on_replay():
     assert RecordedReplies(events()).reply("0.7", 0, "f" * 64) is None
-    with pytest.raises(ReplayDiverged, match=r"recorded no such thing as a request of call 0\.7, turn 0"):
+    with pytest.raises(
+        ReplayDiverged, match=r"recorded no such thing as a request of call 0\.7, turn 0"
+    ):
         RecordedReplies(events(), strict=True).reply("0.7", 0, "f" * 64)
 
 
@@ -65,10 +71,13 @@ def test_tools_answer_by_place_and_arguments():
     assert answer is not None
     assert answer.result == [[1, "a"], [2, None]]
     with pytest.raises(
-        ReplayDiverged, match=r"call 0, turn 1, cell 0, tool call 0: the arguments have hash ff.* 'sql'"
+        ReplayDiverged,
+        match=r"call 0, turn 1, cell 0, tool call 0: the arguments have hash ff.* 'sql'",
     ):
         recording.tool("0", 1, 0, 0, "f" * 64)
-    with pytest.raises(ReplayDiverged, match=r"a tool's answer at call 0, turn 1, cell 0, tool call 1"):
+    with pytest.raises(
+        ReplayDiverged, match=r"a tool's answer at call 0, turn 1, cell 0, tool call 1"
+    ):
         recording.tool("0", 1, 0, 1, "41" * 32)
     assert RecordedReplies(events()).tool("0", 1, 0, 1, "41" * 32) is None
 
@@ -79,7 +88,10 @@ def test_what_was_in_flight_at_the_kill():
     assert RecordedReplies(whole).unanswered() == []
     killed = whole[: at + 1]  # both calls of the batch were sent, and one attempt had failed
     recording = RecordedReplies(killed)
-    assert [(asked.call, asked.turn) for asked in recording.unanswered()] == [("0.0", 0), ("0.1", 0)]
+    assert [(asked.call, asked.turn) for asked in recording.unanswered()] == [
+        ("0.0", 0),
+        ("0.1", 0),
+    ]
     assert recording.in_flight("0.1", 0)
     assert not recording.in_flight("0", 1)
     assert [attempt.error for attempt in recording.attempts_at("0.1", 0)] == ["connection closed"]
@@ -95,14 +107,21 @@ def test_cells_and_last_words_are_found():
     assert recording.cell("0", 9, 0) is None
     asked = short_run("r", ended=False)[2]
     assert isinstance(asked, RequestStarted)
-    cut = [*short_run("r", ended=False)[:2], msgspec.structs.replace(asked, last_word=Stop.MAX_COST)]
+    cut = [
+        *short_run("r", ended=False)[:2],
+        msgspec.structs.replace(asked, last_word=Stop.MAX_COST),
+    ]
     assert RecordedReplies(cut).last_word("0", 0) is Stop.MAX_COST
     assert recording.last_word("0", 0) is None
 
 
 def test_every_event_is_held_whenever_it_happens_again():
     recording = RecordedReplies(events()[:-2])
-    later = [msgspec.structs.replace(event, at_s=99.0) for event in events()[:20] if not hasattr(event, "error")]
+    later = [
+        msgspec.structs.replace(event, at_s=99.0)
+        for event in events()[:20]
+        if not hasattr(event, "error")
+    ]
     assert all(recording.holds(event) for event in later)
     assert not recording.holds(events()[-2])
     assert not recording.holds(NoteAdded(call="0", text="new"))
@@ -113,7 +132,9 @@ def test_a_journal_that_holds_nothing_says_so():
         RecordedReplies([])
 
 
-REPLY = Reply(Message("assistant", "yes"), Usage(3, 1, calls=1), cost=0.5, token_ids=(1,), logprobs=(-0.5,))
+REPLY = Reply(
+    Message("assistant", "yes"), Usage(3, 1, calls=1), cost=0.5, token_ids=(1,), logprobs=(-0.5,)
+)
 
 
 def test_the_cache_keeps_replies_over_processes(tmp_path: Path):
@@ -122,12 +143,19 @@ def test_the_cache_keeps_replies_over_processes(tmp_path: Path):
     cache.put("h", REPLY)
     assert cache.get("h") == REPLY
     code = (
-        "import sys; from ramify.store.store import Store; from ramify.store.call_cache import CallCache\n"
-        "from tests.store.test_replay import REPLY; cache = CallCache(Store(sys.argv[1])); assert cache.get('h') == REPLY\n"
+        "import sys; from ramify.store.store import Store; from ramify.store.call_cache import "
+        "CallCache\n"
+        "from tests.store.test_replay import REPLY; cache = CallCache(Store(sys.argv[1])); assert "
+        "cache.get('h') == REPLY\n"
         "for n in range(50): cache.put(f'p{n}', REPLY)\ncache.close()"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2])
-    threads = [threading.Thread(target=lambda: [cache.put(f"t{n}", REPLY) for n in range(50)]) for _ in range(3)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2]
+    )
+    threads = [
+        threading.Thread(target=lambda: [cache.put(f"t{n}", REPLY) for n in range(50)])
+        for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -150,5 +178,7 @@ def test_a_damaged_cache_is_named(tmp_path: Path):
     store = Store(tmp_path)
     CallCache(store).close()
     (tmp_path / "cache" / "replies.sqlite").write_bytes(b"not a database" * 500)
-    with pytest.raises(StoreError, match=r"the call cache .*replies\.sqlite cannot be used: .*; delete the file"):
+    with pytest.raises(
+        StoreError, match=r"the call cache .*replies\.sqlite cannot be used: .*; delete the file"
+    ):
         CallCache(store)

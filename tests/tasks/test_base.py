@@ -1,4 +1,5 @@
-"""What every task promises: items that can be made again, disjoint splits, rewards that are numbers, a proof of itself."""
+"""What every task promises: items that can be made again, disjoint splits, rewards that are
+numbers, a proof of itself."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.tasks.base import SPLITS, GeneratedSplit, Item, Score, Task, generated, items_of, scored, total
+from ramify.tasks.base import (
+    SPLITS,
+    GeneratedSplit,
+    Item,
+    Score,
+    Task,
+    generated,
+    items_of,
+    scored,
+    total,
+)
 from ramify.tasks.scoring import exact, numeric
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.tasks.validate import answered, validate
@@ -28,7 +39,11 @@ TEAL = SimpleTask("teal", generated("teal", make), numeric)
 def test_it_is_a_task() -> None:
     assert isinstance(TEAL, Task)
     start = asyncio.run(TEAL.prepare(TEAL.splits["train"][0]))
-    assert (start.context, start.tools, start.manifest()) == (TEAL.splits["train"][0].context, {}, "")
+    assert (start.context, start.tools, start.manifest()) == (
+        TEAL.splits["train"][0].context,
+        {},
+        "",
+    )
 
 
 def test_items_can_be_made_again_and_are_of_their_split_alone() -> None:
@@ -46,16 +61,21 @@ def test_items_can_be_made_again_and_are_of_their_split_alone() -> None:
 @pytest.mark.parametrize(
     ("index", "shown"),
     [
-        (slice(5, None), "5:"), (slice(None), ":"), (slice(-3, None), "-3:"), (slice(0, -1), "0:-1"), (-1, "-1"),
+        (slice(5, None), "5:"),
+        (slice(None), ":"),
+        (slice(-3, None), "-3:"),
+        (slice(0, -1), "0:-1"),
+        (-1, "-1"),
         (slice(None, 3, -1), ":3"),
     ],
-)  # fmt: skip
+)
 def test_a_split_without_end_is_not_counted_from_it(index: Any, shown: str) -> None:
     train = TEAL.splits["train"]
     with pytest.raises(ConfigError) as caught:
         train[index]
     assert str(caught.value) == (
-        f"teal/train has no end, and [{shown}] needs one: give both bounds, from 0 up, as in [0:100], or the task a size"
+        f"teal/train has no end, and [{shown}] needs one: give both bounds, from 0 up, as in "
+        "[0:100], or the task a size"
     )
     assert train[4:0:-2] == [train[4], train[2]]
     assert train[1::-1] == [train[1], train[0]]
@@ -81,7 +101,8 @@ def test_total() -> None:
     assert total({}, {"short": 0.2}) == 0.0
 
 
-# --- scores ----------------------------------------------------------------------------------------------------------
+# --- scores
+# ----------------------------------------------------------------------------------------------------------
 
 ITEM = Item("?", gold=7, id="t/test/0")
 
@@ -98,13 +119,17 @@ ITEM = Item("?", gold=7, id="t/test/0")
 def test_a_reward_may_give_a_number_several_or_a_score(
     worth: Any, rewards: Mapping[str, float], metrics: Mapping[str, float]
 ) -> None:
-    trajectory = scored(SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth), ITEM, answered(ITEM, 7))
+    trajectory = scored(
+        SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth), ITEM, answered(ITEM, 7)
+    )
     assert (trajectory.rewards, trajectory.metrics) == (rewards, metrics)
 
 
 def test_a_reward_may_see_the_whole_trajectory() -> None:
     task = SimpleTask(
-        "t", {"test": [ITEM]}, WholeTrajectoryReward(lambda item, trajectory: float(len(trajectory.calls)))
+        "t",
+        {"test": [ITEM]},
+        WholeTrajectoryReward(lambda item, trajectory: float(len(trajectory.calls))),
     )
     assert scored(task, ITEM, answered(ITEM, None)).rewards == {"correct": 1.0}
 
@@ -116,13 +141,18 @@ def test_a_reward_may_see_the_whole_trajectory() -> None:
         ({"a": float("inf")}, "reward 'a' is inf"),
         ({"a": "1"}, "reward 'a' is '1'"),
         ({}, "its score has no reward"),
-        (Score({"a": 1.0}, calls={"0.7": {"a": 1.0}}), "a reward for call '0.7', which the trajectory does not have"),
+        (
+            Score({"a": 1.0}, calls={"0.7": {"a": 1.0}}),
+            "a reward for call '0.7', which the trajectory does not have",
+        ),
         (Score({"a": 1.0}, calls={"0": {"a": float("nan")}}), "reward 'a' is nan"),
     ],
 )
 def test_what_is_no_reward_names_task_and_item(worth: Any, message: str) -> None:
     with pytest.raises(RamifyError, match=f"task 't', item t/test/0: .*{message}"):
-        scored(SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth), ITEM, answered(ITEM, 7))
+        scored(
+            SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth), ITEM, answered(ITEM, 7)
+        )
 
 
 def test_a_score_that_fails_names_task_and_item() -> None:
@@ -131,7 +161,8 @@ def test_a_score_that_fails_names_task_and_item() -> None:
         scored(task, ITEM, answered(ITEM, 7))
 
 
-# --- validate --------------------------------------------------------------------------------------------------------
+# --- validate
+# --------------------------------------------------------------------------------------------------------
 
 
 def of(*items: Item, reward: Any = exact, **more: Any) -> SimpleTask:
@@ -142,19 +173,27 @@ def test_a_right_task_is_valid() -> None:
     validate(TEAL)
     validate(of(msgspec.structs.replace(ITEM, gold=["seven", "7"], right="7", wrong=8)))
     both = {"correct": 0.5, "brief": 0.5}
-    validate(of(ITEM, reward=lambda answer, item: dict.fromkeys(both, exact(answer, item)), weights=both))
+    validate(
+        of(ITEM, reward=lambda answer, item: dict.fromkeys(both, exact(answer, item)), weights=both)
+    )
 
 
 def test_items_without_a_gold_answer_are_skipped_and_counted() -> None:
     assert validate(of(ITEM)) == ""
     open_ended = Item("what do you see?", id="t/test/1")
     assert validate(of(ITEM, open_ended)) == (
-        "task 't': 1 of the 2 items that were looked at have no gold answer; the check of their scores was skipped"
+        "task 't': 1 of the 2 items that were looked at have no gold answer; the check of their "
+        "scores was skipped"
     )
-    unreached = of(msgspec.structs.replace(ITEM, gold=8, id="t/test/2"), reward=lambda answer, item: 0.0)
+    unreached = of(
+        msgspec.structs.replace(ITEM, gold=8, id="t/test/2"), reward=lambda answer, item: 0.0
+    )
     with pytest.raises(ConfigError, match="the right answer 8 scores 0 and not 1"):
         validate(unreached)
-    assert validate(unreached, gold=False) == "task 't': the check of its scores with gold answers is switched off"
+    assert (
+        validate(unreached, gold=False)
+        == "task 't': the check of its scores with gold answers is switched off"
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,15 +204,28 @@ def test_items_without_a_gold_answer_are_skipped_and_counted() -> None:
             "t/test/0: the right answer \\['seven', '7'\\] scores 0",
         ),
         (of(ITEM, weights={"correct": 0.5}), "t/test/0: the right answer 7 scores 0.5 and not 1"),
-        (of(ITEM, reward=lambda answer, item: 1.0), "t/test/0: the wrong answer .* scores 1; the score takes anything"),
-        (of(ITEM, reward=lambda answer, item: answer in (7, None)), "t/test/0: the wrong answer None scores 1"),
+        (
+            of(ITEM, reward=lambda answer, item: 1.0),
+            "t/test/0: the wrong answer .* scores 1; the score takes anything",
+        ),
+        (
+            of(ITEM, reward=lambda answer, item: answer in (7, None)),
+            "t/test/0: the wrong answer None scores 1",
+        ),
         (of(msgspec.structs.replace(ITEM, wrong="7.")), None),
-        (of(msgspec.structs.replace(ITEM, wrong="7.", gold=7), reward=numeric), "the wrong answer '7.' scores 1"),
+        (
+            of(msgspec.structs.replace(ITEM, wrong="7.", gold=7), reward=numeric),
+            "the wrong answer '7.' scores 1",
+        ),
         (of(Item("  ", gold=7, id="t/test/0")), "t/test/0: an item needs an id and a question"),
         (of(Item("?", gold=7)), r"item \(without an id\): an item needs an id"),
         (of(), "its split 'test' is empty"),
         (
-            SimpleTask("t", {"train": [msgspec.structs.replace(ITEM, id="t/train/4")], "test": [ITEM]}, exact),
+            SimpleTask(
+                "t",
+                {"train": [msgspec.structs.replace(ITEM, id="t/train/4")], "test": [ITEM]},
+                exact,
+            ),
             "t/test/0 is the same question over the same context as t/train/4",
         ),
     ],

@@ -15,7 +15,10 @@ from ramify.tasks.base import Item, task_of
 from ramify.tasks.data import dataset
 from ramify.tasks.validate import validate
 
-ROWS = [{"question": f"What is {n}+{n}?", "answer": 2 * n, "level": "easy" if n < 5 else "hard"} for n in range(200)]
+ROWS = [
+    {"question": f"What is {n}+{n}?", "answer": 2 * n, "level": "easy" if n < 5 else "hard"}
+    for n in range(200)
+]
 needs_datasets = pytest.mark.skipif(
     importlib.util.find_spec("datasets") is None, reason="the extra 'datasets' is not installed"
 )
@@ -37,37 +40,64 @@ def test_one_file_is_divided_by_what_is_asked(tmp_path: Path) -> None:
     assert item == Item(item.question, gold=item.gold, kind=item.kind, id=item.id)
     number = int(item.id.removeprefix("sums/test/"))
     assert (item.question, item.gold) == (ROWS[number]["question"], ROWS[number]["answer"])
-    longer = dataset(jsonl(tmp_path / "more.jsonl", [*ROWS, {"question": "New?", "answer": 1}]), name="sums")
+    longer = dataset(
+        jsonl(tmp_path / "more.jsonl", [*ROWS, {"question": "New?", "answer": 1}]), name="sums"
+    )
     for split, items in task.splits.items():  # who was in a split stays there
-        kept = {each.id for each in longer.splits[split]} - {"sums/train/200", "sums/validation/200", "sums/test/200"}
+        kept = {each.id for each in longer.splits[split]} - {
+            "sums/train/200",
+            "sums/validation/200",
+            "sums/test/200",
+        }
         assert kept == {each.id for each in items}
 
 
 def test_the_same_question_is_never_in_two_splits() -> None:
     task = dataset([{"question": "same?", "answer": 1}] * 50 + ROWS)
-    where = {split for split, items in task.splits.items() for item in items if item.question == "same?"}
+    where = {
+        split for split, items in task.splits.items() for item in items if item.question == "same?"
+    }
     assert len(where) == 1
 
 
 def test_splits_and_columns_by_name(tmp_path: Path) -> None:
-    rows = [{"q": "Which?", "docs": ["a", "b"], "title": "T", "gold": ["B", "b)"], "choices": ["x", "y"]}]
+    rows = [
+        {
+            "q": "Which?",
+            "docs": ["a", "b"],
+            "title": "T",
+            "gold": ["B", "b)"],
+            "choices": ["x", "y"],
+        }
+    ]
     source = {"train": jsonl(tmp_path / "a.jsonl", rows), "dev": rows}
     task = dataset(
-        source, question="q", gold="gold", context=("title", "docs"), metadata=("choices",), reward="exact", name="mine"
+        source,
+        question="q",
+        gold="gold",
+        context=("title", "docs"),
+        metadata=("choices",),
+        reward="exact",
+        name="mine",
     )
     assert list(task.splits) == ["train", "validation"]
     assert task.splits["train"][0] == Item(
-        "Which?", {"title": "T", "docs": ["a", "b"]}, ["B", "b)"], id="mine/train/0", right="B",
+        "Which?",
+        {"title": "T", "docs": ["a", "b"]},
+        ["B", "b)"],
+        id="mine/train/0",
+        right="B",
         metadata={"choices": ["x", "y"]},
-    )  # fmt: skip
+    )
     assert task.splits["train"][-1:] == [task.splits["train"][0]]
 
 
 def test_an_item_and_a_reward_of_ones_own() -> None:
     task = dataset(
-        {"test": ROWS}, item=lambda row: Item(row["question"], row["level"], row["answer"]),
+        {"test": ROWS},
+        item=lambda row: Item(row["question"], row["level"], row["answer"]),
         reward=lambda answer, item: float(answer == item.gold),
-    )  # fmt: skip
+    )
     validate(task, num=5)
     assert task.splits["test"][7].context == "hard"
 
@@ -82,15 +112,20 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ('{"question": "a?", "answer": 1}\n{"question": "b?", "gold": 1}', "x/test, row 1: there is no column 'answer'; it has "
-                                                                          "question, gold"),
-        ('{"question": 5, "answer": 1}', "x/test, row 0: column 'question' is 5; a question is text"),
+        (
+            '{"question": "a?", "answer": 1}\n{"question": "b?", "gold": 1}',
+            "x/test, row 1: there is no column 'answer'; it has question, gold",
+        ),
+        (
+            '{"question": 5, "answer": 1}',
+            "x/test, row 0: column 'question' is 5; a question is text",
+        ),
         ('{"question": "a?", "answer": null}', "x/test, row 0: column 'answer' is empty"),
         ('{"question": "a?"', "x.jsonl, line 1: not JSON"),
-        ('\n[1, 2]', "x.jsonl, line 2: a list; every line is an object"),
+        ("\n[1, 2]", "x.jsonl, line 2: a list; every line is an object"),
         ("\n \n", "x: there are no rows in it"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_row_is_named(tmp_path: Path, lines: str, message: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(lines)
@@ -125,7 +160,9 @@ def test_parquet_and_hugging_face(tmp_path: Path) -> None:
     in_memory = dataset({"test": loaded}).splits["test"]
     from_hub = dataset(f"hf:{tmp_path / 'hub'}").splits["train"]
     for items in (parquet, in_memory, from_hub):
-        assert [(item.question, item.gold) for item in items] == [(row["question"], row["answer"]) for row in ROWS]
+        assert [(item.question, item.gold) for item in items] == [
+            (row["question"], row["answer"]) for row in ROWS
+        ]
     assert parquet[-1].gold == 398
     with pytest.raises(SourceError, match="cannot be loaded"):
         dataset(f"hf:{tmp_path / 'nowhere'}")
@@ -138,7 +175,8 @@ def test_a_file_that_is_not_parquet(tmp_path: Path) -> None:
         dataset(tmp_path / "x.parquet")
 
 
-# --- tasks by name -----------------------------------------------------------------------------------------------------
+# --- tasks by name
+# -----------------------------------------------------------------------------------------------------
 
 MINE = """
 from ramify.tasks.base import Item, generated

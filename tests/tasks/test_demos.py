@@ -1,4 +1,5 @@
-"""Demonstrations: what the demonstrator says, how often it is right, and that playing them is what the engine would do."""
+"""Demonstrations: what the demonstrator says, how often it is right, and that playing them is what
+the engine would do."""
 
 from __future__ import annotations
 
@@ -43,7 +44,12 @@ def test_an_expert_over_one_document() -> None:
         item.context[:70].rstrip("\n"),
     )
     assert f"=='{label}')\nprint(r)" in code
-    assert (result, final, root.answer, root.correct) == (str(item.gold), "FINAL(r)", item.gold, True)
+    assert (result, final, root.answer, root.correct) == (
+        str(item.gold),
+        "FINAL(r)",
+        item.gold,
+        True,
+    )
 
 
 def test_an_expert_over_several_documents() -> None:
@@ -55,7 +61,9 @@ def test_an_expert_over_several_documents() -> None:
     )
     parts = item.context[4:].split(f"\n{mark}\n")
     assert [child.call for child in children] == [f"0.{index}" for index in range(len(parts))]
-    assert [said(child)[0] for child in children] == [f"{sub_question}\nlen {len(part)}" for part in parts]
+    assert [said(child)[0] for child in children] == [
+        f"{sub_question}\nlen {len(part)}" for part in parts
+    ]
     assert max(child.answer for child in children) == root.answer == item.gold
 
 
@@ -84,7 +92,8 @@ def test_how_often_the_noisy_one_is_right() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_names_the_columns_in_the_same_place(kind: str) -> None:
-    """What teaches to read a format for one kind teaches it for all; see the log, "the count collapse"."""
+    """What teaches to read a format for one kind teaches it for all; see the log, "the count
+    collapse"."""
     for item in items(ledger(kinds=(kind,)), 30):
         (document,) = documents_of(item)
         code = said(play(item, EXPERT, 0, TINY)[0])[3]
@@ -100,7 +109,8 @@ def test_a_demonstration_is_drawn_from_its_seed_alone() -> None:
     assert again != list(demonstrations(asked, NOISY, 4, TINY))
 
 
-# --- against the engine ----------------------------------------------------------------------------------------------
+# --- against the engine
+# ----------------------------------------------------------------------------------------------
 
 
 def through_the_engine(item: Item, habits: LedgerDemonstratorHabits, seed: int) -> Trajectory:
@@ -119,12 +129,18 @@ def sample() -> Iterator[tuple[Item, LedgerDemonstratorHabits]]:
     yield from ((item, NOISY) for item in items(SINGLE, 6))
     yield from ((item, NOISY) for item in items(SEVERAL, 10))
     yield of_kind(SEVERAL, "multi sum"), EXPERT
-    yield of_kind(SEVERAL, "multi count"), LedgerDemonstratorHabits(recurses=0.0, delegates_whole=1.0)
+    yield (
+        of_kind(SEVERAL, "multi count"),
+        LedgerDemonstratorHabits(recurses=0.0, delegates_whole=1.0),
+    )
 
 
-@pytest.mark.parametrize(("item", "habits"), list(sample()), ids=lambda each: each.id if isinstance(each, Item) else "")
+@pytest.mark.parametrize(
+    ("item", "habits"), list(sample()), ids=lambda each: each.id if isinstance(each, Item) else ""
+)
 def test_playing_is_what_the_engine_does(item: Item, habits: LedgerDemonstratorHabits) -> None:
-    """The same messages in every call, the same answers, and rewards of calls that agree with what play says."""
+    """The same messages in every call, the same answers, and rewards of calls that agree with what
+    play says."""
     trajectory = scored(SINGLE, item, through_the_engine(item, habits, 0))
     played = play(item, habits, 0, TINY)
     assert [call.id for call in trajectory.walk()] == [each.call for each in played]

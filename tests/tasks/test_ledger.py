@@ -34,7 +34,10 @@ ROWS = [("bavo", "red", 17), ("fred", "blue", 5), ("kilu", "red", 8), ("bavo", "
 
 
 def test_formats_by_hand() -> None:
-    assert RowFormat("|", (2, 0, 1), True).write(ROWS[:2]) == "label|qty|user\nred|17|bavo\nblue|5|fred"
+    assert (
+        RowFormat("|", (2, 0, 1), True).write(ROWS[:2])
+        == "label|qty|user\nred|17|bavo\nblue|5|fred"
+    )
     assert RowFormat(",", (0, 1, 2), False).write(ROWS[:2]) == "bavo,red,17\nfred,blue,5"
     assert (len(FORMATS), len(KNOWN_FORMATS), len(HELD_OUT_FORMATS)) == (48, 46, 2)
     assert all(each.read(each.write(ROWS)) == ROWS for each in FORMATS)
@@ -42,7 +45,13 @@ def test_formats_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "about", "answer"),
-    [("count", "red", 2), ("sum", "red", 25), ("max", "blue", 9), ("top", "", "bavo"), ("latest", "bavo", 9)],
+    [
+        ("count", "red", 2),
+        ("sum", "red", 25),
+        ("max", "blue", 9),
+        ("top", "", "bavo"),
+        ("latest", "bavo", 9),
+    ],
 )
 def test_answers_by_hand(kind: Any, about: str, answer: object) -> None:
     assert solve(ROWS, kind, about) == answer
@@ -56,7 +65,8 @@ def test_names_are_of_two_pools() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_habits_go_wrong_over_every_ledger(kind: Any) -> None:
-    """Counting in the text, leaving out the filter, comparing as text, taking the first: none of them is right."""
+    """Counting in the text, leaving out the filter, comparing as text, taking the first: none of
+    them is right."""
     rng, form = random.Random(kind), FORMATS[0]
     for header in (False, True):
         for _ in range(30):
@@ -74,7 +84,11 @@ def test_habits_go_wrong_over_every_ledger(kind: Any) -> None:
                 case _:
                     wrong = next(quantity for user, _, quantity in rows if user == "bavo")
             assert wrong != solve(rows, kind, about)
-            if not header and kind in ("count", "sum", "max"):  # skipping a header that is not there loses a row
+            if not header and kind in (
+                "count",
+                "sum",
+                "max",
+            ):  # skipping a header that is not there loses a row
                 assert solve(rows[1:], kind, about) != solve(rows, kind, about)
 
 
@@ -90,20 +104,33 @@ def test_items() -> None:
     rows = [row for each in documents for row in each.rows(item.context)]
     asked = LedgerQuestion.read(item.question)
     assert asked is not None
-    assert (asked.text, asked.over_all, solve(rows, asked.kind, asked.about)) == (item.question, True, item.gold)
+    assert (asked.text, asked.over_all, solve(rows, asked.kind, asked.about)) == (
+        item.question,
+        True,
+        item.gold,
+    )
 
 
 def test_what_is_held_out() -> None:
     task = ledger(multi=0.5)
 
     def formats(split: str) -> set[RowFormat]:
-        return {each.format for item in itertools.islice(task.splits[split], 200) for each in documents_of(item)}
+        return {
+            each.format
+            for item in itertools.islice(task.splits[split], 200)
+            for each in documents_of(item)
+        }
 
     def names(split: str) -> set[str]:
-        asked = [LedgerQuestion.read(item.question) for item in itertools.islice(task.splits[split], 600)]
+        asked = [
+            LedgerQuestion.read(item.question) for item in itertools.islice(task.splits[split], 600)
+        ]
         return {each.about for each in asked if each is not None and each.kind == "latest"}
 
-    assert all(formats(split) == set(KNOWN_FORMATS) for split in ("train", "validation", "test", "test_names"))
+    assert all(
+        formats(split) == set(KNOWN_FORMATS)
+        for split in ("train", "validation", "test", "test_names")
+    )
     assert formats("test_formats") == set(HELD_OUT_FORMATS)
     assert names("train") <= set(KNOWN_NAMES)
     assert names("test") <= set(KNOWN_NAMES)
@@ -116,7 +143,9 @@ def test_what_is_held_out() -> None:
 def test_length_is_a_parameter(chars: int, multi: float) -> None:
     task = ledger(chars=max(chars, 600 if multi else 0), multi=multi)
     lengths = [len(item.context) for item in itertools.islice(task.splits["test"], 10)]
-    assert sum(lengths) / 10 == pytest.approx(max(chars, 600 if multi else 0), rel=0.12 if chars < 1000 else 0.03)
+    assert sum(lengths) / 10 == pytest.approx(
+        max(chars, 600 if multi else 0), rel=0.12 if chars < 1000 else 0.03
+    )
 
 
 @pytest.mark.slow
@@ -144,7 +173,10 @@ def test_ten_million_characters(multi: float) -> None:
         ({"kinds": ("cuont",)}, "unknown kind 'cuont': did you mean 'count'"),
         ({"kinds": ()}, "give at least one kind"),
         ({"multi": 1.5}, "a share from 0 to 1"),
-        ({"multi": 0.5, "kinds": ("top", "latest")}, "none of \\['top', 'latest'\\] can be asked over several"),
+        (
+            {"multi": 0.5, "kinds": ("top", "latest")},
+            "none of \\['top', 'latest'\\] can be asked over several",
+        ),
         ({"rows": (3, 9)}, "rows=\\(3, 9\\); give at least 4"),
         ({"docs": (3, 2), "multi": 1.0}, "docs=\\(3, 2\\)"),
         ({"chars": 100}, "chars=100 holds no question"),
@@ -155,12 +187,17 @@ def test_what_leaves_nothing_to_ask(options: dict[str, Any], message: str) -> No
         ledger(**options)
 
 
-# --- what calls are worth --------------------------------------------------------------------------------------------
+# --- what calls are worth
+# --------------------------------------------------------------------------------------------
 
 FIRST, SECOND = RowFormat(",", (0, 1, 2), False), RowFormat("|", (2, 0, 1), True)
 CONTEXT = f"###\n{FIRST.write(ROWS)}\n###\n{SECOND.write(ROWS[:2])}"
 SPANS = [
-    {"start": 4, "end": 4 + len(FIRST.write(ROWS)), "format": {"separator": ",", "order": [0, 1, 2], "header": False}},
+    {
+        "start": 4,
+        "end": 4 + len(FIRST.write(ROWS)),
+        "format": {"separator": ",", "order": [0, 1, 2], "header": False},
+    },
     {
         "start": len(CONTEXT) - len(SECOND.write(ROWS[:2])),
         "end": len(CONTEXT),
@@ -168,7 +205,11 @@ SPANS = [
     },
 ]
 ITEM = Item(
-    "sum qty of 'red' in all docs", CONTEXT, 42, id="ledger/test/0", metadata={"documents": SPANS, "mark": "###"}
+    "sum qty of 'red' in all docs",
+    CONTEXT,
+    42,
+    id="ledger/test/0",
+    metadata={"documents": SPANS, "mark": "###"},
 )
 
 
@@ -178,42 +219,67 @@ def ref(text: str) -> ContextRef:
 
 def child(number: int, question: str, text: str, answer: Any, kind: Any = "rlm") -> Call:
     return Call(
-        f"0.{number}", kind, "m:m", 1, question, parent=Parent("0", 0, 0), context=ref(text), answer=answer,
+        f"0.{number}",
+        kind,
+        "m:m",
+        1,
+        question,
+        parent=Parent("0", 0, 0),
+        context=ref(text),
+        answer=answer,
         stop=Stop.FINAL,
-    )  # fmt: skip
+    )
 
 
 def test_each_call_is_judged_by_its_own_question() -> None:
     first, second = FIRST.write(ROWS), SECOND.write(ROWS[:2])
     calls = [
-        Call("0", "rlm", "m:m", 0, ITEM.question, context=ref(CONTEXT), answer="42", stop=Stop.FINAL),
+        Call(
+            "0", "rlm", "m:m", 0, ITEM.question, context=ref(CONTEXT), answer="42", stop=Stop.FINAL
+        ),
         child(0, "sum qty of 'red'", first, 25),
         child(1, "sum qty of 'red'", second, 99),
-        child(2, "count rows of 'red'", second + "\n", "1"),  # its parent should have asked another question
+        child(
+            2, "count rows of 'red'", second + "\n", "1"
+        ),  # its parent should have asked another question
         child(3, "max qty of 'gold'", first, 3),  # nothing there is gold
         child(4, "sum qty of 'red'", first[3:], 25),  # nobody knows these rows
         child(5, "What is the sum of red?", first, 25),  # no question of the family
         child(6, "sum qty of 'red'", CONTEXT, 42),  # all of it
         child(7, "user with top qty", first, "bavo", "lm"),
         child(8, "top qty", first, {"bavo": float("nan")}),
-        Call("0:1", "rlm", "m:m", 0, ITEM.question, context=ref(CONTEXT), answer=41, stop=Stop.FINAL),  # a branch
+        Call(
+            "0:1", "rlm", "m:m", 0, ITEM.question, context=ref(CONTEXT), answer=41, stop=Stop.FINAL
+        ),  # a branch
     ]
-    trajectory = Trajectory("r", ITEM.question, context=ref(CONTEXT), calls=calls, answer=42, stop=Stop.FINAL)
+    trajectory = Trajectory(
+        "r", ITEM.question, context=ref(CONTEXT), calls=calls, answer=42, stop=Stop.FINAL
+    )
     scored(ledger(multi=1.0), ITEM, trajectory)
     assert trajectory.rewards == {"correct": 1.0}
     assert {id: rewards["correct"] for id, rewards in trajectory.call_rewards.items()} == {
-        "0": 1.0, "0.0": 1.0, "0.1": 0.0, "0.2": 1.0, "0.6": 1.0, "0.7": 1.0, "0:1": 0.0,
-    }  # fmt: skip
+        "0": 1.0,
+        "0.0": 1.0,
+        "0.1": 0.0,
+        "0.2": 1.0,
+        "0.6": 1.0,
+        "0.7": 1.0,
+        "0:1": 0.0,
+    }
     assert trajectory.metrics == {"children_correct": 0.8}
 
 
-@pytest.mark.parametrize("text", ["sum qty of 'red' in all docs", "user with top qty", "latest qty of 'bavo'"])
+@pytest.mark.parametrize(
+    "text", ["sum qty of 'red' in all docs", "user with top qty", "latest qty of 'bavo'"]
+)
 def test_questions_are_read_as_they_are_written(text: str) -> None:
     asked = LedgerQuestion.read(f" {text}\n")
     assert asked is not None
     assert asked.text == text
 
 
-@pytest.mark.parametrize("text", ["", "sum qty of 'red", "sum qty of ''", "sum qty of 'r'*9", "x" * 10**6])
+@pytest.mark.parametrize(
+    "text", ["", "sum qty of 'red", "sum qty of ''", "sum qty of 'r'*9", "x" * 10**6]
+)
 def test_what_is_no_question_of_the_family(text: str) -> None:
     assert LedgerQuestion.read(text) is None

@@ -31,14 +31,17 @@ def test_it_is_valid_and_its_needles_lie_everywhere() -> None:
     assert kinds == {f"depth {low}-{low + 10} %" for low in range(0, 100, 10)}
 
 
-@pytest.mark.parametrize(("depth", "kind"), [(0.0, "depth 0-10 %"), (0.55, "depth 50-60 %"), (1.0, "depth 90-100 %")])
+@pytest.mark.parametrize(
+    ("depth", "kind"), [(0.0, "depth 0-10 %"), (0.55, "depth 50-60 %"), (1.0, "depth 90-100 %")]
+)
 def test_depth(depth: float, kind: str) -> None:
     items = itertools.islice(needle(chars=20_000, depth=depth, distractors=0).splits["test"], 20)
     assert {item.kind for item in items} == {kind}
 
 
 @pytest.mark.parametrize(
-    "options", [{"chars": 10}, {"distractors": -1}, {"chars": 1000, "distractors": 6}, {"depth": 1.5}]
+    "options",
+    [{"chars": 10}, {"distractors": -1}, {"chars": 1000, "distractors": 6}, {"depth": 1.5}],
 )
 def test_what_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="needle: chars="):

@@ -1,4 +1,5 @@
-"""Named-operation programs: the language in two sandboxes, the splits, the demonstrator's habits, hints."""
+"""Named-operation programs: the language in two sandboxes, the splits, the demonstrator's habits,
+hints."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ RIGHT = dict(enumerate(KNOWN.right))
 def some_program(rng: random.Random) -> Program:
     """One that may be right, silently wrong, refused, or short of an import."""
     words = rng.sample(range(NUM_WORDS), rng.randint(1, 6))
-    functions = {word: RIGHT[word] if rng.random() < 0.7 else rng.randrange(NUM_WORDS) for word in words}
+    functions = {
+        word: RIGHT[word] if rng.random() < 0.7 else rng.randrange(NUM_WORDS) for word in words
+    }
     problem = ProgramProblem(rng.randrange(97), tuple((word, rng.randint(1, 9)) for word in words))
     return problem.program(functions, tuple(each for each in IMPORTED if rng.random() < 0.6))
 
@@ -51,7 +54,9 @@ def test_by_hand() -> None:
     program = Program.read("from ops import f10;50@w3@f7@5@w9@f0@2")
     assert program is not None
     assert program.text == "from ops import f10;50@w3@f7@5@w9@f0@2"
-    assert ProgramProblem.read("50@w3@5@w9@2\nhint: use @w3@f9") == ProgramProblem(50, ((3, 5), (9, 2)))
+    assert ProgramProblem.read("50@w3@5@w9@2\nhint: use @w3@f9") == ProgramProblem(
+        50, ((3, 5), (9, 2))
+    )
     word, right = 2, KNOWN.right[2]
     imports = "".join(f"from ops import f{right};" for _ in [0] if right in IMPORTED)
     a, b, c = KNOWN.maps[right]
@@ -68,9 +73,20 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "50", "50@w3@f7", "50@w3@f7@5@", "50@w99@f7@5", "50@w3@f7@5\n", "import os", "from ops import f9;50@w3@f7@5",
-     "50@w3@f7@5;50@w3@f7@5", "__import__('os')", "501@w3@f7@5"],
-)  # fmt: skip
+    [
+        "",
+        "50",
+        "50@w3@f7",
+        "50@w3@f7@5@",
+        "50@w99@f7@5",
+        "50@w3@f7@5\n",
+        "import os",
+        "from ops import f9;50@w3@f7@5",
+        "50@w3@f7@5;50@w3@f7@5",
+        "__import__('os')",
+        "501@w3@f7@5",
+    ],
+)
 def test_what_is_no_program(text: str) -> None:
     assert Program.read(text) is None
 
@@ -131,10 +147,14 @@ def test_sandboxes_by_module() -> None:
 def test_splits_share_the_secret_and_no_problem() -> None:
     task = task_of("programs")
     validate(task)
-    splits = {split: [item.question for item in items[:400]] for split, items in task.splits.items()}
+    splits = {
+        split: [item.question for item in items[:400]] for split, items in task.splits.items()
+    }
     assert len({question for questions in splits.values() for question in questions}) == 1200
     assert all(item.metadata["secret"] == 0 for items in task.splits.values() for item in items[:3])
-    assert programs(secret=1).splits["test"][0].gold != KNOWN.solve(ProgramProblem.read(programs(secret=1).splits["test"][0].question))  # type: ignore[arg-type]  # fmt: skip
+    assert programs(secret=1).splits["test"][0].gold != KNOWN.solve(
+        ProgramProblem.read(programs(secret=1).splits["test"][0].question)
+    )  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="1 to 24 different words"):
         programs(steps=25)
 
@@ -149,10 +169,16 @@ def test_a_rollout_through_the_engine_in_both_sandboxes() -> None:
     replies = [right + "@", right, f"FINAL({item.gold})"]
 
     async def run(sandbox: SandboxSpec) -> tuple[object, ...]:
-        model = ScriptedClient(lambda said: replies[sum(m.role == "assistant" for m in said)], name="scripted:programs")
+        model = ScriptedClient(
+            lambda said: replies[sum(m.role == "assistant" for m in said)], name="scripted:programs"
+        )
         async with RLM(model, scaffold="bare", sandbox=sandbox, limits=Limits(max_turns=3)) as rlm:
             found = await attempt(rlm, task, item)
-        return found.rewards, found.metrics, [message.content for message in found.conversation(found.root)][3:]
+        return (
+            found.rewards,
+            found.metrics,
+            [message.content for message in found.conversation(found.root)][3:],
+        )
 
     for sandbox in (EVALUATOR, SandboxSpec()):
         rewards, metrics, after = asyncio.run(run(sandbox))
@@ -168,8 +194,19 @@ def test_one_token_a_word() -> None:
     ids = renderer.prompt([Message("user", text)])
     assert tokenizer.decode(ids) == f"<|u|>{text}<|a|>"
     assert [tokenizer.decode([id]) for id in ids[1:-1]] == [
-        "from ops import f10;", "50", "@w3", "@f10", "@5", "@w13", "@f0", "@2", HINT, "use ", "@w3", "@f12",
-    ]  # fmt: skip
+        "from ops import f10;",
+        "50",
+        "@w3",
+        "@f10",
+        "@5",
+        "@w13",
+        "@f0",
+        "@2",
+        HINT,
+        "use ",
+        "@w3",
+        "@f12",
+    ]
     assert UNKNOWN in tokenizer.decode(renderer.prompt([Message("user", "50 apples")]))
     with pytest.raises(ConfigError, match="different"):
         word_tokenizer(["a", "b", "a"])
@@ -177,19 +214,27 @@ def test_one_token_a_word() -> None:
 
 def test_the_demonstrator_is_as_weak_as_it_is_said() -> None:
     task = task_of("programs")
-    plain = [demonstrate(item, ProgramDemonstratorHabits(hinted=0.0), 0, BARE) for item in task.splits["train"][:600]]
+    plain = [
+        demonstrate(item, ProgramDemonstratorHabits(hinted=0.0), 0, BARE)
+        for item in task.splits["train"][:600]
+    ]
     assert 0.03 < sum(each.correct for each in plain) / len(plain) < 0.10
     expert = ProgramDemonstratorHabits(knows=1.0, remembers_import=1.0, hinted=0.0)
     assert all(demonstrate(item, expert, 0, BARE).correct for item in task.splits["train"][:50])
     for each in plain:
-        assert [message.role for message in each.messages] == ["user", "assistant"] * (len(each.messages) // 2)
+        assert [message.role for message in each.messages] == ["user", "assistant"] * (
+            len(each.messages) // 2
+        )
         assert each.messages[-1].content.startswith("FINAL(")
         assert len(each.messages) in (4, 6)
 
 
 def test_half_of_the_demonstrations_follow_a_hint_and_half_of_those_a_wrong_one() -> None:
     task = task_of("programs")
-    found = [demonstrate(item, ProgramDemonstratorHabits(), 0, BARE) for item in task.splits["train"][:400]]
+    found = [
+        demonstrate(item, ProgramDemonstratorHabits(), 0, BARE)
+        for item in task.splits["train"][:400]
+    ]
     hinted = [each for each in found if HINT in each.messages[0].content]
     assert 0.42 < len(hinted) / len(found) < 0.58
     wrong = [each for each in hinted if len(each.messages) == 2]
@@ -207,7 +252,9 @@ def test_demonstrations_are_what_the_engine_would_have_had() -> None:
 
     async def again(item: object, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         replies = [message.content for message in messages if message.role == "assistant"]
-        async with RLM(ScriptedClient(replies, name="s:m"), scaffold="bare", sandbox=EVALUATOR) as rlm:
+        async with RLM(
+            ScriptedClient(replies, name="s:m"), scaffold="bare", sandbox=EVALUATOR
+        ) as rlm:
             found = await attempt(rlm, task, item)  # type: ignore[arg-type]
         return tuple(found.conversation(found.root))
 
@@ -230,5 +277,7 @@ def test_hints_from_errors_and_from_facts() -> None:
     problem = ProgramProblem(5, ((silent, 1),))
     wrong = problem.program({silent: (RIGHT[silent] + 1) % 10})
     assert from_errors([str(KNOWN.run(wrong))]) == []  # no word of it
-    assert from_facts(problem, ["no program", wrong.text], KNOWN) == [HintRule(silent, RIGHT[silent])]
+    assert from_facts(problem, ["no program", wrong.text], KNOWN) == [
+        HintRule(silent, RIGHT[silent])
+    ]
     assert from_facts(problem, [problem.program(RIGHT).text], KNOWN) == []

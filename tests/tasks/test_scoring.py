@@ -48,7 +48,7 @@ def item(gold: Any, **metadata: Any) -> Item:
         ("numeric", 0.1 + 0.2, 0.3, 1.0),
         ("last_number", "3 apples and 4 pears make 7.", 7, 1.0),
     ],
-)  # fmt: skip
+)
 def test_by_hand(scorer: str, answer: Any, gold: Any, expected: float) -> None:
     assert SCORERS[scorer](answer, item(gold)) == pytest.approx(expected, abs=1e-12)
 
@@ -56,11 +56,26 @@ def test_by_hand(scorer: str, answer: Any, gold: Any, expected: float) -> None:
 @pytest.mark.parametrize(
     ("answer", "index"),
     [
-        ("B", 1), ("(b)", 1), ("b.", 1), ("**B**", 1), (2, 1), ("2)", 1), ("The answer is B.", 1), ("Answer: (B)", 1),
-        ("I think that it is (B), since A rusts", 1), ("Lyon", 1), ("lyon.", 1), ("Paris or Lyon", None),
-        ("The answer is A or (B)", None), ("E", None), (0, None), ("", None), (None, None), ("B" * 5000, None),
+        ("B", 1),
+        ("(b)", 1),
+        ("b.", 1),
+        ("**B**", 1),
+        (2, 1),
+        ("2)", 1),
+        ("The answer is B.", 1),
+        ("Answer: (B)", 1),
+        ("I think that it is (B), since A rusts", 1),
+        ("Lyon", 1),
+        ("lyon.", 1),
+        ("Paris or Lyon", None),
+        ("The answer is A or (B)", None),
+        ("E", None),
+        (0, None),
+        ("", None),
+        (None, None),
+        ("B" * 5000, None),
     ],
-)  # fmt: skip
+)
 def test_choice(answer: Any, index: int | None) -> None:
     assert named(answer, ["Paris", "Lyon", "Nice", "Lille"]) == index
 
@@ -88,10 +103,27 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize("scorer", sorted(SCORERS))
 @pytest.mark.parametrize(
     "answer",
-    [10**6000, -(10**6000), "9" * 10**6, "1," * 10**6, "1,111" * 20_000 + "a", float("inf"), nested(5000), {(1, 2): object()},
-     "\ud800", "\x00" * 1000, b"7", {1, 2}, "e" * 99_999, "(" * 99_999, "1e9999", "1e-99999", {"8": 8}],
+    [
+        10**6000,
+        -(10**6000),
+        "9" * 10**6,
+        "1," * 10**6,
+        "1,111" * 20_000 + "a",
+        float("inf"),
+        nested(5000),
+        {(1, 2): object()},
+        "\ud800",
+        "\x00" * 1000,
+        b"7",
+        {1, 2},
+        "e" * 99_999,
+        "(" * 99_999,
+        "1e9999",
+        "1e-99999",
+        {"8": 8},
+    ],
     ids=lambda answer: f"{type(answer).__name__}",
-)  # fmt: skip
+)
 def test_hostile_answers_are_only_wrong(scorer: str, answer: Any) -> None:
     """Bounded in time (the suite's limit would show it), and never an error or a point."""
     gold = [7.25, 7.5] if scorer in ("interval_f1", "line_f1") else "7"

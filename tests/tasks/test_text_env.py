@@ -30,7 +30,12 @@ class Guess:
         is_right = action.strip() == str(self.number)
         hint = "" if is_right else "higher" if int(action) < self.number else "lower"
         said = [{"role": "user", "content": hint}] if hint else []
-        return {"observations": said, "reward": float(is_right), "done": is_right or self.tries == 4, "metadata": {}}
+        return {
+            "observations": said,
+            "reward": float(is_right),
+            "done": is_right or self.tries == 4,
+            "metadata": {},
+        }
 
     def close(self) -> None:
         self.closed += 1
@@ -55,7 +60,8 @@ class GymGuess:
 
 
 ITEMS = [
-    Item("Which number?", gold=str(number), id=f"guess/test/{number}", wrong=str(number + 1)) for number in (50, 62, 7)
+    Item("Which number?", gold=str(number), id=f"guess/test/{number}", wrong=str(number + 1))
+    for number in (50, 62, 7)
 ]
 MADE: list[Any] = []
 
@@ -84,11 +90,18 @@ def test_a_model_acts_by_a_function_of_its_session(kind: type[Any]) -> None:
     MADE.clear()
     seen: list[Any] = []
     found = evaluated(
-        lambda messages: HALVE if len(messages) == 1 else "FINAL('7')", task(kind), of=plan(items=3, task="guess"),
-        concurrency=1, scaffold=msgspec.structs.replace(TINY, first="{{question}} {{about}}"),
+        lambda messages: HALVE if len(messages) == 1 else "FINAL('7')",
+        task(kind),
+        of=plan(items=3, task="guess"),
+        concurrency=1,
+        scaffold=msgspec.structs.replace(TINY, first="{{question}} {{about}}"),
         on_outcome=lambda outcome, trajectory: seen.append(trajectory.root.turns[0]),
-    )  # fmt: skip
-    assert [each.rewards for each in found.outcomes] == [{"return": 1.0}, {"return": 1.0}, {"return": 0.0}]
+    )
+    assert [each.rewards for each in found.outcomes] == [
+        {"return": 1.0},
+        {"return": 1.0},
+        {"return": 0.0},
+    ]
     steps = [each.metrics["steps"] for each in found.outcomes]
     assert steps == [1, 3, 4]
     assert seen[0].cells[0].stdout == f"{ENDED}\n"
@@ -105,9 +118,13 @@ def test_the_answer_is_the_last_action() -> None:
         {"return": 1.0},
         2,
     )  # 75, then 50, which is right: 62 comes late
-    odd = evaluated(lambda messages: "FINAL('north')", task(), of=plan(items=1, task="guess")).outcomes[0]
+    odd = evaluated(
+        lambda messages: "FINAL('north')", task(), of=plan(items=1, task="guess")
+    ).outcomes[0]
     assert (odd.rewards, odd.error) == ({"return": 0.0}, "")
-    late = evaluated(lambda messages: "FINAL(50)", task(), of=plan(items=1, task="guess")).outcomes[0]
+    late = evaluated(lambda messages: "FINAL(50)", task(), of=plan(items=1, task="guess")).outcomes[
+        0
+    ]
     assert (late.rewards, late.metrics["steps"]) == ({"return": 1.0}, 1)
 
 
@@ -121,7 +138,11 @@ def test_it_proves_itself_by_the_right_answer_as_the_only_action() -> None:
     validate(task())
     with pytest.raises(ConfigError, match="guess/test/50: the right answer '51' scores 0"):
         validate(
-            env_task("guess", {"test": [Item("?", gold="51", id="guess/test/50", wrong="1")]}, lambda item: Guess(50))
+            env_task(
+                "guess",
+                {"test": [Item("?", gold="51", id="guess/test/50", wrong="1")]},
+                lambda item: Guess(50),
+            )
         )
 
 
@@ -135,11 +156,16 @@ def test_what_is_no_environment() -> None:
 
     from ramify.errors import RamifyError
 
-    with pytest.raises(RamifyError, match="the environment's step gave a str: it must be a mapping with observations"):
+    with pytest.raises(
+        RamifyError,
+        match="the environment's step gave a str: it must be a mapping with observations",
+    ):
         EnvEpisode(Odd(), ITEMS[0]).step("x")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed"
+)
 def test_an_environment_of_skyrl_gym() -> None:
     import skyrl_gym
 
@@ -149,8 +175,12 @@ def test_an_environment_of_skyrl_gym() -> None:
     items = [Item("What is 6*7?", gold="42", right="#### 42", wrong="#### 41", id="gsm8k/test/0")]
     sums = env_task("gsm8k", {"test": items}, make)
     validate(sums)
-    assert scored(sums, items[0], answered(items[0], "42")).rewards == {"return": 0.0}  # not in the format it wants
-    (outcome,) = evaluated(lambda messages: "FINAL('#### 42')", sums, of=plan(items=1, task="gsm8k")).outcomes
+    assert scored(sums, items[0], answered(items[0], "42")).rewards == {
+        "return": 0.0
+    }  # not in the format it wants
+    (outcome,) = evaluated(
+        lambda messages: "FINAL('#### 42')", sums, of=plan(items=1, task="gsm8k")
+    ).outcomes
     assert outcome.rewards == {"return": 1.0}
 
 
@@ -184,7 +214,9 @@ def test_an_environment_with_a_space_of_actions_takes_values_of_it() -> None:
     episode = EnvEpisode(Lever(), ITEMS[0])
     assert episode.actions == "An action is a value in JSON, from Discrete(2)."
     for wrong in ("north", "2", "[1", ""):
-        with pytest.raises(ValueError, match=r"is not an action here: give a value in JSON, from Discrete\(2\)"):
+        with pytest.raises(
+            ValueError, match=r"is not an action here: give a value in JSON, from Discrete\(2\)"
+        ):
             episode.step(wrong)
     assert [episode.step("0"), episode.step("1")] == ["0", f"1\n{ENDED}"]
     assert episode.end(None)["episode"]["rewards"] == [0.0, 1.0]
@@ -198,12 +230,20 @@ def test_a_session_acts_in_such_an_environment() -> None:
 
 
 STANDARD = {
-    "CartPole-v1": "1", "MountainCar-v0": "0", "Acrobot-v1": "2", "Pendulum-v1": "[0.5]",
-    "MountainCarContinuous-v0": "[0.5]", "FrozenLake-v1": "2", "Blackjack-v1": "0", "CliffWalking-v1": "0",
-}  # fmt: skip
+    "CartPole-v1": "1",
+    "MountainCar-v0": "0",
+    "Acrobot-v1": "2",
+    "Pendulum-v1": "[0.5]",
+    "MountainCarContinuous-v0": "[0.5]",
+    "FrozenLake-v1": "2",
+    "Blackjack-v1": "0",
+    "CliffWalking-v1": "0",
+}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed"
+)
 @pytest.mark.parametrize("id", STANDARD)
 def test_a_standard_environment_of_gymnasium(id: str) -> None:
     import gymnasium

@@ -1,4 +1,5 @@
-r"""The math agent's task: public sets in their own formats, demonstrations cut into turns, the score, and evaluation."""
+r"""The math agent's task: public sets in their own formats, demonstrations cut into turns, the
+score, and evaluation."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from ramify.train.sft_data import trajectory_of
 from ramify.types.message import Message
 
 BEFORE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: $Answer "
     "(without quotes) where $Answer is the answer to the problem.\n\n"
 )
 AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
@@ -33,22 +35,43 @@ AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 def dapo(problem: str, gold: str) -> dict[str, Any]:
     return {
-        "data_source": "math_dapo", "prompt": [{"content": f"{BEFORE}{problem}{AFTER}", "role": "user"}], "ability": "MATH",
-        "reward_model": {"ground_truth": gold, "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a9b6eb4"},
-    }  # fmt: skip
+        "data_source": "math_dapo",
+        "prompt": [{"content": f"{BEFORE}{problem}{AFTER}", "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": gold, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": "9a9b6eb4"},
+    }
 
 
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
 AIME = {
     "zhuzilin/aime-2024": {
         "prompt": [{"role": "user", "content": f"Find x. {STEP_BY_STEP}"}],
-        "label": "204", "metadata": {},
+        "label": "204",
+        "metadata": {},
     },
     "BytedTsinghua-SIA/AIME-2024": dapo("Find x.", "204"),
-    "Maxwell-Jia/AIME_2024": {"ID": "2024-II-4", "Problem": "Find x.", "Solution": "Let x …", "Answer": 204},
-    "yentinglin/aime_2025": {"id": "60", "problem": "Find x.", "answer": "204", "solution": "Let x …", "year": "2025"},
-    "HuggingFaceH4/aime_2024": {"id": 60, "problem": "Find x.", "solution": "Let x …", "answer": "204", "year": "2024"},
-}  # fmt: skip
+    "Maxwell-Jia/AIME_2024": {
+        "ID": "2024-II-4",
+        "Problem": "Find x.",
+        "Solution": "Let x …",
+        "Answer": 204,
+    },
+    "yentinglin/aime_2025": {
+        "id": "60",
+        "problem": "Find x.",
+        "answer": "204",
+        "solution": "Let x …",
+        "year": "2025",
+    },
+    "HuggingFaceH4/aime_2024": {
+        "id": 60,
+        "problem": "Find x.",
+        "solution": "Let x …",
+        "answer": "204",
+        "year": "2024",
+    },
+}
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -111,23 +134,38 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "gold", "worth"),
     [
-        ("34", "34", 1), (" 034 ", "34", 1), ("$1,024$", "1024", 1), ("34.0", "34", 1), (34, "34", 1), ("35", "34", 0),
-        (r"\sqrt{34}", "35", 0), ("34 or 35", "34", 0), (None, "34", 0), ("x+1", "x+1", 1), ("", "34", 0), ("9" * 5000, "9", 0),
+        ("34", "34", 1),
+        (" 034 ", "34", 1),
+        ("$1,024$", "1024", 1),
+        ("34.0", "34", 1),
+        (34, "34", 1),
+        ("35", "34", 0),
+        (r"\sqrt{34}", "35", 0),
+        ("34 or 35", "34", 0),
+        (None, "34", 0),
+        ("x+1", "x+1", 1),
+        ("", "34", 0),
+        ("9" * 5000, "9", 0),
     ],
-)  # fmt: skip
+)
 def test_answers_are_compared_as_whole_numbers(answer: Any, gold: str, worth: float) -> None:
     assert auto(answer, Item("?", gold=gold)) == worth
 
 
 def test_nested_boxes_are_whole() -> None:
-    assert last_boxed(r"\boxed{\frac{a}{b}} and \boxed{\sqrt{\frac{1}{2}}}") == r"\sqrt{\frac{1}{2}}"
+    assert (
+        last_boxed(r"\boxed{\frac{a}{b}} and \boxed{\sqrt{\frac{1}{2}}}") == r"\sqrt{\frac{1}{2}}"
+    )
 
 
-# --- demonstrations ------------------------------------------------------------------------------------------------------
+# --- demonstrations
+# ------------------------------------------------------------------------------------------------------
 
 ASKED = (
-    "Solve the following problem step by step. You now have the ability to selectively write executable Python code …\n"
-    "*user question:*\nWhat is 7!?\n\nRemember to place the final answer in the last part using the format: \n<answer>\n"
+    "Solve the following problem step by step. You now have the ability to selectively write "
+    "executable Python code …\n"
+    "*user question:*\nWhat is 7!?\n\nRemember to place the final answer in the last part using "
+    "the format: \n<answer>\n"
     "\\boxed{'The final answer goes here.'}\n</answer>"
 )
 SOLVED = (
@@ -139,15 +177,21 @@ SOLVED = (
 
 
 def row(solution: str, asked: str = ASKED) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": solution}]}
+    return {
+        "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": solution}]
+    }
 
 
 def test_a_demonstration_is_cut_into_turns() -> None:
     system, *messages = conversation(row(SOLVED), SCAFFOLDS["retool"])
-    assert system.content == SCAFFOLDS["retool"].system_prompt(depth=0, children=False, tools="", limits="")
+    assert system.content == SCAFFOLDS["retool"].system_prompt(
+        depth=0, children=False, tools="", limits=""
+    )
     assert messages == [
         Message("user", "What is 7!?\n\nPut the final answer into \\boxed{}."),
-        Message("assistant", "I compute it.\n<code>\nimport math\nprint(math.factorial(7))\n</code>"),
+        Message(
+            "assistant", "I compute it.\n<code>\nimport math\nprint(math.factorial(7))\n</code>"
+        ),
         Message("user", "<interpreter>\n5040\n</interpreter>"),
         Message("assistant", "And check:\n<code>\nprint(1*2*3*4*5*6*7)\n</code>"),
         Message("user", "<interpreter>\n5040\n</interpreter>"),
@@ -157,16 +201,26 @@ def test_a_demonstration_is_cut_into_turns() -> None:
 
 def test_the_same_by_native_calls() -> None:
     messages = conversation(row(SOLVED), SCAFFOLDS["retool_native"])[2:]
-    assert [message.role for message in messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert [message.role for message in messages] == [
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     (call,) = messages[0].tool_calls
     assert (messages[0].content, json.loads(call.arguments)) == (
-        "I compute it.", {"code": "import math\nprint(math.factorial(7))"}
-    )  # fmt: skip
-    assert messages[1] == Message("tool", "<interpreter>\n5040\n</interpreter>", tool_call_id=call.id)
+        "I compute it.",
+        {"code": "import math\nprint(math.factorial(7))"},
+    )
+    assert messages[1] == Message(
+        "tool", "<interpreter>\n5040\n</interpreter>", tool_call_id=call.id
+    )
 
 
 def test_demonstrations_are_what_the_engine_would_have_had() -> None:
-    """Each reply of a demonstration asks for what the engine reads in it, and its observations have the engine's form."""
+    """Each reply of a demonstration asks for what the engine reads in it, and its observations have
+    the engine's form."""
     scaffold = SCAFFOLDS["retool"]
     messages = conversation(row(SOLVED), scaffold)
     replies = [message for message in messages if message.role == "assistant"]
@@ -179,16 +233,20 @@ def test_demonstrations_are_what_the_engine_would_have_had() -> None:
 
 def test_rows_of_another_form_are_left_out_aloud(tmp_path: Path) -> None:
     broken = [
-        row("no answer"), row(SOLVED.replace("</interpreter>", "", 1)),
+        row("no answer"),
+        row(SOLVED.replace("</interpreter>", "", 1)),
         row("<code></code><interpreter></interpreter>\\boxed{1}"),
-        {"messages": [{"role": "user", "content": "x"}]}, {"text": "x"}, row("<answer>\\boxed{1</answer>"),
-    ]  # fmt: skip
+        {"messages": [{"role": "user", "content": "x"}]},
+        {"text": "x"},
+        row("<answer>\\boxed{1</answer>"),
+    ]
     said: list[str] = []
     source = write(tmp_path / "sft.jsonl", [row(SOLVED), *broken])
     found = list(demonstrations(source, SCAFFOLDS["retool"], say=said.append))
     assert len(found) == 1
     assert said == [
-        "6 of 7 demonstrations are left out, since they have another form; the first, row 1: it ends without a boxed answer"
+        "6 of 7 demonstrations are left out, since they have another form; the first, row 1: it "
+        "ends without a boxed answer"
     ]
     with pytest.raises(ConfigError, match="none of 6 rows is a demonstration"):
         list(demonstrations(broken, SCAFFOLDS["retool"]))
@@ -197,16 +255,19 @@ def test_rows_of_another_form_are_left_out_aloud(tmp_path: Path) -> None:
     assert trajectory.rewards == {"correct": 1.0}
 
 
-# --- evaluation ----------------------------------------------------------------------------------------------------------
+# --- evaluation
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_evaluation_counts_what_is_right_and_how_the_tool_was_used() -> None:
     """Two problems, four attempts each: one is right in two, the other in none."""
     task = toolmath(test=[{"problem": f"What is {n}*6?", "answer": n * 6} for n in (7, 8)])
     replies = {
-        0: ["<code>print(7*6)</code>", r"\boxed{42}"], 1: [r"\boxed{42}"],
-        2: ["<code>1/0</code>", r"\boxed{41}"], 3: [r"\boxed{41}"],
-    }  # fmt: skip
+        0: ["<code>print(7*6)</code>", r"\boxed{42}"],
+        1: [r"\boxed{42}"],
+        2: ["<code>1/0</code>", r"\boxed{41}"],
+        3: [r"\boxed{41}"],
+    }
     order = iter(range(100))
     attempts: dict[str, int] = {}
 
@@ -218,8 +279,17 @@ def test_evaluation_counts_what_is_right_and_how_the_tool_was_used() -> None:
         return "no box here" if "8*6" in question else replies[attempts[question]][turn]
 
     async def run() -> Any:
-        rlm = RLM(ScriptedClient(model, name="scripted:math"), scaffold="retool", limits=Limits(max_turns=3))
-        return await evaluate(rlm, task, EvaluationPlan(model="m", task="toolmath", items=2, attempts=4), concurrency=1)
+        rlm = RLM(
+            ScriptedClient(model, name="scripted:math"),
+            scaffold="retool",
+            limits=Limits(max_turns=3),
+        )
+        return await evaluate(
+            rlm,
+            task,
+            EvaluationPlan(model="m", task="toolmath", items=2, attempts=4),
+            concurrency=1,
+        )
 
     found = report(asyncio.run(run()), k=2)
     (whole,) = found.rows[:1]
@@ -229,8 +299,13 @@ def test_evaluation_counts_what_is_right_and_how_the_tool_was_used() -> None:
     assert (whole.average.value, whole.passes.value) == (0.25, pytest.approx((1 - 1 / 6) / 2))
     assert whole.majority.value == pytest.approx(0.25)  # two blocks of two: 42 42 and 41 41
     assert found.metrics == {
-        "tool_calls": 0.25, "tool_errors": 0.125, "tool_silent": 0.0, "used_tool": 0.25, "malformed": 1.5, "truncated": 0.5,
-    }  # fmt: skip
+        "tool_calls": 0.25,
+        "tool_errors": 0.125,
+        "tool_silent": 0.0,
+        "used_tool": 0.25,
+        "malformed": 1.5,
+        "truncated": 0.5,
+    }
     assert "tool_errors 0.125" in table(found)
 
 

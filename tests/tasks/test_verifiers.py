@@ -13,11 +13,15 @@ from ramify.tasks.base import scored
 from ramify.tasks.validate import answered, validate
 from ramify.tasks.verifiers import from_verifiers
 
-needs_verifiers = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed")
+needs_verifiers = pytest.mark.skipif(
+    importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed"
+)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed"
+)
 def test_without_the_library_it_says_what_to_install() -> None:
     with pytest.raises(ConfigError, match="pip install verifiers"):
         from_verifiers("gsm8k")
@@ -49,7 +53,10 @@ def made() -> Any:
             for word in ("teal", "coral"):
                 yield Count(
                     Data(
-                        prompt=f"How often is {word} there?", system_prompt="Count.", word=word, text="teal coral teal"
+                        prompt=f"How often is {word} there?",
+                        system_prompt="Count.",
+                        word=word,
+                        text="teal coral teal",
                     ),
                     self.config.task,
                 )
@@ -60,7 +67,10 @@ def made() -> Any:
 @needs_verifiers
 def test_prompts_become_questions_and_rewards_scores() -> None:
     task = from_verifiers(
-        made(), context=lambda data: data.text, right=lambda data: str(data.text.count(data.word)), name="counts"
+        made(),
+        context=lambda data: data.text,
+        right=lambda data: str(data.text.count(data.word)),
+        name="counts",
     )
     validate(task)
     first, second = task.splits["test"]
@@ -99,7 +109,9 @@ def test_a_long_prompt_is_the_context_and_an_endless_taskset_has_no_end() -> Non
         INFINITE = True
 
         def load(self) -> Any:
-            return (vf.Task(vf.TaskData(prompt=f"{number} " * 15_000)) for number in itertools.count())
+            return (
+                vf.Task(vf.TaskData(prompt=f"{number} " * 15_000)) for number in itertools.count()
+            )
 
     items = from_verifiers(Endless(vf.TasksetConfig())).splits["test"]
     assert len(items) > 10**9
@@ -117,7 +129,9 @@ def test_what_cannot_be_a_task_here() -> None:
         def load(self) -> Any:
             yield Boxed(vf.TaskData(prompt="?"))
 
-    with pytest.raises(ConfigError, match="taskset 'Boxes' needs a container or tool servers of its own"):
+    with pytest.raises(
+        ConfigError, match="taskset 'Boxes' needs a container or tool servers of its own"
+    ):
         from_verifiers(Boxes(vf.TasksetConfig()))
 
     class Reads(vf.Task[vf.TaskData]):
@@ -131,7 +145,9 @@ def test_what_cannot_be_a_task_here() -> None:
 
     task = from_verifiers(Files(vf.TasksetConfig()))
     item = task.splits["test"][0]
-    with pytest.raises(RamifyError, match="task Reads, row 0: no reward of it works without a runtime"):
+    with pytest.raises(
+        RamifyError, match="task Reads, row 0: no reward of it works without a runtime"
+    ):
         scored(task, item, answered(item, "x"))
     assert "1 of the 1 items that were looked at have no gold answer" in validate(task)
 
@@ -155,7 +171,9 @@ def test_a_score_that_would_lack_a_reward_is_refused_and_so_is_code_around_the_r
 
     task = from_verifiers(Halves(vf.TasksetConfig()))
     item = task.splits["test"][0]
-    with pytest.raises(RamifyError, match="task Half, row 0: its reward 'file' needs a runtime, and there is none"):
+    with pytest.raises(
+        RamifyError, match="task Half, row 0: its reward 'file' needs a runtime, and there is none"
+    ):
         scored(task, item, answered(item, "x"))
 
     class Prepared(vf.Task[vf.TaskData]):
@@ -167,14 +185,17 @@ def test_a_score_that_would_lack_a_reward_is_refused_and_so_is_code_around_the_r
             yield Prepared(vf.TaskData(prompt="?"))
 
     with pytest.raises(
-        ConfigError, match=r"taskset 'Prepares' runs code of its own around a reply \(setup of Prepared\)"
+        ConfigError,
+        match=r"taskset 'Prepares' runs code of its own around a reply \(setup of Prepared\)",
     ):
         from_verifiers(Prepares(vf.TasksetConfig()))
 
 
 @needs_verifiers
 @pytest.mark.parametrize("id", ["harbor", "nemo_gym", "openenv", "textarena", "no_such_taskset"])
-def test_the_library_s_own_tasksets_need_more_than_a_reply_and_are_refused_in_one_line(id: str) -> None:
+def test_the_library_s_own_tasksets_need_more_than_a_reply_and_are_refused_in_one_line(
+    id: str,
+) -> None:
     with pytest.raises(ConfigError, match=f"taskset '{id}'") as error:
         from_verifiers(id)
     assert "\n" not in str(error.value)

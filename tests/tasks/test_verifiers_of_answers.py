@@ -1,4 +1,5 @@
-r"""Mathematical values, intervals, programs and rubrics: what counts as right, and what hostile answers come to."""
+r"""Mathematical values, intervals, programs and rubrics: what counts as right, and what hostile
+answers come to."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def item(gold: Any = None, **metadata: Any) -> Item:
         (r"\boxed{7}" + "." * 300, 300, None),
         (r"\boxed{7}" + "." * 290, 300, "7"),
     ],
-)  # fmt: skip
+)
 def test_the_last_box(text: str, tail: int | None, expected: str | None) -> None:
     assert last_boxed(text, tail) == expected
 
@@ -73,14 +74,15 @@ def test_the_last_box(text: str, tail: int | None, expected: str | None) -> None
         ("interval_f1", "none", [0, 10], 0.0),
         ("line_f1", "lines 3-4", [4, 4], 2 / 3),
     ],
-)  # fmt: skip
+)
 def test_by_hand(scorer: str, answer: Any, gold: Any, expected: float) -> None:
     assert SCORERS[scorer](answer, item(gold)) == pytest.approx(expected, abs=1e-12)
 
 
 @contextmanager
 def many_open_files() -> Iterator[None]:
-    """What is opened in the block has a descriptor above 1023, as in a host of hundreds of sessions."""
+    """What is opened in the block has a descriptor above 1023, as in a host of hundreds of
+    sessions."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2000:
         pytest.skip(f"a process may open {hard} files here")
@@ -96,7 +98,9 @@ def test_an_expression_that_never_ends_is_cut_off_and_the_next_is_compared() -> 
     patient = MathScore(timeout_s=0.3)
     started = time.monotonic()
     with many_open_files():
-        assert patient(r"\boxed{\sum_{k=1}^{10^{30}} k^{99^{99}} + 7^{7^{7^{9}}}}", item("x")) == 0.0
+        assert (
+            patient(r"\boxed{\sum_{k=1}^{10^{30}} k^{99^{99}} + 7^{7^{7^{9}}}}", item("x")) == 0.0
+        )
         assert patient("(" * 900, item("7")) == 0.0
         assert time.monotonic() - started < 100
         assert MathScore(timeout_s=60)(r"\boxed{\frac{2}{4}}", item(r"\frac{1}{2}")) == 1.0
@@ -112,14 +116,21 @@ ECHO = "a, b = map(int, input().split())\nprint(a + b)"
 
 
 def test_programs_against_their_tests() -> None:
-    tests = UnitTestScore(timeout_s=60.0, sandbox=SandboxSpec(provider="process", allow_weaker=True))
+    tests = UnitTestScore(
+        timeout_s=60.0, sandbox=SandboxSpec(provider="process", allow_weaker=True)
+    )
     share = UnitTestScore(timeout_s=60.0, share=True, sandbox=tests.sandbox)
     hasty = UnitTestScore(timeout_s=1.0, sandbox=tests.sandbox)
     adds = item(tests=["assert add(2, 3) == 5", "assert add(-1, 1) == 0"])
     assert tests(PROGRAM, adds) == 1.0
     assert tests(PROGRAM.replace("a + b", "a * b"), adds) == 0.0
     assert share(PROGRAM.replace("a + b", "5"), adds) == 0.5
-    assert tests("def add(:", adds) == tests(None, adds) == hasty("while True: pass", item(tests=["1"])) == 0.0
+    assert (
+        tests("def add(:", adds)
+        == tests(None, adds)
+        == hasty("while True: pass", item(tests=["1"]))
+        == 0.0
+    )
     assert tests(ECHO, item(tests=[{"input": "2 3", "output": "5\n"}])) == 1.0
     assert tests("print(6)", item(tests=[{"input": "2 3", "output": "5"}])) == 0.0
     assert tests("import os; os._exit(0)", adds) == 0.0

@@ -1,4 +1,5 @@
-"""A run that is over in seconds: a policy of a few thousand parameters, a task that random tokens can score on."""
+"""A run that is over in seconds: a policy of a few thousand parameters, a task that random tokens
+can score on."""
 
 from __future__ import annotations
 
@@ -19,9 +20,16 @@ from ramify.train.training_loop import Schedule
 from ramify.types.trajectory import Trajectory
 
 SHAPE = {
-    "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 16, "intermediate_size": 48, "max_position_embeddings": 512, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
 
 
 def small(**changes: Any) -> Run:
@@ -31,11 +39,16 @@ def small(**changes: Any) -> Run:
         "task": TaskSpec(name="tests.train.small:even"),
         "warmup": WarmUpSpec(steps=2, batch_tokens=200),
         "sft": SftSpec(
-            demos="ledger", num=30, task=TaskSpec(options={"rows": [4, 6]}), batch_tokens=1200,
+            demos="ledger",
+            num=30,
+            task=TaskSpec(options={"rows": [4, 6]}),
+            batch_tokens=1200,
             optim=OptimizerSpec(kind="muon", lr=1e-3, weight_decay=0.01),
         ),
         "rl": RlSpec(
-            steps=4, sample=StepSampleSpec(items=2, minibatches=2), rollout=RolloutOptions(group=3, concurrency=1),
+            steps=4,
+            sample=StepSampleSpec(items=2, minibatches=2),
+            rollout=RolloutOptions(group=3, concurrency=1),
             optim=OptimizerSpec(lr=1e-3, schedule="linear"),
         ),
         "scaffold": "tiny",
@@ -45,7 +58,7 @@ def small(**changes: Any) -> Run:
         "schedule": Schedule(evaluate_every=2),
         "compute": ComputeSpec(precision="fp32"),
         "threads": 1,
-    }  # fmt: skip
+    }
     return Run(**(fields | changes))
 
 
@@ -54,16 +67,21 @@ def _make(rng: random.Random) -> Item:
 
 
 def _even(item: Item, trajectory: Trajectory) -> float:
-    """1 for an answer that is right, which no policy here gives; else the share of even ids among those sampled."""
+    """1 for an answer that is right, which no policy here gives; else the share of even ids among
+    those sampled."""
     if trajectory.answer == item.gold:
         return 1.0
-    ids = [id for call in trajectory.calls for turn in call.turns for id in turn.reply.token_ids or ()]
+    ids = [
+        id for call in trajectory.calls for turn in call.turns for id in turn.reply.token_ids or ()
+    ]
     return sum(id % 2 == 0 for id in ids) / len(ids) * 0.9 if ids else 0.0
 
 
 even = SimpleTask("even", generated("even", _make), WholeTrajectoryReward(_even))
 wrong = SimpleTask("wrong", generated("wrong", _make), lambda answer, item: 0.5)
-zero_variance = SimpleTask("silent", generated("silent", _make), lambda answer, item: float(answer == item.gold))
+zero_variance = SimpleTask(
+    "silent", generated("silent", _make), lambda answer, item: float(answer == item.gold)
+)
 
 
 def _fails(item: Item, trajectory: Trajectory) -> float:

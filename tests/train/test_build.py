@@ -1,4 +1,5 @@
-"""What is wrong with a run is said before anything is trained; recipes are read and stored runs found again."""
+"""What is wrong with a run is said before anything is trained; recipes are read and stored runs
+found again."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ LATE = OptimizerSpec(schedule="linear", warmup_steps=30)
 
 def changed(part: str, **fields: Any) -> Run:
     run = small()
-    return msgspec.structs.replace(run, **{part: msgspec.structs.replace(getattr(run, part), **fields)})
+    return msgspec.structs.replace(
+        run, **{part: msgspec.structs.replace(getattr(run, part), **fields)}
+    )
 
 
 def close(made: RunParts) -> None:
@@ -53,53 +56,97 @@ def close(made: RunParts) -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (changed("task", name="tests.train.small:wrong"), "item wrong/train/0: the right answer 1.0 scores 0.5 and not 1"),
+        (
+            changed("task", name="tests.train.small:wrong"),
+            "item wrong/train/0: the right answer 1.0 scores 0.5 and not 1",
+        ),
         (changed("task", name="ledgre"), "unknown task 'ledgre': did you mean 'ledger'?"),
-        (changed("evaluate", final=("tset",)), "task 'even' has no split 'tset': did you mean 'test'?"),
-        (changed("policy", shape={**SHAPE, "max_position_embeddings": 6}), "does not fit the policy: its prompt has"),
+        (
+            changed("evaluate", final=("tset",)),
+            "task 'even' has no split 'tset': did you mean 'test'?",
+        ),
+        (
+            changed("policy", shape={**SHAPE, "max_position_embeddings": 6}),
+            "does not fit the policy: its prompt has",
+        ),
         (changed("policy", tokenizer="nowhere"), "nowhere has no tokenizer.json"),
         (changed("sft", demos="ledgr"), "unknown demos 'ledgr': did you mean 'ledger'?"),
-        (changed("sft", algorithm=msgspec.structs.replace(small().sft.algorithm, min_reward=9.0)), "none of 30 trajectories"),
+        (
+            changed(
+                "sft", algorithm=msgspec.structs.replace(small().sft.algorithm, min_reward=9.0)
+            ),
+            "none of 30 trajectories",
+        ),
         (changed("policy", device="cuda:99"), "policy.device=cuda:99: this machine has"),
-        (changed("compute", shard=ShardSpec(ranks=2)), "ranks=2, and compute.backend=single trains in one process"),
-        (changed("warmup", optim=LATE), "warmup.optim.schedule=linear over 2 steps needs more than the 30 of warm-up"),
+        (
+            changed("compute", shard=ShardSpec(ranks=2)),
+            "ranks=2, and compute.backend=single trains in one process",
+        ),
+        (
+            changed("warmup", optim=LATE),
+            "warmup.optim.schedule=linear over 2 steps needs more than the 30 of warm-up",
+        ),
         (changed("sft", optim=LATE), "sft.optim.schedule=linear over"),
         (changed("rl", optim=LATE), "lower rl.optim.warmup_steps"),
-        (changed("rl", critic=CriticSpec(model="own", optim=LATE)), "rl.critic.optim.schedule=linear over 8 steps"),
-        (msgspec.structs.replace(small(), sft=None), "a model made from nothing needs a tokenizer, or demonstrations"),
+        (
+            changed("rl", critic=CriticSpec(model="own", optim=LATE)),
+            "rl.critic.optim.schedule=linear over 8 steps",
+        ),
+        (
+            msgspec.structs.replace(small(), sft=None),
+            "a model made from nothing needs a tokenizer, or demonstrations",
+        ),
     ],
-)  # fmt: skip
-def test_what_is_wrong_is_said_before_anything_is_trained(run: Run, message: str, tmp_path: Path) -> None:
+)
+def test_what_is_wrong_is_said_before_anything_is_trained(
+    run: Run, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as caught:
         train(run, tmp_path / "out")
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_one_process_of_torchruns_does_not_leave_the_others_waiting(tmp_path: Path, monkeypatch: Any) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+def test_one_process_of_torchruns_does_not_leave_the_others_waiting(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "1"),
+    ):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"torchrun started 2 processes, .*: set compute\.backend=fsdp"):
+    with pytest.raises(
+        ConfigError, match=r"torchrun started 2 processes, .*: set compute\.backend=fsdp"
+    ):
         train(small(), tmp_path / "out")
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/none"])
 def test_a_folder_that_cannot_be_written_is_said_first(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"nothing can be written in the run's folder .*: give another with --out"):
+    with pytest.raises(
+        ConfigError, match=r"nothing can be written in the run's folder .*: give another with --out"
+    ):
         train(small(), tmp_path / place)
 
 
-def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_started(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_started(
+    tmp_path: Path,
+) -> None:
     from ramify.models.load import save
 
     other = RunParts(changed("policy", shape={**SHAPE, "hidden_size": 48}), print)
     close(other)
     run = small(inference=InferenceSpec())
     CheckpointStore(tmp_path).save(
-        CheckpointState(step=1, config=plain(run)), {"policy": lambda folder: save(other.policy, folder)}
+        CheckpointState(step=1, config=plain(run)),
+        {"policy": lambda folder: save(other.policy, folder)},
     )
-    with pytest.raises(ConfigError, match=r"tensor 'model\.embed_tokens\.weight' is \d+x48, and \d+x32 by"):
+    with pytest.raises(
+        ConfigError, match=r"tensor 'model\.embed_tokens\.weight' is \d+x48, and \d+x32 by"
+    ):
         train(run, tmp_path, resume=tmp_path)
     assert not (tmp_path / "inference").exists()
 
@@ -138,7 +185,9 @@ def test_demonstrations_longer_than_the_window_are_left_out_aloud() -> None:
 def test_a_group_of_one_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="a group of one has nothing to be compared with"):
         close(RunParts(changed("rl", rollout=RolloutOptions(group=1)), print))
-    with pytest.warns(UserWarning, match=r"rl\.loss\.kl=k1: the gradient of k1 does not know the reference"):
+    with pytest.warns(
+        UserWarning, match=r"rl\.loss\.kl=k1: the gradient of k1 does not know the reference"
+    ):
         close(RunParts(changed("rl", loss=LossSpec(kl_beta=0.1, kl="k1")), print))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -153,9 +202,15 @@ def test_a_group_of_one_is_warned_of() -> None:
         (lambda: SftSpec(), "nothing to learn from"),
         (lambda: SftSpec(demos="ledger", epochs=0), "must be positive"),
         (lambda: LoraSpec(rank=0), "must be at least 1"),
-        (lambda: RlSpec(steps=-5), r"rl\.steps=-5 must be at least 1; for no reinforcement learning set rl to null"),
+        (
+            lambda: RlSpec(steps=-5),
+            r"rl\.steps=-5 must be at least 1; for no reinforcement learning set rl to null",
+        ),
         (lambda: WarmUpSpec(steps=0), "warmup: steps=0 and batch_tokens=2048 must be at least 1"),
-        (lambda: EvaluateSpec(num=0), "evaluate: num=0, validation=None and attempts=1 must be at least 1"),
+        (
+            lambda: EvaluateSpec(num=0),
+            "evaluate: num=0, validation=None and attempts=1 must be at least 1",
+        ),
         (lambda: EvaluateSpec(temperature=0.0), r"evaluate\.temperature=0\.0 must be above 0"),
         (lambda: Run(policy=PolicySpec(path="x")), "has no stage"),
     ],
@@ -177,7 +232,8 @@ def test_recipes_are_read_and_overridden() -> None:
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.py")), ids=lambda path: path.stem)
 def test_no_rollout_of_a_recipe_is_cut_on_a_busy_machine(path: Path) -> None:
-    """Only a process that is stuck gets that far, and a run that is stuck ends before, with an error (``stall_s``)."""
+    """Only a process that is stuck gets that far, and a run that is stuck ends before, with an
+    error (``stall_s``)."""
     if path.stem == "rl_loop":  # a script of its own
         assert "max_seconds=86_400" in path.read_text()
         return
@@ -223,32 +279,50 @@ def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
         stored(tmp_path)
 
 
-def test_what_is_kept_of_a_run_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor may others read it; to go on from it takes the recipe, whose secrets may be others meanwhile."""
+def test_what_is_kept_of_a_run_has_no_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor may others read it; to go on from it takes the recipe, whose secrets may be others
+    meanwhile."""
     monkeypatch.setenv("SOME_TOKEN", "tok-0123456789abc")
 
     def run(key: str) -> Run:
         options = {"api_key": key, "url": f"https://me:{key}@host/v1?rows=3&key={key}", "rows": 3}
         args = ("--api-key", key, f"--token={key}", "--max-tokens", "5")
         return small(
-            task=TaskSpec(options=options), inference=InferenceSpec(args=args),
-            tracker_options={"wandb": {"token": key, "project": "mine", "note": "tok-0123456789abc"}},
-        )  # fmt: skip
+            task=TaskSpec(options=options),
+            inference=InferenceSpec(args=args),
+            tracker_options={
+                "wandb": {"token": key, "project": "mine", "note": "tok-0123456789abc"}
+            },
+        )
 
-    path = CheckpointStore(tmp_path).save(CheckpointState(step=1, config=plain(run("sk-first"))), {})
+    path = CheckpointStore(tmp_path).save(
+        CheckpointState(step=1, config=plain(run("sk-first"))), {}
+    )
     state, text = read_state(path), (path / "state.json").read_text()
     assert "sk-first" not in text
     assert "tok-0123456789abc" not in text
     assert (path / "state.json").stat().st_mode & 0o077 == 0
     assert state.config["task"]["options"] == {
-        "api_key": "«redacted»", "url": "https://«redacted»@host/v1?rows=3&key=«redacted»", "rows": 3,
-    }  # fmt: skip
-    assert state.config["inference"]["args"] == ["--api-key", "«redacted»", "--token=«redacted»", "--max-tokens", "5"]
+        "api_key": "«redacted»",
+        "url": "https://«redacted»@host/v1?rows=3&key=«redacted»",
+        "rows": 3,
+    }
+    assert state.config["inference"]["args"] == [
+        "--api-key",
+        "«redacted»",
+        "--token=«redacted»",
+        "--max-tokens",
+        "5",
+    ]
     assert state.config["tracker_options"] == {
         "wandb": {"token": "«redacted»", "project": "mine", "note": "«redacted SOME_TOKEN»"}
     }
     check_config(state, plain(run("sk-second")))
-    with pytest.raises(ConfigError, match=r"does not say what task\.options\.api_key was, for it may be a secret"):
+    with pytest.raises(
+        ConfigError, match=r"does not say what task\.options\.api_key was, for it may be a secret"
+    ):
         stored(tmp_path)
 
 
@@ -279,6 +353,7 @@ def test_each_part_is_closed_whatever_becomes_of_the_others() -> None:
     with pytest.raises(ZeroDivisionError, match="first"):
         asyncio.run(block(ZeroDivisionError("first")))
     assert said == [
-        "engine could not be closed: OSError: the line is down", "ranks could not be closed: TrainError: rank 1 is lost",
-    ]  # fmt: skip
+        "engine could not be closed: OSError: the line is down",
+        "ranks could not be closed: TrainError: rank 1 is lost",
+    ]
     assert closed == ["engine", "ranks", "hosts"] * 2

@@ -48,7 +48,10 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         checkpoints.save(CheckpointState(step=2), {"weights": full})
     assert checkpoints.latest() == tmp_path / "checkpoints/step-000001"
     save(checkpoints, 2)
-    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step-000001", "step-000002"]
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == [
+        "step-000001",
+        "step-000002",
+    ]
 
 
 def test_a_save_that_goes_on_by_itself_is_there_once_it_is_waited_for(tmp_path: Path) -> None:
@@ -105,9 +108,13 @@ save(CheckpointStore(folder), 1, 0.3)
 
 
 @pytest.mark.parametrize(("event", "nth"), [("os.rename", 2), ("os.remove", 1), ("os.remove", 2)])
-def test_a_kill_while_a_checkpoint_is_replaced_leaves_a_whole_one(tmp_path: Path, event: str, nth: int) -> None:
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_a_whole_one(
+    tmp_path: Path, event: str, nth: int
+) -> None:
     """Between the two renames, and in the middle of removing the old one."""
-    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), event, str(nth)], check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), event, str(nth)], check=False
+    )
     assert process.returncode == 9
     found = find(tmp_path)
     assert found.name == "step-000001"
@@ -115,7 +122,10 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_a_whole_one(tmp_path: Path
     assert read_state(found).score == (0.1 if event == "os.rename" else 0.3)
     checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 2)
-    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step-000001", "step-000002"]
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == [
+        "step-000001",
+        "step-000002",
+    ]
 
 
 def test_a_run_that_goes_back_leaves_its_other_branch(tmp_path: Path) -> None:
@@ -124,7 +134,9 @@ def test_a_run_that_goes_back_leaves_its_other_branch(tmp_path: Path) -> None:
         save(CheckpointStore(tmp_path, keep_last=3), step, score)
     checkpoints = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
     aside = checkpoints.abandon_after(10)
-    assert aside == [tmp_path / "checkpoints/abandoned" / name for name in ("step-000015", "step-000020")]
+    assert aside == [
+        tmp_path / "checkpoints/abandoned" / name for name in ("step-000015", "step-000020")
+    ]
     assert [read_state(path).score for path in aside] == [0.9, None]
     assert (checkpoints.latest(), checkpoints.best()) == (tmp_path / "checkpoints/step-000010",) * 2
     for step in (16, 17):
@@ -153,10 +165,14 @@ def test_what_is_to_be_resumed_is_found(tmp_path: Path) -> None:
 
 
 def test_the_first_difference_is_named() -> None:
-    state = CheckpointState(step=7, config={"seed": 1, "optim": {"lr": 0.1, "decay": 0.5}, "eval": {"num": 8}})
+    state = CheckpointState(
+        step=7, config={"seed": 1, "optim": {"lr": 0.1, "decay": 0.5}, "eval": {"num": 8}}
+    )
     check_config(state, state.config)
     check_config(state, {**state.config, "eval": {"num": 64}}, free=("eval.",))
-    with pytest.raises(ConfigError, match=r"step 7 is of another config: optim.lr was 0.1 and is now 0.2"):
+    with pytest.raises(
+        ConfigError, match=r"step 7 is of another config: optim.lr was 0.1 and is now 0.2"
+    ):
         check_config(state, {"seed": 1, "optim": {"lr": 0.2, "decay": 0.1}, "eval": {"num": 8}})
     with pytest.raises(ConfigError, match=r"optim.momentum was None and is now 0.9"):
         check_config(state, {**state.config, "optim": {"lr": 0.1, "decay": 0.5, "momentum": 0.9}})

@@ -20,7 +20,9 @@ def turn(prompt: tuple[int, ...], sampled: tuple[int, ...], reused: int = 0, **m
 
 
 def call(id: str, *turns: Turn, **more: Any) -> Call:
-    return Call(id=id, kind="rlm", model="m", depth=id.count("."), question="q", turns=list(turns), **more)
+    return Call(
+        id=id, kind="rlm", model="m", depth=id.count("."), question="q", turns=list(turns), **more
+    )
 
 
 def rollout(credits: dict[tuple[str, int], TokenCredit], *calls: Call) -> AssignedRollout:
@@ -37,11 +39,18 @@ def rl(*weights: float) -> TokenCredit:
 
 def test_calls_and_turns_become_paths():
     """root: 1 2 3 [7 8] 4 [9]; its child: 1 2 5 [6]; an lm call without a stamp."""
-    root = call("0", turn((1, 2, 3), (7, 8), versions=(VersionSpan(0, 2, 4),)), turn((4,), (9,), reused=5))
+    root = call(
+        "0", turn((1, 2, 3), (7, 8), versions=(VersionSpan(0, 2, 4),)), turn((4,), (9,), reused=5)
+    )
     child = call("0.0", turn((1, 2, 5), (6,)), parent=Parent("0", 0, 0))
     zero_variance = call("0.1", turn((1,), (2,)), parent=Parent("0", 0, 0))
     found = sequences(
-        [rollout({("0", 0): rl(1, 2), ("0", 1): rl(3), ("0.0", 0): rl(4)}, root, child, zero_variance)], 0.7
+        [
+            rollout(
+                {("0", 0): rl(1, 2), ("0", 1): rl(3), ("0.0", 0): rl(4)}, root, child, zero_variance
+            )
+        ],
+        0.7,
     )
     assert told(found) == [
         ("t/call=0", [1, 2, 3, 7, 8, 4, 9], [0, 0, 0, 1, 2, 0, 3]),
@@ -86,7 +95,9 @@ def test_a_reply_that_was_cut_in_its_middle_keeps_all_its_stamps():
 
 
 def test_further_streams_and_kept_sets_stand_at_their_tokens():
-    credit = TokenCredit(ce=[1.0, 0.5], streams={"ref_logprobs": [-1.0, -2.0], "teacher": [[1, 2, 3], [4, 5, 6]]})
+    credit = TokenCredit(
+        ce=[1.0, 0.5], streams={"ref_logprobs": [-1.0, -2.0], "teacher": [[1, 2, 3], [4, 5, 6]]}
+    )
     only = call("0", turn((1,), (7, 8), kept=((7, 9), (8,))))
     (found,) = sequences([rollout({("0", 0): credit}, only)])
     assert found.ce.tolist() == [0, 1, 0.5]
@@ -98,22 +109,40 @@ def test_further_streams_and_kept_sets_stand_at_their_tokens():
 
 def test_what_is_refused():
     plain = call("0", turn((1,), (7, 8)))
-    with pytest.raises(ValueError, match="trajectory t, call 0, turn 0: a stream of 1 numbers for 2 sampled tokens"):
+    with pytest.raises(
+        ValueError, match="trajectory t, call 0, turn 0: a stream of 1 numbers for 2 sampled tokens"
+    ):
         sequences([rollout({("0", 0): rl(1)}, plain)])
-    with pytest.raises(ValueError, match="1 stamps of trajectory t fit no path, the first that of call 0, turn 1"):
+    with pytest.raises(
+        ValueError, match="1 stamps of trajectory t fit no path, the first that of call 0, turn 1"
+    ):
         sequences([rollout({("0", 0): rl(1, 1), ("0", 1): rl(1)}, plain)])
     without = call("0", turn((1,), (7,), logprobs=None))
-    with pytest.raises(ValueError, match="sequence t/call=0 has policy-gradient weights, but not all"):
+    with pytest.raises(
+        ValueError, match="sequence t/call=0 has policy-gradient weights, but not all"
+    ):
         sequences([rollout({("0", 0): rl(1)}, without)])
-    assert len(sequences([rollout({("0", 0): TokenCredit(ce=[1.0])}, without)], temperature=0.0)) == 1
-    with pytest.raises(ValueError, match="t/call=0 has policy-gradient weights, but was sampled at temperature 0"):
+    assert (
+        len(sequences([rollout({("0", 0): TokenCredit(ce=[1.0])}, without)], temperature=0.0)) == 1
+    )
+    with pytest.raises(
+        ValueError, match="t/call=0 has policy-gradient weights, but was sampled at temperature 0"
+    ):
         sequences([rollout({("0", 0): rl(1, 1)}, plain)], temperature=0.0)
     with pytest.raises(ValueError, match="weight 'rl' on its first token, which nothing predicts"):
         sequences([rollout({("0", 0): rl(1)}, call("0", turn((), (7,))))])
 
 
 def test_nothing_stamped_is_nothing_to_learn():
-    assert sequences([rollout({}, call("0", turn((1,), (7,)))), rollout({("0", 0): TokenCredit()}, call("0"))]) == []
+    assert (
+        sequences(
+            [
+                rollout({}, call("0", turn((1,), (7,)))),
+                rollout({("0", 0): TokenCredit()}, call("0")),
+            ]
+        )
+        == []
+    )
 
 
 def test_growth_is_near_linear():
@@ -121,7 +150,11 @@ def test_growth_is_near_linear():
 
     def seconds(num: int) -> float:
         calls = [
-            call(f"0.{index}", *(turn((1,) * 20, (7,) * 20, 40 * at) for at in range(3)), parent=Parent("0", 0, 0))
+            call(
+                f"0.{index}",
+                *(turn((1,) * 20, (7,) * 20, 40 * at) for at in range(3)),
+                parent=Parent("0", 0, 0),
+            )
             for index in range(num)
         ]
         credits = {(each.id, at): rl(*[1.0] * 20) for each in calls for at in range(3)}

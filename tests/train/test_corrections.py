@@ -25,7 +25,7 @@ from ramify.train.corrections import (
     SequenceTis,
     TokenTis,
     WorstTokenMask,
-)  # fmt: skip
+)
 from ramify.train.loss import LossEntries, LossSpec, compute
 from ramify.train.policy_losses import ImportanceSampling, LossTokens, PpoClip
 from ramify.train.policy_losses.base import SequenceSums
@@ -38,8 +38,12 @@ OWNER = torch.tensor([0, 0, 0, 1, 1])
 
 
 def tokens(weighs: Any = (1, 1, 1, 1, 1)) -> LossTokens:
-    now, old, sampler, advantages = (torch.tensor(each, dtype=torch.float64) for each in (NOW, OLD, SAMPLER, A))
-    return LossTokens(now, old, sampler, advantages, SequenceSums(OWNER, 2, torch.tensor(weighs) > 0))
+    now, old, sampler, advantages = (
+        torch.tensor(each, dtype=torch.float64) for each in (NOW, OLD, SAMPLER, A)
+    )
+    return LossTokens(
+        now, old, sampler, advantages, SequenceSums(OWNER, 2, torch.tensor(weighs) > 0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,8 @@ def test_factors(correction: Any, factors: list[float]) -> None:
 
 
 def test_tokens_without_weight_are_no_part_of_their_sequence() -> None:
-    """Without its third token the first sequence's gap is log 8, of two tokens; the mean of m - l is -0.54."""
+    """Without its third token the first sequence's gap is log 8, of two tokens; the mean of m - l
+    is -0.54."""
     weighs = (1, 1, 0, 1, 1)
     assert SequenceTis(cap=9.0).factor(tokens(weighs))[0].item() == pytest.approx(8)
     assert WorstTokenMask(low=0.3).factor(tokens(weighs))[:2].tolist() == [1, 1]
@@ -75,30 +80,46 @@ def test_tokens_without_weight_are_no_part_of_their_sequence() -> None:
 
 def entries(**streams: Any) -> LossEntries:
     columns = {"advantages": A, "sampler_logprobs": SAMPLER, "rl": np.ones(5), **streams}
-    given = {name: torch.tensor(np.asarray(each), dtype=torch.float64) for name, each in columns.items()}
-    return LossEntries(torch.tensor(NOW, requires_grad=True), given, {"rl": 5.0}, sequences=(OWNER, 2))
+    given = {
+        name: torch.tensor(np.asarray(each), dtype=torch.float64) for name, each in columns.items()
+    }
+    return LossEntries(
+        torch.tensor(NOW, requires_grad=True), given, {"rl": 5.0}, sequences=(OWNER, 2)
+    )
 
 
 def test_corrections_multiply_the_policys_loss_alone() -> None:
-    """r A summed with weights 2 and 0, and a KL that nothing is taken from; masked tokens stay in the count of 5."""
+    """r A summed with weights 2 and 0, and a KL that nothing is taken from; masked tokens stay in
+    the count of 5."""
     loss = LossSpec(
-        policy=PpoClip(clip_low=0.9, clip_high=9.0), corrections=(TokenTis(), IcePop()), kl_beta=0.1, kl="k2"
+        policy=PpoClip(clip_low=0.9, clip_high=9.0),
+        corrections=(TokenTis(), IcePop()),
+        kl_beta=0.1,
+        kl="k2",
     )
     found, tally = compute(loss, entries(old_logprobs=OLD, ref_logprobs=OLD))
     r, factor = np.exp(NOW - OLD), np.array([2, 2, 0, 1.01, 1])
     assert found.item() == pytest.approx((-r * A * factor + 0.05 * (NOW - OLD) ** 2).sum() / 5)
-    assert tally.metrics()["corrected_away"] == pytest.approx(0.1)  # of two corrections one took one token of five
+    assert tally.metrics()["corrected_away"] == pytest.approx(
+        0.1
+    )  # of two corrections one took one token of five
     found.backward()
 
 
 def test_the_old_ones_must_be_the_trainers() -> None:
     loss = LossSpec(corrections=(TokenTis(),))
-    with pytest.raises(ConfigError, match=r"no stream 'old_logprobs'; attach it, or set loss\.old=now"):
+    with pytest.raises(
+        ConfigError, match=r"no stream 'old_logprobs'; attach it, or set loss\.old=now"
+    ):
         compute(loss, entries())
     at_once = msgspec.structs.replace(loss, old="now", policy=ImportanceSampling())
     gap = np.minimum(np.exp(NOW - SAMPLER), 2.0)
-    assert compute(at_once, entries())[0].item() == pytest.approx((-np.exp(NOW - SAMPLER) * A * gap).sum() / 5)
-    with pytest.raises(ConfigError, match=r"loss\.old=sampler: corrections and decoupled losses compare"):
+    assert compute(at_once, entries())[0].item() == pytest.approx(
+        (-np.exp(NOW - SAMPLER) * A * gap).sum() / 5
+    )
+    with pytest.raises(
+        ConfigError, match=r"loss\.old=sampler: corrections and decoupled losses compare"
+    ):
         LossSpec(corrections=(TokenTis(),), old="sampler")
 
 
@@ -119,7 +140,9 @@ def test_a_pass_is_made_where_it_is_needed(loss: LossSpec, minibatches: int, old
 
 
 @pytest.mark.parametrize("old", ["now", "sampler", "pass"])
-def test_what_the_policy_has_moved_away_from_is_masked_wherever_the_old_ones_are_from(old: Any) -> None:
+def test_what_the_policy_has_moved_away_from_is_masked_wherever_the_old_ones_are_from(
+    old: Any,
+) -> None:
     """Only the fourth token is of a sequence that has moved by more than 0.15, and has A < 0."""
     loss = LossSpec(policy=ImportanceSampling(), corrections=(Opsm(delta=0.15),), old=old)
     _, tally = compute(loss, entries(**({"old_logprobs": OLD} if old == "pass" else {})))

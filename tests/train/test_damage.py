@@ -1,4 +1,5 @@
-"""Files whose bytes changed on disk: a checkpoint and a saved policy are compared with their checksums before use."""
+"""Files whose bytes changed on disk: a checkpoint and a saved policy are compared with their
+checksums before use."""
 
 from __future__ import annotations
 
@@ -40,22 +41,29 @@ def written(path: Path) -> Callable[[], None]:
     def wait() -> None:
         (path / "shards").mkdir()
         for rank in (0, 1):
-            (path / f"shards/__{rank}_0.distcp").write_bytes(b"weights and moments of rank %d" % rank)
+            (path / f"shards/__{rank}_0.distcp").write_bytes(
+                b"weights and moments of rank %d" % rank
+            )
         (path / "shards/.metadata").write_bytes(b"names")
 
     return wait
 
 
 FILES = (
-    "backend/shards/.metadata", "backend/shards/__0_0.distcp", "backend/shards/__1_0.distcp", "backend/trainer.pt",
+    "backend/shards/.metadata",
+    "backend/shards/__0_0.distcp",
+    "backend/shards/__1_0.distcp",
+    "backend/trainer.pt",
     "state.json",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_bit_is_found_in_each_file_that_ranks_write(name: str, tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path)
-    older, latest = (checkpoints.save(CheckpointState(step=step), {"backend": written}) for step in (1, 2))
+    older, latest = (
+        checkpoints.save(CheckpointState(step=step), {"backend": written}) for step in (1, 2)
+    )
     checkpoints.settle()
     known = json.loads((latest / checksums.FILE).read_bytes())["files"]
     assert sorted(known) == sorted(FILES)
@@ -63,7 +71,9 @@ def test_a_flipped_bit_is_found_in_each_file_that_ranks_write(name: str, tmp_pat
         verify(checkpoint)
     flip(latest / name, at=-9 if name == "state.json" else None)
     where = re.escape(str(latest / name))
-    with pytest.raises(StoreError, match=rf"{where} is damaged: its sha256 .*--resume {re.escape(str(older))}\)"):
+    with pytest.raises(
+        StoreError, match=rf"{where} is damaged: its sha256 .*--resume {re.escape(str(older))}\)"
+    ):
         verify(latest)
     verify(older)
     flip(older / name, at=-9 if name == "state.json" else None)
@@ -76,7 +86,9 @@ def test_what_is_missing_or_cut_short_is_found(tmp_path: Path) -> None:
         CheckpointState(step=1), {"weights": lambda path: path.write_text("abc") and None}
     )
     (latest / "weights").write_text("ab")
-    with pytest.raises(StoreError, match="weights is damaged: it has 2 bytes, and had 3 when it was written"):
+    with pytest.raises(
+        StoreError, match="weights is damaged: it has 2 bytes, and had 3 when it was written"
+    ):
         verify(latest)
     (latest / "weights").unlink()
     with pytest.raises(StoreError, match="weights is damaged: it is missing"):
@@ -104,16 +116,26 @@ def test_large_files_are_compared_in_chunks(tmp_path: Path) -> None:
 
 
 def test_a_run_does_not_go_on_from_damaged_files(tmp_path: Path) -> None:
-    """Weights, optimizer and random states lie in backend.pt; the reference is what the KL is measured to."""
+    """Weights, optimizer and random states lie in backend.pt; the reference is what the KL is
+    measured to."""
     given = small(
-        policy=BASE, warmup=None, sft=None, schedule=Schedule(evaluate_every=2, checkpoint_every=1, keep_last=9)
+        policy=BASE,
+        warmup=None,
+        sft=None,
+        schedule=Schedule(evaluate_every=2, checkpoint_every=1, keep_last=9),
     )
-    run = msgspec.structs.replace(given, rl=msgspec.structs.replace(given.rl, loss=LossSpec(kl_beta=0.1)))
+    run = msgspec.structs.replace(
+        given, rl=msgspec.structs.replace(given.rl, loss=LossSpec(kl_beta=0.1))
+    )
     out = tmp_path / "out"
     train(run, out, say=pytest.fail)
     ended = weights_of(out)
     latest = CheckpointStore(out).all()[-2]
-    damaged = (latest / "backend/backend.pt", latest / "policy/model.safetensors", out / "reference/model.safetensors")
+    damaged = (
+        latest / "backend/backend.pt",
+        latest / "policy/model.safetensors",
+        out / "reference/model.safetensors",
+    )
     for path in damaged:
         flip(path)
         with pytest.raises(StoreError, match=re.escape(f"{path} is damaged: its sha256")):
@@ -144,7 +166,11 @@ def test_checkpoints_of_before_there_were_checksums_are_gone_on_with(tmp_path: P
     for checkpoint in CheckpointStore(tmp_path).all():
         (checkpoint / checksums.FILE).unlink()
         state = json.loads((checkpoint / "state.json").read_bytes())
-        del state["checksums"], state["config"]["task"]["validate"], state["config"]["rl"]["rollout"]["direct"]
+        del (
+            state["checksums"],
+            state["config"]["task"]["validate"],
+            state["config"]["rl"]["rollout"]["direct"],
+        )
         (checkpoint / "state.json").write_text(json.dumps(state))
         assert read_state(checkpoint).checksums == ""
     assert stored(tmp_path) == run

@@ -1,4 +1,5 @@
-"""Training in an environment of several actions, without a gold answer: from played episodes to steps of rollouts."""
+"""Training in an environment of several actions, without a gold answer: from played episodes to
+steps of rollouts."""
 
 from __future__ import annotations
 
@@ -62,7 +63,10 @@ class TextCorridor(Corridor):
 
 
 def _items(split: str, gold: str | None) -> list[Item]:
-    return [Item(f"way {split} {number}?", gold=gold, id=f"corridor/{split}/{number}") for number in range(4)]
+    return [
+        Item(f"way {split} {number}?", gold=gold, id=f"corridor/{split}/{number}")
+        for number in range(4)
+    ]
 
 
 def corridor(kind: str = "gymnasium", gold: str | None = None) -> Any:
@@ -79,7 +83,9 @@ def played(folder: Path) -> Path:
 
     async def play() -> list[Any]:
         async with RLM(model, scaffold="bare", sandbox="inprocess") as rlm:
-            return [await attempt(rlm, task, task.splits["train"][number % 4]) for number in range(64)]
+            return [
+                await attempt(rlm, task, task.splits["train"][number % 4]) for number in range(64)
+            ]
 
     path = folder / "played.jsonl"
     write(path, asyncio.run(play()))
@@ -89,42 +95,70 @@ def played(folder: Path) -> Path:
 def run(folder: Path, **task: Any) -> Any:
     given = small()
     sft = SftSpec(
-        trajectories=str(played(folder)), epochs=12, batch_tokens=600, optim=OptimizerSpec(kind="muon", lr=2e-2)
-    )  # fmt: skip
+        trajectories=str(played(folder)),
+        epochs=12,
+        batch_tokens=600,
+        optim=OptimizerSpec(kind="muon", lr=2e-2),
+    )
     rl = msgspec.structs.replace(
-        given.rl, steps=2, sample=StepSampleSpec(items=4), rollout=RolloutOptions(group=8, concurrency=1)
+        given.rl,
+        steps=2,
+        sample=StepSampleSpec(items=4),
+        rollout=RolloutOptions(group=8, concurrency=1),
     )
     limits = msgspec.structs.replace(given.limits, max_reply_tokens=40)
     name = "tests.train.test_environments:corridor"
     return small(
         policy=PolicySpec(shape=SHAPE, vocab_size=270, slots=16),
-        task=TaskSpec(name=name, **task), warmup=None, sft=sft, rl=rl, limits=limits, scaffold="bare",
+        task=TaskSpec(name=name, **task),
+        warmup=None,
+        sft=sft,
+        rl=rl,
+        limits=limits,
+        scaffold="bare",
         schedule=Schedule(evaluate_every=0, save_rollouts_every=1, keep_last=9),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("kind", ["gymnasium", "skyrl"])
-def test_an_environment_of_several_actions_is_trained_without_a_gold_answer(kind: str, tmp_path: Path) -> None:
+def test_an_environment_of_several_actions_is_trained_without_a_gold_answer(
+    kind: str, tmp_path: Path
+) -> None:
     said: list[str] = []
     train(run(tmp_path, options={"kind": kind}), tmp_path / "out", say=said.append)
     assert said == [
-        "task 'corridor': 12 of the 12 items that were looked at have no gold answer; the check of their scores was skipped"
+        "task 'corridor': 12 of the 12 items that were looked at have no gold answer; the check of "
+        "their scores was skipped"
     ]
-    kept = [each for path in (tmp_path / "out/rollouts").iterdir() for each in read_trajectories(path)]
+    kept = [
+        each for path in (tmp_path / "out/rollouts").iterdir() for each in read_trajectories(path)
+    ]
     assert len(kept) == 2 * 4 * 8
     assert {call.kind for each in kept for call in each.calls} == {"rlm"}
     assert max(each.metrics["steps"] for each in kept) >= 2
     assert {each.rewards["return"] for each in kept} == {0.0, 1.0}
-    losses = [row.values["rl_loss"] for row in read_rows(tmp_path / "out", "rl") if "rl_loss" in row.values]
+    losses = [
+        row.values["rl_loss"]
+        for row in read_rows(tmp_path / "out", "rl")
+        if "rl_loss" in row.values
+    ]
     assert len(losses) == 2
-    before, after = (load(path / "policy").model.state_dict() for path in CheckpointStore(tmp_path / "out").all()[-2:])
+    before, after = (
+        load(path / "policy").model.state_dict()
+        for path in CheckpointStore(tmp_path / "out").all()[-2:]
+    )
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_gold_that_one_action_does_not_reach_can_be_left_unchecked(tmp_path: Path) -> None:
     options = {"gold": "go"}
-    with pytest.raises(ConfigError, match=r"the right answer 'go' scores 0 and not 1.*task\.validate=false"):
+    with pytest.raises(
+        ConfigError, match=r"the right answer 'go' scores 0 and not 1.*task\.validate=false"
+    ):
         train(run(tmp_path, options=options), tmp_path / "checked")
     said: list[str] = []
     train(run(tmp_path, options=options, validate=False), tmp_path / "out", say=said.append)
-    assert said[0] == "task 'corridor': the check of its scores with gold answers is switched off (task.validate=false)"
+    assert (
+        said[0]
+        == "task 'corridor': the check of its scores with gold answers is switched off (task.validate=false)"
+    )

@@ -1,6 +1,8 @@
-"""Parts of a run that are killed, from outside and for real: the run becomes what it would have been without that.
+"""Parts of a run that are killed, from outside and for real: the run becomes what it would have
+been without that.
 
-A file holds the run still: whoever scores the first rollout of step K says so in ``at-K``, while there is ``hold-K``.
+A file holds the run still: whoever scores the first rollout of step K says so in ``at-K``, while
+there is ``hold-K``.
 """
 
 from __future__ import annotations
@@ -41,13 +43,19 @@ from tests.train.test_faults import short as run
 
 def short(**changes: Any) -> Run:
     found = small(
-        warmup=None, task=TaskSpec(name="tests.train.test_faults:gated"), evaluate=EvaluateSpec(num=1, final=()),
-        schedule=Schedule(evaluate_every=0, checkpoint_every=1), **changes,
-    )  # fmt: skip
+        warmup=None,
+        task=TaskSpec(name="tests.train.test_faults:gated"),
+        evaluate=EvaluateSpec(num=1, final=()),
+        schedule=Schedule(evaluate_every=0, checkpoint_every=1),
+        **changes,
+    )
     assert found.sft is not None
     assert found.rl is not None
     rollout = RolloutOptions(group=3, concurrency=1, grace_s=300.0)
-    sft, rl = msgspec.structs.replace(found.sft, num=10), msgspec.structs.replace(found.rl, rollout=rollout)
+    sft, rl = (
+        msgspec.structs.replace(found.sft, num=10),
+        msgspec.structs.replace(found.rl, rollout=rollout),
+    )
     return msgspec.structs.replace(found, sft=sft, rl=rl)
 
 
@@ -97,7 +105,8 @@ def same(out: Path, calm: Path) -> None:
     """Each group once, with the same outcome, and the same policy at the end."""
     assert group_records.accounts(out).balanced
     ours, theirs = (
-        [(each.step, each.number, each.outcome) for each in group_records.read(each)] for each in (out, calm)
+        [(each.step, each.number, each.outcome) for each in group_records.read(each)]
+        for each in (out, calm)
     )
     assert ours == theirs
     ended = weights_of(out)
@@ -135,13 +144,21 @@ def test_engines_that_sleep_while_the_trainer_learns_change_nothing_not_even_one
         if measured.stage == "sft" and measured.step == 2:
             kill(os.getpid(), f"serve-policy {tmp_path}")
 
-    train(short(inference=InferenceSpec(probe_s=60.0, sleep="learn")), tmp_path, listener=listen, say=said.append)
+    train(
+        short(inference=InferenceSpec(probe_s=60.0, sleep="learn")),
+        tmp_path,
+        listener=listen,
+        say=said.append,
+    )
     same(tmp_path, calm)
     slept = ["sleep_s" in each.values for each in read(tmp_path) if "learn_s" in each.values]
     assert len(slept) > 4
     assert all(slept)
     assert len(said) == 1
-    assert f"it was asked POST http://127.0.0.1:{said[0].split(':')[2].split(' ')[0]}/wake_up?tags=weights" in said[0]
+    assert (
+        f"it was asked POST http://127.0.0.1:{said[0].split(':')[2].split(' ')[0]}/wake_up?tags=weights"
+        in said[0]
+    )
     assert said[0].endswith("no engine is left; it is started again")
 
 
@@ -154,7 +171,17 @@ def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
     gate.mkdir()
     (gate / "hold-2").touch()
     monkeypatch.setenv(GATE, str(gate))
-    command = [sys.executable, "-m", "ramify", "train", str(recipe), "--out", str(tmp_path / "out"), "--restarts", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "ramify",
+        "train",
+        str(recipe),
+        "--out",
+        str(tmp_path / "out"),
+        "--restarts",
+        "1",
+    ]
     with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
         try:
             while not (gate / "at-2").exists():
@@ -165,9 +192,14 @@ def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
             assert process.wait() == 0, log.read_text()
         finally:
             process.terminate()
-    step = [each.step for each in group_records.read(calm)][3]  # after the second step of rollouts, of two groups each
+    step = [each.step for each in group_records.read(calm)][
+        3
+    ]  # after the second step of rollouts, of two groups each
     checkpoint = tmp_path / "out/checkpoints" / f"step-{step:06d}"
-    assert f"the trainer was killed by signal 9 after step {step}; it goes on from {checkpoint}" in log.read_text()
+    assert (
+        f"the trainer was killed by signal 9 after step {step}; it goes on from {checkpoint}"
+        in log.read_text()
+    )
     same(tmp_path / "out", calm)
 
 
@@ -199,15 +231,23 @@ def test_a_killed_supervisor_of_sessions_is_started_again(tmp_path: Path) -> Non
             killed.append(measured.step)
             kill(os.getpid(), "forkserver")
 
-    train(small(warmup=None, sandbox=SandboxSpec(provider="process", allow_weaker=True)), tmp_path, listener=listen)
+    train(
+        small(warmup=None, sandbox=SandboxSpec(provider="process", allow_weaker=True)),
+        tmp_path,
+        listener=listen,
+    )
     assert killed
     assert group_records.accounts(tmp_path).outcomes.get("lost", 0) == 0
-    after = [each.values for each in read(tmp_path) if each.step > killed[0] and "rl_loss" in each.values]
+    after = [
+        each.values for each in read(tmp_path) if each.step > killed[0] and "rl_loss" in each.values
+    ]
     assert len(after) == 3
     assert all(values["sampled_tokens"] > 0 for values in after)
 
 
-def test_buffers_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
+def test_buffers_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(
+    tmp_path: Path,
+) -> None:
     import torch
 
     from ramify.inference.weight_sync.layout import sources

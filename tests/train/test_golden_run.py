@@ -1,4 +1,5 @@
-"""A training folder that an earlier version wrote: it can always be read, evaluated and continued."""
+"""A training folder that an earlier version wrote: it can always be read, evaluated and
+continued."""
 
 from __future__ import annotations
 
@@ -27,8 +28,14 @@ def test_its_files_are_read(folder: Path) -> None:
     assert (state.step, state.stage, state.version, state.score) == (11, 2, 5, 0.45)
     rows = list(metrics.read(folder))
     assert [row.stage for row in rows] == [
-        "warmup", "warmup", *["sft"] * 5, "first", *["rl"] * 6, "last", "best",
-    ]  # fmt: skip
+        "warmup",
+        "warmup",
+        *["sft"] * 5,
+        "first",
+        *["rl"] * 6,
+        "last",
+        "best",
+    ]
     rewards = [row.values.get("reward") for row in rows if row.stage == "rl"]
     assert rewards == [0.4629808, 0.51, None, 0.45, 0.39375, None]
     outcomes = [record.outcome for record in group_records.read(folder)]
@@ -66,7 +73,8 @@ def test_a_renamed_field_is_named_in_one_sentence(folder: Path, field: str, now:
 def test_a_recipe_with_a_renamed_field_is_told_the_new_name(tmp_path: Path) -> None:
     old = tmp_path / "old.py"
     old.write_text(
-        "from ramify.train.stages import StepSampleSpec\n\n\ndef run():\n    return StepSampleSpec(late=3)\n"
+        "from ramify.train.stages import StepSampleSpec\n\n\ndef run():\n    return "
+        "StepSampleSpec(late=3)\n"
     )
     with pytest.raises(ConfigError, match=r"late is called rl\.sample\.grace_steps now$"):
         recipe(old)

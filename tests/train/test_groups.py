@@ -21,7 +21,9 @@ from tests.train.test_loop import Killed
 
 
 def one(number: int, outcome: group_records.Outcome = "learnt") -> GroupRecord:
-    return GroupRecord(number=number, item=f"t/{number}", version=3, outcome=outcome, rollouts=["a"])
+    return GroupRecord(
+        number=number, item=f"t/{number}", version=3, outcome=outcome, rollouts=["a"]
+    )
 
 
 def stand(out: Path, **state: int | list[int]) -> None:
@@ -38,7 +40,11 @@ def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
     group_records.write(tmp_path, [one(7), one(5, "lost")], 3)
     stand(tmp_path, step=3, first_item=4, next_item=10, pending=[8, 9])
     found = group_records.accounts(tmp_path)
-    assert (found.outcomes, found.pending, found.balanced) == ({"learnt": 2, "silent": 1, "lost": 1}, [8, 9], True)
+    assert (found.outcomes, found.pending, found.balanced) == (
+        {"learnt": 2, "silent": 1, "lost": 1},
+        [8, 9],
+        True,
+    )
     group_records.write(tmp_path, [one(7)], 4)  # after the last checkpoint: it will come again
     assert group_records.accounts(tmp_path).balanced
     stand(tmp_path, step=4, first_item=3, next_item=12, pending=[8, 10, 4])
@@ -57,7 +63,9 @@ def test_a_torn_line_is_skipped_and_swallows_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(tmp_path: Path, max_staleness: int) -> None:
+def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(
+    tmp_path: Path, max_staleness: int
+) -> None:
     """Killed when the third step of rollouts is measured, one step after a checkpoint."""
     steps: list[int] = []
 
@@ -79,7 +87,9 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(tmp_path
     state = read_state(CheckpointStore(tmp_path).all()[-1])
     known = [each.number for each in group_records.read(tmp_path) if each.step <= state.step]
     assert (
-        sorted([*known, *state.pending]) == list(range(30, 34 + 4 * max_staleness)) == list(range(30, state.next_item))
+        sorted([*known, *state.pending])
+        == list(range(30, 34 + 4 * max_staleness))
+        == list(range(30, state.next_item))
     )
     assert len(state.pending) == 4 * max_staleness
     train(run, tmp_path, resume=tmp_path)

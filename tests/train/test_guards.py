@@ -8,9 +8,21 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.train.guards import CollapseAlarms, GuardState, TrainingGuard, after_evaluation, after_step
+from ramify.train.guards import (
+    CollapseAlarms,
+    GuardState,
+    TrainingGuard,
+    after_evaluation,
+    after_step,
+)
 
-FINE = {"zero_variance": 0.2, "entropy": 1.0, "length_mean": 40.0, "clip_fraction": 0.01, "approx_kl": 0.001}
+FINE = {
+    "zero_variance": 0.2,
+    "entropy": 1.0,
+    "length_mean": 40.0,
+    "clip_fraction": 0.01,
+    "approx_kl": 0.001,
+}
 
 
 def steps(guard: TrainingGuard, *changes: dict[str, float]) -> list[Any]:
@@ -35,9 +47,13 @@ def test_alarms_begin_once_and_cease() -> None:
     quick = TrainingGuard(alarms=CollapseAlarms(window=2))
     told = steps(quick, {}, {}, {"entropy": 0.05}, {"entropy": 0.05}, {}, {"entropy": 0.1})
     assert [each.says for each in told] == [
-        [], [], ["alarm: the entropy is 0.05, and was 1 at first: the policy tries nothing new"], [], [],
+        [],
+        [],
+        ["alarm: the entropy is 0.05, and was 1 at first: the policy tries nothing new"],
+        [],
+        [],
         ["alarm: the entropy is 0.1, and was 1 at first: the policy tries nothing new"],
-    ]  # fmt: skip
+    ]
     assert [each.metrics.get("alarm_entropy") for each in told] == [None, None, 1, 1, 0, 1]
     assert not any(each.stop for each in told)
 
@@ -47,7 +63,8 @@ def test_alarms_begin_once_and_cease() -> None:
     [
         (
             {"zero_variance": 0.95},
-            "alarm: in 95% of groups all rollouts came to the same reward: next to nothing is learnt",
+            "alarm: in 95% of groups all rollouts came to the same reward: next to nothing is "
+            "learnt",
         ),
         ({"clip_fraction": 0.4}, "alarm: the gradient of 40% of tokens was cut off"),
         ({"length_mean": 130.0}, "alarm: rollouts have 130 tokens, and had 40 at first"),
@@ -67,18 +84,27 @@ def test_a_step_that_taught_nothing_is_no_measure_of_the_first_ones() -> None:
 
 
 def test_limits_stop_or_warn() -> None:
-    stop, warn = TrainingGuard(max_kl=0.1, min_entropy=0.5), TrainingGuard(max_kl=0.1, min_entropy=0.5, then="warn")
+    stop, warn = (
+        TrainingGuard(max_kl=0.1, min_entropy=0.5),
+        TrainingGuard(max_kl=0.1, min_entropy=0.5, then="warn"),
+    )
     changes = [{}, {"approx_kl": 0.2}, {"ref_kl": 0.3}, {}, {"entropy": 0.4}]
     assert [each.stop for each in steps(stop, *changes)] == [
-        "", "the KL is 0.2, above guard.max_kl=0.1", "the KL is 0.3, above guard.max_kl=0.1", "",
+        "",
+        "the KL is 0.2, above guard.max_kl=0.1",
+        "the KL is 0.3, above guard.max_kl=0.1",
+        "",
         "the entropy is 0.4, below guard.min_entropy=0.5",
-    ]  # fmt: skip
+    ]
     told = steps(warn, *changes)
     assert [each.stop for each in told] == [""] * 5
     assert [each.says for each in told] == [
-        [], ["warning: the KL is 0.2, above guard.max_kl=0.1"], [], [],
+        [],
+        ["warning: the KL is 0.2, above guard.max_kl=0.1"],
+        [],
+        [],
         ["warning: the entropy is 0.4, below guard.min_entropy=0.5"],
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ def test_logprobs_entropies_and_gradients_in_any_chunks():
             grads = []
             for max_elements in (1 << 20, 4 * VOCAB, VOCAB, 1):
                 h, w = H.clone().requires_grad_(), W.clone().requires_grad_()
-                logprobs, entropy = entry_logprobs(h, lambda x, w=w: x @ w.T, asked, VOCAB, max_elements)
+                logprobs, entropy = entry_logprobs(
+                    h, lambda x, w=w: x @ w.T, asked, VOCAB, max_elements
+                )
                 torch.testing.assert_close((logprobs, entropy), wanted, rtol=1e-12, atol=1e-12)
                 grads.append(torch.autograd.grad((logprobs.sum(1) * (1 + entropy)).sum(), (h, w)))
             for other in grads[1:]:
@@ -51,7 +53,9 @@ def test_logprobs_entropies_and_gradients_in_any_chunks():
 
 def test_entropy_as_a_value_carries_no_gradient():
     h = H.clone().requires_grad_()
-    logprobs, entropy = entry_logprobs(h, lambda x: x @ W.T, HeadRequest(TARGETS, entropy="value"), VOCAB, 1 << 20)
+    logprobs, entropy = entry_logprobs(
+        h, lambda x: x @ W.T, HeadRequest(TARGETS, entropy="value"), VOCAB, 1 << 20
+    )
     assert (logprobs.requires_grad, entropy.requires_grad) == (True, False)
     torch.testing.assert_close(entropy, plain(HeadRequest(TARGETS))[1], rtol=1e-12, atol=1e-12)
     _, none = entry_logprobs(h, lambda x: x @ W.T, HeadRequest(TARGETS), VOCAB, 1 << 20)

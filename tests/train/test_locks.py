@@ -1,4 +1,5 @@
-"""One process writes to a training folder at a time: a second run, and one that resumes a live run, are refused."""
+"""One process writes to a training folder at a time: a second run, and one that resumes a live run,
+are refused."""
 
 from __future__ import annotations
 
@@ -21,8 +22,10 @@ from ramify.train.lock import FILE, holder, locked
 from tests.cli.helpers import Shell
 from tests.train.small import small
 
-HOLD = "import sys; from pathlib import Path; from ramify.train.lock import locked\n" \
-    "with locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"  # fmt: skip
+HOLD = (
+    "import sys; from pathlib import Path; from ramify.train.lock import locked\n"
+    "with locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+)
 
 
 @pytest.fixture
@@ -49,7 +52,8 @@ def test_a_second_run_is_refused_and_names_the_first(tmp_path: Path) -> None:
     with held(out) as process:
         for resume in (None, out):
             with pytest.raises(
-                RunInUse, match=rf"out is being written by process {process.pid} on {host}: wait for it"
+                RunInUse,
+                match=rf"out is being written by process {process.pid} on {host}: wait for it",
             ):
                 train(small(), out, resume=resume)
         assert [path.name for path in out.iterdir()] == [FILE]
@@ -87,7 +91,8 @@ def test_one_process_cannot_hold_it_twice(tmp_path: Path) -> None:
 
 
 def test_who_reads_a_live_run_does_not_touch_its_checkpoints(tmp_path: Path) -> None:
-    """A live run replaces a checkpoint by two renames; putting the old one back in between would spoil the second."""
+    """A live run replaces a checkpoint by two renames; putting the old one back in between would
+    spoil the second."""
     checkpoint = CheckpointStore(tmp_path).save(CheckpointState(step=1), {})
     CheckpointStore(tmp_path).save(CheckpointState(step=2), {})
     aside = tmp_path / "checkpoints/.step-000002.old.tmp"
@@ -98,7 +103,9 @@ def test_who_reads_a_live_run_does_not_touch_its_checkpoints(tmp_path: Path) -> 
     assert find(tmp_path) == tmp_path / "checkpoints/step-000002"
 
 
-def test_the_command_says_who_writes_and_exits_as_for_wrong_use(shell: Shell, tmp_path: Path) -> None:
+def test_the_command_says_who_writes_and_exits_as_for_wrong_use(
+    shell: Shell, tmp_path: Path
+) -> None:
     recipe = shell.write("small.py", "from tests.train.small import small as run\n")
     out = tmp_path / "out"
     with held(out) as process:

@@ -1,4 +1,5 @@
-"""The loop over real parts: a policy made from nothing, its engine, sessions in this process, the trainer."""
+"""The loop over real parts: a policy made from nothing, its engine, sessions in this process, the
+trainer."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def same(first: Path, second: Path) -> bool:
 
 
 def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> None:
-    """Through a warm-up, demonstrations and rollouts; killed once in each of the last two, between checkpoints."""
+    """Through a warm-up, demonstrations and rollouts; killed once in each of the last two, between
+    checkpoints."""
     run = small(schedule=Schedule(evaluate_every=2, checkpoint_every=2, keep_last=1))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     state = train(run, whole, say=pytest.fail)
@@ -82,16 +84,26 @@ def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> Non
             with pytest.raises(Killed):
                 train(run, broken, resume=broken, listener=listener)
     assert same(whole, broken)
-    assert [(row.step, row.stage) for row in read(whole)] == [(row.step, row.stage) for row in read(broken)]
+    assert [(row.step, row.stage) for row in read(whole)] == [
+        (row.step, row.stage) for row in read(broken)
+    ]
     steady = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward")
     for ours, theirs in zip(read(whole), read(broken), strict=True):
         assert {k: ours.values.get(k) for k in steady} == {k: theirs.values.get(k) for k in steady}
 
 
-def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(tmp_path: Path) -> None:
-    """In place, from where rollouts begin: what came after is another branch, also where a kill follows."""
+def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(
+    tmp_path: Path,
+) -> None:
+    """In place, from where rollouts begin: what came after is another branch, also where a kill
+    follows."""
     run, said = (
-        small(warmup=None, schedule=Schedule(evaluate_every=0, checkpoint_every=1, keep_last=9, save_rollouts_every=1)),
+        small(
+            warmup=None,
+            schedule=Schedule(
+                evaluate_every=0, checkpoint_every=1, keep_last=9, save_rollouts_every=1
+            ),
+        ),
         [],
     )
     last = train(run, tmp_path, say=pytest.fail).step
@@ -100,8 +112,16 @@ def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(tm
     middle, aside = folder / f"step-{last - 4:06d}", folder / "abandoned"
     with pytest.raises(Killed):
         train(run, tmp_path, resume=middle, listener=kill_at(last - 1), say=said.append)
-    assert said == [f"the run goes back to step {last - 4}: 4 checkpoints of later steps are set aside in {aside}"]
-    assert [read_state(path).step for path in sorted(aside.iterdir())] == [last - 3, last - 2, last - 1, last]
+    assert said == [
+        f"the run goes back to step {last - 4}: 4 checkpoints of later steps are set aside in "
+        f"{aside}"
+    ]
+    assert [read_state(path).step for path in sorted(aside.iterdir())] == [
+        last - 3,
+        last - 2,
+        last - 1,
+        last,
+    ]
     assert CheckpointStore(tmp_path).latest() == folder / f"step-{last - 2:06d}"
     assert max(each.step for each in read(tmp_path)) == last - 1
     assert len([*(tmp_path / "rollouts").iterdir()]) == 2
@@ -117,7 +137,8 @@ JUDGED: list[str] = []
 
 
 def _down_at_second(item: Item, trajectory: Trajectory) -> float:
-    """A grader that is down during the second of three evaluations, of two items each, and likes the first best."""
+    """A grader that is down during the second of three evaluations, of two items each, and likes
+    the first best."""
     if "/validation/" not in item.id or not trajectory.calls[0].turns:
         return _even(item, trajectory)
     JUDGED.append(item.id)
@@ -127,20 +148,28 @@ def _down_at_second(item: Item, trajectory: Trajectory) -> float:
 
 
 SAMPLINGS = [
-    Sampling(8), Sampling(8, seed=1), Sampling(8, temperature=0.0), *(Sampling(8, temperature=1.0, seed=n) for n in (1, 2))
-]  # fmt: skip
+    Sampling(8),
+    Sampling(8, seed=1),
+    Sampling(8, temperature=0.0),
+    *(Sampling(8, temperature=1.0, seed=n) for n in (1, 2)),
+]
 """Two that do not say a temperature, one at 0, two at 1."""
-sometimes = SimpleTask("sometimes", generated("sometimes", _make), WholeTrajectoryReward(_down_at_second))
+sometimes = SimpleTask(
+    "sometimes", generated("sometimes", _make), WholeTrajectoryReward(_down_at_second)
+)
 
 
 def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
-    """An evaluation that could not be judged is no score, and neither is that of weights which are no more."""
+    """An evaluation that could not be judged is no score, and neither is that of weights which are
+    no more."""
     JUDGED.clear()
     said: list[str] = []
     run = small(
-        warmup=None, task=TaskSpec(name="tests.train.test_loop:sometimes"), guard=TrainingGuard(patience=1),
+        warmup=None,
+        task=TaskSpec(name="tests.train.test_loop:sometimes"),
+        guard=TrainingGuard(patience=1),
         schedule=Schedule(evaluate_every=2, checkpoint_every=1, keep_last=9),
-    )  # fmt: skip
+    )
     state = train(run, tmp_path, say=said.append)
     shown = [each.values for each in read(tmp_path) if "validation/failed" in each.values]
     assert [(each.get("validation/reward"), each["validation/failed"]) for each in shown] == [
@@ -149,7 +178,8 @@ def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
         (0.25, 0),
     ]
     assert [sentence for sentence in said if sentence.startswith("validation")] == [
-        "validation: all 2 attempts failed for reasons not the policy's own: this evaluation has no score; the first: task "
+        "validation: all 2 attempts failed for reasons not the policy's own: this evaluation has "
+        "no score; the first: task "
         f"'sometimes', item {JUDGED[2]}: its score raised OSError: the grader is down"
     ]
     kept = CheckpointStore(tmp_path)
@@ -175,21 +205,30 @@ slow = SimpleTask("even", generated("even", _make), WholeTrajectoryReward(_slowl
 def test_a_seed_gives_the_same_policy_however_long_rollouts_take(tmp_path: Path) -> None:
     """One rollout at a time, so that the engine computes the same batches."""
     for name in ("even", "slow"):
-        run = small(warmup=None, task=TaskSpec(name=f"tests.train.{'small' if name == 'even' else 'test_loop'}:{name}"))
+        run = small(
+            warmup=None,
+            task=TaskSpec(name=f"tests.train.{'small' if name == 'even' else 'test_loop'}:{name}"),
+        )
         train(run, tmp_path / name)
     quick, slowly = (weights_of(tmp_path / name) for name in ("even", "slow"))
     assert all(torch.equal(quick[name], slowly[name]) for name in quick)
 
 
-def test_a_trained_policy_is_asked_at_temperature_0_unless_a_request_says_otherwise(tmp_path: Path) -> None:
-    """Rollouts were sampled at 1; who asks wants the likeliest answer. Each checkpoint's policy says so, too."""
+def test_a_trained_policy_is_asked_at_temperature_0_unless_a_request_says_otherwise(
+    tmp_path: Path,
+) -> None:
+    """Rollouts were sampled at 1; who asks wants the likeliest answer. Each checkpoint's policy
+    says so, too."""
     train(small(warmup=None), tmp_path)
     for folder in (tmp_path, *tmp_path.glob("checkpoints/step-*")):
         policy = load(folder / "policy")
         assert policy.defaults == SamplingDefaults(temperature=0.0)
     client = LocalClient(policy, slots=1)
     try:
-        replies = [asyncio.run(client.complete(Request((Message("user", "?"),), each))) for each in SAMPLINGS]
+        replies = [
+            asyncio.run(client.complete(Request((Message("user", "?"),), each)))
+            for each in SAMPLINGS
+        ]
     finally:
         asyncio.run(client.close())
     unsaid, again, greedy, *warm = [reply.token_ids for reply in replies]
@@ -238,7 +277,9 @@ def test_rollouts_are_kept_and_the_good_ones_learnt_from(tmp_path: Path) -> None
         for each, tree in zip(noted, kept, strict=True)
         if each
     )
-    assert [len(list(read_trajectories(path))) for path in sorted((tmp_path / "rl/rollouts").iterdir())] == [6, 6]
+    assert [
+        len(list(read_trajectories(path))) for path in sorted((tmp_path / "rl/rollouts").iterdir())
+    ] == [6, 6]
     rewards = sorted(trajectory.rewards["correct"] for trajectory in kept)
     best = SFT(min_reward=rewards[-4])
     sft = SftSpec(trajectories=str(tmp_path / "rl/rollouts"), algorithm=best, batch_tokens=10_000)
@@ -254,26 +295,37 @@ def test_a_step_without_signal_says_so_and_moves_nothing(tmp_path: Path) -> None
     run = small(task=msgspec.structs.replace(small().task, name="tests.train.small:silent"))
     rl = msgspec.structs.replace(run.rl, steps=1)
     train(msgspec.structs.replace(run, rl=rl), tmp_path, say=said.append)
-    assert said[0].endswith("(rl) has nothing to learn from: in each of 2 groups all rollouts did equally well")
+    assert said[0].endswith(
+        "(rl) has nothing to learn from: in each of 2 groups all rollouts did equally well"
+    )
     (row, _) = read_rows(tmp_path, "rl")
     assert (row.values["silent"], "loss" in row.values) == (1, False)
     before, after = (
-        torch.load(path / "backend/backend.pt")["weights"] for path in CheckpointStore(tmp_path, 9).all()[-2:]
+        torch.load(path / "backend/backend.pt")["weights"]
+        for path in CheckpointStore(tmp_path, 9).all()[-2:]
     )
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_step_whose_rollouts_all_fail_ends_the_run(tmp_path: Path) -> None:
-    run = small(task=msgspec.structs.replace(small().task, name="tests.train.small:failing"), warmup=None)
-    with pytest.raises(TrainError, match=r"all 6 rollouts of step 0 failed, the first with: .*the grader is down"):
+    run = small(
+        task=msgspec.structs.replace(small().task, name="tests.train.small:failing"), warmup=None
+    )
+    with pytest.raises(
+        TrainError, match=r"all 6 rollouts of step 0 failed, the first with: .*the grader is down"
+    ):
         train(run, tmp_path)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_which_can_go_on_from_before(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_which_can_go_on_from_before(
+    tmp_path: Path,
+) -> None:
     run = small(warmup=None, rl=None)
     sft = msgspec.structs.replace(run.sft, optim=OptimizerSpec(lr=1e30, warmup_steps=0))
     with pytest.raises(TrainError, match="not finite"):
-        train(msgspec.structs.replace(run, sft=sft, schedule=Schedule(checkpoint_every=1)), tmp_path)
+        train(
+            msgspec.structs.replace(run, sft=sft, schedule=Schedule(checkpoint_every=1)), tmp_path
+        )
     assert CheckpointStore(tmp_path).latest() == tmp_path / "checkpoints/step-000001"
 
 
@@ -282,7 +334,9 @@ def test_dynamic_sampling_takes_further_items(tmp_path: Path) -> None:
     rl = msgspec.structs.replace(run.rl, steps=1)
     sample = msgspec.structs.replace(rl.sample, max_items=5)
     state = train(
-        msgspec.structs.replace(run, rl=msgspec.structs.replace(rl, sample=sample)), tmp_path, say=lambda _: None
+        msgspec.structs.replace(run, rl=msgspec.structs.replace(rl, sample=sample)),
+        tmp_path,
+        say=lambda _: None,
     )
     assert read_rows(tmp_path, "rl")[0].values["items"] == 5
     assert state.next_item == 30 + 5
@@ -291,11 +345,17 @@ def test_dynamic_sampling_takes_further_items(tmp_path: Path) -> None:
 def test_the_kl_is_to_the_policy_that_rollouts_began_with(tmp_path: Path) -> None:
     run = small(warmup=None)
     rl = msgspec.structs.replace(
-        run.rl, loss=LossSpec(kl_beta=0.1), sample=msgspec.structs.replace(run.rl.sample, minibatches=1)
+        run.rl,
+        loss=LossSpec(kl_beta=0.1),
+        sample=msgspec.structs.replace(run.rl.sample, minibatches=1),
     )
     run = msgspec.structs.replace(run, rl=rl)
     train(run, tmp_path / "whole")
-    kl = [row.values["ref_kl"] for row in read_rows(tmp_path / "whole", "rl") if "ref_kl" in row.values]
+    kl = [
+        row.values["ref_kl"]
+        for row in read_rows(tmp_path / "whole", "rl")
+        if "ref_kl" in row.values
+    ]
     assert kl[0] == pytest.approx(0, abs=1e-9)
     assert all(value > 0 for value in kl[1:])
     with pytest.raises(Killed):
@@ -358,12 +418,16 @@ def test_what_one_part_of_a_step_has_and_another_has_not_is_measured_over_those_
     parts = [(plain, distilled)[index] for index in order]
     backend, apart = SingleBackend(policy(), compute=ComputeSpec(precision="fp32")), []
     for rows in parts:
-        apart.append(backend.forward_backward(pack(rows, backend.packing), LossSpec()) | backend.optim_step())
+        apart.append(
+            backend.forward_backward(pack(rows, backend.packing), LossSpec()) | backend.optim_step()
+        )
     trained = SingleBackend(policy(), compute=ComputeSpec(precision="fp32"))
     loop = TrainingLoop(tmp_path, [InParts(parts)], lambda _: trained, Unpublished(), not_evaluated)
     asyncio.run(loop.run())
     values = next(row.values for row in read(tmp_path) if "learn_s" in row.values)
-    assert {"kd_loss", "ce_loss", "teacher_gap"} <= apart[order.index(1)].keys() - apart[order.index(0)].keys()
+    assert {"kd_loss", "ce_loss", "teacher_gap"} <= apart[order.index(1)].keys() - apart[
+        order.index(0)
+    ].keys()
     for name in apart[0].keys() | apart[1].keys():
         found = [each[name] for each in apart if name in each]
         wanted = apart[0][name] if name.startswith("mismatch") else sum(found) / len(found)

@@ -1,4 +1,5 @@
-"""Algorithms that need more than groups, and guards, through whole small runs: critics, memory, greedy rollouts."""
+"""Algorithms that need more than groups, and guards, through whole small runs: critics, memory,
+greedy rollouts."""
 
 from __future__ import annotations
 
@@ -30,16 +31,37 @@ def base(tmp_path_factory: Any) -> str:
     out = tmp_path_factory.mktemp("base")
     given = small(warmup=None, rl=None)
     sft = msgspec.structs.replace(given.sft, num=8)
-    train(msgspec.structs.replace(given, sft=sft, evaluate=msgspec.structs.replace(given.evaluate, final=())), out)
+    train(
+        msgspec.structs.replace(
+            given, sft=sft, evaluate=msgspec.structs.replace(given.evaluate, final=())
+        ),
+        out,
+    )
     return str(out / "policy")
 
 
-def run(base: str, *, guard: TrainingGuard | None = None, sample: dict[str, Any] | None = None, **rl: Any) -> Run:
-    given = small(policy=PolicySpec(path=base, slots=16), warmup=None, sft=None, guard=guard or TrainingGuard())
+def run(
+    base: str,
+    *,
+    guard: TrainingGuard | None = None,
+    sample: dict[str, Any] | None = None,
+    **rl: Any,
+) -> Run:
+    given = small(
+        policy=PolicySpec(path=base, slots=16),
+        warmup=None,
+        sft=None,
+        guard=guard or TrainingGuard(),
+    )
     evaluate = msgspec.structs.replace(given.evaluate, final=())
-    spec = msgspec.structs.replace(given.rl, sample=msgspec.structs.replace(given.rl.sample, **(sample or {})), **rl)
+    spec = msgspec.structs.replace(
+        given.rl, sample=msgspec.structs.replace(given.rl.sample, **(sample or {})), **rl
+    )
     return msgspec.structs.replace(
-        given, rl=spec, evaluate=evaluate, schedule=Schedule(evaluate_every=9, checkpoint_every=1, keep_last=9)
+        given,
+        rl=spec,
+        evaluate=evaluate,
+        schedule=Schedule(evaluate_every=9, checkpoint_every=1, keep_last=9),
     )
 
 
@@ -48,7 +70,9 @@ def resumed_is_the_same(run: Run, out: Path) -> None:
 
     def end() -> tuple[Any, list[dict[str, float | None]]]:
         values = [row.values for row in read_rows(out, "rl")]
-        return weights_of(out), [{name: each.get(name) for name in ("loss", "reward", "value_loss")} for each in values]
+        return weights_of(out), [
+            {name: each.get(name) for name in ("loss", "reward", "value_loss")} for each in values
+        ]
 
     train(run, out, say=pytest.fail)
     weights, values = end()
@@ -60,7 +84,9 @@ def resumed_is_the_same(run: Run, out: Path) -> None:
 
 @pytest.mark.parametrize("model", ["shared", "own"])
 def test_ppo_learns_with_a_critic(base: str, model: Any, tmp_path: Path) -> None:
-    given = run(base, algorithm=PPO(lam=0.9, kl_reward=0.01), critic=CriticSpec(model=model), steps=2)
+    given = run(
+        base, algorithm=PPO(lam=0.9, kl_reward=0.01), critic=CriticSpec(model=model), steps=2
+    )
     if model == "own":  # with a value head in it, it has all that there is to be saved
         resumed_is_the_same(given, tmp_path)
     else:
@@ -77,21 +103,34 @@ def test_what_an_algorithm_remembers_goes_into_the_checkpoint(base: str, tmp_pat
     resumed_is_the_same(run(base, algorithm=RAE(decay=0.5), steps=2), tmp_path)
     memories = [read_state(path).memory["rlm@0"] for path in CheckpointStore(tmp_path).all()[1:3]]
     rewards = [row.values["reward"] for row in read_rows(tmp_path, "rl") if "reward" in row.values]
-    assert memories == pytest.approx([0.5 * rewards[0], 0.25 * rewards[0] + 0.5 * rewards[1]], abs=1e-6)
+    assert memories == pytest.approx(
+        [0.5 * rewards[0], 0.25 * rewards[0] + 0.5 * rewards[1]], abs=1e-6
+    )
 
 
 def test_remax_rolls_out_greedily_beside_each_group(base: str, tmp_path: Path) -> None:
     said: list[str] = []
     given = run(base, algorithm=ReMax(), steps=1)
-    train(msgspec.structs.replace(given, schedule=Schedule(save_rollouts_every=1)), tmp_path, say=said.append)
+    train(
+        msgspec.structs.replace(given, schedule=Schedule(save_rollouts_every=1)),
+        tmp_path,
+        say=said.append,
+    )
     assert said == []
     (row,) = [row for row in read_rows(tmp_path, "rl") if "reward" in row.values]
     assert row.values["loss"] != 0
-    assert row.values["sampled_tokens"] == pytest.approx(6 * row.values["length_mean"])  # the greedy ones do not count
+    assert row.values["sampled_tokens"] == pytest.approx(
+        6 * row.values["length_mean"]
+    )  # the greedy ones do not count
 
 
-def test_a_kl_in_the_reward_is_to_the_policy_that_rollouts_began_with(base: str, tmp_path: Path) -> None:
-    train(run(base, algorithm=ReinforcePP(kl_reward=0.1), steps=2, sample={"minibatches": 1}), tmp_path)
+def test_a_kl_in_the_reward_is_to_the_policy_that_rollouts_began_with(
+    base: str, tmp_path: Path
+) -> None:
+    train(
+        run(base, algorithm=ReinforcePP(kl_reward=0.1), steps=2, sample={"minibatches": 1}),
+        tmp_path,
+    )
     kl = [row.values["reward_kl"] for row in read_rows(tmp_path, "rl") if "reward_kl" in row.values]
     assert kl[0] == pytest.approx(0, abs=1e-6)
     assert any(abs(value) > 1e-6 for value in kl[1:])
@@ -99,20 +138,30 @@ def test_a_kl_in_the_reward_is_to_the_policy_that_rollouts_began_with(base: str,
 
 def test_old_log_probabilities_are_those_of_the_steps_start(base: str, tmp_path: Path) -> None:
     """The first of two minibatches sees itself; the second sees a policy that has moved on."""
-    train(run(base, loss=LossSpec(policy=Decoupled()), steps=1, sample={"minibatches": 2}), tmp_path)
+    train(
+        run(base, loss=LossSpec(policy=Decoupled()), steps=1, sample={"minibatches": 2}), tmp_path
+    )
     (row,) = [row for row in read_rows(tmp_path, "rl") if "loss" in row.values]
     assert row.values["approx_kl"] > 1e-9
-    assert row.values["mismatch_max"] < 1e-5  # |o - m|: trainer and engine agree about the rollouts' own weights
+    assert (
+        row.values["mismatch_max"] < 1e-5
+    )  # |o - m|: trainer and engine agree about the rollouts' own weights
 
 
 def test_stale_rollouts_are_counted_and_known_to_the_loss(base: str, tmp_path: Path) -> None:
     sample = {"minibatches": 1, "max_staleness": 1}
     train(run(base, loss=LossSpec(policy=ProxApprox()), steps=3, sample=sample), tmp_path)
-    staleness = [row.values["staleness"] for row in read_rows(tmp_path, "rl") if "staleness" in row.values]
+    staleness = [
+        row.values["staleness"] for row in read_rows(tmp_path, "rl") if "staleness" in row.values
+    ]
     assert staleness[0] == 0
     assert all(0 <= value <= 1 for value in staleness)
     assert max(staleness) > 0
-    mismatch = [row.values["mismatch_max"] for row in read_rows(tmp_path, "rl") if "mismatch_max" in row.values]
+    mismatch = [
+        row.values["mismatch_max"]
+        for row in read_rows(tmp_path, "rl")
+        if "mismatch_max" in row.values
+    ]
     assert mismatch[0] < 1e-5  # sampled by one policy, although the trainer was at work
 
 
@@ -153,6 +202,10 @@ def test_alarms_are_said_live_and_measured(base: str, tmp_path: Path) -> None:
         say=said.append,
     )
     alarms = [each for each in said if "alarm: rollouts have" in each]
-    rows = [row.values["alarm_length"] for row in read_rows(tmp_path, "rl") if "alarm_length" in row.values]
+    rows = [
+        row.values["alarm_length"]
+        for row in read_rows(tmp_path, "rl")
+        if "alarm_length" in row.values
+    ]
     assert len(rows) == 2
     assert len(alarms) == sum(now > before for before, now in zip([0, *rows], rows, strict=False))

@@ -24,7 +24,9 @@ FP32 = ComputeSpec(precision="fp32")
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.ModuleDict({"up": nn.Linear(6, 10), "down": nn.Linear(10, 6, bias=False), "lm_head": nn.Linear(6, 4)})
+    return nn.ModuleDict(
+        {"up": nn.Linear(6, 10), "down": nn.Linear(10, 6, bias=False), "lm_head": nn.Linear(6, 4)}
+    )
 
 
 def run(modules: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -60,20 +62,29 @@ def test_sums_by_hand() -> None:
 
 def test_targets() -> None:
     assert attach(model(), 1, 1, targets=("down",)) == 16
-    with pytest.raises(ConfigError, match=r"lora.targets=\('q_proj',\): no linear .* there are down, lm_head, up"):
+    with pytest.raises(
+        ConfigError, match=r"lora.targets=\('q_proj',\): no linear .* there are down, lm_head, up"
+    ):
         attach(model(), 1, 1, targets=("q_proj",))
     untouched = model()
-    assert [name for name, _ in merged(untouched)] == [name for name, _ in untouched.named_parameters()]
+    assert [name for name, _ in merged(untouched)] == [
+        name for name, _ in untouched.named_parameters()
+    ]
 
 
 @pytest.mark.parametrize("with_critic", [False, True])
 def test_the_reference_is_the_model_without_its_adapters(with_critic: bool, tmp_path: Path) -> None:
-    """Nothing is loaded for it (there is no folder), and after some steps it says to the bit what the policy said before
-    there were adapters; the policy goes on with them. Where more than adapters was trained before, it is a second model."""
+    """Nothing is loaded for it (there is no folder), and after some steps it says to the bit what
+    the policy said before there were adapters; the policy goes on with them. Where more than
+    adapters was trained before, it is a second model."""
     policy, plain = small_policy(), SingleBackend(small_policy(), None, FP32)
     attach(policy.model, 2, 6.0, "all-linear", 3)
     here = LocalTrainedModel(policy, FP32, tmp_path)
-    backend = here.with_critic(OptimizerSpec(lr=0.01), None) if with_critic else here.backend(OptimizerSpec(lr=0.01))
+    backend = (
+        here.with_critic(OptimizerSpec(lr=0.01), None)
+        if with_critic
+        else here.backend(OptimizerSpec(lr=0.01))
+    )
     rows = tree()
     for row in rows:
         row.streams |= {name: np.zeros(len(row), np.float32) for name in ("values", "returns")}
@@ -83,7 +94,9 @@ def test_the_reference_is_the_model_without_its_adapters(with_critic: bool, tmp_
         backend.forward_backward(batches, LossSpec())
         backend.optim_step()
     moved = backend.logprobs(batches)
-    for ours, wanted, now in zip(reference.logprobs(batches), plain.logprobs(batches), moved, strict=True):
+    for ours, wanted, now in zip(
+        reference.logprobs(batches), plain.logprobs(batches), moved, strict=True
+    ):
         np.testing.assert_array_equal(ours, wanted)
         assert np.abs(now - wanted).max() > 1e-3
     for now, again in zip(moved, backend.logprobs(batches), strict=True):
@@ -106,7 +119,12 @@ def test_the_same_seed_gives_the_same_adapters() -> None:
 def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | None) -> None:
     """``recipes/hf_grpo.py`` on a small Llama with a chat template, in fp32 on this processor."""
     import msgspec
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import (
+        AutoModelForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+    )
 
     from ramify.build.execute import train
     from ramify.build.recipe import recipe
@@ -123,9 +141,16 @@ def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | 
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = chatml
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+    )
     torch.manual_seed(0)
     checkpoint = tmp_path / "llama"
     LlamaForCausalLM(config).save_pretrained(checkpoint)
@@ -133,13 +158,25 @@ def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | 
     run = recipe(
         Path(__file__).parents[2] / "recipes/hf_grpo.py",
         [
-            f"policy.path={checkpoint}", "task.name=tests.train.small:even", "task.options={}", "rl.steps=2",
+            f"policy.path={checkpoint}",
+            "task.name=tests.train.small:even",
+            "task.options={}",
+            "rl.steps=2",
             "rl.sample.items=2",
-            "rl.sample.max_items=0", "rl.rollout.group=3", "limits.max_turns=2", "limits.max_reply_tokens=12",
-            "evaluate.num=2", "evaluate.first=[]", "policy.slots=8", "sandbox.provider=inprocess", "sandbox.allow_weaker=true",
-            "rl.algorithm.overlong=punish", "rl.optim.lr=0.01", "threads=1",
+            "rl.sample.max_items=0",
+            "rl.rollout.group=3",
+            "limits.max_turns=2",
+            "limits.max_reply_tokens=12",
+            "evaluate.num=2",
+            "evaluate.first=[]",
+            "policy.slots=8",
+            "sandbox.provider=inprocess",
+            "sandbox.allow_weaker=true",
+            "rl.algorithm.overlong=punish",
+            "rl.optim.lr=0.01",
+            "threads=1",
         ],
-    )  # fmt: skip
+    )
     if lora is not None:
         from ramify.train.config import LoraSpec
 
@@ -148,7 +185,9 @@ def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | 
     said: list[str] = []
     state = train(run, tmp_path / "out", say=said.append)
     assert state.step == 2
-    assert [text.partition(":")[0] for text in said] == (["adapters of rank 2"] if lora is not None else [])
+    assert [text.partition(":")[0] for text in said] == (
+        ["adapters of rank 2"] if lora is not None else []
+    )
     before = dict(AutoModelForCausalLM.from_pretrained(checkpoint).named_parameters())
     last = tmp_path / "out/checkpoints/step-000002/policy"  # which need not be the best
     after = dict(AutoModelForCausalLM.from_pretrained(last).named_parameters())

@@ -1,7 +1,8 @@
-"""Each formula of a loss over a small batch, against the same formula written out in fp64 with numpy.
+"""Each formula of a loss over a small batch, against the same formula written out in fp64 with
+numpy.
 
-Five tokens, chosen so that every formula meets each of its cases: a ratio that is high, low, or within bounds, with an
-advantage of either sign.
+Five tokens, chosen so that every formula meets each of its cases: a ratio that is high, low, or
+within bounds, with an advantage of either sign.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ramify.train.policy_losses import (
     ProxApprox,
     RolloutIs,
     Sapo,
-)  # fmt: skip
+)
 from ramify.train.policy_losses.base import SequenceSums
 
 P_NOW = np.array([0.9, 0.30, 0.50, 0.10, 0.40])
@@ -56,7 +57,9 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-S = np.exp(of_sequence(L - OLD))  # 1.0627, 2.2361: gspo's ratios, above bounds of 1.2 and 0.8 in the second alone
+S = np.exp(
+    of_sequence(L - OLD)
+)  # 1.0627, 2.2361: gspo's ratios, above bounds of 1.2 and 0.8 in the second alone
 TAU = np.where(A > 0, 1.0, 1.05)
 MEAN_A = of_sequence(A)  # -1/6, 1
 BOUNDED = np.where(MEAN_A > 0, np.minimum(L - OLD, 0.4), np.maximum(L - OLD, -0.4))
@@ -67,7 +70,9 @@ PPO = [-1.28, 0.8 * 2, -R[2] * 0.5, 5.0, -3.0]
 PPO_SLOPES = [0.0, 0.0, -R[2] * 0.5, 5.0, -3.0]
 W_OLD = np.minimum(P_OLD / P_SAMPLER, 0.9)
 SIGN = np.sign(L - OLD)
-DPPO_KL = P_SAMPLER * np.log(P_SAMPLER / P_NOW) + (1 - P_SAMPLER) * np.log((1 - P_SAMPLER) / (1 - P_NOW))
+DPPO_KL = P_SAMPLER * np.log(P_SAMPLER / P_NOW) + (1 - P_SAMPLER) * np.log(
+    (1 - P_SAMPLER) / (1 - P_NOW)
+)
 
 
 def tokens(now: np.ndarray = L) -> LossTokens:
@@ -75,7 +80,13 @@ def tokens(now: np.ndarray = L) -> LossTokens:
     leaf, *others = (torch.tensor(each, dtype=torch.float64) for each in given)
     whole = SequenceSums(torch.tensor([0, 0, 0, 1, 1]), 2, torch.ones(5) > 0)
     staleness = torch.tensor([0.0, 1.0, 3.0, 0.0, 1.0], dtype=torch.float64)
-    return LossTokens(leaf.requires_grad_(), *others, whole=whole, chosen=torch.tensor(CHOSEN) > 0, staleness=staleness)
+    return LossTokens(
+        leaf.requires_grad_(),
+        *others,
+        whole=whole,
+        chosen=torch.tensor(CHOSEN) > 0,
+        staleness=staleness,
+    )
 
 
 CASES: list[tuple[Any, list[float], list[float]]] = [
@@ -134,12 +145,17 @@ CASES: list[tuple[Any, list[float], list[float]]] = [
         (-4 * sigmoid(TAU * (R - 1)) * (1 - sigmoid(TAU * (R - 1))) * A * R).tolist(),
     ),
     (
-        # q log(q/p) + (1-q) log((1-q)/(1-p)) = .311, .135, 0, .051, .005; p > q but in the second and last
+        # q log(q/p) + (1-q) log((1-q)/(1-p)) = .311, .135, 0, .051, .005; p > q but in the second
+        # and last
         DppoKl(),
         [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
         [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
     ),
-    (ClipCov(), [PPO[0], 0.0, 0.0, PPO[3], PPO[4]], [PPO_SLOPES[0], 0.0, 0.0, PPO_SLOPES[3], PPO_SLOPES[4]]),
+    (
+        ClipCov(),
+        [PPO[0], 0.0, 0.0, PPO[3], PPO[4]],
+        [PPO_SLOPES[0], 0.0, 0.0, PPO_SLOPES[3], PPO_SLOPES[4]],
+    ),
     (
         KlCov(beta=0.5),
         (-R * A + 0.5 * np.abs(L - OLD) * CHOSEN).tolist(),
@@ -159,7 +175,9 @@ CASES: list[tuple[Any, list[float], list[float]]] = [
 ]
 
 
-@pytest.mark.parametrize(("loss", "values", "slopes"), CASES, ids=lambda each: getattr(type(each), "__name__", ""))
+@pytest.mark.parametrize(
+    ("loss", "values", "slopes"), CASES, ids=lambda each: getattr(type(each), "__name__", "")
+)
 def test_policy_losses(loss: Any, values: list[float], slopes: list[float]):
     given = tokens()
     found = loss.per_token(given)
@@ -209,7 +227,9 @@ def test_policy_losses_by_name(name: str):
 
 
 def test_kl_estimates():
-    now, ref = (torch.tensor(each, dtype=torch.float64, requires_grad=True) for each in (L, np.log(P_OLD)))
+    now, ref = (
+        torch.tensor(each, dtype=torch.float64, requires_grad=True) for each in (L, np.log(P_OLD))
+    )
     d = np.log(P_OLD) - L
     values = {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - d - 1, "k3+": np.exp(d) - d - 1}
     slopes = {"k1": np.ones(5), "k2": -d, "k3": 1 - np.exp(d), "k3+": -d}
@@ -224,11 +244,16 @@ def test_kl_estimates():
 
 def entries(**changed: Any) -> LossEntries:
     streams = {
-        "advantages": A, "sampler_logprobs": M, "old_logprobs": np.log(P_OLD), "rl": [0.5, 0.5, 1.0, 0.0, 0.25],
-    } | changed.pop("streams", {})  # fmt: skip
+        "advantages": A,
+        "sampler_logprobs": M,
+        "old_logprobs": np.log(P_OLD),
+        "rl": [0.5, 0.5, 1.0, 0.0, 0.25],
+    } | changed.pop("streams", {})
     fields: dict[str, Any] = {
         "logprobs": torch.tensor(L, requires_grad=True),
-        "streams": {name: torch.tensor(np.asarray(each, np.float64)) for name, each in streams.items()},
+        "streams": {
+            name: torch.tensor(np.asarray(each, np.float64)) for name, each in streams.items()
+        },
         "denominators": {"rl": 10.0},
     }
     return LossEntries(**(fields | changed))
@@ -243,17 +268,23 @@ def test_components_are_weighed_sums_over_their_own_counts():
     ce = -(L * [0, 0, 2, 1, 0]).sum() / 4
     assert found.item() == pytest.approx(rl + ce, rel=1e-12)
     measured = tally.metrics()
-    assert (measured["rl_loss"], measured["ce_loss"], measured["loss"]) == pytest.approx((rl, ce, rl + ce))
+    assert (measured["rl_loss"], measured["ce_loss"], measured["loss"]) == pytest.approx(
+        (rl, ce, rl + ce)
+    )
     assert per_entry(loss, given).sum().item() == pytest.approx(rl + ce, rel=1e-12)
 
 
 def test_kl_and_entropy_go_with_the_policy_gradient():
     entropy = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
     given = entries(streams={"ref_logprobs": np.log(P_OLD)}, entropy=entropy)
-    found, tally = compute(LossSpec(policy=ImportanceSampling(), kl_beta=0.1, kl="k2", entropy=0.01), given)
+    found, tally = compute(
+        LossSpec(policy=ImportanceSampling(), kl_beta=0.1, kl="k2", entropy=0.01), given
+    )
     k2 = (np.log(P_OLD) - L) ** 2 / 2
     weight = np.array([0.5, 0.5, 1.0, 0.0, 0.25])
-    assert found.item() == pytest.approx((weight * (-RHO * A + 0.1 * k2 - 0.01 * entropy.numpy())).sum() / 10)
+    assert found.item() == pytest.approx(
+        (weight * (-RHO * A + 0.1 * k2 - 0.01 * entropy.numpy())).sum() / 10
+    )
     assert tally.metrics()["ref_kl"] == pytest.approx(k2[weight > 0].mean())
     assert tally.metrics()["entropy"] == pytest.approx((1 + 2 + 3 + 5) / 4)
     with pytest.raises(ConfigError, match="the batch has no 'ref_logprobs'"):
@@ -280,9 +311,9 @@ def test_what_is_measured():
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_numbers_that_are_none_are_told_as_such(plain: bool):
-    """The sampler's log-probability of one token that weighs is NaN: the loss against the old ones is finite, and both
-    figures of how far sampler and trainer are apart are NaN, whichever batch comes first; those of a token without weight
-    say nothing."""
+    """The sampler's log-probability of one token that weighs is NaN: the loss against the old ones
+    is finite, and both figures of how far sampler and trainer are apart are NaN, whichever batch
+    comes first; those of a token without weight say nothing."""
 
     def tally(bad: int | None) -> LossTally:
         given = entries()
@@ -290,7 +321,8 @@ def test_numbers_that_are_none_are_told_as_such(plain: bool):
         if bad is not None:
             sampler[bad] = torch.nan
         loss, found = compute(
-            LossSpec(policy=PpoClip()), given._replace(streams={**given.streams, "sampler_logprobs": sampler})
+            LossSpec(policy=PpoClip()),
+            given._replace(streams={**given.streams, "sampler_logprobs": sampler}),
         )
         assert torch.isfinite(loss)
         return found.plain() if plain else found
@@ -328,16 +360,19 @@ def test_distillation():
     given = LossEntries(
         logprobs=torch.tensor(L[:2], requires_grad=True),
         streams={
-            "kd": torch.tensor([1.0, 2.0]), "teacher_logprobs": torch.tensor(np.log(teacher)),
+            "kd": torch.tensor([1.0, 2.0]),
+            "teacher_logprobs": torch.tensor(np.log(teacher)),
             "sampler_logprobs": torch.tensor(M[:2]),
         },
         denominators={"kd": 3.0},
         teacher_ids_logprobs=torch.tensor(np.log(ours)),
-    )  # fmt: skip
+    )
     kl = (teacher * np.log(teacher / ours)).sum(1)
     assert compute(LossSpec(), given)[0].item() == pytest.approx((kl * [1, 2]).sum() / 3)
     sampled = torch.tensor(np.log([0.5, 0.6]))
-    by_sample = given._replace(teacher_ids_logprobs=None, streams={**given.streams, "teacher_logprobs": sampled})
+    by_sample = given._replace(
+        teacher_ids_logprobs=None, streams={**given.streams, "teacher_logprobs": sampled}
+    )
     gap = sampled.numpy() - L[:2]
     value = (-gap * RHO[:2] + 1e-3 * (L - M)[:2] ** 2) * [1, 2] / 3
     assert compute(LossSpec(), by_sample)[0].item() == pytest.approx(value.sum())

@@ -58,7 +58,9 @@ def leaves(address: Address) -> None:
         (leaves, None),
     ],
 )
-def test_who_has_the_key_is_heard_and_nobody_else_is_waited_for(who: Callable[[Address], None], said: Any) -> None:
+def test_who_has_the_key_is_heard_and_nobody_else_is_waited_for(
+    who: Callable[[Address], None], said: Any
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=who, args=(server.getsockname(),))
         thread.start()

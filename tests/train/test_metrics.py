@@ -1,4 +1,5 @@
-"""The file of metrics: read back whole, torn by a kill, cut on resume; and the figures of rollouts."""
+"""The file of metrics: read back whole, torn by a kill, cut on resume; and the figures of
+rollouts."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ import pytest
 
 from ramify.build.evaluation_metrics import report
 from ramify.tasks.base import Item
-from ramify.train.metrics import FILE, MetricsFile, StepMetrics, cut, of_rollouts, passes, read, staleness
+from ramify.train.metrics import (
+    FILE,
+    MetricsFile,
+    StepMetrics,
+    cut,
+    of_rollouts,
+    passes,
+    read,
+    staleness,
+)
 from ramify.types.message import VersionSpan
 from ramify.types.trajectory import Stop
 from tests.train import trees
@@ -45,14 +55,19 @@ def test_resume_drops_what_will_be_measured_again(tmp_path: Path) -> None:
 
 
 def test_what_rollouts_came_to() -> None:
-    """Two items, four attempts each: three right of the first, one failed and two right of the second; a child each."""
-    right = [trees.tree(trees.call("0", 4, 2), trees.call("0.0", 3, reward=1.0), reward=1.0) for _ in range(5)]
+    """Two items, four attempts each: three right of the first, one failed and two right of the
+    second; a child each."""
+    right = [
+        trees.tree(trees.call("0", 4, 2), trees.call("0.0", 3, reward=1.0), reward=1.0)
+        for _ in range(5)
+    ]
     wrong = [trees.tree(trees.call("0", 4, 2, stop=Stop.MAX_TURNS), reward=0.0) for _ in range(2)]
     failed = trees.tree(trees.call("0", 6))
     groups = [trees.group(*right[:3], wrong[0]), trees.group(*right[3:], wrong[1], failed)]
     found = of_rollouts(groups, {})
     assert found == pytest.approx({
-        "pass@2": (1 + 1) / 2,  # of 4 with 3 right, of 3 with 2 right: two wrong ones cannot be drawn
+        # of 4 with 3 right, of 3 with 2 right: two wrong ones cannot be drawn
+        "pass@2": (1 + 1) / 2,
         "pass@4": 1.0,  # of the first item alone
         "depth0.rlm/reward": 5 / 7, "depth0.rlm/calls": 1.0, "depth0.rlm/turns": 15 / 8, "depth0.rlm/sampled": 6.0,
         "depth0.rlm/surprise": 0.5, "depth0.rlm/truncated": 2 / 8,
@@ -63,21 +78,31 @@ def test_what_rollouts_came_to() -> None:
 
 def test_an_attempt_that_failed_is_no_attempt_of_an_evaluation() -> None:
     """One right of two, one wrong of one, and an item whose attempts both failed."""
-    right, wrong, failed = (trees.tree(trees.call("0", 1), reward=reward) for reward in (1.0, 0.0, None))
+    right, wrong, failed = (
+        trees.tree(trees.call("0", 1), reward=reward) for reward in (1.0, 0.0, None)
+    )
     failed.errors = ["no session could be had"]
     groups = [trees.group(right, wrong), trees.group(wrong, failed), trees.group(failed, failed)]
     assert passes(groups, {}) == {2: 1.0}
     said: list[str] = []
     items = [Item("?", "7", kind=kind) for kind in "aab"]
     assert report("test", items, groups, {}, max_failed=0.5, say=said.append) == {
-        "test/reward": pytest.approx(1 / 3), "test/a": pytest.approx(1 / 3), "test/pass@2": 1.0, "test/failed": 3.0,
-    }  # fmt: skip
-    assert report("test", items, groups, {}, max_failed=0.49, say=said.append) == {"test/failed": 3.0}
-    assert report("test", items[:1], groups[2:], {}, max_failed=1.0, say=said.append) == {"test/failed": 2.0}
+        "test/reward": pytest.approx(1 / 3),
+        "test/a": pytest.approx(1 / 3),
+        "test/pass@2": 1.0,
+        "test/failed": 3.0,
+    }
+    assert report("test", items, groups, {}, max_failed=0.49, say=said.append) == {
+        "test/failed": 3.0
+    }
+    assert report("test", items[:1], groups[2:], {}, max_failed=1.0, say=said.append) == {
+        "test/failed": 2.0
+    }
     ours = "attempts failed for reasons not the policy's own"
     assert said == [
         f"test: 3 of 6 {ours} and are left out of the score; the first: no session could be had",
-        f"test: 3 of 6 {ours}, above evaluate.max_failed=0.49: this evaluation has no score; the first: no session could "
+        f"test: 3 of 6 {ours}, above evaluate.max_failed=0.49: this evaluation has no score; the "
+        "first: no session could "
         "be had",
         f"test: all 2 {ours}: this evaluation has no score; the first: no session could be had",
     ]
@@ -87,7 +112,12 @@ def test_an_attempt_that_failed_is_no_attempt_of_an_evaluation() -> None:
 def test_staleness_is_told_by_token() -> None:
     one = trees.call("0", 4)
     turn = one[0].turns[0]
-    reply = msgspec.structs.replace(turn.reply, versions=(VersionSpan(0, 3, 7), VersionSpan(3, 4, 5)))
+    reply = msgspec.structs.replace(
+        turn.reply, versions=(VersionSpan(0, 3, 7), VersionSpan(3, 4, 5))
+    )
     one[0].turns[0] = msgspec.structs.replace(turn, reply=reply)
-    assert staleness([trees.group(trees.tree(one, reward=1.0))], 8) == {"staleness": 6 / 4, "staleness_max": 3.0}
+    assert staleness([trees.group(trees.tree(one, reward=1.0))], 8) == {
+        "staleness": 6 / 4,
+        "staleness_max": 3.0,
+    }
     assert staleness([trees.group(trees.tree(trees.call("0", 4), reward=1.0))], 8) == {}

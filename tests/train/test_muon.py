@@ -35,14 +35,18 @@ def test_singular_values_come_near_one() -> None:
 def test_as_plain_algebra() -> None:
     for matrix in matrices(1):
         expected = naive(matrix) if matrix.shape[0] <= matrix.shape[1] else naive(matrix.T).T
-        torch.testing.assert_close(orthogonal(matrix[None])[0].double(), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            orthogonal(matrix[None])[0].double(), expected, atol=1e-4, rtol=0
+        )
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_as_torch_does_it_up_to_its_bf16(decay: float) -> None:
     ours, theirs = ([torch.nn.Parameter(each.clone()) for each in matrices(2)] for _ in range(2))
     mine = Muon(ours, lr=0.01, momentum=0.9, weight_decay=decay)
-    other = torch.optim.Muon(theirs, lr=0.01, momentum=0.9, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    other = torch.optim.Muon(
+        theirs, lr=0.01, momentum=0.9, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+    )
     for step in range(3):
         for a, b, gradient in zip(ours, theirs, matrices(3 + step), strict=True):
             a.grad, b.grad = gradient.clone(), gradient.clone()

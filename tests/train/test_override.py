@@ -44,7 +44,12 @@ def changed(*assignments: str) -> Config:
 
 def test_values_take_the_type_of_their_field() -> None:
     found = changed(
-        "optim.lr=1e-5", "optim.name=muon", "optim.betas=[0.8, 0.9]", "optim.clip=0.5", "steps=8", "name=12"
+        "optim.lr=1e-5",
+        "optim.name=muon",
+        "optim.betas=[0.8, 0.9]",
+        "optim.clip=0.5",
+        "steps=8",
+        "name=12",
     )
     assert found == Config(Optim(1e-5, "muon", (0.8, 0.9), 0.5), steps=8, name="12")
     assert changed("optim.clip=0.5", "optim.clip=null") == Config()
@@ -64,7 +69,10 @@ def test_classes_are_chosen_by_name() -> None:
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("optim.beta=1", r"optim.beta=1: no field 'beta': did you mean 'betas'\? known: betas, clip, lr, name"),
+        (
+            "optim.beta=1",
+            r"optim.beta=1: no field 'beta': did you mean 'betas'\? known: betas, clip, lr, name",
+        ),
         ("optm.lr=1", r"no field 'optm': did you mean 'optim'\?"),
         ("optim.lr=fast", "optim.lr=fast: Expected `float`, got `str`"),
         ("optim.name=sgd", "Invalid enum value 'sgd'"),

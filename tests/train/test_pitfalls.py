@@ -1,4 +1,5 @@
-"""Known ways in which this kind of training goes wrong without a word, and what stands against each.
+"""Known ways in which this kind of training goes wrong without a word, and what stands against
+each.
 
  1  entropy and KL rise while reward falls
     train/test_guards.py::test_each_alarm, test_limits_stop_or_warn; the clip and the schedule of 2 and 3
@@ -103,25 +104,41 @@ def test_each_test_that_is_named_above_is_there() -> None:
     assert len(named) > 30
     for file, name in named:
         assert f"def {name}(" in (tests / file).read_text(), (file, name)
-    everything = "".join(path.read_text() for path in {tests / file for file, _ in named} | {Path(__file__)})
+    everything = "".join(
+        path.read_text() for path in {tests / file for file, _ in named} | {Path(__file__)}
+    )
     for name in re.findall(r"(?<![\w/])test_\w+(?![\w.])", page):
         assert f"def {name}(" in everything, name
 
 
 def entries(now: Any, denominators: dict[str, float], **streams: Any) -> LossEntries:
-    given = {name: torch.tensor(np.asarray(each), dtype=torch.float64) for name, each in streams.items()}
-    return LossEntries(torch.tensor(np.asarray(now), dtype=torch.float64, requires_grad=True), given, denominators)
+    given = {
+        name: torch.tensor(np.asarray(each), dtype=torch.float64) for name, each in streams.items()
+    }
+    return LossEntries(
+        torch.tensor(np.asarray(now), dtype=torch.float64, requires_grad=True), given, denominators
+    )
 
 
 def test_e3_advantages_with_a_clipped_gap_through_the_clipped_loss_and_the_kl() -> None:
-    """A = -0.5 + the gap (0, 1.386, -4.500 clipped to -2): losses 0.5, -1.134, 2.0; k3 0.023, 0.072, 0.307 with β = 0.01."""
-    p_old, p_teacher, p_now = np.array([0.5, 0.2, 0.9]), np.array([0.5, 0.8, 0.01]), np.array([0.5, 0.3, 0.45])
+    """A = -0.5 + the gap (0, 1.386, -4.500 clipped to -2): losses 0.5, -1.134, 2.0; k3 0.023,
+    0.072, 0.307 with β = 0.01."""
+    p_old, p_teacher, p_now = (
+        np.array([0.5, 0.2, 0.9]),
+        np.array([0.5, 0.8, 0.01]),
+        np.array([0.5, 0.3, 0.45]),
+    )
     advantages = -0.5 + np.clip(np.log(p_teacher / p_old), -2, 2)
     assert advantages == pytest.approx([-0.5, 0.886294, -2.5], abs=1e-6)
     given = entries(
-        np.log(p_now), {"rl": 3.0}, advantages=advantages, rl=[1, 1, 1], sampler_logprobs=np.log(p_old),
-        old_logprobs=np.log(p_old), ref_logprobs=np.log([0.4, 0.2, 0.9]),
-    )  # fmt: skip
+        np.log(p_now),
+        {"rl": 3.0},
+        advantages=advantages,
+        rl=[1, 1, 1],
+        sampler_logprobs=np.log(p_old),
+        old_logprobs=np.log(p_old),
+        ref_logprobs=np.log([0.4, 0.2, 0.9]),
+    )
     alone, _ = compute(LossSpec(policy=PpoClip()), given)
     found, tally = compute(LossSpec(policy=PpoClip(), kl_beta=0.01, kl="k3"), given)
     assert (alone.item(), tally.metrics()["ref_kl"], found.item()) == pytest.approx(
@@ -131,7 +148,9 @@ def test_e3_advantages_with_a_clipped_gap_through_the_clipped_loss_and_the_kl() 
 
 def test_e4_the_forward_kl_over_the_whole_vocabulary() -> None:
     student, teacher = np.array([[0.6, 0.3, 0.1]]), np.array([[0.2, 0.7, 0.1]])
-    given = entries([math.log(0.6)], {"kd": 1.0}, kd=[1], teacher_logprobs=np.log(teacher), sampler_logprobs=[0])
+    given = entries(
+        [math.log(0.6)], {"kd": 1.0}, kd=[1], teacher_logprobs=np.log(teacher), sampler_logprobs=[0]
+    )
     given = given._replace(teacher_ids_logprobs=torch.tensor(np.log(student)))
     assert compute(LossSpec(), given)[0].item() == pytest.approx(0.373386, abs=1e-6)
 
@@ -139,14 +158,21 @@ def test_e4_the_forward_kl_over_the_whole_vocabulary() -> None:
 def test_10_a_component_without_its_stream_is_refused() -> None:
     for loss, columns, missing in [
         (LossSpec(), {"kd": [1.0], "sampler_logprobs": [-1.0]}, "teacher_logprobs"),
-        (LossSpec(kl_beta=0.1), {"rl": [1.0], "advantages": [1.0], "sampler_logprobs": [-1.0]}, "ref_logprobs"),
+        (
+            LossSpec(kl_beta=0.1),
+            {"rl": [1.0], "advantages": [1.0], "sampler_logprobs": [-1.0]},
+            "ref_logprobs",
+        ),
     ]:
         with pytest.raises(ConfigError, match=missing):
-            compute(loss, entries([-1.0], dict.fromkeys({"rl", "kd"} & set(columns), 1.0), **columns))
+            compute(
+                loss, entries([-1.0], dict.fromkeys({"rl", "kd"} & set(columns), 1.0), **columns)
+            )
 
 
 def test_12_a_policy_that_is_its_own_teacher_moves_nothing() -> None:
-    """Through the real backend: the teacher's log-probabilities are those of the trainer's own pass, id for id."""
+    """Through the real backend: the teacher's log-probabilities are those of the trainer's own
+    pass, id for id."""
     from ramify.train.backends.single import SingleBackend
     from ramify.train.pack import attach
 
@@ -159,12 +185,24 @@ def test_12_a_policy_that_is_its_own_teacher_moves_nothing() -> None:
     for row in rows:
         row.sampler_logprobs = row.streams["teacher_logprobs"].copy()
     measured = backend.forward_backward(pack(rows), LossSpec())
-    gradient = max(float(each.grad.abs().max()) for each in backend._model.parameters() if each.grad is not None)
-    assert (measured["loss"], measured["teacher_gap"], gradient) == pytest.approx((0, 0, 0), abs=1e-5)
+    gradient = max(
+        float(each.grad.abs().max())
+        for each in backend._model.parameters()
+        if each.grad is not None
+    )
+    assert (measured["loss"], measured["teacher_gap"], gradient) == pytest.approx(
+        (0, 0, 0), abs=1e-5
+    )
 
 
 def test_13_whether_a_term_acts_is_measured() -> None:
-    given = entries([-1.0, -2.0], {"kd": 2.0}, kd=[1, 1], teacher_logprobs=[-0.5, -1.0], sampler_logprobs=[-1.0, -2.0])
+    given = entries(
+        [-1.0, -2.0],
+        {"kd": 2.0},
+        kd=[1, 1],
+        teacher_logprobs=[-0.5, -1.0],
+        sampler_logprobs=[-1.0, -2.0],
+    )
     found, tally = compute(LossSpec(), given)
     assert tally.metrics()["teacher_gap"] == pytest.approx(0.75)
     assert found.item() == pytest.approx(-0.75)
@@ -178,6 +216,8 @@ def test_14_one_alone_gets_nothing_and_length_buys_nothing() -> None:
         found = DrGRPO(**options).assign_advantages(batch, {}).rollouts
         return [sum(credit.rl) for each in found for credit in each.credits.values()]
 
-    assert masses() == pytest.approx([1, 1])  # a token of the short one weighs four times as much: the bias of a mean
+    assert masses() == pytest.approx(
+        [1, 1]
+    )  # a token of the short one weighs four times as much: the bias of a mean
     assert masses(reduction="token") == pytest.approx([2, 8])
     assert masses(reduction="constant", max_rollout_tokens=10) == pytest.approx([0.2, 0.8])

@@ -1,4 +1,5 @@
-"""Precision follows from the checkpoint and the kind of device; any of them starts and trains here."""
+"""Precision follows from the checkpoint and the kind of device; any of them starts and trains
+here."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_auto_is_the_precision_of_the_policy(asked: Any, dtype: torch.dtype, fou
     assert decided(ComputeSpec(precision=asked), dtype, "cpu").precision == found
 
 
-ASKING = re.compile(r"\b(_is_\w+_supported|get_cpu_capability|get_capabilities|_is_mkldnn\w*|\w*avx\w*)\b")
+ASKING = re.compile(
+    r"\b(_is_\w+_supported|get_cpu_capability|get_capabilities|_is_mkldnn\w*|\w*avx\w*)\b"
+)
 """Names by which a program learns from torch what a processor is fast at."""
 
 
@@ -85,9 +88,14 @@ def test_a_run_is_the_same_whatever_the_processor_says_of_bf16(tmp_path: Path) -
     found = []
     for answer in ("yes", "no"):
         done = subprocess.run(
-            [sys.executable, "-c", FORCED, answer, str(tmp_path / answer)], capture_output=True,
-            text=True, check=False, timeout=300, cwd=ROOT.parent, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            [sys.executable, "-c", FORCED, answer, str(tmp_path / answer)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            cwd=ROOT.parent,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         found.append(json.loads(done.stdout.splitlines()[-1]))
     (precision, losses), without = found
@@ -118,11 +126,15 @@ def test_bf16_over_ranks_starts_and_trains(tmp_path: Path) -> None:
     ("precision", "dtype", "computed"),
     [("auto", "auto", "fp32"), ("auto", "bfloat16", "bf16"), ("fp32", "bfloat16", "fp32")],
 )
-def test_stages_and_references_compute_as_decided(precision: str, dtype: str, computed: str, tmp_path: Path) -> None:
+def test_stages_and_references_compute_as_decided(
+    precision: str, dtype: str, computed: str, tmp_path: Path
+) -> None:
     """The second backend finds weights that the first turned into fp32."""
     made = RunParts(precise(precision, dtype), lambda text: None)
     try:
-        assert str(made.serving.dtype) == ("torch.bfloat16" if dtype == "bfloat16" else "torch.float32")
+        assert str(made.serving.dtype) == (
+            "torch.bfloat16" if dtype == "bfloat16" else "torch.float32"
+        )
         trained = made._trained(tmp_path)
         wanted = "bf16" if computed == "bf16" else "fp32"
         stages = made._given_stages()
@@ -136,7 +148,9 @@ def test_a_resumed_backend_computes_as_its_run_says(tmp_path: Path) -> None:
     rows = tree()
     rough = SingleBackend(small_policy(), compute=ComputeSpec(precision="bf16"))
     rough.save(tmp_path)
-    exact, resumed = (SingleBackend(small_policy(), compute=ComputeSpec(precision="fp32")) for _ in range(2))
+    exact, resumed = (
+        SingleBackend(small_policy(), compute=ComputeSpec(precision="fp32")) for _ in range(2)
+    )
     resumed.load(tmp_path)
     batches = pack(rows, exact.packing)
     for one, other in zip(exact.logprobs(batches), resumed.logprobs(batches), strict=True):
@@ -165,9 +179,13 @@ def shown(precision: Any, engine: torch.dtype, rounding: float, other: int = 6) 
     served.model.to(engine)
     client = LocalClient(served, name="local:sharp")
     hint = "set compute.precision=fp32"
-    check = SelfCheck(AuditedClient(client), served.model.named_parameters, PROMPT, 0.3, rounding, hint)
+    check = SelfCheck(
+        AuditedClient(client), served.model.named_parameters, PROMPT, 0.3, rounding, hint
+    )
     try:
-        asyncio.run(check.engine(SingleBackend(trained, compute=ComputeSpec(precision=precision)), at_once))
+        asyncio.run(
+            check.engine(SingleBackend(trained, compute=ComputeSpec(precision=precision)), at_once)
+        )
     finally:
         asyncio.run(client.close())
         asyncio.run(made.client.close())

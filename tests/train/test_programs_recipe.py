@@ -1,4 +1,5 @@
-"""The analogue in small: two steps of demonstrations and of each kind of rollouts, from nothing, through the one loop."""
+"""The analogue in small: two steps of demonstrations and of each kind of rollouts, from nothing,
+through the one loop."""
 
 from __future__ import annotations
 
@@ -15,10 +16,19 @@ from ramify.train.metrics import read
 
 ROOT = Path(__file__).parents[2]
 SHORT = (
-    "sft.num=60", "sft.batch_tokens=2000", "sft.optim.warmup_steps=1", "rl.steps=2", "rl.sample.items=2", "rl.rollout.group=4",
-    "policy.shape.hidden_size=32", "policy.shape.num_hidden_layers=1", "evaluate.num=2", "evaluate.validation=2",
-    "evaluate.attempts=2", "schedule.evaluate_every=0",
-)  # fmt: skip
+    "sft.num=60",
+    "sft.batch_tokens=2000",
+    "sft.optim.warmup_steps=1",
+    "rl.steps=2",
+    "rl.sample.items=2",
+    "rl.rollout.group=4",
+    "policy.shape.hidden_size=32",
+    "policy.shape.num_hidden_layers=1",
+    "evaluate.num=2",
+    "evaluate.validation=2",
+    "evaluate.attempts=2",
+    "schedule.evaluate_every=0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +59,18 @@ def test_from_nothing_by_outcome(begun: Path) -> None:
     assert {row.stage for row in rows} - {"best"} == {"sft", "first", "rl", "last"}
     assert sum(row.values.get("failed_rollouts", 0) for row in rows) == 0
     last = rows[-1].values
-    assert last.keys() >= {"test/reward", "test/pass@2", "test/metric malformed", "test/metric raised"}
+    assert last.keys() >= {
+        "test/reward",
+        "test/pass@2",
+        "test/metric malformed",
+        "test/metric raised",
+    }
 
 
 @pytest.mark.parametrize("arm", ["narrow", "process", "v3", "shuffled", "ema"])
-def test_arms_differ_by_overrides_alone(arm: str, begun: Path, tmp_path: Path, benchmark: ModuleType) -> None:
+def test_arms_differ_by_overrides_alone(
+    arm: str, begun: Path, tmp_path: Path, benchmark: ModuleType
+) -> None:
     short = [each for each in SHORT if not each.startswith(("sft", "policy"))]
     given = ["sft=null", f"policy.path={begun}/policy", *benchmark.ARMS[arm].overrides, *short]
     train(recipe(ROOT / benchmark.ARMS[arm].recipe, given), tmp_path, say=lambda _: None)
@@ -71,19 +88,24 @@ def test_every_arm_of_the_study_is_a_recipe(benchmark: ModuleType) -> None:
 
 
 def test_the_interval_of_a_difference(benchmark: ModuleType) -> None:
-    """Over two seeds and four problems: a gain that all share is certain, one that rests on one seed is not."""
+    """Over two seeds and four problems: a gain that all share is certain, one that rests on one
+    seed is not."""
 
     def ran(arm: str, seed: int, gain: float) -> object:
         rewards = {f"i{n}": [0.25 + gain, 0.25 + gain] for n in range(4)}
         return benchmark.Trained(arm, seed, rewards, 0.25, 30, [], [], 0.0, 0.0, 0.0, 0.0, 0.0, {})
 
     base = [ran("outcome", seed, 0.0) for seed in (0, 1)]
-    assert benchmark.paired([*base, ran("hybrid", 0, 0.5), ran("hybrid", 1, 0.5)], "hybrid", "outcome") == (
+    assert benchmark.paired(
+        [*base, ran("hybrid", 0, 0.5), ran("hybrid", 1, 0.5)], "hybrid", "outcome"
+    ) == (
         0.5,
         0.5,
         0.5,
     )
-    mean, low, high = benchmark.paired([*base, ran("hybrid", 0, 0.5), ran("hybrid", 1, -0.5)], "hybrid", "outcome")
+    mean, low, high = benchmark.paired(
+        [*base, ran("hybrid", 0, 0.5), ran("hybrid", 1, -0.5)], "hybrid", "outcome"
+    )
     assert (mean, low, high) == (0.0, -0.5, 0.5)
     assert benchmark.paired(base, "hybrid", "outcome") is None
 

@@ -1,4 +1,5 @@
-"""Groups that steps do not wait for: real rollouts, of a model whose replies come when the test lets them."""
+"""Groups that steps do not wait for: real rollouts, of a model whose replies come when the test
+lets them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ ITEMS = [Item(f"item {number}", gold=1, id=f"t/{number}") for number in range(20
 
 
 class Gates:
-    """A model that answers about an item once its gate is open; a rollout for each attempt at it, in order."""
+    """A model that answers about an item once its gate is open; a rollout for each attempt at it,
+    in order."""
 
     def __init__(self, *open: int) -> None:
         self.asked: list[int] = []
@@ -54,15 +56,32 @@ def scored(item: Item, trajectory: Trajectory) -> float:
 
 
 def ran(
-    gates: Gates, test: Callable[[GroupQueue], Coroutine[Any, Any, None]], num_steps: int = 9, *, group: int = 1,
-    reward: Any = scored, concurrency: int = 64, queue: dict[str, Any] | None = None, **sample: Any,
-) -> None:  # fmt: skip
+    gates: Gates,
+    test: Callable[[GroupQueue], Coroutine[Any, Any, None]],
+    num_steps: int = 9,
+    *,
+    group: int = 1,
+    reward: Any = scored,
+    concurrency: int = 64,
+    queue: dict[str, Any] | None = None,
+    **sample: Any,
+) -> None:
     async def run() -> None:
         client = ScriptedClient(gates, ids=ByteTokenIds())
-        async with RLM(client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess") as rlm:
+        async with RLM(
+            client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess"
+        ) as rlm:
             task = SimpleTask("t", {"train": ITEMS}, WholeTrajectoryReward(reward))
-            rollouts = Rollouter(rlm, task, RolloutOptions(group=group, concurrency=concurrency, grace_s=5), seed=1)
-            made = GroupQueue(rollouts, ITEMS, StepSampleSpec(**sample), num_steps, **{"next_item": 0, **(queue or {})})
+            rollouts = Rollouter(
+                rlm, task, RolloutOptions(group=group, concurrency=concurrency, grace_s=5), seed=1
+            )
+            made = GroupQueue(
+                rollouts,
+                ITEMS,
+                StepSampleSpec(**sample),
+                num_steps,
+                **{"next_item": 0, **(queue or {})},
+            )
             try:
                 await asyncio.wait_for(test(made), 30)
             finally:
@@ -123,7 +142,8 @@ def test_a_slow_group_may_be_late_and_no_later_than_that() -> None:
 
 
 def test_a_step_leaves_no_more_to_later_ones_than_they_can_take() -> None:
-    """With two steps of staleness and one group a step: 0 and 1 are both due at step 2, so one of them must go at step 1."""
+    """With two steps of staleness and one group a step: 0 and 1 are both due at step 2, so one of
+    them must go at step 1."""
     gates = Gates(2, 3)
 
     async def test(queue: GroupQueue) -> None:
@@ -152,7 +172,9 @@ def test_without_staleness_nothing_begins_before_its_step() -> None:
             queue.newer(step + 1)
             assert queue.state() == (2 * step + 2, [])
             assert [t.id for _, group in taken.groups for t in group.trajectories] == [
-                f"step={step}/group={index}/rollout={number}" for index in range(2) for number in range(2)
+                f"step={step}/group={index}/rollout={number}"
+                for index in range(2)
+                for number in range(2)
             ]
 
     ran(gates, test, 3, items=2, group=2)
@@ -167,10 +189,19 @@ def test_no_name_and_no_seed_depends_on_when_a_group_began() -> None:
             taken = [await queue.take(0)]
             gates.open(*range(9))
             taken.append(await queue.take(1))
-            found.append({t.id: t.task for each in taken for _, group in each.groups for t in group.trajectories})
+            found.append(
+                {
+                    t.id: t.task
+                    for each in taken
+                    for _, group in each.groups
+                    for t in group.trajectories
+                }
+            )
 
         ran(gates, test, 2, items=2, max_staleness=1)
-    assert found[0] == found[1] == {f"item={number}/rollout=0": f"t/{number}" for number in range(4)}
+    assert (
+        found[0] == found[1] == {f"item={number}/rollout=0": f"t/{number}" for number in range(4)}
+    )
 
 
 def test_what_a_resumed_run_had_begun_comes_first() -> None:
@@ -201,17 +232,29 @@ def test_groups_without_a_signal_are_given_up_for_others(max_staleness: int) -> 
         assert numbers(second)[0] == 5  # and one that is silent, since no more may be tried
         assert all(each.outcome == "silent" for each in first.given_up + second.given_up)
         assert second.metrics["items"] <= 5
-        tried = [*numbers(first), *numbers(second), *(each.number for each in first.given_up + second.given_up)]
+        tried = [
+            *numbers(first),
+            *numbers(second),
+            *(each.number for each in first.given_up + second.given_up),
+        ]
         next_item, pending = queue.state()
         assert sorted([*tried, *pending]) == list(range(next_item))
 
     ran(
-        gates, test, 2, items=2, max_items=5, max_staleness=max_staleness, queue={"has_no_signal": has_no_signal},
-    )  # fmt: skip
+        gates,
+        test,
+        2,
+        items=2,
+        max_items=5,
+        max_staleness=max_staleness,
+        queue={"has_no_signal": has_no_signal},
+    )
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_rollout_that_alone_holds_the_step_up_is_given_up_and_its_group_goes_on(max_staleness: int) -> None:
+def test_a_rollout_that_alone_holds_the_step_up_is_given_up_and_its_group_goes_on(
+    max_staleness: int,
+) -> None:
     gates = Gates(*range(20))
     never = asyncio.Event()
     gates.held = {(1, 2): never}
@@ -219,7 +262,10 @@ def test_a_rollout_that_alone_holds_the_step_up_is_given_up_and_its_group_goes_o
     async def test(queue: GroupQueue) -> None:
         taken = [await queue.take(step) for step in range(2 if max_staleness else 1)]
         (group,) = [group for each in taken for number, group in each.groups if number == 1]
-        assert [(len(each.rewards), each.errors) for each in group.trajectories] == [(1, []), (1, [])]
+        assert [(len(each.rewards), each.errors) for each in group.trajectories] == [
+            (1, []),
+            (1, []),
+        ]
         ((lost,),) = [each.stragglers[1] for each in taken if each.stragglers]
         (note,) = [note for each in taken for note in each.notes]
         assert note.startswith(f"{lost} was given up: ")
@@ -229,11 +275,21 @@ def test_a_rollout_that_alone_holds_the_step_up_is_given_up_and_its_group_goes_o
         assert account(1, group, known, [lost]).failed == [lost]
         assert sum(each.metrics["stragglers"] for each in taken) == 1
 
-    ran(gates, test, 2, items=2, group=3, max_staleness=max_staleness, grace_steps=0, straggler_factor=25.0)
+    ran(
+        gates,
+        test,
+        2,
+        items=2,
+        group=3,
+        max_staleness=max_staleness,
+        grace_steps=0,
+        straggler_factor=25.0,
+    )
 
 
 def test_a_step_is_never_further_than_it_has_to_go() -> None:
-    """Of four groups that go on, two of three rollouts are over in each: the step needs two groups, and has four of six."""
+    """Of four groups that go on, two of three rollouts are over in each: the step needs two groups,
+    and has four of six."""
     gates = Gates(*range(4))
     last = [asyncio.Event() for _ in range(4)]
     gates.held = {(number, 3): last[number] for number in range(4)}
@@ -243,7 +299,10 @@ def test_a_step_is_never_further_than_it_has_to_go() -> None:
         with subscribe(seen.append):
             taking = asyncio.create_task(queue.take(0))
             await soon(lambda: [each.rolling.num_over for each in queue._open] == [2, 2, 2, 2])
-            assert max((each.done, each.total) for each in seen if each.what == "rollouts") == (4, 6)
+            assert max((each.done, each.total) for each in seen if each.what == "rollouts") == (
+                4,
+                6,
+            )
             last[0].set()
             last[1].set()
             assert numbers(await taking) == [0, 1]
@@ -303,8 +362,9 @@ def test_a_group_goes_on_without_a_rollout_that_failed_and_one_that_lost_all_is_
         taken = await queue.take(0)
         found = [account(number, group, {"item=0/rollout=0"}) for number, group in taken.groups]
         assert [(each.outcome, len(each.rollouts), each.failed) for each in found] == [
-            ("learnt", 2, ["item=0/rollout=1"]), ("lost", 0, [f"item=1/rollout={number}" for number in range(3)]),
-        ]  # fmt: skip
+            ("learnt", 2, ["item=0/rollout=1"]),
+            ("lost", 0, [f"item=1/rollout={number}" for number in range(3)]),
+        ]
 
     ran(Gates(*range(9)), test, 1, items=2, group=3, max_staleness=1, reward=reward)
 

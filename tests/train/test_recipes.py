@@ -19,9 +19,18 @@ from tests.train.small import SHAPE, small
 
 ROOT = Path(__file__).parents[2]
 SHORT = (
-    "warmup.steps=2", "sft.num=40", "sft.optim.warmup_steps=1", "rl.steps=2", "rl.sample.items=2", "rl.rollout.group=2",
-    "limits.max_turns=2", "limits.max_reply_tokens=16", "evaluate.num=2", "evaluate.validation=2", "rl.sample.max_items=0",
-)  # fmt: skip
+    "warmup.steps=2",
+    "sft.num=40",
+    "sft.optim.warmup_steps=1",
+    "rl.steps=2",
+    "rl.sample.items=2",
+    "rl.rollout.group=2",
+    "limits.max_turns=2",
+    "limits.max_reply_tokens=16",
+    "evaluate.num=2",
+    "evaluate.validation=2",
+    "rl.sample.max_items=0",
+)
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""What a recipe adds: estimators, losses and credits of its own, by a decorator or a dotted path."""
+"""What a recipe adds: estimators, losses and credits of its own, by a decorator or a dotted
+path."""
 
 from __future__ import annotations
 
@@ -63,11 +64,20 @@ def mine(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_recipe_adds_its_own_by_decorator(mine: Path, tmp_path: Path) -> None:
-    words = ["rl.algorithm=twice", "rl.algorithm.times=3", "rl.algorithm.credit=nothing", "rl.loss.policy=plain"]
+    words = [
+        "rl.algorithm=twice",
+        "rl.algorithm.times=3",
+        "rl.algorithm.credit=nothing",
+        "rl.loss.policy=plain",
+    ]
     run = recipe(mine, [*words, "rl.loss.policy.scale=0.5"])
     run = recipe(mine, [*words, "rl.loss.policy.scale=0.5"])  # read twice, as by a resumed run
     assert run.rl is not None
-    assert (run.rl.algorithm.times, run.rl.algorithm.credit, run.rl.loss.policy.scale) == (3, "nothing", 0.5)
+    assert (run.rl.algorithm.times, run.rl.algorithm.credit, run.rl.loss.policy.scale) == (
+        3,
+        "nothing",
+        0.5,
+    )
     CheckpointStore(tmp_path).save(CheckpointState(step=1, config=plain(run)), {})
     assert stored(tmp_path) == run
 
@@ -119,21 +129,30 @@ def test_in_a_run_as_well() -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             override(small(), [word], CHOICES)
-    run = override(small(), ["rl.loss.policy=gspo", 'rl.loss.corrections=[{"name":"token_tis","cap":3}]'], CHOICES)
+    run = override(
+        small(),
+        ["rl.loss.policy=gspo", 'rl.loss.corrections=[{"name":"token_tis","cap":3}]'],
+        CHOICES,
+    )
     assert run.rl is not None
-    assert list(msgspec.to_builtins(run.rl.loss)["corrections"]) == [{"name": "token_tis", "cap": 3.0}]
+    assert list(msgspec.to_builtins(run.rl.loss)["corrections"]) == [
+        {"name": "token_tis", "cap": 3.0}
+    ]
 
 
 def test_what_cannot_be_stored_is_not_registered() -> None:
     with pytest.raises(
-        ConfigError, match=r"'grpo' is taken by ramify\.train\.algorithms\.grpo:GRPO: choose another name"
+        ConfigError,
+        match=r"'grpo' is taken by ramify\.train\.algorithms\.grpo:GRPO: choose another name",
     ):
 
         @ALGORITHMS.register("grpo")
         class Mine(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"):
             """Another."""
 
-    with pytest.raises(ConfigError, match=r"must be a msgspec\.Struct with tag_field='name', tag='other'"):
+    with pytest.raises(
+        ConfigError, match=r"must be a msgspec\.Struct with tag_field='name', tag='other'"
+    ):
         POLICY_LOSSES.register("other")(PpoClip)
     with pytest.raises(ConfigError, match="has no name; known:"):
         POLICY_LOSSES.made({"clip_low": 1})

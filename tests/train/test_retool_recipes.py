@@ -1,4 +1,5 @@
-"""The recipes of the math agent: their settings, and one step of each on a tiny checkpoint with a template of Qwen's."""
+"""The recipes of the math agent: their settings, and one step of each on a tiny checkpoint with a
+template of Qwen's."""
 
 from __future__ import annotations
 
@@ -33,16 +34,36 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("retool")
     tokenizer = tokenizer_of("qwen3")
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
     save(from_config(config, tokenizer, 0), folder / "policy")
     asked = "Solve it.\n*user question:*\nWhat is 6*7?\n\nRemember to place the final answer in the last part …"
     rows: dict[str, list[Any]] = {
-        "sft": [{"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": SOLVED}]}] * 3,
+        "sft": [
+            {
+                "messages": [
+                    {"role": "user", "content": asked},
+                    {"role": "assistant", "content": SOLVED},
+                ]
+            }
+        ]
+        * 3,
         "train": [
-            {"prompt": [{"role": "user", "content": f"What is {n}+1?"}], "reward_model": {"ground_truth": str(n + 1)}}
+            {
+                "prompt": [{"role": "user", "content": f"What is {n}+1?"}],
+                "reward_model": {"ground_truth": str(n + 1)},
+            }
             for n in range(4)
         ],
         "validation": [{"problem": "What is 2+2?", "answer": "4"}],
@@ -50,18 +71,31 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
     for name, each in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
-    return {"policy": str(folder / "policy"), **{name: str(folder / f"{name}.jsonl") for name in rows}}
+    return {
+        "policy": str(folder / "policy"),
+        **{name: str(folder / f"{name}.jsonl") for name in rows},
+    }
 
 
 def short(name: str, files: dict[str, str]) -> Run:
     overrides = [
         f"policy.path={files['policy']}",
         *(f"task.options.{split}={files[split]}" for split in ("train", "validation", "test")),
-        "evaluate.num=1", "evaluate.attempts=1", "threads=1", "limits.max_reply_tokens=24", "limits.max_turns=2",
-        "limits.max_seconds=300", "compute.precision=fp32", "compute.max_tokens=2048",
-    ]  # fmt: skip
+        "evaluate.num=1",
+        "evaluate.attempts=1",
+        "threads=1",
+        "limits.max_reply_tokens=24",
+        "limits.max_turns=2",
+        "limits.max_seconds=300",
+        "compute.precision=fp32",
+        "compute.max_tokens=2048",
+    ]
     if name == "retool_sft":
-        overrides += [f"sft.options.source={files['sft']}", "sft.epochs=1", "sft.optim.warmup_steps=0"]
+        overrides += [
+            f"sft.options.source={files['sft']}",
+            "sft.epochs=1",
+            "sft.optim.warmup_steps=0",
+        ]
     else:
         overrides += [
             "rl.steps=1",
@@ -81,28 +115,53 @@ def leaves(data: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_settings_are_those_of_the_study() -> None:
-    sft, grpo = (dict(leaves(plain(recipe(RECIPES / f"{name}.py")))) for name in ("retool_sft", "retool_grpo"))
-    assert [sft[f"sft.{name}"] for name in ("epochs", "optim.lr", "optim.betas", "optim.schedule")] == [
-        3, 1e-5, [0.9, 0.95], "cosine",
-    ]  # fmt: skip
-    assert [grpo[f"rl.{name}"] for name in ("sample.items", "rollout.group", "sample.minibatches", "optim.lr")] == [
-        32, 8, 2, 1e-6,
-    ]  # fmt: skip
-    others = ("rl.loss.policy.clip_high", "rl.loss.kl_beta", "limits.max_turns", "evaluate.attempts")
+    sft, grpo = (
+        dict(leaves(plain(recipe(RECIPES / f"{name}.py"))))
+        for name in ("retool_sft", "retool_grpo")
+    )
+    assert [
+        sft[f"sft.{name}"] for name in ("epochs", "optim.lr", "optim.betas", "optim.schedule")
+    ] == [
+        3,
+        1e-5,
+        [0.9, 0.95],
+        "cosine",
+    ]
+    assert [
+        grpo[f"rl.{name}"]
+        for name in ("sample.items", "rollout.group", "sample.minibatches", "optim.lr")
+    ] == [
+        32,
+        8,
+        2,
+        1e-6,
+    ]
+    others = (
+        "rl.loss.policy.clip_high",
+        "rl.loss.kl_beta",
+        "limits.max_turns",
+        "evaluate.attempts",
+    )
     assert [grpo[name] for name in others] == [0.28, 0.01, 16, 16]
-    hybrid = recipe(RECIPES / "retool_hybrid.py", ["rl.signals.process.judge.model=vllm:q@http://h/v1"])
+    hybrid = recipe(
+        RECIPES / "retool_hybrid.py", ["rl.signals.process.judge.model=vllm:q@http://h/v1"]
+    )
     assert hybrid.rl is not None
     assert [term.signal for term in hybrid.rl.algorithm.terms] == ["process", "teacher"]
     assert hybrid.rl.signals["process"].judge.model == "vllm:q@http://h/v1"
 
 
-def test_demonstrations_are_learnt_without_what_came_back(files: dict[str, str], tmp_path: Path) -> None:
+def test_demonstrations_are_learnt_without_what_came_back(
+    files: dict[str, str], tmp_path: Path
+) -> None:
     run = short("retool_sft", files)
     made = RunParts(run, print)
     row = made.rows[0]
     assert row.ce is not None
     tokenizer = made.policy.tokenizer
-    learnt = tokenizer.decode([int(id) for id, weight in zip(row.token_ids, row.ce, strict=True) if weight])
+    learnt = tokenizer.decode(
+        [int(id) for id, weight in zip(row.token_ids, row.ce, strict=True) if weight]
+    )
     whole = tokenizer.decode([int(id) for id in row.token_ids])
     assert "code_interpreter" in whole.partition("<|im_start|>user")[0]  # the tool is offered
     assert "<tool_response>\n<interpreter>\n42\n</interpreter>\n</tool_response>" in whole
@@ -133,4 +192,10 @@ def test_files_that_are_not_there_are_named(files: dict[str, str]) -> None:
         RunParts(recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}"]), print)
     given = [f"task.options.{split}={files[split]}" for split in ("train", "validation", "test")]
     with pytest.raises(ConfigError, match=r"needs a file: give sft\.options\.source"):
-        RunParts(recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}", *given, "sft.options={}"]), print)
+        RunParts(
+            recipe(
+                RECIPES / "retool_sft.py",
+                [f"policy.path={files['policy']}", *given, "sft.options={}"],
+            ),
+            print,
+        )

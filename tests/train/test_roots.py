@@ -1,4 +1,5 @@
-"""Roots of tasks: rollouts and evaluations give each a session, and a run reports how many will be recursive."""
+"""Roots of tasks: rollouts and evaluations give each a session, and a run reports how many will be
+recursive."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def answering(messages: Any) -> str:
 
 def rlm(**options: Any) -> RLM:
     client = ScriptedClient(answering, ids=ByteTokenIds(version=1))
-    return RLM(client, **{"scaffold": "default", "sandbox": SPEC, "limits": Limits(max_depth=1), **options})
+    return RLM(
+        client, **{"scaffold": "default", "sandbox": SPEC, "limits": Limits(max_depth=1), **options}
+    )
 
 
 def kinds(direct: bool | None) -> tuple[list[str], RootCount]:
@@ -63,7 +66,9 @@ def kinds(direct: bool | None) -> tuple[list[str], RootCount]:
         (True, ["lm", "lm", "rlm"], RootCount(3, 2, 1)),
     ],
 )
-def test_rollouts_begin_as_they_were_counted(direct: bool | None, found: list[str], counted: RootCount) -> None:
+def test_rollouts_begin_as_they_were_counted(
+    direct: bool | None, found: list[str], counted: RootCount
+) -> None:
     assert kinds(direct) == (found, counted)
 
 
@@ -71,9 +76,12 @@ def test_rollouts_begin_as_they_were_counted(direct: bool | None, found: list[st
 def test_attempts_of_an_evaluation_have_a_session(direct: bool, found: list[str]) -> None:
     kinds: dict[str, str] = {}
     evaluating = evaluate(
-        rlm(), TASK, plan(task="short", items=3), direct=direct,
+        rlm(),
+        TASK,
+        plan(task="short", items=3),
+        direct=direct,
         on_outcome=lambda outcome, trajectory: kinds.update({outcome.item: trajectory.root.kind}),
-    )  # fmt: skip
+    )
     asyncio.run(evaluating)
     assert [kinds[item.id] for item in ITEMS] == found
 
@@ -111,16 +119,19 @@ def test_the_first_roots_of_the_recipe_for_checkpoints_are_recursive() -> None:
     [
         (
             RootCount(20, 0, 2),
-            "20 of the first 20 items begin with a recursive root (a session, with children down to depth 2)",
+            "20 of the first 20 items begin with a recursive root (a session, with children down "
+            "to depth 2)",
         ),
         (
             RootCount(20, 20, 1),
-            "0 of the first 20 items begin with a recursive root: one plain call answers 20 of them "
+            "0 of the first 20 items begin with a recursive root: one plain call answers 20 of "
+            "them "
             "(rl.rollout.direct=false gives each a session)",
         ),
         (
             RootCount(20, 0, 0),
-            "0 of the first 20 items begin with a recursive root: 20 have a session, and limits.max_depth=0 allows no "
+            "0 of the first 20 items begin with a recursive root: 20 have a session, and "
+            "limits.max_depth=0 allows no "
             "children",
         ),
     ],
@@ -132,7 +143,13 @@ def test_what_a_run_reports(count: RootCount, sentence: str) -> None:
 def test_a_run_reports_its_roots_before_its_first_step(tmp_path: Path) -> None:
     told: list[Any] = []
     run = small(warmup=None)
-    train(run, tmp_path, inform=told.append, listener=lambda row: told.append(row.stage), say=pytest.fail)
+    train(
+        run,
+        tmp_path,
+        inform=told.append,
+        listener=lambda row: told.append(row.stage),
+        say=pytest.fail,
+    )
     sentence = "rl: 20 of the first 20 items begin with a recursive root (a session, with children down to depth 1)"
     assert sentence in told
     assert told.index(sentence) < told.index("rl")

@@ -45,7 +45,9 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
 
 def check(made: RunParts, client: Any = None, model: Any = None) -> SelfCheck:
     prompt = first_prompt(made.scaffold, made.run, items_of(made.task, "validation")[0])
-    return SelfCheck(AuditedClient(client or made.client), (model or made.policy.model).named_parameters, prompt)
+    return SelfCheck(
+        AuditedClient(client or made.client), (model or made.policy.model).named_parameters, prompt
+    )
 
 
 def test_one_policy_on_both_sides_passes(made: RunParts) -> None:
@@ -65,8 +67,8 @@ def test_other_weights_in_the_engine(made: RunParts) -> None:
 
 
 def test_a_cache_of_older_weights(made: RunParts) -> None:
-    """The engine shares the trainer's weights, but was not told that they changed: the fingerprints agree, the canary
-    does not."""
+    """The engine shares the trainer's weights, but was not told that they changed: the fingerprints
+    agree, the canary does not."""
     policy = from_config(made.policy.config, made.policy.tokenizer, seed=6)
     client = LocalClient(policy, name="local:stale")
     checked = check(made, client, policy.model)
@@ -77,7 +79,8 @@ def test_a_cache_of_older_weights(made: RunParts) -> None:
             for parameter in policy.model.parameters():
                 parameter += 0.05 * torch.ones_like(parameter)
         with pytest.raises(
-            TrainError, match=r"the canary's log-probabilities differ by .* the engine's cache is stale"
+            TrainError,
+            match=r"the canary's log-probabilities differ by .* the engine's cache is stale",
         ):
             await checked.engine(SingleBackend(policy), at_once)
         await client.update(policy.model, 1)
@@ -90,8 +93,8 @@ def test_a_cache_of_older_weights(made: RunParts) -> None:
 
 
 class OldMatrix:
-    """An engine that cannot say its fingerprint, samples right and scores by an output matrix of before: what is sampled
-    is near certain, and hides it."""
+    """An engine that cannot say its fingerprint, samples right and scores by an output matrix of
+    before: what is sampled is near certain, and hides it."""
 
     name, window, price, version = "old", 512, None, 3
 
@@ -106,7 +109,9 @@ class OldMatrix:
 
 
 def test_an_old_output_matrix_is_found_where_samples_hide_it(made: RunParts) -> None:
-    old = LocalClient(from_config(made.policy.config, made.policy.tokenizer, seed=5), name="local:old")
+    old = LocalClient(
+        from_config(made.policy.config, made.policy.tokenizer, seed=5), name="local:old"
+    )
     checked = check(made, OldMatrix(made.client, made.client))  # type: ignore[arg-type]
 
     async def run() -> None:
@@ -126,7 +131,8 @@ def test_an_old_output_matrix_is_found_where_samples_hide_it(made: RunParts) -> 
 
 
 class Unmoved(LocalClient):
-    """An engine that takes all weights, says that it did, and answers with those that it began with."""
+    """An engine that takes all weights, says that it did, and answers with those that it began
+    with."""
 
     async def take(self, pieces: Any, version: int | None = None) -> None:
         for _ in pieces():
@@ -145,8 +151,11 @@ def changed(policy: Policy, by: float, seed: int) -> None:
 def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(
     made: RunParts, kind: type[LocalClient]
 ) -> None:
-    """vLLM's protocol, which says no fingerprint, in bf16, where 0.3 is allowed. Steps that bf16 may round away are none."""
-    trained, served = (from_config(made.policy.config, made.policy.tokenizer, seed=6) for _ in range(2))
+    """vLLM's protocol, which says no fingerprint, in bf16, where 0.3 is allowed. Steps that bf16
+    may round away are none."""
+    trained, served = (
+        from_config(made.policy.config, made.policy.tokenizer, seed=6) for _ in range(2)
+    )
     served.model.to(torch.bfloat16)
     prompt = [Message("user", "count rows of 'red' in a table with more columns than any other")]
 
@@ -165,7 +174,9 @@ def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(
                 nonlocal version
                 changed(trained, by, version)
                 version += 1
-                await engines.update(sources(trained.model.named_parameters(), torch.bfloat16), version)
+                await engines.update(
+                    sources(trained.model.named_parameters(), torch.bfloat16), version
+                )
                 await checked.engine(SingleBackend(trained), at_once)
 
             try:
@@ -176,9 +187,7 @@ def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(
                     for _ in range(3):
                         await step(2e-4)
                 else:
-                    told = (
-                        r"as it did at version 0, bit for bit, though \d+\.\d% .* version 4; the last good version is 0"
-                    )
+                    told = r"as it did at version 0, bit for bit, though \d+\.\d% .* version 4; the last good version is 0"
                     with pytest.raises(TrainError, match=told):
                         await step(2e-4)
                 assert checked.worst < 0.1
@@ -190,15 +199,22 @@ def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(
 
 
 def test_where_the_only_engine_is_gone_nobody_waits_for_it(made: RunParts) -> None:
-    """It comes back once it was given weights, by whoever waits for this check to end; then it is checked."""
+    """It comes back once it was given weights, by whoever waits for this check to end; then it is
+    checked."""
 
     async def run() -> None:
         local = LocalClient(made.policy, slots=2)
         server = PolicyServer(local, name="mine", port=0, weight_transfer=True)
         await server.__aenter__()
-        engines = HttpEngines(made.policy, InferenceSpec(urls=(server.url.removesuffix("/v1"),)), name="http:test")
+        engines = HttpEngines(
+            made.policy, InferenceSpec(urls=(server.url.removesuffix("/v1"),)), name="http:test"
+        )
         await engines.start(Path("unused"), lambda _: None)
-        checked = SelfCheck(AuditedClient(engines), made.policy.model.named_parameters, [Message("user", "count rows")])
+        checked = SelfCheck(
+            AuditedClient(engines),
+            made.policy.model.named_parameters,
+            [Message("user", "count rows")],
+        )
         await server.__aexit__(None, None, None)
         await engines.look_after(server.url.removesuffix("/v1"), "this test")
         assert engines.answering == ()
@@ -225,14 +241,17 @@ def test_ids_of_a_tree_are_those_that_the_engine_saw(made: RunParts) -> None:
     groups = rolled(made, checked._seen)
     checked.ids(groups)
     with pytest.raises(
-        TrainError, match=r"step=0/group=0/rollout=0/call=0/turn=0: the tree has \d+ ids that the engine"
+        TrainError,
+        match=r"step=0/group=0/rollout=0/call=0/turn=0: the tree has \d+ ids that the engine",
     ):
         checked.ids(groups)  # what was seen is forgotten with each step
     groups = rolled(made, checked._seen)
     turns = groups[0].trajectories[1].root.turns
     reply = turns[0].reply
     assert reply.prompt_ids is not None
-    changed = msgspec.structs.replace(reply, prompt_ids=(reply.prompt_ids[0] + 1, *reply.prompt_ids[1:]))
+    changed = msgspec.structs.replace(
+        reply, prompt_ids=(reply.prompt_ids[0] + 1, *reply.prompt_ids[1:])
+    )
     turns[0] = msgspec.structs.replace(turns[0], reply=changed)
     with pytest.raises(TrainError, match="rollout=1/call=0/turn=0"):
         checked.ids(groups)

@@ -1,4 +1,5 @@
-"""Text becomes ids once, reply by reply, and comes out as the renderer would write the whole conversation."""
+"""Text becomes ids once, reply by reply, and comes out as the renderer would write the whole
+conversation."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from ramify.types.trajectory import Call, Fork, Group, Trajectory, Turn
 
 ITEMS = ledger(multi=0.5, rows=(6, 9), doc_rows=(4, 6)).splits["train"][:40]
 DEMOS = list(demonstrations(ITEMS, NOISY, 0, SCAFFOLDS["tiny"]))
-TOKENIZER = train_tokenizer((m.content for demo in DEMOS for call in demo for m in call.messages), 320)
+TOKENIZER = train_tokenizer(
+    (m.content for demo in DEMOS for call in demo for m in call.messages), 320
+)
 RENDERER = renderer_of(TOKENIZER)
 
 
@@ -33,7 +36,9 @@ def test_demonstrations_become_trees() -> None:
     for demo, tree in zip(DEMOS, trees, strict=True):
         assert tree.task == demo[0].item
         assert [call.id for call in tree.walk()] == [each.call for each in demo]
-        assert [tuple(tree.conversation(call)) for call in tree.calls] == [each.messages for each in demo]
+        assert [tuple(tree.conversation(call)) for call in tree.calls] == [
+            each.messages for each in demo
+        ]
         assert tree.rewards["correct"] == demo[0].correct
     experts = [trajectory_of(demo) for demo in demonstrations(ITEMS, EXPERT, 0, SCAFFOLDS["tiny"])]
     assert {tree.rewards["correct"] for tree in experts} == {1.0}
@@ -48,7 +53,9 @@ def test_paths_are_what_the_renderer_writes() -> None:
             said = call.turns[-1].reply.token_ids or ()
             whole = RENDERER.prompt(tokenised.conversation(call))
             assert [*path.ids, *RENDERER.extend([], after=said)] == whole
-            sampled = [id for id, is_sampled in zip(path.ids, path.sampled, strict=True) if is_sampled]
+            sampled = [
+                id for id, is_sampled in zip(path.ids, path.sampled, strict=True) if is_sampled
+            ]
             replies = [m.content for m in tokenised.conversation(call) if m.role == "assistant"]
             assert TOKENIZER.decode(sampled) == "".join(f"{reply}<|end|>" for reply in replies)
 
@@ -73,7 +80,9 @@ def test_a_history_that_was_cut_is_given_anew() -> None:
         Trajectory("t", "q", calls=[Call("0", "rlm", "m", 0, "q", turns=turns)])
     )
     assert [turn.reused_ids for turn in tree.root.turns] == [0, 0]
-    assert list(tree.root.turns[1].reply.prompt_ids or ()) == RENDERER.prompt([asked("q"), asked("summary")])
+    assert list(tree.root.turns[1].reply.prompt_ids or ()) == RENDERER.prompt(
+        [asked("q"), asked("summary")]
+    )
     turns = [Turn(0, (asked("q"),), said("a"))]
     forked = Call("0:1", "rlm", "m", 0, "q", fork=Fork("0", 0), turns=turns)
     with pytest.raises(ConfigError, match="branches"):
@@ -99,16 +108,22 @@ def test_the_order_is_shuffled_by_epoch_and_fills_steps() -> None:
     size = len(rows[0])
     steps = order(rows, 3 * size, epochs=2, seed=1)
     half = len(steps) // 2
-    assert all(sorted(chain.from_iterable(part)) == list(range(len(rows))) for part in (steps[:half], steps[half:]))
+    assert all(
+        sorted(chain.from_iterable(part)) == list(range(len(rows)))
+        for part in (steps[:half], steps[half:])
+    )
     assert {len(step) for step in steps} <= {3, len(rows) % 3}
     assert steps[:half] != steps[half:]
-    assert steps == order(rows, 3 * size, epochs=2, seed=1) != order(rows, 3 * size, epochs=2, seed=2)
+    assert (
+        steps == order(rows, 3 * size, epochs=2, seed=1) != order(rows, 3 * size, epochs=2, seed=2)
+    )
     assert {len(step) for step in order(rows, 1, 1, 0)} == {1}
     assert order([], 10, 3, 0) == []
 
 
 def test_evaluated_runs_of_a_store(tmp_path: Path) -> None:
-    """Eight items are evaluated with a scripted model that is wrong three times: the right ones alone are imitated."""
+    """Eight items are evaluated with a scripted model that is wrong three times: the right ones
+    alone are imitated."""
     from ramify import Store
     from ramify.evaluate.record import EvaluationRecords
     from tests.evaluate.helpers import evaluated, plan, unless

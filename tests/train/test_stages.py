@@ -24,14 +24,17 @@ ITEMS = [Item("?", id=f"{index}") for index in range(7)]
 
 
 class Canned(Rollouter):
-    """Rollouts that are made already: item n's attempts have the rewards that ``rewards`` gives n."""
+    """Rollouts that are made already: item n's attempts have the rewards that ``rewards`` gives
+    n."""
 
     def __init__(self, rewards: dict[int, tuple[float | None, ...]]) -> None:
         self.rewards = rewards
         self.asked: list[str] = []
         self.room, self.per_item = ConcurrencyController(99), 2
 
-    def begin(self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None) -> GroupRollout:
+    def begin(
+        self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None
+    ) -> GroupRollout:
         self.asked.append(f"{name} {item.id}")
 
         def one(number: int, reward: float | None) -> RolloutAttempt:
@@ -42,16 +45,25 @@ class Canned(Rollouter):
 
             return RolloutAttempt(name, item, self.room, run, over)
 
-        return GroupRollout(item, [one(*each) for each in enumerate(self.rewards.get(int(item.id), (1, 1)))], None)
+        return GroupRollout(
+            item, [one(*each) for each in enumerate(self.rewards.get(int(item.id), (1, 1)))], None
+        )
 
 
 def work(canned: Canned, *, next_item: int = 0, **sample: Any) -> tuple[StepData, int]:
     """The first step, and the first item that was not begun."""
     task = SimpleTask("t", {"train": ITEMS}, lambda answer, item: 0.0)
     stage = RlStage(
-        4, OptimizerSpec(), LossSpec(), task=task, items=ITEMS, rollouts=canned, algorithm=DrGRPO(),
-        sample=StepSampleSpec(**sample), temperature=1.0,
-    )  # fmt: skip
+        4,
+        OptimizerSpec(),
+        LossSpec(),
+        task=task,
+        items=ITEMS,
+        rollouts=canned,
+        algorithm=DrGRPO(),
+        sample=StepSampleSpec(**sample),
+        temperature=1.0,
+    )
 
     async def first() -> tuple[StepData, int]:
         async with stage.source(next_item, []) as source:
@@ -63,9 +75,13 @@ def work(canned: Canned, *, next_item: int = 0, **sample: Any) -> tuple[StepData
 
 def test_minibatches_share_rollouts_and_denominator() -> None:
     found, next_item = work(Canned({0: (1, 0, 0), 1: (1, 0)}), items=2, minibatches=2)
-    assert [[round(float(row.advantages.max() + row.advantages.min()), 3) for row in part.rows] for part in found.parts] == [
-        [0.667, -0.333, -0.5], [-0.333, 0.5],
-    ]  # fmt: skip
+    assert [
+        [round(float(row.advantages.max() + row.advantages.min()), 3) for row in part.rows]
+        for part in found.parts
+    ] == [
+        [0.667, -0.333, -0.5],
+        [-0.333, 0.5],
+    ]
     assert [part.denominators for part in found.parts] == [{"rl": 2.5}, {"rl": 2.5}]
     assert found.metrics["items"] == 2
     assert (next_item, found.no_signal) == (2, "")
@@ -75,18 +91,30 @@ def test_fewer_rollouts_than_minibatches() -> None:
     found, _ = work(Canned({0: (1, 0)}), items=1, minibatches=5)
     assert [len(part.rows) for part in found.parts] == [1, 1]
     zero_variance, _ = work(Canned({}), items=2, minibatches=5)
-    assert (zero_variance.parts, zero_variance.no_signal) == ([], "in each of 2 groups all rollouts did equally well")
+    assert (zero_variance.parts, zero_variance.no_signal) == (
+        [],
+        "in each of 2 groups all rollouts did equally well",
+    )
 
 
 def test_dynamic_sampling_tries_other_items() -> None:
     canned = Canned({3: (1, 0), 5: (0, 1)})
     found, next_item = work(canned, items=2, max_items=6)
     assert canned.asked == [f"step=0/group={index} {index}" for index in range(6)]
-    assert ([row for part in found.parts for row in part.rows] != [], len(found.groups), next_item) == (True, 2, 6)
+    assert (
+        [row for part in found.parts for row in part.rows] != [],
+        len(found.groups),
+        next_item,
+    ) == (True, 2, 6)
     assert [each.trajectories[0].rewards["correct"] for each in found.groups] == [1, 0]
     assert [(each.number, each.outcome) for each in found.accounts] == [
-        (3, "learnt"), (5, "learnt"), (0, "silent"), (1, "silent"), (2, "silent"), (4, "silent"),
-    ]  # fmt: skip
+        (3, "learnt"),
+        (5, "learnt"),
+        (0, "silent"),
+        (1, "silent"),
+        (2, "silent"),
+        (4, "silent"),
+    ]
 
 
 def test_dynamic_sampling_gives_up_and_goes_round() -> None:
@@ -98,17 +126,24 @@ def test_dynamic_sampling_gives_up_and_goes_round() -> None:
 
 
 def test_dynamic_sampling_tries_as_many_at_once_as_should_be_enough() -> None:
-    """Half of the first four have a signal: four more for the two that are missing, of which one is not needed."""
+    """Half of the first four have a signal: four more for the two that are missing, of which one is
+    not needed."""
     canned = Canned(dict.fromkeys((0, 3, 4, 5, 6), (1, 0)))
     found, next_item = work(canned, items=4, max_items=12)
     assert (len(canned.asked), next_item) == (8, 8)
     assert [(each.number, each.outcome) for each in found.accounts] == [
-        *((number, "learnt") for number in (0, 3, 4, 5)), (1, "silent"), (2, "silent"), (6, "spare"), (7, "spare"),
-    ]  # fmt: skip
+        *((number, "learnt") for number in (0, 3, 4, 5)),
+        (1, "silent"),
+        (2, "silent"),
+        (6, "spare"),
+        (7, "spare"),
+    ]
 
 
 def test_a_step_whose_rollouts_all_failed() -> None:
-    with pytest.raises(TrainError, match="all 2 rollouts of step 0 failed, the first with: no error was said"):
+    with pytest.raises(
+        TrainError, match="all 2 rollouts of step 0 failed, the first with: no error was said"
+    ):
         work(Canned({0: (None, None)}), items=1)
 
 
@@ -116,7 +151,8 @@ def test_schedules_take_the_length_of_their_stage() -> None:
     warm = WarmUpStage(9, OptimizerSpec(schedule="linear"), range(4, 20), 100, seed=0)
     assert warm.optim.num_steps == 9
     with pytest.raises(
-        ConfigError, match=r"^warmup\.optim\.schedule=linear over 9 .* lower warmup\.optim\.warmup_steps"
+        ConfigError,
+        match=r"^warmup\.optim\.schedule=linear over 9 .* lower warmup\.optim\.warmup_steps",
     ):
         WarmUpStage(9, OptimizerSpec(schedule="linear", warmup_steps=30), range(4, 20), 100, seed=0)
     with pytest.raises(ConfigError, match="nothing to learn from"):
@@ -127,7 +163,8 @@ def test_schedules_take_the_length_of_their_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"items": 0}, {"minibatches": 0}, {"max_staleness": -1}, {"items": 4, "max_items": 3}]
+    "options",
+    [{"items": 0}, {"minibatches": 0}, {"max_staleness": -1}, {"items": 4, "max_items": 3}],
 )
 def test_sizes_that_allow_nothing(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"rl\.sample: items="):

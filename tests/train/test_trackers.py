@@ -1,6 +1,8 @@
-"""Trackers: what reaches each service, that a resumed run goes on there, and that none of them can hurt a run.
+"""Trackers: what reaches each service, that a resumed run goes on there, and that none of them can
+hurt a run.
 
-``tensorboardX`` is always here; the others are heavy, so that their tests run where they are installed.
+``tensorboardX`` is always here; the others are heavy, so that their tests run where they are
+installed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from ramify.train.metrics import StepMetrics, read
 from ramify.train.trackers.base import FILE, RunInfo, RunTrackers, flat
 from tests.train.small import small
 
-CONFIG = {"name": "mini", "rl": {"steps": 3, "optim": {"lr": 1e-3}}, "rows": [4, 6], "nothing": None}
+CONFIG = {
+    "name": "mini",
+    "rl": {"steps": 3, "optim": {"lr": 1e-3}},
+    "rows": [4, 6],
+    "nothing": None,
+}
 
 
 class Noting:
@@ -70,7 +77,9 @@ def send(trackers: RunTrackers, folder: Path, steps: range, resumed_at: int | No
     more = 0.001 if resumed_at is not None else 0.0
     with trackers.opened("mini", folder, CONFIG, resumed_at):
         for step in steps:
-            trackers(StepMetrics(step, "rl", float(step), {"reward": step / 100 + more, "loss": 0.5}))
+            trackers(
+                StepMetrics(step, "rl", float(step), {"reward": step / 100 + more, "loss": 0.5})
+            )
 
 
 def twice(name: str, folder: Path, options: dict[str, Any] | None = None) -> dict[str, str]:
@@ -85,19 +94,27 @@ def twice(name: str, folder: Path, options: dict[str, Any] | None = None) -> dic
     return ids
 
 
-# --- what holds for all ------------------------------------------------------------------------------------------
+# --- what holds for all
+# ------------------------------------------------------------------------------------------
 
 
 def test_a_run_and_its_resumption_are_one_run_over_there(tmp_path: Path, told: list[Any]) -> None:
     run = small(
-        sft=None, rl=None, trackers=(NOTING,), tracker_options={NOTING: {"label": "x"}}, policy=policy_of(tmp_path)
+        sft=None,
+        rl=None,
+        trackers=(NOTING,),
+        tracker_options={NOTING: {"label": "x"}},
+        policy=policy_of(tmp_path),
     )
     train(run, tmp_path / "out", say=lambda _: None)
     assert told[0] == ("opened", "", 0, "small")
     assert told[-1] == ("closed", False)
     sent = [each for each in told[1:-1] if each[0] != "opened"]
     rows = list(read(tmp_path / "out"))
-    assert sent == [(row.step, {f"{row.stage}/{name}": value for name, value in row.values.items()}) for row in rows]
+    assert sent == [
+        (row.step, {f"{row.stage}/{name}": value for name, value in row.values.items()})
+        for row in rows
+    ]
     told.clear()
     train(run, tmp_path / "out", resume=tmp_path / "out", say=lambda _: None)
     assert told[0] == ("opened", "there-x", 2, "small")
@@ -110,11 +127,14 @@ def policy_of(folder: Path) -> Any:
     return msgspec.structs.replace(small().policy, tokenizer=str(TINY))
 
 
-def test_one_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Path, told: list[Any]) -> None:
+def test_one_that_fails_is_told_of_once_and_the_others_go_on(
+    tmp_path: Path, told: list[Any]
+) -> None:
     said: list[str] = []
     send(RunTrackers((FAILING, NOTING), {}, said.append), tmp_path, range(1, 4))
     assert said == [
-        f"tracker '{FAILING}' failed and is told no more; the run goes on: OSError: the line is down",
+        f"tracker '{FAILING}' failed and is told no more; the run goes on: OSError: the line is "
+        "down",
     ]
     assert [each[0] for each in told] == ["opened", "opened", "closed", 1, 2, 3, "closed"]
 
@@ -130,7 +150,11 @@ def test_a_run_that_fails_is_told_so(tmp_path: Path, told: list[Any]) -> None:
     ("names", "options", "message"),
     [
         (("tensorbord",), {}, "unknown tracker 'tensorbord': did you mean 'tensorboard'"),
-        ((MISSING,), {}, "needs a package that is not installed: pip install no_such_package_at_all"),
+        (
+            (MISSING,),
+            {},
+            "needs a package that is not installed: pip install no_such_package_at_all",
+        ),
         ((NOTING,), {NOTING: {"lable": 1}}, "has no option 'lable': did you mean 'label'"),
     ],
 )
@@ -145,7 +169,8 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
 def test_one_that_cannot_be_opened_closes_the_others(tmp_path: Path, told: list[Any]) -> None:
     with (
         pytest.raises(
-            ConfigError, match="cannot be opened: PermissionError: log in first; leave it out to go on without"
+            ConfigError,
+            match="cannot be opened: PermissionError: log in first; leave it out to go on without",
         ),
         RunTrackers((NOTING, SHUT), {}, print).opened("mini", tmp_path, {}),
     ):
@@ -156,18 +181,27 @@ def test_one_that_cannot_be_opened_closes_the_others(tmp_path: Path, told: list[
 def test_secrets_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "tok-0123456789abc")
     config = {
-        "a": {"api_key": "xyz", "key": "", "tokenizer": "t", "max_tokens": 5}, "note": "uses tok-0123456789abc",
-        "url": "https://me:pass@host/x", "tracker_options": {"wandb": {"key": "zzz"}},
-        "list": ["tok-0123456789abc"], "empty": {},
-    }  # fmt: skip
+        "a": {"api_key": "xyz", "key": "", "tokenizer": "t", "max_tokens": 5},
+        "note": "uses tok-0123456789abc",
+        "url": "https://me:pass@host/x",
+        "tracker_options": {"wandb": {"key": "zzz"}},
+        "list": ["tok-0123456789abc"],
+        "empty": {},
+    }
     assert flat(config) == {
-        "a.api_key": "«redacted»", "a.key": "", "a.tokenizer": "t", "a.max_tokens": 5,
-        "note": "uses «redacted MY_TOKEN»", "url": "https://«redacted»@host/x", "list": '["«redacted MY_TOKEN»"]',
+        "a.api_key": "«redacted»",
+        "a.key": "",
+        "a.tokenizer": "t",
+        "a.max_tokens": 5,
+        "note": "uses «redacted MY_TOKEN»",
+        "url": "https://«redacted»@host/x",
+        "list": '["«redacted MY_TOKEN»"]',
         "empty": "{}",
-    }  # fmt: skip
+    }
 
 
-# --- the services ------------------------------------------------------------------------------------------------
+# --- the services
+# ------------------------------------------------------------------------------------------------
 
 
 OF_OTHERS = pytest.mark.filterwarnings("default")
@@ -191,11 +225,24 @@ def test_tensorboard(tmp_path: Path) -> None:
     ids = twice("tensorboard", tmp_path)
     assert ids == {"tensorboard": str(tmp_path / "tensorboard")}
     found = list(tensorboard_events(tmp_path / "tensorboard"))
-    rewards = [(e.step, round(v.simple_value, 3)) for e in found for v in e.summary.value if v.tag == "rl/reward"]
+    rewards = [
+        (e.step, round(v.simple_value, 3))
+        for e in found
+        for v in e.summary.value
+        if v.tag == "rl/reward"
+    ]
     assert sorted(rewards) == [(1, 0.01), (2, 0.02), (3, 0.03), (3, 0.031), (4, 0.041), (5, 0.051)]
-    started = [event.step for event in found if event.HasField("session_log") and event.session_log.status == 1]
-    assert started == [3]  # what stands at step 3 and later, and was written before this, is dropped by a reader
-    (text,) = [v.tensor.string_val[0] for e in found for v in e.summary.value if v.tag.startswith("run/")]
+    started = [
+        event.step
+        for event in found
+        if event.HasField("session_log") and event.session_log.status == 1
+    ]
+    assert started == [
+        3
+    ]  # what stands at step 3 and later, and was written before this, is dropped by a reader
+    (text,) = [
+        v.tensor.string_val[0] for e in found for v in e.summary.value if v.tag.startswith("run/")
+    ]
     assert b'"rl.optim.lr": 0.001' in text
 
 
@@ -208,8 +255,12 @@ def test_tensorboard_reads_it_so(tmp_path: Path) -> None:
     read_back = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     read_back.Reload()
     assert [(each.step, round(each.value, 3)) for each in read_back.Scalars("rl/reward")] == [
-        (1, 0.01), (2, 0.02), (3, 0.031), (4, 0.041), (5, 0.051),
-    ]  # fmt: skip
+        (1, 0.01),
+        (2, 0.02),
+        (3, 0.031),
+        (4, 0.041),
+        (5, 0.051),
+    ]
 
 
 @OF_OTHERS
@@ -229,21 +280,31 @@ def test_mlflow(tmp_path: Path) -> None:
         "nothing": "null",
     }
     rewards = [
-        (each.step, round(each.value, 3)) for each in MlflowClient(uri).get_metric_history(ids["mlflow"], "rl/reward")
+        (each.step, round(each.value, 3))
+        for each in MlflowClient(uri).get_metric_history(ids["mlflow"], "rl/reward")
     ]
     assert rewards == [(1, 0.01), (2, 0.02), (3, 0.03), (3, 0.031), (4, 0.041), (5, 0.051)]
 
 
 @OF_OTHERS
-def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_trackio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     trackio = pytest.importorskip("trackio", reason="35 MB")
     ids = twice("trackio", tmp_path)
     import sqlite3
 
     (place,) = Path(trackio.utils.TRACKIO_DIR).glob("*.db")
-    rows = sqlite3.connect(place).execute("SELECT run_name, step, metrics FROM metrics ORDER BY rowid").fetchall()
-    sent = [(name, step, round(msgspec.json.decode(values)["rl/reward"], 3)) for name, step, values in rows]
+    rows = (
+        sqlite3.connect(place)
+        .execute("SELECT run_name, step, metrics FROM metrics ORDER BY rowid")
+        .fetchall()
+    )
+    sent = [
+        (name, step, round(msgspec.json.decode(values)["rl/reward"], 3))
+        for name, step, values in rows
+    ]
     assert sent == [
         (ids["trackio"], step, reward)
         for step, reward in [(1, 0.01), (2, 0.02), (3, 0.03), (3, 0.031), (4, 0.041), (5, 0.051)]
@@ -252,7 +313,9 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
 
 
 @OF_OTHERS
-def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("wandb", reason="65 MB")
     monkeypatch.setenv("WANDB_MODE", "offline")
     ids = twice("wandb", tmp_path)

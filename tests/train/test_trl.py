@@ -1,8 +1,9 @@
-"""The losses that TRL has, too, over the same logits and the same batch: the same loss and gradient, to 1e-6.
+"""The losses that TRL has, too, over the same logits and the same batch: the same loss and
+gradient, to 1e-6.
 
-What TRL's own ``GRPOTrainer._compute_loss`` gives is in ``tests/data/trl_grpo.json``, which ``tests/data/trl_grpo.py`` wrote
-(TRL 1.16.0, torch 2.13.0). Ours goes through packing, the head and ``loss.compute``. What TRL calls a loss type is a formula
-and a reduction here.
+What TRL's own ``GRPOTrainer._compute_loss`` gives is in ``tests/data/trl_grpo.json``, which
+``tests/data/trl_grpo.py`` wrote (TRL 1.16.0, torch 2.13.0). Ours goes through packing, the head and
+``loss.compute``. What TRL calls a loss type is a formula and a reduction here.
 """
 
 from __future__ import annotations
@@ -52,13 +53,19 @@ def packed(reduction: Reduction) -> Batch:
 
     rows = [
         TokenSequence(
-            name=f"{index}", token_ids=ids[index], mask=column(mask[index]) > 0,
-            sampler_logprobs=column(GIVEN["sampler"][index]), advantages=column(mask[index] * GIVEN["advantages"][index]),
+            name=f"{index}",
+            token_ids=ids[index],
+            mask=column(mask[index]) > 0,
+            sampler_logprobs=column(GIVEN["sampler"][index]),
+            advantages=column(mask[index] * GIVEN["advantages"][index]),
             rl=column(mask[index] * found[index]["0"]),
-            streams={"old_logprobs": column(GIVEN["old"][index]), "ref_logprobs": column(GIVEN["ref"][index])},
+            streams={
+                "old_logprobs": column(GIVEN["old"][index]),
+                "ref_logprobs": column(GIVEN["ref"][index]),
+            },
         )
         for index in range(len(ids))
-    ]  # fmt: skip
+    ]
     (batch,) = pack(rows, PackingSpec(share=False), {"rl": denominator})
     return batch
 
@@ -70,9 +77,14 @@ def test_the_same_loss_and_gradient(name: str) -> None:
     logits = torch.tensor(GIVEN["logits"], requires_grad=True)
     rows, places = torch.tensor(batch.owners).T
     asked = HeadRequest(torch.tensor(batch.targets)[:, None])
-    logprobs, _ = entry_logprobs(logits[rows, places - 1], lambda h: h, asked, logits.shape[-1], 1 << 20)
+    logprobs, _ = entry_logprobs(
+        logits[rows, places - 1], lambda h: h, asked, logits.shape[-1], 1 << 20
+    )
     streams = {key: torch.tensor(each, dtype=torch.float64) for key, each in batch.streams.items()}
-    found, _ = compute(loss, LossEntries(logprobs[:, 0], streams, batch.denominators, sequences=(rows, len(logits))))
+    found, _ = compute(
+        loss,
+        LossEntries(logprobs[:, 0], streams, batch.denominators, sequences=(rows, len(logits))),
+    )
     found.backward()
     wanted = GOLDEN["cases"][name]
     assert found.item() == pytest.approx(wanted["loss"], abs=1e-6)
@@ -81,7 +93,8 @@ def test_the_same_loss_and_gradient(name: str) -> None:
 
 
 def test_the_batch_tells_formulas_apart() -> None:
-    """No two of its cases agree but those that TRL only reduces alike: else the test above would prove little."""
+    """No two of its cases agree but those that TRL only reduces alike: else the test above would
+    prove little."""
     losses = {name: round(each["loss"], 6) for name, each in GOLDEN["cases"].items()}
     assert losses.pop("bnpo") == losses["dapo"]
     assert len(set(losses.values())) == len(losses)
@@ -89,9 +102,12 @@ def test_the_batch_tells_formulas_apart() -> None:
 
 
 def test_sequences_are_masked_by_the_sampler_and_not_by_the_old_policy() -> None:
-    """What makes the case of ``opsm`` tell: at its bound the sampler's log-probabilities mask the last sequence, and the old
-    ones none."""
-    logprobs, ids = torch.tensor(GIVEN["logits"]).log_softmax(-1), torch.tensor(GIVEN["ids"])[:, PROMPT:]
+    """What makes the case of ``opsm`` tell: at its bound the sampler's log-probabilities mask the
+    last sequence, and the old ones none."""
+    logprobs, ids = (
+        torch.tensor(GIVEN["logits"]).log_softmax(-1),
+        torch.tensor(GIVEN["ids"])[:, PROMPT:],
+    )
     now = logprobs[:, PROMPT - 1 : -1].gather(-1, ids[..., None])[..., 0].numpy()
     mask = GIVEN["completion_mask"] * GIVEN["tool_mask"]
 

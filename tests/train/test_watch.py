@@ -1,4 +1,5 @@
-"""Waits that end: what was waited for comes, or an error says where it stood, and the file has all stacks."""
+"""Waits that end: what was waited for comes, or an error says where it stood, and the file has all
+stacks."""
 
 from __future__ import annotations
 
@@ -49,10 +50,13 @@ def test_a_thread_that_stands_still(tmp_path: Path) -> None:
         release.wait(60)
 
     async def test() -> None:
-        watch = RunWatchdog(tmp_path, 0.3, others=lambda: "rank 1 is somewhere else", on_stall=told.append)
+        watch = RunWatchdog(
+            tmp_path, 0.3, others=lambda: "rank 1 is somewhere else", on_stall=told.append
+        )
         thread = SerialThread("ramify-train")
         with pytest.raises(
-            StallError, match=r"learning stands still: nothing moved for 0.3 s\. It stands at File .* in stand_here"
+            StallError,
+            match=r"learning stands still: nothing moved for 0.3 s\. It stands at File .* in stand_here",
         ):
             await watch.bounded("learning", thread.run(stand_here), thread="ramify-train")
         release.set()
@@ -62,7 +66,8 @@ def test_a_thread_that_stands_still(tmp_path: Path) -> None:
     asyncio.run(test())
     text = (tmp_path / FILE).read_text()
     assert all(
-        part in text for part in ("in stand_here", "thread MainThread", "task Task-", "rank 1 is somewhere else")
+        part in text
+        for part in ("in stand_here", "thread MainThread", "task Task-", "rank 1 is somewhere else")
     )
     assert f"`ramify train --resume {tmp_path}`" in told[0]
 
@@ -105,7 +110,10 @@ def test_what_gets_on_while_it_is_asked_where_it_stands_goes_on(tmp_path: Path) 
             may_end.set()
             return ""
 
-        watch, thread = RunWatchdog(tmp_path, 0.3, others=others, on_stall=told.append), SerialThread("work")
+        watch, thread = (
+            RunWatchdog(tmp_path, 0.3, others=others, on_stall=told.append),
+            SerialThread("work"),
+        )
         assert await watch.bounded("learning", thread.run(may_end.wait))
         thread.close()
         watch.close()
@@ -116,7 +124,8 @@ def test_what_gets_on_while_it_is_asked_where_it_stands_goes_on(tmp_path: Path) 
 
 
 class Batches(FixedDataStage):
-    """A stage whose steps compute ``num`` batches each, of which nobody is told but by ``progress.heartbeat``."""
+    """A stage whose steps compute ``num`` batches each, of which nobody is told but by
+    ``progress.heartbeat``."""
 
     name, num_steps, optim, num = "sft", 1, OptimizerSpec(), 3
 
@@ -143,7 +152,12 @@ def test_each_batch_of_a_step_is_a_sign_of_life(tmp_path: Path) -> None:
         with pytest.raises(TrainError, match="that was all"):
             asyncio.run(
                 TrainingLoop(
-                    tmp_path, [stage], lambda _: cast(Any, None), Unpublished(), not_evaluated, watch=watch
+                    tmp_path,
+                    [stage],
+                    lambda _: cast(Any, None),
+                    Unpublished(),
+                    not_evaluated,
+                    watch=watch,
                 ).run()
             )
         counts.append(watch.num)
@@ -176,7 +190,12 @@ class Endless(FixedDataStage):
 
 def test_a_run_whose_rollouts_never_end_stops_with_all_stacks(tmp_path: Path) -> None:
     loop = TrainingLoop(
-        tmp_path, [Endless()], lambda _: cast(Any, None), Unpublished(), not_evaluated, watch=RunWatchdog(tmp_path, 2.0)
+        tmp_path,
+        [Endless()],
+        lambda _: cast(Any, None),
+        Unpublished(),
+        not_evaluated,
+        watch=RunWatchdog(tmp_path, 2.0),
     )
     with pytest.raises(StallError, match=r"the work of step 1 \(rl\) stands still: .* in work"):
         asyncio.run(loop.run())

@@ -1,4 +1,5 @@
-"""What is known of a step before it is learnt from: which tokens clip_cov and kl_cov choose, which sequences are whole.
+"""What is known of a step before it is learnt from: which tokens clip_cov and kl_cov choose, which
+sequences are whole.
 
 Ten tokens with A = ±1 and l = -0.1 or -3, but the last, whose advantage is 8:
 
@@ -52,13 +53,16 @@ def test_clip_cov_leaves_out_what_the_clip_holds_already() -> None:
 
 def test_kl_cov_takes_the_largest() -> None:
     assert np.flatnonzero(KlCov(share=0.1).choose(step([0] * 10))).tolist() == [9]
-    assert np.flatnonzero(KlCov(share=0.2).choose(step([9, 9, 9, 9, 2, 9, 9, 1, 9, 9]))).tolist() == [7, 9]
+    assert np.flatnonzero(
+        KlCov(share=0.2).choose(step([9, 9, 9, 9, 2, 9, 9, 1, 9, 9]))
+    ).tolist() == [7, 9]
     with pytest.raises(ConfigError, match="the share of tokens is 0"):
         KlCov(share=0.0)
 
 
 def test_a_weight_folded_into_the_advantage_would_choose_nothing() -> None:
-    """The fault that this order of things rules out: with A / 10^4 no covariance reaches the bound."""
+    """The fault that this order of things rules out: with A / 10^4 no covariance reaches the
+    bound."""
     folded = step([0] * 10)._replace(advantages=ADVANTAGES / 1e4)
     assert not ClipCov().choose(folded).any()
     assert ClipCov().choose(step([0] * 10)).any()
@@ -88,7 +92,10 @@ def test_a_split_sequence_is_refused() -> None:
     rows = tree()
     whole_step.check_whole(pack(rows, PackingSpec(max_tokens=50)))
     rows[2].name = "fork=1/path=1"
-    with pytest.raises(TrainError, match=r"looks at whole sequences, and fork=1 is split into 2: its history was cut"):
+    with pytest.raises(
+        TrainError,
+        match=r"looks at whole sequences, and fork=1 is split into 2: its history was cut",
+    ):
         whole_step.check_whole(pack(rows))
     rows[2].rl[:] = 0  # imitated alone: no business of the policy's loss
     whole_step.check_whole(pack(rows))

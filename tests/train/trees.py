@@ -11,20 +11,40 @@ from ramify.types.trajectory import Call, Group, Parent, Stop, Trajectory, Turn
 def call(
     id: str, *sampled: int, reward: float | None = None, kind: Any = "rlm", **options: Any
 ) -> tuple[Call, float | None]:
-    """A call with one turn for each number in ``sampled``: so many sampled tokens after two given ones."""
+    """A call with one turn for each number in ``sampled``: so many sampled tokens after two given
+    ones."""
     turns = []
     before = 0
     for index, num in enumerate(sampled):
         reply = Reply(
-            Message("assistant", f"turn {index}"), prompt_ids=(1, 2), token_ids=tuple(range(10, 10 + num)),
+            Message("assistant", f"turn {index}"),
+            prompt_ids=(1, 2),
+            token_ids=tuple(range(10, 10 + num)),
             logprobs=(-0.5,) * num,
-        )  # fmt: skip
-        turns.append(Turn(0 if index == 0 else 2 * index, (Message("user", "go on"),), reply, reused_ids=before))
+        )
+        turns.append(
+            Turn(
+                0 if index == 0 else 2 * index,
+                (Message("user", "go on"),),
+                reply,
+                reused_ids=before,
+            )
+        )
         before += 2 + num
     parent = Parent(id.rpartition(".")[0], 0, 0) if "." in id else None
     question = options.pop("question", f"what of {id}?")
     stop = options.pop("stop", Stop.FINAL)
-    return Call(id, kind, "test:m", id.count("."), question, parent=parent, turns=turns, stop=stop, **options), reward
+    return Call(
+        id,
+        kind,
+        "test:m",
+        id.count("."),
+        question,
+        parent=parent,
+        turns=turns,
+        stop=stop,
+        **options,
+    ), reward
 
 
 def tree(*calls: tuple[Call, float | None], reward: float | None = None) -> Trajectory:
@@ -32,7 +52,12 @@ def tree(*calls: tuple[Call, float | None], reward: float | None = None) -> Traj
     own = {each.id: {"own": value} for each, value in calls if value is not None}
     rewards = {} if reward is None else {"correct": reward}
     return Trajectory(
-        "t", "q", task="test/train/0", calls=[each for each, _ in calls], rewards=rewards, call_rewards=own
+        "t",
+        "q",
+        task="test/train/0",
+        calls=[each for each, _ in calls],
+        rewards=rewards,
+        call_rewards=own,
     )
 
 

@@ -8,7 +8,14 @@ import pytest
 from ramify.secrets import SecretRedactor
 from ramify.store.event_line import encode_line
 from ramify.store.journal_reader import decode_line, read_events
-from ramify.types.event import CallStarted, RunEnded, RunStarted, ScoreAdded, TrajectoryFold, scores_of
+from ramify.types.event import (
+    CallStarted,
+    RunEnded,
+    RunStarted,
+    ScoreAdded,
+    TrajectoryFold,
+    scores_of,
+)
 from ramify.types.message import Message, Usage
 from ramify.types.trajectory import Annotation, Stop, Trajectory
 from tests.data.golden import JOURNAL, TRAJECTORY, events, journal_bytes, trajectory_bytes
@@ -27,11 +34,17 @@ def test_the_files_are_what_their_builder_makes():
 def test_journal_round_trips_byte_for_byte():
     read = list(read_events(JOURNAL))
     assert read == events()
-    assert b"".join(encode_line(event, SecretRedactor(environ={})) for event in read) == JOURNAL.read_bytes()
+    assert (
+        b"".join(encode_line(event, SecretRedactor(environ={})) for event in read)
+        == JOURNAL.read_bytes()
+    )
 
 
 def test_trajectory_round_trips_byte_for_byte(golden: Trajectory):
-    assert msgspec.json.format(msgspec.json.encode(golden), indent=1) + b"\n" == TRAJECTORY.read_bytes()
+    assert (
+        msgspec.json.format(msgspec.json.encode(golden), indent=1) + b"\n"
+        == TRAJECTORY.read_bytes()
+    )
 
 
 def test_the_fold_of_the_journal_is_the_trajectory(golden: Trajectory):
@@ -44,7 +57,9 @@ def test_the_fold_of_the_journal_is_the_trajectory(golden: Trajectory):
 def test_a_journal_of_the_first_schema_is_read(golden: Trajectory):
     """What wrote it knew no scores; all else is the same."""
     fold = TrajectoryFold()
-    for line in JOURNAL.read_bytes().replace(b'"schema_version":2', b'"schema_version":1').splitlines():
+    for line in (
+        JOURNAL.read_bytes().replace(b'"schema_version":2', b'"schema_version":1').splitlines()
+    ):
         event = decode_line(line, JOURNAL, 1)
         if not isinstance(event, ScoreAdded):
             fold.apply(event)
@@ -66,8 +81,11 @@ def test_scores_are_on_the_trajectory_and_make_the_same_again(golden: Trajectory
         fold.apply(event)
     scored = fold.trajectory
     assert (scored.rewards, scored.call_rewards, scored.metrics, scored.marks) == (
-        golden.rewards, golden.call_rewards, golden.metrics, golden.marks,
-    )  # fmt: skip
+        golden.rewards,
+        golden.call_rewards,
+        golden.metrics,
+        golden.marks,
+    )
 
 
 def test_every_prefix_of_the_journal_folds_to_a_valid_trajectory():
@@ -100,7 +118,9 @@ def test_bills(golden: Trajectory):
     assert golden.call("0.1").usage == Usage(34, 73, reasoning_tokens=4, calls=2, unknown_calls=1)
     assert golden.call("0.1").cost == pytest.approx(0.0006)
     assert golden.call("0.0").cost is None
-    assert golden.usage == Usage(584, 148, cached_tokens=215, reasoning_tokens=4, calls=8, unknown_calls=1)
+    assert golden.usage == Usage(
+        584, 148, cached_tokens=215, reasoning_tokens=4, calls=8, unknown_calls=1
+    )
     assert golden.cost == pytest.approx(0.0046)
 
 
@@ -110,14 +130,26 @@ def test_errors_and_ends(golden: Trajectory):
         "call 0.2, turn 0: HTTP 400: prompt too long",
         "call 0.2: Refused: prompt too long",
     ]
-    assert [call.stop for call in golden.calls] == [Stop.FINAL, Stop.FINAL, Stop.FINAL, Stop.ERROR, Stop.FINAL]
+    assert [call.stop for call in golden.calls] == [
+        Stop.FINAL,
+        Stop.FINAL,
+        Stop.FINAL,
+        Stop.ERROR,
+        Stop.FINAL,
+    ]
     assert (golden.answer, golden.stop, golden.seconds) == ("host-2", Stop.FINAL, 10.5)
     assert [len(turn.cells) for turn in golden.root.turns] == [1, 2, 1, 0]
 
 
 def test_conversation_grows_by_what_each_turn_adds(golden: Trajectory):
     first = golden.conversation(golden.root, 1)
-    assert [message.role for message in first] == ["system", "user", "assistant", "user", "assistant"]
+    assert [message.role for message in first] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
 
 
 def test_compaction_keeps_only_what_is_reused(golden: Trajectory):

@@ -1,17 +1,39 @@
-"""Paths of token ids: what the tree stores once, put together again. Ids below 10 are given, the others sampled."""
+"""Paths of token ids: what the tree stores once, put together again. Ids below 10 are given, the
+others sampled."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from ramify.types import Call, Fork, Message, Reply, TokenPath, TokenSpan, Trajectory, Turn, VersionSpan
-from ramify.types.event import AnyEvent, CallStarted, ReplyReceived, RequestStarted, RunStarted, TrajectoryFold
+from ramify.types import (
+    Call,
+    Fork,
+    Message,
+    Reply,
+    TokenPath,
+    TokenSpan,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
+from ramify.types.event import (
+    AnyEvent,
+    CallStarted,
+    ReplyReceived,
+    RequestStarted,
+    RunStarted,
+    TrajectoryFold,
+)
 
 
-def turn(reused_ids: int, prompt: tuple[int, ...] | None, sampled: tuple[int, ...] | None, **more: object) -> Turn:
+def turn(
+    reused_ids: int, prompt: tuple[int, ...] | None, sampled: tuple[int, ...] | None, **more: object
+) -> Turn:
     logprobs = None if sampled is None else tuple(-each / 10 for each in sampled)
-    reply = Reply(Message("assistant", "…"), prompt_ids=prompt, token_ids=sampled, logprobs=logprobs)
+    reply = Reply(
+        Message("assistant", "…"), prompt_ids=prompt, token_ids=sampled, logprobs=logprobs
+    )
     return Turn(0, (), msgspec.structs.replace(reply, **more), reused_ids=reused_ids)
 
 
@@ -58,7 +80,11 @@ def test_a_fork_shares_the_path_of_what_it_continues() -> None:
         "1": (1, 2, 10, 11, 3, 13, 14, 4, 15),
     }
     assert paths["0:1:1"] is not None
-    assert [(span.call, span.turn) for span in paths["0:1:1"].spans] == [("0", 0), ("0:1", 0), ("0:1:1", 0)]
+    assert [(span.call, span.turn) for span in paths["0:1:1"].spans] == [
+        ("0", 0),
+        ("0:1", 0),
+        ("0:1:1", 0),
+    ]
     assert trajectory.paths(trajectory.call("0:1")) == [paths["0:1"]]
     assert trajectory.paths(trajectory.call("1")) == [], "it sampled nothing of its own"
 
@@ -71,8 +97,10 @@ def test_a_turn_that_does_not_extend_the_path_begins_a_row_of_its_own() -> None:
     assert rows[1].sampled == (False, False, True, False, True, False, True, True)
     assert rows[1].logprobs == (0.0, 0.0, -1.0, 0.0, -2.0, 0.0, -2.1, -2.2)
     assert rows[1].spans == (
-        TokenSpan("0", 0, 2, 3), TokenSpan("0", 2, 4, 5), TokenSpan("0", 3, 6, 8),
-    )  # fmt: skip
+        TokenSpan("0", 0, 2, 3),
+        TokenSpan("0", 2, 4, 5),
+        TokenSpan("0", 3, 6, 8),
+    )
     assert trajectory.path(trajectory.root) == rows[1]
     assert trajectory.path(trajectory.root, 1) == rows[0]
 
@@ -87,7 +115,10 @@ def test_turns_without_ids_have_no_path() -> None:
     assert [trajectory.paths(call) for call in trajectory.calls[:2]] == [[], []]
     mixed = trajectory.call("2")
     assert trajectory.path(mixed, 1) is None
-    assert [row.ids for row in trajectory.paths(mixed)] == [(1, 2, 10, 11), (1, 2, 10, 11, 3, 12, 4, 13)]
+    assert [row.ids for row in trajectory.paths(mixed)] == [
+        (1, 2, 10, 11),
+        (1, 2, 10, 11, 3, 12, 4, 13),
+    ]
     assert trajectory.paths(mixed)[1].spans == (TokenSpan("2", 2, 7, 8),)
 
 
@@ -120,10 +151,14 @@ def test_the_fold_counts_turns_that_do_not_extend() -> None:
         fold.apply(event)
     assert fold.trajectory.metrics == {"split_turns": 2, "retokenised_turns": 1}
     assert fold.trajectory.errors == [
-        "call 0:1, turn 0: its prompt keeps 3 of the 4 ids of the turns before, although it keeps their text: the client "
+        "call 0:1, turn 0: its prompt keeps 3 of the 4 ids of the turns before, although it keeps "
+        "their text: the client "
         "tokenised it anew"
     ]
-    assert [[step.reused_ids for step in call.turns] for call in fold.trajectory.calls] == [[0, 4, 2], [3]]
+    assert [[step.reused_ids for step in call.turns] for call in fold.trajectory.calls] == [
+        [0, 4, 2],
+        [3],
+    ]
 
 
 def _said(call: str, index: int, reused: int, step: Turn) -> list[AnyEvent]:

@@ -23,13 +23,23 @@ def test_usage_adds_every_field():
 
 
 def test_a_reply_has_one_logprob_per_token():
-    assert Reply(Message("assistant", "x"), token_ids=(1, 2), logprobs=(-1.0, -2.0)).logprobs == (-1.0, -2.0)
+    assert Reply(Message("assistant", "x"), token_ids=(1, 2), logprobs=(-1.0, -2.0)).logprobs == (
+        -1.0,
+        -2.0,
+    )
     with pytest.raises(ValueError, match="2 token ids but 1 logprobs"):
         Reply(Message("assistant", "x"), token_ids=(1, 2), logprobs=(-1.0,))
 
 
 def test_stop_says_whether_it_was_a_limit():
-    truncated = {Stop.MAX_TURNS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE, Stop.MAX_CALLS, Stop.CANCELLED}
+    truncated = {
+        Stop.MAX_TURNS,
+        Stop.MAX_TOKENS,
+        Stop.MAX_COST,
+        Stop.DEADLINE,
+        Stop.MAX_CALLS,
+        Stop.CANCELLED,
+    }
     assert {stop for stop in Stop if stop.is_truncated()} == truncated
 
 
@@ -64,9 +74,17 @@ def sequence(**changed: Any) -> TokenSequence:
 def test_sequence_streams_have_one_entry_per_token():
     whole = sequence(ce=[0.0] * 3, versions=[-1, 4, 4], streams={"teacher": [[0.1, 0.2]] * 3})
     assert len(whole) == 3
-    for changed in ({"mask": [True]}, {"rl": []}, {"ce": [1.0]}, {"versions": [1]}, {"streams": {"values": [0.0]}}):
+    for changed in (
+        {"mask": [True]},
+        {"rl": []},
+        {"ce": [1.0]},
+        {"versions": [1]},
+        {"streams": {"values": [0.0]}},
+    ):
         name = "values" if "streams" in changed else next(iter(changed))
-        with pytest.raises(ValueError, match=f"sequence 7c1f/call=0 of 3 tokens has . entries in '{name}'"):
+        with pytest.raises(
+            ValueError, match=f"sequence 7c1f/call=0 of 3 tokens has . entries in '{name}'"
+        ):
             sequence(**changed)
     with pytest.raises(ValueError, match="of 3 tokens has 2 offsets of kept sets"):
         sequence(kept=SamplingSupport([0, 1], [5]))
@@ -93,7 +111,10 @@ def test_batch_segments_cover_the_tokens_in_preorder():
         ([Segment(0, 3, -1)], "segments cover 3 of 4 tokens"),
         ([Segment(0, 2, -1), Segment(3, 4, 0)], "segment 1 .* does not follow token 2"),
         ([Segment(0, 2, 0), Segment(2, 4, 0)], "segment 0 .* does not stand among the descendants"),
-        ([Segment(0, 2, -1), Segment(2, 3, -1), Segment(3, 4, 0)], "segment 2 .* the descendants of its parent"),
+        (
+            [Segment(0, 2, -1), Segment(2, 3, -1), Segment(3, 4, 0)],
+            "segment 2 .* the descendants of its parent",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             batch(wrong)

@@ -1,7 +1,8 @@
 """A real browser over a real server: headless Chromium, driven by Playwright.
 
-Where either is missing the browser's tests are skipped, and the run's last lines say so (``tests/conftest.py`` prints them).
-Screenshots go to the folder that ``RAMIFY_ARTEFACTS`` names, else beside the test's other files.
+Where either is missing the browser's tests are skipped, and the run's last lines say so
+(``tests/conftest.py`` prints them). Screenshots go to the folder that ``RAMIFY_ARTEFACTS`` names,
+else beside the test's other files.
 """
 
 from __future__ import annotations
@@ -32,11 +33,19 @@ def why_not() -> str:
         import playwright.sync_api  # noqa: F401
     except ImportError:
         return "Playwright is not installed: scripts/setup"
-    return "" if executable() else "there is no Chromium: apt-get install chromium, or set RAMIFY_CHROMIUM"
+    return (
+        ""
+        if executable()
+        else "there is no Chromium: apt-get install chromium, or set RAMIFY_CHROMIUM"
+    )
 
 
 def executable() -> str | None:
-    return os.environ.get("RAMIFY_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    return (
+        os.environ.get("RAMIFY_CHROMIUM")
+        or shutil.which("chromium")
+        or shutil.which("chromium-browser")
+    )
 
 
 class Loop:
@@ -78,7 +87,10 @@ class Tab:
         self.page = page
         self.complaints: list[str] = []
         page.on(
-            "console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None
+            "console",
+            lambda said: (
+                self.complaints.append(said.text) if said.type in ("error", "warning") else None
+            ),
         )
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
@@ -89,7 +101,8 @@ class Tab:
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Any]:
-    """One browser for many tests. While it is open this thread has an event loop, so no test beside it may start one."""
+    """One browser for many tests. While it is open this thread has an event loop, so no test beside
+    it may start one."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
@@ -114,14 +127,18 @@ def tab(browser: Any, size: Sequence[int] = WIDE, **options: Any) -> Iterator[Ta
 
 
 def photograph(page: Any, name: str, folder: Path) -> None:
-    """A screenshot in the folder of artefacts, where there is one both light and dark; and nothing may stick out to the
-    side."""
+    """A screenshot in the folder of artefacts, where there is one both light and dark; and nothing
+    may stick out to the side."""
     artefacts = os.environ.get("RAMIFY_ARTEFACTS")
     folder = Path(artefacts or folder)
     folder.mkdir(parents=True, exist_ok=True)
     for scheme in ("dark", "light") if artefacts else ("light",):
         page.emulate_media(color_scheme=scheme)
-        page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        page.evaluate(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
         page.screenshot(path=folder / f"{name}-{scheme}.png")
     width = page.viewport_size["width"]
-    assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{name} is wider than {width} pixels"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, (
+        f"{name} is wider than {width} pixels"
+    )

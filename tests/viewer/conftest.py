@@ -29,7 +29,8 @@ class World(NamedTuple):
     scored: str
     """One of its runs."""
     trainings: Path
-    """Two folders of ``ramify train``, ``base`` and ``second``; the second run of ``base``'s rollouts is the hostile one."""
+    """Two folders of ``ramify train``, ``base`` and ``second``; the second run of ``base``'s
+    rollouts is the hostile one."""
 
 
 @pytest.fixture(scope="session")
@@ -38,17 +39,32 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     store = Store(folder / "store")
     tree, hostile = golden.tree(store), golden.hostile(store)
     plain, other = golden.plain(store, "How many days has May?", "31"), golden.other_way(store)
-    rollouts = [golden.scored(run, store, reward) for run, reward in ((tree, 1.0), (hostile, 0.0), (other, 0.5))]
+    rollouts = [
+        golden.scored(run, store, reward)
+        for run, reward in ((tree, 1.0), (hostile, 0.0), (other, 0.5))
+    ]
     golden.training(folder / "train" / "base", rollouts)
     golden.training(folder / "train" / "second", rollouts[:1], seed=3)
     evaluated = Store(folder / "evaluated")
     evaluation, run = golden.evaluation(evaluated)
-    return World(folder, store.root, tree, plain, other, hostile, evaluated.root, evaluation, run, folder / "train")
+    return World(
+        folder,
+        store.root,
+        tree,
+        plain,
+        other,
+        hostile,
+        evaluated.root,
+        evaluation,
+        run,
+        folder / "train",
+    )
 
 
 @pytest.fixture(scope="module")
 def browser(world: World) -> Iterator[Any]:
-    """For one file, and after the world: while it is open, this thread can run no event loop (``chromium``)."""
+    """For one file, and after the world: while it is open, this thread can run no event loop
+    (``chromium``)."""
     if why_not():
         pytest.skip(f"NO BROWSER HERE: {why_not()}")
     with chromium() as made:

@@ -1,7 +1,9 @@
-"""Runs for the page to show: real ones, by a scripted model in real sessions, with everything that a page must draw.
+"""Runs for the page to show: real ones, by a scripted model in real sessions, with everything that
+a page must draw.
 
-``tree`` asks about a log: sub-calls in a batch, two of which fail; an error at a line; a child that has children of its own.
-``hostile`` says HTML, scripts and addresses wherever a model or a document can say something.
+``tree`` asks about a log: sub-calls in a batch, two of which fail; an error at a line; a child that
+has children of its own. ``hostile`` says HTML, scripts and addresses wherever a model or a document
+can say something.
 """
 
 from __future__ import annotations
@@ -19,16 +21,20 @@ from ramify.types.event import ScoreAdded
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
 
-ALWAYS = Scaffold(name="test", system="You drive a session with `context`. {{tools}}", direct_chars=0)
+ALWAYS = Scaffold(
+    name="test", system="You drive a session with `context`. {{tools}}", direct_chars=0
+)
 """A session also where the context would fit into one request."""
 SPEC = SandboxSpec(provider="process", allow_weaker=True)
 LOG = "\n".join(
-    f"2026-03-01T12:{n // 60:02}:{n % 60:02} web-{n % 7} {'ERROR disk full' if n % 97 == 5 else 'INFO ok'}"
+    f"2026-03-01T12:{n // 60:02}:{n % 60:02} web-{n % 7} "
+    f"{'ERROR disk full' if n % 97 == 5 else 'INFO ok'}"
     for n in range(3000)
 )
 QUESTION = "Which host failed first, and why?"
 ROOT = [
-    "First its size and shape.\n```repl\nlines = context.splitlines()\nprint(len(context), len(lines))\n"
+    "First its size and shape.\n```repl\nlines = context.splitlines()\nprint(len(context), "
+    "len(lines))\n"
     "print('\\n'.join(lines[:6]))\nlines[5]\n```",
     """The log is long, so each part is read by a model of its own.
 ```repl
@@ -48,19 +54,28 @@ except SubcallError as error:
 print([each for each in seen if each][:3], f"{sum(each is None for each in seen)} failed")
 first = min(re.findall(r"web-\\d", line)[0] for line in seen)
 ```""",
-    "Two parts failed, so `seen` has None in it. Once more without those, and a closer look by children.\n```repl\n"
+    "Two parts failed, so `seen` has None in it. Once more without those, and a closer look by "
+    "children.\n```repl\n"
     "hits = [line for line in lines if 'ERROR' in line]\n"
     "checked = rlm_query_batched(['When did it fail first?', 'Why did it fail?'], "
     "[hits[:20], hits[-5:]])\nprint(checked)\n```",
-    "```repl\nFINAL({'host': hits[0].split()[1], 'at': hits[0].split()[0], 'why': checked[1]})\n```",
+    "```repl\nFINAL({'host': hits[0].split()[1], 'at': hits[0].split()[0], 'why': "
+    "checked[1]})\n```",
 ]
 CHILDREN = {
-    "When": ["```repl\nfor line in context[:3]:\n    print(line)\nrows = [line.split() for line in context]\n```",
-             "```repl\nagreed = llm_query_batched(['is this the first? ' + row[0] for row in rows[:4]])\nprint(agreed)\n```",
-             "```repl\nFINAL(min(row[0] for row in rows))\n```"],
-    "Why": ["```repl\nwhy = rlm_query('Say it in two words', context[0])\nprint(why)\n```", "```repl\nFINAL(why)\n```"],
+    "When": [
+        "```repl\nfor line in context[:3]:\n    print(line)\nrows = [line.split() for line in "
+        "context]\n```",
+        "```repl\nagreed = llm_query_batched(['is this the first? ' + row[0] for row in "
+        "rows[:4]])\nprint(agreed)\n```",
+        "```repl\nFINAL(min(row[0] for row in rows))\n```",
+    ],
+    "Why": [
+        "```repl\nwhy = rlm_query('Say it in two words', context[0])\nprint(why)\n```",
+        "```repl\nFINAL(why)\n```",
+    ],
     "Say": ["```repl\nFINAL(' '.join(context.split()[-2:]))\n```"],
-}  # fmt: skip
+}
 EVIL = (
     '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script><b id=evil>bold</b> '
     "javascript:alert(1) ]]> --> </script>"
@@ -69,7 +84,8 @@ Wait = Callable[[str], Awaitable[None]]
 
 
 def model(wait: Wait | None = None) -> Callable[[tuple[Message, ...]], Awaitable[Any]]:
-    """``wait`` is awaited before each reply, with what is asked: a test that watches a live run says when it goes on."""
+    """``wait`` is awaited before each reply, with what is asked: a test that watches a live run
+    says when it goes on."""
 
     async def tell(messages: tuple[Message, ...]) -> Any:
         last = messages[-1].content
@@ -85,19 +101,30 @@ def model(wait: Wait | None = None) -> Callable[[tuple[Message, ...]], Awaitable
                 if number and int(number[1]) in (7, 15)
                 else f"web-{len(last) % 7} fails"
             )
-        lines = next((lines for word, lines in CHILDREN.items() if word in asked.partition("\n")[0][:60]), ROOT)
+        lines = next(
+            (lines for word, lines in CHILDREN.items() if word in asked.partition("\n")[0][:60]),
+            ROOT,
+        )
         await asyncio.sleep(0.04)
         return lines[said]
 
     return tell
 
 
-def rlm(script: Any, store: Store | None, scaffold: str | Scaffold = "default", **options: Any) -> RLM:
+def rlm(
+    script: Any, store: Store | None, scaffold: str | Scaffold = "default", **options: Any
+) -> RLM:
     client = ScriptedClient(
-        script, price=Price(1.0, 4.0), **{"name": "scripted:reader", "ids": ByteTokenIds(3), **options}
+        script,
+        price=Price(1.0, 4.0),
+        **{"name": "scripted:reader", "ids": ByteTokenIds(3), **options},
     )
     return RLM(
-        client, sandbox=SPEC, store=store, scaffold=scaffold, limits=Limits(max_depth=3, max_cost=0.5, max_seconds=60)
+        client,
+        sandbox=SPEC,
+        store=store,
+        scaffold=scaffold,
+        limits=Limits(max_depth=3, max_cost=0.5, max_seconds=60),
     )
 
 
@@ -121,7 +148,11 @@ def plain(store: Store, question: str, answer: str) -> str:
 
 def other_way(store: Store) -> str:
     """A run that parts from ``tree`` at its second turn."""
-    lines = [ROOT[0], "```repl\nhits = [line for line in lines if 'ERROR' in line]\nFINAL(hits[0].split()[1])\n```"]
+    lines = [
+        ROOT[0],
+        "```repl\nhits = [line for line in lines if 'ERROR' in "
+        "line]\nFINAL(hits[0].split()[1])\n```",
+    ]
     with rlm(lines, store) as made:
         return made.completion(LOG, QUESTION).run_id or ""
 
@@ -150,7 +181,9 @@ def scored(run: str, store: Store, reward: float) -> Trajectory:
     found = store.load(run)
     found.rewards = {"correct": reward}
     found.call_rewards = {
-        call.id: {"correct": float(call.stop == "final")} for call in found.calls if call.kind == "rlm" and call.depth
+        call.id: {"correct": float(call.stop == "final")}
+        for call in found.calls
+        if call.kind == "rlm" and call.depth
     }
     found.metadata["advantages"] = {
         "0/0": reward - 0.5,
@@ -160,8 +193,9 @@ def scored(run: str, store: Store, reward: float) -> Trajectory:
 
 
 def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3)) -> tuple[str, str]:
-    """(id, id of its first run) of an evaluation: four items of two kinds, two attempts each, of which one is wrong at the
-    items in ``wrong``; each looks at its text through a tool. A judge scored the first run's turns afterwards."""
+    """(id, id of its first run) of an evaluation: four items of two kinds, two attempts each, of
+    which one is wrong at the items in ``wrong``; each looks at its text through a tool. A judge
+    scored the first run's turns afterwards."""
     from ramify.evaluate.record import EvaluationRecords
     from ramify.evaluate.run import EvaluationPlan, evaluate
     from ramify.tasks.base import Item
@@ -170,10 +204,15 @@ def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3)) -> tuple[str, str]
 
     words = ["rain", "snow", "fog", "hail", "wind"]
     items = [
-        Item(f"How many words are in text {n}?", " ".join(words[: n + 1]), gold=n + 1, kind="odd" if n % 2 else "even",
-             id=f"words/test/{n}")
+        Item(
+            f"How many words are in text {n}?",
+            " ".join(words[: n + 1]),
+            gold=n + 1,
+            kind="odd" if n % 2 else "even",
+            id=f"words/test/{n}",
+        )
         for n in range(4)
-    ]  # fmt: skip
+    ]
 
     def tell(messages: tuple[Message, ...]) -> Any:
         if sum(message.role == "assistant" for message in messages) == 0:
@@ -192,17 +231,39 @@ def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3)) -> tuple[str, str]
     task = SimpleTask("words", {"test": items}, exact)
     client = ScriptedClient(tell, price=Price(1.0, 4.0), name="scripted:counter")
     made = RLM(
-        client, sandbox=SPEC, store=store, scaffold=ALWAYS, tools={"describe": describe}, limits=Limits(max_cost=0.5)
+        client,
+        sandbox=SPEC,
+        store=store,
+        scaffold=ALWAYS,
+        tools={"describe": describe},
+        limits=Limits(max_cost=0.5),
     )
     plan = EvaluationPlan(model="scripted:counter", task="words", items=4, attempts=2)
     record = EvaluationRecords(store.root).create(plan)
     first = asyncio.run(evaluate(made, task, plan, record=record, concurrency=4)).outcomes[0].run
     record.close()
-    store.append(first, [
-        ScoreAdded(at_s=60.0, by="judge", call="0", turn=0, values={"helpful": 0.8}, text="Looks before it counts."),
-        ScoreAdded(at_s=61.0, by="hindsight", call="0", turn=1, values={"gap": -0.4}, text="Count once, then check."),
-        ScoreAdded(at_s=62.0, by="judge", call="0", values={"clear": 1.0}),
-    ])  # fmt: skip
+    store.append(
+        first,
+        [
+            ScoreAdded(
+                at_s=60.0,
+                by="judge",
+                call="0",
+                turn=0,
+                values={"helpful": 0.8},
+                text="Looks before it counts.",
+            ),
+            ScoreAdded(
+                at_s=61.0,
+                by="hindsight",
+                call="0",
+                turn=1,
+                values={"gap": -0.4},
+                text="Count once, then check.",
+            ),
+            ScoreAdded(at_s=62.0, by="judge", call="0", values={"clear": 1.0}),
+        ],
+    )
     return record.id, first
 
 
@@ -216,7 +277,11 @@ def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed
     for step in range(1, steps + 1):
         share = step / steps
         stage = "sft" if step <= steps // 4 else "rl"
-        values = {"loss": 2 / step, "grad_norm": 0.1 + share / seed, "tokens_per_s": 900 + 7 * (step * seed % 11)}
+        values = {
+            "loss": 2 / step,
+            "grad_norm": 0.1 + share / seed,
+            "tokens_per_s": 900 + 7 * (step * seed % 11),
+        }
         if stage == "rl":
             values |= {"reward": share * 0.8 + 0.01 * (step * seed % 7), "child_reward": share * 0.9, "entropy": 1 - share / 2,
                        "clip_fraction": 0.01 * (step % 5), "approx_kl": 0.002 * (step % 3), "mismatch": 1e-6 * (step % 4),
@@ -226,7 +291,10 @@ def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed
         metrics.write(step, stage, 1.5 * step, values)
         if step % 5 == 0:
             metrics.write(
-                step, stage, 1.5 * step, {"validation/reward": share * 0.85, "validation/pass@4": min(1.0, share + 0.1)}
+                step,
+                stage,
+                1.5 * step,
+                {"validation/reward": share * 0.85, "validation/pass@4": min(1.0, share + 0.1)},
             )
         if step % 10 == 0 and stage == "rl":
             (folder / "rollouts").mkdir(exist_ok=True)
@@ -237,7 +305,8 @@ def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed
 
 
 def journal_of(num_calls: int, path: Path) -> Path:
-    """A journal of one session with ``num_calls`` plain sub-calls, 64 at once, as the engine writes it."""
+    """A journal of one session with ``num_calls`` plain sub-calls, 64 at once, as the engine writes
+    it."""
     from ramify.secrets import SecretRedactor
     from ramify.store.event_line import encode_line
     from ramify.types.event import (
@@ -257,9 +326,14 @@ def journal_of(num_calls: int, path: Path) -> Path:
     ask = (Message("system", "You have `context`."), Message("user", "Summarise each part."))
     events: list[AnyEvent] = [
         RunStarted(
-            id=path.stem, question="Summarise each part.", started_at=1.7e9, config={"limits": {"max_calls": 20_000}}
+            id=path.stem,
+            question="Summarise each part.",
+            started_at=1.7e9,
+            config={"limits": {"max_calls": 20_000}},
         ),
-        CallStarted(id="0", kind="rlm", model="scripted:root", depth=0, question="Summarise each part."),
+        CallStarted(
+            id="0", kind="rlm", model="scripted:root", depth=0, question="Summarise each part."
+        ),
         RequestStarted(at_s=0.1, call="0", turn=0, reused=0, prompt=ask, prompt_hash="0" * 64),
         ReplyReceived(
             at_s=0.6,
@@ -291,7 +365,12 @@ def journal_of(num_calls: int, path: Path) -> Path:
                 begin,
                 4 * n + 1,
                 RequestStarted(
-                    at_s=begin, call=id, turn=0, reused=0, prompt=(Message("user", words),), prompt_hash="1" * 64
+                    at_s=begin,
+                    call=id,
+                    turn=0,
+                    reused=0,
+                    prompt=(Message("user", words),),
+                    prompt_hash="1" * 64,
                 ),
             ),
         ]
@@ -318,9 +397,16 @@ def journal_of(num_calls: int, path: Path) -> Path:
     events += [event for _, _, event in sorted(ends, key=lambda each: each[:2])]
     over = events[-1].at_s + 0.1
     events += [
-        CellRan(at_s=over, call="0", turn=0, cell=0, result=Cell(code, f"{num_calls - 1}\n", stdout_chars=6)),
-        CallEnded(at_s=over, id="0", stop=Stop.FINAL, answer="done"), RunEnded(at_s=over, stop=Stop.FINAL, answer="done"),
-    ]  # fmt: skip
+        CellRan(
+            at_s=over,
+            call="0",
+            turn=0,
+            cell=0,
+            result=Cell(code, f"{num_calls - 1}\n", stdout_chars=6),
+        ),
+        CallEnded(at_s=over, id="0", stop=Stop.FINAL, answer="done"),
+        RunEnded(at_s=over, stop=Stop.FINAL, answer="done"),
+    ]
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"".join(encode_line(event, SecretRedactor(environ={})) for event in events))
     return path

@@ -1,4 +1,5 @@
-"""Runs and trainings that are looked at while they are written, damaged, cut or replaced: the page never stays behind."""
+"""Runs and trainings that are looked at while they are written, damaged, cut or replaced: the page
+never stays behind."""
 
 from __future__ import annotations
 
@@ -183,7 +184,9 @@ def test_a_file_that_was_empty_becomes_a_run(tmp_path: Path) -> None:
     assert shown(run) == whole()
 
 
-def test_a_page_that_follows_hears_of_damage_of_what_comes_after_it_and_of_the_end(tmp_path: Path) -> None:
+def test_a_page_that_follows_hears_of_damage_of_what_comes_after_it_and_of_the_end(
+    tmp_path: Path,
+) -> None:
     store = Store(tmp_path)
     live = store.create("r")
 
@@ -195,7 +198,10 @@ def test_a_page_that_follows_hears_of_damage_of_what_comes_after_it_and_of_the_e
             10: lambda: append(live.path, LINES[9][30:] + b"".join(LINES[10:])),
             num: live.close,
         }
-        async with ViewServer(RunLibrary([tmp_path]), port=0) as server, aiohttp.ClientSession() as http:
+        async with (
+            ViewServer(RunLibrary([tmp_path]), port=0) as server,
+            aiohttp.ClientSession() as http,
+        ):
             url = f"http://127.0.0.1:{server.port}/api/events"
             async with http.get(url, params={"key": "r", "version": 0}) as response:
                 async for message in messages(response):
@@ -208,11 +214,20 @@ def test_a_page_that_follows_hears_of_damage_of_what_comes_after_it_and_of_the_e
     num = len(LINES) + 1
     heads = asyncio.run(asyncio.wait_for(main(), 100))
     damage = f"{live.path}, line 10 is damaged and left out: "
-    said = [(head["version"], head["alive"], *(each[: len(damage)] for each in head["problems"])) for head in heads]
-    assert list(dict.fromkeys(said)) == [(9, True), (10, True, damage), (num, True, damage), (num, False, damage)]
+    said = [
+        (head["version"], head["alive"], *(each[: len(damage)] for each in head["problems"]))
+        for head in heads
+    ]
+    assert list(dict.fromkeys(said)) == [
+        (9, True),
+        (10, True, damage),
+        (num, True, damage),
+        (num, False, damage),
+    ]
 
 
-# --- trainings -----------------------------------------------------------------------------------------------------------
+# --- trainings
+# -----------------------------------------------------------------------------------------------------------
 
 STEP = StepMetrics(1, "rl", 1.0, {"reward": 0.5})
 
@@ -233,7 +248,9 @@ def test_curves_wait_for_the_rest_of_a_line_and_come_back_after_an_error(tmp_pat
     assert f"{path}, line 2 is damaged and left out" in data["problems"][0]
 
 
-def test_what_a_kill_cut_off_in_a_training_folder_is_skipped_and_swallows_nothing(tmp_path: Path) -> None:
+def test_what_a_kill_cut_off_in_a_training_folder_is_skipped_and_swallows_nothing(
+    tmp_path: Path,
+) -> None:
     account = GroupRecord(number=1, item="é", version=None, outcome="lost", rollouts=[])
     spent = CpuSeconds(step=1, cores=1, loop_s=1.0, sessions_s=0.0, engine=[])
     for name in ("metrics.jsonl", "groups.jsonl", "processors.jsonl"):

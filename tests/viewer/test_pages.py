@@ -1,4 +1,5 @@
-"""The pages in a real browser: each is clicked through on finished runs and on one that goes on meanwhile."""
+"""The pages in a real browser: each is clicked through on finished runs and on one that goes on
+meanwhile."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def text(page: Any, selector: str) -> str:
     return str(page.locator(selector).first.inner_text())
 
 
-# --- one run -----------------------------------------------------------------------------------------------------------
+# --- one run
+# -----------------------------------------------------------------------------------------------------------
 
 
 @SIZES
@@ -54,7 +56,9 @@ def test_a_run(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]
         assert broken.locator(".sub .bad").count() == 2
         assert turns.nth(2).locator(".sub").count() == 2
         assert "disk full" in turns.nth(2).locator(".out").text_content()
-        assert turns.nth(3).locator(".kept summary").text_content() == "7 earlier messages kept"  # perhaps out of sight
+        assert (
+            turns.nth(3).locator(".kept summary").text_content() == "7 earlier messages kept"
+        )  # perhaps out of sight
         assert page.locator(".c-keyword").count() > 3
         photograph(page, f"run-error-{size[0]}", tmp_path)
 
@@ -76,7 +80,10 @@ def test_the_list_of_calls_opens_filters_and_follows_keys(browser: Any, world: W
         assert rows.count() == 9
         page.locator(".call-row .text", has_text="llm_query × 24").click()
         page.locator(".call-row .id", has_text=re.compile(r"^0\.7$")).wait_for()
-        assert rows.count() == 32 or page.locator(".vspace").first.evaluate("(it) => it.offsetHeight") == 32 * 30
+        assert (
+            rows.count() == 32
+            or page.locator(".vspace").first.evaluate("(it) => it.offsetHeight") == 32 * 30
+        )
         page.keyboard.press("j")
         page.locator(".crumbs b", has_text="call 0.").wait_for()
         page.keyboard.press("u")
@@ -91,7 +98,9 @@ def test_the_list_of_calls_opens_filters_and_follows_keys(browser: Any, world: W
         page.locator(".tally", has_text=re.compile("^32$")).wait_for()
 
 
-def test_the_picture_is_clicked_zoomed_and_recoloured(browser: Any, world: World, tmp_path: Path) -> None:
+def test_the_picture_is_clicked_zoomed_and_recoloured(
+    browser: Any, world: World, tmp_path: Path
+) -> None:
     with served(world.store) as server, tab(browser, color_scheme="light") as shown:
         page = shown.open(f"{server.url}#/run/{world.tree}")
         canvas = page.locator("canvas[data-drawn='32']")
@@ -112,11 +121,18 @@ def test_the_picture_is_clicked_zoomed_and_recoloured(browser: Any, world: World
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
-def test_search_links_copy_tokens_and_the_journal(browser: Any, world: World, tmp_path: Path) -> None:
-    with served(world.store) as server, tab(browser, permissions=["clipboard-read", "clipboard-write"]) as shown:
+def test_search_links_copy_tokens_and_the_journal(
+    browser: Any, world: World, tmp_path: Path
+) -> None:
+    with (
+        served(world.store) as server,
+        tab(browser, permissions=["clipboard-read", "clipboard-write"]) as shown,
+    ):
         page = shown.open(f"{server.url}#/run/{world.tree}/call/0/turn/4")
         page.locator("#turn-3.pointed").wait_for()
-        assert page.locator("#turn-3").evaluate("(it) => it.getBoundingClientRect().top < innerHeight")
+        assert page.locator("#turn-3").evaluate(
+            "(it) => it.getBoundingClientRect().top < innerHeight"
+        )
         page.keyboard.press("/")
         page.keyboard.type("two words")
         page.keyboard.press("Enter")
@@ -128,7 +144,10 @@ def test_search_links_copy_tokens_and_the_journal(browser: Any, world: World, tm
         page.get_by_role("button", name="close").click()
         page.locator(".cell .copy").first.click()
         page.locator("#toast.shown").wait_for()
-        assert page.evaluate("navigator.clipboard.readText()") == "FINAL(' '.join(context.split()[-2:]))"
+        assert (
+            page.evaluate("navigator.clipboard.readText()")
+            == "FINAL(' '.join(context.split()[-2:]))"
+        )
         page.locator(".turn-head .small").first.click()
         page.locator(".tok.sampled").first.wait_for()
         assert "version 3" in text(page, ".about")
@@ -136,7 +155,10 @@ def test_search_links_copy_tokens_and_the_journal(browser: Any, world: World, tm
         assert "logprob -0.5" in text(page, ".about")
         with page.expect_download() as coming:
             page.get_by_role("link", name="journal").click()
-        assert Path(coming.value.path()).read_bytes() == (world.store / "runs" / f"{world.tree}.jsonl").read_bytes()
+        assert (
+            Path(coming.value.path()).read_bytes()
+            == (world.store / "runs" / f"{world.tree}.jsonl").read_bytes()
+        )
 
 
 def test_keys_are_told(browser: Any, world: World) -> None:
@@ -145,7 +167,9 @@ def test_keys_are_told(browser: Any, world: World) -> None:
         page.locator(".turn").first.wait_for()
         page.keyboard.press("?")
         keys = text(page, "#help")
-        assert all(words in keys for words in ("next call", "next turn", "dark or light", "search the run"))
+        assert all(
+            words in keys for words in ("next call", "next turn", "dark or light", "search the run")
+        )
         page.keyboard.press("Escape")
         page.keyboard.press("n")
         page.keyboard.press("e")
@@ -155,7 +179,8 @@ def test_keys_are_told(browser: Any, world: World) -> None:
         assert page.url.endswith("#/")
 
 
-# --- a run that goes on ------------------------------------------------------------------------------------------------
+# --- a run that goes on
+# ------------------------------------------------------------------------------------------------
 
 
 class Gate:
@@ -177,7 +202,8 @@ class Gate:
 
 @SIZES
 def test_a_live_run(browser: Any, tmp_path: Path, size: tuple[int, int]) -> None:
-    """It is opened before it makes children, and watched to its end; nothing that is looked at moves meanwhile."""
+    """It is opened before it makes children, and watched to its end; nothing that is looked at
+    moves meanwhile."""
     store, gate, loop = Store(tmp_path / "store"), Gate("Why did it fail"), Loop()
     try:
         running = asyncio.run_coroutine_threadsafe(golden.held_tree(store, gate), loop.loop)
@@ -216,7 +242,9 @@ def test_following_stays_with_the_session_that_works(browser: Any, tmp_path: Pat
         running = asyncio.run_coroutine_threadsafe(golden.held_tree(store, gate), loop.loop)
         assert gate.reached.wait(100)
         with served(store.root) as server, tab(browser) as shown:
-            page = shown.open(f"{server.url}#/run/{next((store.root / 'runs').glob('*.jsonl')).stem}")
+            page = shown.open(
+                f"{server.url}#/run/{next((store.root / 'runs').glob('*.jsonl')).stem}"
+            )
             page.locator(".status.live").wait_for()
             page.keyboard.press("f")
             page.locator(".crumbs b", has_text="call 0.25.0").wait_for()
@@ -230,7 +258,9 @@ def test_following_stays_with_the_session_that_works(browser: Any, tmp_path: Pat
         loop.close()
 
 
-def test_a_run_that_was_killed_is_shown_as_far_as_it_got(browser: Any, world: World, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_is_shown_as_far_as_it_got(
+    browser: Any, world: World, tmp_path: Path
+) -> None:
     whole = (world.store / "runs" / f"{world.tree}.jsonl").read_bytes()
     (tmp_path / "killed.jsonl").write_bytes(whole[: len(whole) * 2 // 3])
     with served(tmp_path) as server, tab(browser) as shown:
@@ -242,7 +272,8 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_got(browser: Any, world: Wo
         photograph(page, "killed-1280", tmp_path)
 
 
-# --- the other pages ---------------------------------------------------------------------------------------------------
+# --- the other pages
+# ---------------------------------------------------------------------------------------------------
 
 
 @SIZES
@@ -291,7 +322,9 @@ def test_training(browser: Any, world: World, tmp_path: Path, size: tuple[int, i
         page.locator(".chart[data-name='reward'] canvas").wait_for()
         titles = [title.inner_text() for title in page.locator(".group-title").all()]
         assert titles[:3] == ["reward", "pass@k and other evaluations", "loss"]
-        assert text(page, ".chart[data-name='reward by depth'] h3 span").endswith("0 rlm 0.8 · 1 lm 1 · 1 rlm 0.9")
+        assert text(page, ".chart[data-name='reward by depth'] h3 span").endswith(
+            "0 rlm 0.8 · 1 lm 1 · 1 rlm 0.9"
+        )
         page.locator(".rollout").first.wait_for()
         assert [each.inner_text() for each in page.locator(".rollout b").all()] == ["1", "0.5", "0"]
         photograph(page, f"training-{size[0]}", tmp_path)
@@ -314,8 +347,11 @@ def test_training(browser: Any, world: World, tmp_path: Path, size: tuple[int, i
 
 
 @SIZES
-def test_an_evaluation_and_what_was_scored(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]) -> None:
-    """From the list of records to a run of one: tools, rewards, and what a judge said of its turns."""
+def test_an_evaluation_and_what_was_scored(
+    browser: Any, world: World, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    """From the list of records to a run of one: tools, rewards, and what a judge said of its
+    turns."""
     with served(world.evaluated) as server, tab(browser, size) as shown:
         page = shown.open(f"{server.url}#/evaluation")
         page.locator("table.records a").wait_for()
@@ -324,7 +360,10 @@ def test_an_evaluation_and_what_was_scored(browser: Any, world: World, tmp_path:
         page.locator(".tile", has_text="avg@2").wait_for()
         assert "0.750" in text(page, ".tile")
         assert text(page, ".tile:nth-child(2)").split() == ["pass@2", "1.000"]
-        kinds = [row.inner_text().split()[:3] for row in page.locator("[aria-label='by kind'] tbody tr").all()]
+        kinds = [
+            row.inner_text().split()[:3]
+            for row in page.locator("[aria-label='by kind'] tbody tr").all()
+        ]
         assert kinds == [["all", "4", "0.750"], ["even", "2", "1.000"], ["odd", "2", "0.500"]]
         photograph(page, f"evaluation-{size[0]}", tmp_path)
         page.locator("#filter").fill("wrong odd")
@@ -363,7 +402,14 @@ def test_a_score_reaches_a_page_after_the_end(browser: Any, tmp_path: Path) -> N
                 run,
                 [
                     ScoreAdded(at_s=9.0, by="task", rewards={"correct": 0.25}),
-                    ScoreAdded(at_s=9.0, by="judge", call="0", turn=1, values={"step": -1.0}, text="reads it all"),
+                    ScoreAdded(
+                        at_s=9.0,
+                        by="judge",
+                        call="0",
+                        turn=1,
+                        values={"step": -1.0},
+                        text="reads it all",
+                    ),
                 ],
             )
             page.locator(".badge.worth", has_text="correct 0.25").wait_for()
@@ -409,7 +455,10 @@ def test_bad_files_are_named_on_the_page(browser: Any, tmp_path: Path) -> None:
     from tests.viewer.test_server import bad_files
 
     expected = bad_files(tmp_path / "bad" if (tmp_path / "bad").mkdir() is None else tmp_path)
-    golden.append(tmp_path / "bad" / "good.jsonl", (Path(__file__).parents[1] / "data" / "golden.jsonl").read_bytes())
+    golden.append(
+        tmp_path / "bad" / "good.jsonl",
+        (Path(__file__).parents[1] / "data" / "golden.jsonl").read_bytes(),
+    )
     with served(tmp_path / "bad") as server, tab(browser) as shown:
         page = shown.open(server.url)
         page.locator(".run-row .question", has_text="its first line is not JSON").wait_for()
@@ -422,17 +471,21 @@ def test_bad_files_are_named_on_the_page(browser: Any, tmp_path: Path) -> None:
         page.goto(f"{server.url}#/run/p0%2Fgood.jsonl/call/0.2")
         page.locator(".answer.failed", has_text="prompt too long").wait_for()
         page.goto(f"{server.url}#/run/p0%2Fgood.jsonl/call/0")
-        page.locator(".kept.warned", has_text="history was compacted: 1 of 5 messages kept").wait_for()
+        page.locator(
+            ".kept.warned", has_text="history was compacted: 1 of 5 messages kept"
+        ).wait_for()
         page.goto(f"{server.url}#/run/p0%2Fgood.jsonl/call/1")
         page.locator(".note", has_text="goes on from turn 4 of call 0").wait_for()
         photograph(page, "run-fork-1280", tmp_path)
 
 
-# --- hostile text, and a file that works offline ------------------------------------------------------------------------
+# --- hostile text, and a file that works offline
+# ------------------------------------------------------------------------
 
 
 def test_what_a_model_says_is_never_html(browser: Any, world: World, tmp_path: Path) -> None:
-    """HTML in the question, context, prose, code, output, value, error, reasoning, model's name, sub-calls and answer."""
+    """HTML in the question, context, prose, code, output, value, error, reasoning, model's name,
+    sub-calls and answer."""
     with served(world.store, world.trainings) as server, tab(browser) as shown:
         page = shown.open(server.url)
         page.locator(".run-row .question", has_text="<img src=x").first.wait_for()

@@ -1,4 +1,5 @@
-"""What the server knows of files good and bad, who may ask it, and what it tells while a run grows."""
+"""What the server knows of files good and bad, who may ask it, and what it tells while a run
+grows."""
 
 from __future__ import annotations
 
@@ -33,14 +34,22 @@ GOLDEN_ID = "20260301-142501-5gk0x7m-which-host"
 Get = Callable[..., Awaitable[Any]]
 
 
-def asked(paths: list[Path], ask: Callable[[Get, ViewServer], Awaitable[Any]], **options: Any) -> Any:
-    """What ``ask(get, server)`` gives, of a server of ``paths``; ``get(path, **query)`` is the answer's JSON."""
+def asked(
+    paths: list[Path], ask: Callable[[Get, ViewServer], Awaitable[Any]], **options: Any
+) -> Any:
+    """What ``ask(get, server)`` gives, of a server of ``paths``; ``get(path, **query)`` is the
+    answer's JSON."""
 
     async def main() -> Any:
-        async with ViewServer(RunLibrary(paths), port=0, **options) as server, aiohttp.ClientSession() as http:
+        async with (
+            ViewServer(RunLibrary(paths), port=0, **options) as server,
+            aiohttp.ClientSession() as http,
+        ):
 
             async def get(path: str, **query: Any) -> Any:
-                async with http.get(f"http://127.0.0.1:{server.port}{path}", params=query) as response:
+                async with http.get(
+                    f"http://127.0.0.1:{server.port}{path}", params=query
+                ) as response:
                     return await response.json()
 
             return await ask(get, server)
@@ -52,7 +61,8 @@ def seen(paths: list[Path], path: str, **query: Any) -> Any:
     return asked(paths, lambda get, _: get(path, **query))
 
 
-# --- good runs ---------------------------------------------------------------------------------------------------------
+# --- good runs
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_list_has_runs_of_stores_files_and_trainings(world: World) -> None:
@@ -60,18 +70,29 @@ def test_the_list_has_runs_of_stores_files_and_trainings(world: World) -> None:
     keys = [run["key"] for run in found["runs"]]
     assert {world.tree, world.plain, world.other, world.hostile} < set(keys)
     assert found["problems"] == []
-    rollouts = {run["key"]: run.get("reward") for run in found["runs"] if "/rollouts/" in run["key"]}
+    rollouts = {
+        run["key"]: run.get("reward") for run in found["runs"] if "/rollouts/" in run["key"]
+    }
     assert rollouts["p1/base/rollouts/step-000020.jsonl:1"] == 1.0
     assert rollouts["p1/base/rollouts/step-000020.jsonl:2"] == 0.0
     assert [each["key"] for each in found["trainings"]] == ["p1/base", "p1/second"]
     tree = next(run for run in found["runs"] if run["key"] == world.tree)
-    assert (tree["question"], tree["depth"], tree["num_calls"], tree["stop"]) == (golden.QUESTION, 2, 32, "final")
+    assert (tree["question"], tree["depth"], tree["num_calls"], tree["stop"]) == (
+        golden.QUESTION,
+        2,
+        32,
+        "final",
+    )
 
 
 def calls_of(told: dict[str, Any]) -> list[dict[str, Any]]:
-    """The calls of a picture, or of changes, as the page makes them of columns; one value stands for a column of it."""
+    """The calls of a picture, or of changes, as the page makes them of columns; one value stands
+    for a column of it."""
     num = told.get("num", len(told.get("indices", ())))
-    whole = {name: each if isinstance(each, list) else [each] * num for name, each in told["columns"].items()}
+    whole = {
+        name: each if isinstance(each, list) else [each] * num
+        for name, each in told["columns"].items()
+    }
     assert {len(column) for column in whole.values()} <= {num}
     return [{name: column[at] for name, column in whole.items()} for at in range(num)]
 
@@ -79,7 +100,9 @@ def calls_of(told: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_run_is_columns_that_the_page_knows(world: World) -> None:
     found = seen([world.store], "/api/run", key=world.tree)
     assert set(found["columns"]) == {*COLUMNS, "parent", "reward"}
-    made = re.search(r"function callAt\(of, at\) \{(.*?)\n\}", (STATIC / "run.js").read_text(), re.DOTALL)
+    made = re.search(
+        r"function callAt\(of, at\) \{(.*?)\n\}", (STATIC / "run.js").read_text(), re.DOTALL
+    )
     assert made is not None
     assert set(re.findall(r"(\w+): of\.\1\[at\]", made[1])) == set(found["columns"])
     assert found["columns"]["fork"] is None  # all the same: told once
@@ -92,7 +115,8 @@ def test_a_run_is_columns_that_the_page_knows(world: World) -> None:
 
 
 def test_a_glance_names_what_the_event_has() -> None:
-    """What the first look skips is known to be there: tags and fields are those of the whole events."""
+    """What the first look skips is known to be there: tags and fields are those of the whole
+    events."""
     whole = {msgspec.inspect.type_info(kind).tag: kind for kind in get_args(AnyEvent)}
     short = {msgspec.inspect.type_info(kind).tag: kind for kind in get_args(AnyGlance)}
     assert short.keys() == whole.keys()
@@ -104,7 +128,12 @@ def test_a_glance_names_what_the_event_has() -> None:
 def test_a_call_is_told_turn_by_turn(world: World) -> None:
     call = seen([world.store], "/api/call", key=world.tree, id="0")
     assert [turn["reused"] for turn in call["turns"]] == [0, 3, 5, 7]
-    assert [bool(turn["cells"][0]["error"]) for turn in call["turns"]] == [False, True, False, False]
+    assert [bool(turn["cells"][0]["error"]) for turn in call["turns"]] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     assert call["answer"] == '{"host":"web-5","at":"2026-03-01T12:00:05","why":"disk full"}'
     later = seen([world.store], "/api/call", **{"key": world.tree, "id": "0", "from": 2})
     assert [turn["index"] for turn in later["turns"]] == [2, 3]
@@ -135,7 +164,11 @@ def test_the_golden_journal_with_everything_that_there_is() -> None:
         second = await get("/api/call", key="p0/", id="1")
         assert second["fork"] == {"call": "0", "turn": 3}
         tokens = await get("/api/tokens", key="p0/", id="0.0", turn=0)
-        assert (tokens["given"], tokens["sampled"], tokens["versions"]) == ([1, 5, 9], [7, 8, 2], [4, 4, 5])
+        assert (tokens["given"], tokens["sampled"], tokens["versions"]) == (
+            [1, 5, 9],
+            [7, 8, 2],
+            [4, 4, 5],
+        )
         assert tokens["scores"] == {"gap": [0.25, -1.5, 0.0]}
         (used,) = compacted["turns"][1]["tools"]
         assert (used["name"], used["result"], used["error"]) == ("sql", '[[1,"a"],[2,null]]', "")
@@ -146,7 +179,10 @@ def test_the_golden_journal_with_everything_that_there_is() -> None:
             "asks about both parts at once",
         )
         assert (await get("/api/call", key="p0/", id="0.2"))["rewards"] == {"correct": 0.0}
-        assert (run["head"]["rewards"], run["columns"]["reward"]) == ({"correct": 1.0}, [1.0, None, None, 0.0, None])
+        assert (run["head"]["rewards"], run["columns"]["reward"]) == (
+            {"correct": 1.0},
+            [1.0, None, None, 0.0, None],
+        )
         assert (await get("/api/runs"))["runs"][0]["rewards"] == {"correct": 1.0}
         (hit, *_) = (await get("/api/search", key="p0/", q="HOST-7 AT"))["found"]
         assert (hit["call"], hit["where"]) == ("0", "user")
@@ -179,12 +215,15 @@ def test_training_has_curves_and_samples(world: World) -> None:
         assert run["head"]["rewards"] == {"correct": 1.0}
         depths = {(each["depth"], each["kind"]): each["calls"] for each in samples["depths"]}
         assert depths[0, "rlm"] == 3
-        assert (await get("/api/samples", key="p0/base", step=7))["error"].endswith("says how often they are kept")
+        assert (await get("/api/samples", key="p0/base", step=7))["error"].endswith(
+            "says how often they are kept"
+        )
 
     asked([world.trainings], ask)
 
 
-# --- bad files ---------------------------------------------------------------------------------------------------------
+# --- bad files
+# ---------------------------------------------------------------------------------------------------------
 
 
 def bad_files(folder: Path) -> dict[str, str]:
@@ -192,18 +231,25 @@ def bad_files(folder: Path) -> dict[str, str]:
     whole = JOURNAL.read_bytes()
     lines = whole.splitlines(keepends=True)
     (folder / "torn.jsonl").write_bytes(whole[:-40])
-    (folder / "damaged.jsonl").write_bytes(b"".join([*lines[:9], b'{"type":"Replied","call":"0","oops\n', *lines[9:]]))
-    (folder / "newer.jsonl").write_bytes(whole.replace(b'"schema_version":2', b'"schema_version":99', 1))
+    (folder / "damaged.jsonl").write_bytes(
+        b"".join([*lines[:9], b'{"type":"Replied","call":"0","oops\n', *lines[9:]])
+    )
+    (folder / "newer.jsonl").write_bytes(
+        whole.replace(b'"schema_version":2', b'"schema_version":99', 1)
+    )
     (folder / "unknown.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))
     (folder / "notes.jsonl").write_text("these are my notes\n")
     (folder / "other.jsonl").write_text('{"a": 1}\n')
     (folder / "empty.jsonl").write_text("")
     return {
-        "torn.jsonl": "ends in the middle of a line", "damaged.jsonl": "line 10 is damaged",
+        "torn.jsonl": "ends in the middle of a line",
+        "damaged.jsonl": "line 10 is damaged",
         "newer.jsonl": "was written by a newer Ramify (schema 99; this one reads up to 2)",
-        "unknown.jsonl": "line 2 does not follow from those before it", "notes.jsonl": "its first line is not JSON",
-        "other.jsonl": "its first line is neither a RunStarted event, nor a trajectory", "empty.jsonl": "is empty",
-    }  # fmt: skip
+        "unknown.jsonl": "line 2 does not follow from those before it",
+        "notes.jsonl": "its first line is not JSON",
+        "other.jsonl": "its first line is neither a RunStarted event, nor a trajectory",
+        "empty.jsonl": "is empty",
+    }
 
 
 def test_each_bad_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
@@ -215,7 +261,8 @@ def test_each_bad_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
         assert len(rows) == 8
         assert rows["p0/good.jsonl"].get("problem") is None
         assert all(
-            rows[f"p0/{name}"]["problem"] for name in ("newer.jsonl", "notes.jsonl", "other.jsonl", "empty.jsonl")
+            rows[f"p0/{name}"]["problem"]
+            for name in ("newer.jsonl", "notes.jsonl", "other.jsonl", "empty.jsonl")
         )
         for name, words in expected.items():
             run = await get("/api/run", key=f"p0/{name}")
@@ -238,17 +285,27 @@ def test_texts_of_most_calls_can_come_later(tmp_path: Path) -> None:
         assert (whole["texts"], first["texts"]) == (300, 100)
         known, calls = calls_of(whole), calls_of(first)
         for name in ("question", "answer"):
-            assert [call[name] for call in calls[:100]] + rest[name] == [call[name] for call in known]
+            assert [call[name] for call in calls[:100]] + rest[name] == [
+                call[name] for call in known
+            ]
             assert {call[name] for call in calls[100:]} == {""}
-        assert calls[250] | {"question": "", "answer": ""} == known[250] | {"question": "", "answer": ""}
-        assert "is not a number" in (await get("/api/run", key="p0/run.jsonl", texts="all"))["error"]
+        assert calls[250] | {"question": "", "answer": ""} == known[250] | {
+            "question": "",
+            "answer": "",
+        }
+        assert (
+            "is not a number" in (await get("/api/run", key="p0/run.jsonl", texts="all"))["error"]
+        )
 
     asked([tmp_path], ask)
 
 
-@pytest.mark.parametrize(("broken", "words"), [(b"", "is damaged"), (b'{"type":"Noted","call":"0.9"', "is damaged")])
+@pytest.mark.parametrize(
+    ("broken", "words"), [(b"", "is damaged"), (b'{"type":"Noted","call":"0.9"', "is damaged")]
+)
 def test_one_bad_line_of_thousands_is_named(tmp_path: Path, broken: bytes, words: str) -> None:
-    """Many lines are decoded at once; which of them it was is found all the same, and the others are shown."""
+    """Many lines are decoded at once; which of them it was is found all the same, and the others
+    are shown."""
     path = golden.journal_of(500, tmp_path / "run.jsonl")
     lines = path.read_bytes().split(b"\n")
     num_lines = len(lines) - 1
@@ -264,27 +321,48 @@ def test_one_bad_line_of_thousands_is_named(tmp_path: Path, broken: bytes, words
 
 
 def test_what_would_hang_or_never_end_is_refused(tmp_path: Path) -> None:
-    """A pipe; a call that goes on from itself, and one that is its own parent; brackets without end; a huge line."""
+    """A pipe; a call that goes on from itself, and one that is its own parent; brackets without
+    end; a huge line."""
     lines = JOURNAL.read_bytes().splitlines(keepends=True)
     os.mkfifo(tmp_path / "pipe.jsonl")
     call = b'{"type":"CallStarted","id":"0","kind":"rlm","model":"m","depth":0,"question":"q",%s}\n'
     (tmp_path / "fork.jsonl").write_bytes(lines[0] + call % b'"fork":{"call":"0","turn":0}')
-    (tmp_path / "own.jsonl").write_bytes(lines[0] + call % b'"parent":{"call":"0","turn":0,"cell":0}')
-    deep = b'{"type":"CallEnded","id":"0","stop":"final","answer":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+    (tmp_path / "own.jsonl").write_bytes(
+        lines[0] + call % b'"parent":{"call":"0","turn":0,"cell":0}'
+    )
+    deep = (
+        b'{"type":"CallEnded","id":"0","stop":"final","answer":'
+        + b"[" * 100_000
+        + b"]" * 100_000
+        + b"}\n"
+    )
     (tmp_path / "deep.jsonl").write_bytes(lines[0] + lines[1] + deep)
     huge = b'{"type":"Noted","call":"0","text":"' + b"x" * 5_000_000 + b'"}\n'
     (tmp_path / "huge.jsonl").write_bytes(lines[0] + lines[1] + huge)
-    (tmp_path / "role.jsonl").write_bytes(JOURNAL.read_bytes().replace(b'"role":"assistant"', b'"role":"robot"', 1))
+    (tmp_path / "role.jsonl").write_bytes(
+        JOURNAL.read_bytes().replace(b'"role":"assistant"', b'"role":"robot"', 1)
+    )
 
     async def ask(get: Get, _: ViewServer) -> None:
         assert "is no regular file" in (await get("/api/runs"))["problems"][0]["text"]
         assert "is no regular file" in (await get("/api/run", key="p0/pipe.jsonl"))["error"]
-        assert "which is not before it" in (await get("/api/call", key="p0/fork.jsonl", id="0"))["error"]
+        assert (
+            "which is not before it"
+            in (await get("/api/call", key="p0/fork.jsonl", id="0"))["error"]
+        )
         assert (await get("/api/run", key="p0/own.jsonl"))["columns"]["parent"] == -1
-        assert "line 3 is damaged" in (await get("/api/run", key="p0/deep.jsonl"))["head"]["problems"][0]
-        assert len((await get("/api/call", key="p0/huge.jsonl", id="0"))["notes"][0]["text"]) == 20_000
+        assert (
+            "line 3 is damaged"
+            in (await get("/api/run", key="p0/deep.jsonl"))["head"]["problems"][0]
+        )
+        assert (
+            len((await get("/api/call", key="p0/huge.jsonl", id="0"))["notes"][0]["text"]) == 20_000
+        )
         assert (await get("/api/run", key="p0/role.jsonl"))["num"] == 5
-        assert "line 4 is damaged: Invalid enum" in (await get("/api/call", key="p0/role.jsonl", id="0"))["error"]
+        assert (
+            "line 4 is damaged: Invalid enum"
+            in (await get("/api/call", key="p0/role.jsonl", id="0"))["error"]
+        )
         assert (await get("/api/call", key="p0/role.jsonl", id="0.0"))["answer"] == "no failure"
 
     asked([tmp_path], ask)
@@ -293,7 +371,9 @@ def test_what_would_hang_or_never_end_is_refused(tmp_path: Path) -> None:
 def test_an_evaluation_is_shown_as_far_as_it_can_be_read(world: World, tmp_path: Path) -> None:
     record = (world.evaluated / "evaluations" / f"{world.evaluation}.jsonl").read_bytes()
     lines = record.splitlines(keepends=True)
-    (tmp_path / "damaged.jsonl").write_bytes(b"".join([*lines[:3], b'{"oops\n', *lines[3:], b'{"type":"outc']))
+    (tmp_path / "damaged.jsonl").write_bytes(
+        b"".join([*lines[:3], b'{"oops\n', *lines[3:], b'{"type":"outc'])
+    )
     (tmp_path / "begun.jsonl").write_bytes(lines[0])
 
     async def ask(get: Get, _: ViewServer) -> None:
@@ -309,11 +389,19 @@ def test_an_evaluation_is_shown_as_far_as_it_can_be_read(world: World, tmp_path:
         assert "no scored item in common" in compared["compared"]["problem"]
 
     asked([tmp_path], ask)
-    found = seen([world.evaluated], "/api/evaluation", key=f"p0/evaluations/{world.evaluation}.jsonl")
+    found = seen(
+        [world.evaluated], "/api/evaluation", key=f"p0/evaluations/{world.evaluation}.jsonl"
+    )
     assert world.scored in {each["run"] for each in found["attempts"]}
     whole, *kinds = found["report"]["rows"]
-    assert (whole["average"]["value"], whole["average"]["low"] < 0.75 < whole["average"]["high"]) == (0.75, True)
-    assert [(row["kind"], row["average"]["value"]) for row in kinds] == [("even", 1.0), ("odd", 0.5)]
+    assert (
+        whole["average"]["value"],
+        whole["average"]["low"] < 0.75 < whole["average"]["high"],
+    ) == (0.75, True)
+    assert [(row["kind"], row["average"]["value"]) for row in kinds] == [
+        ("even", 1.0),
+        ("odd", 0.5),
+    ]
 
 
 def test_what_is_not_there(tmp_path: Path, world: World) -> None:
@@ -327,16 +415,27 @@ def test_what_is_not_there(tmp_path: Path, world: World) -> None:
         assert "there is no run 'nope'" in (await get("/api/run", key="nope"))["error"]
         assert "has no call '7.7'" in (await get("/api/call", key=world.tree, id="7.7"))["error"]
         assert (await get("/api/run"))["error"] == "/api/run needs ?key="
-        assert "is not a number" in (await get("/api/tokens", key=world.tree, id="0", turn="x"))["error"]
+        assert (
+            "is not a number"
+            in (await get("/api/tokens", key=world.tree, id="0", turn="x"))["error"]
+        )
 
     asked([world.store], ask)
 
 
 def test_a_line_of_a_file_of_trajectories_may_be_bad(world: World, tmp_path: Path) -> None:
-    good = (world.trainings / "base/rollouts/step-000020.jsonl").read_bytes().splitlines(keepends=True)[0]
+    good = (
+        (world.trainings / "base/rollouts/step-000020.jsonl")
+        .read_bytes()
+        .splitlines(keepends=True)[0]
+    )
     (tmp_path / "mixed.jsonl").write_bytes(good + b'{"id": "x", "calls": 3}\n' + good)
     rows = seen([tmp_path], "/api/runs")["runs"]
-    assert [bool(row.get("problem")) for row in sorted(rows, key=lambda row: str(row["key"]))] == [False, True, False]
+    assert [bool(row.get("problem")) for row in sorted(rows, key=lambda row: str(row["key"]))] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_damaged_metrics_are_told_and_the_rest_is_shown(world: World, tmp_path: Path) -> None:
@@ -354,19 +453,30 @@ def test_kinds(tmp_path: Path) -> None:
     assert kind_of(JOURNAL) == "journal"
 
 
-# --- who may ask -------------------------------------------------------------------------------------------------------
+# --- who may ask
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_another_address_needs_a_token() -> None:
-    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 can be reached from other machines: give a token"):
+    with pytest.raises(
+        ConfigError, match=r"0\.0\.0\.0 can be reached from other machines: give a token"
+    ):
         ViewServer(RunLibrary([JOURNAL]), host="0.0.0.0")
 
 
 def test_without_a_token_only_names_of_this_machine_are_answered() -> None:
     async def main() -> None:
-        async with ViewServer(RunLibrary([JOURNAL]), port=0) as server, aiohttp.ClientSession() as http:
+        async with (
+            ViewServer(RunLibrary([JOURNAL]), port=0) as server,
+            aiohttp.ClientSession() as http,
+        ):
             url = f"http://127.0.0.1:{server.port}/api/runs"
-            for host, status in {"evil.example": 403, "localhost": 200, "127.0.0.1": 200, "[::1]": 200}.items():
+            for host, status in {
+                "evil.example": 403,
+                "localhost": 200,
+                "127.0.0.1": 200,
+                "[::1]": 200,
+            }.items():
                 async with http.get(url, headers={"Host": f"{host}:{server.port}"}) as response:
                     assert response.status == status
 
@@ -375,21 +485,28 @@ def test_without_a_token_only_names_of_this_machine_are_answered() -> None:
 
 def test_the_token_moves_from_the_address_to_a_cookie() -> None:
     async def main() -> None:
-        async with ViewServer(RunLibrary([JOURNAL]), host="0.0.0.0", port=0, token="s3cret/+") as server:
+        async with ViewServer(
+            RunLibrary([JOURNAL]), host="0.0.0.0", port=0, token="s3cret/+"
+        ) as server:
             base = f"http://127.0.0.1:{server.port}"
             async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as http:
                 for path in ("/", "/api/runs", "/static/main.js", "/?token=wrong"):
                     async with http.get(base + path) as response:
                         assert response.status == 401
                         assert "s3cret" not in await response.text()
-                async with http.get(server.url.replace("0.0.0.0", "127.0.0.1"), allow_redirects=False) as response:
+                async with http.get(
+                    server.url.replace("0.0.0.0", "127.0.0.1"), allow_redirects=False
+                ) as response:
                     assert (response.status, response.headers["Location"]) == (303, "/")
                     assert "HttpOnly" in response.headers["Set-Cookie"]
                     assert "SameSite=Strict" in response.headers["Set-Cookie"]
                 async with http.get(f"{base}/api/runs") as response:
                     assert response.status == 200
             bearer = {"Authorization": "Bearer s3cret/+"}
-            async with aiohttp.ClientSession() as http, http.get(f"{base}/api/runs", headers=bearer) as response:
+            async with (
+                aiohttp.ClientSession() as http,
+                http.get(f"{base}/api/runs", headers=bearer) as response,
+            ):
                 assert response.status == 200
 
     asyncio.run(main())
@@ -402,11 +519,21 @@ def test_nothing_beside_the_named_places_is_read(world: World, tmp_path: Path) -
     (tmp_path / "shown" / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
 
     async def ask(get: Get, server: ViewServer) -> None:
-        for key in ("p0/../secret.jsonl", f"p0/{tmp_path}/secret.jsonl", "p0/link.jsonl", "p9/run.jsonl", "../secret"):
+        for key in (
+            "p0/../secret.jsonl",
+            f"p0/{tmp_path}/secret.jsonl",
+            "p0/link.jsonl",
+            "p9/run.jsonl",
+            "../secret",
+        ):
             for path in ("/api/run", "/api/journal", "/api/events"):
                 assert "there is no" in (await get(path, key=key))["error"]
         async with aiohttp.ClientSession() as http:
-            for path in ("/static/../server.py", "/static/%2e%2e/server.py", "/static/..%2fserver.py"):
+            for path in (
+                "/static/../server.py",
+                "/static/%2e%2e/server.py",
+                "/static/..%2fserver.py",
+            ):
                 async with http.get(f"http://127.0.0.1:{server.port}{path}") as response:
                     assert response.status in (403, 404)
 
@@ -427,7 +554,9 @@ def test_what_is_no_run_is_not_given_out(tmp_path: Path) -> None:
             for key in [f"p0/{name}{line}" for name in files for line in ("", ":1")] + ["p0/"]:
                 for path in ("run", "journal", "texts", "call", "search", "evaluation", "training"):
                     query = {"key": key, "id": "0", "q": "sk-"}
-                    async with http.get(f"http://127.0.0.1:{server.port}/api/{path}", params=query) as response:
+                    async with http.get(
+                        f"http://127.0.0.1:{server.port}/api/{path}", params=query
+                    ) as response:
                         assert "sk-secret" not in await response.text()
                         assert path != "journal" or response.status == 404
 
@@ -441,8 +570,13 @@ def test_every_answer_has_the_policy(world: World) -> None:
                 async with http.get(f"http://127.0.0.1:{server.port}{path}") as response:
                     assert response.headers["Content-Security-Policy"] == POLICY
                     assert response.headers["X-Content-Type-Options"] == "nosniff"
-            async with http.get(f"http://127.0.0.1:{server.port}/api/journal", params={"key": world.tree}) as response:
-                assert await response.read() == (world.store / "runs" / f"{world.tree}.jsonl").read_bytes()
+            async with http.get(
+                f"http://127.0.0.1:{server.port}/api/journal", params={"key": world.tree}
+            ) as response:
+                assert (
+                    await response.read()
+                    == (world.store / "runs" / f"{world.tree}.jsonl").read_bytes()
+                )
                 assert response.headers["Content-Disposition"].startswith("attachment")
 
     asked([world.store], ask)
@@ -464,7 +598,8 @@ def test_what_is_vendored_has_its_licence() -> None:
     }
 
 
-# --- what changes ------------------------------------------------------------------------------------------------------
+# --- what changes
+# ------------------------------------------------------------------------------------------------------
 
 
 async def messages(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
@@ -477,7 +612,8 @@ async def messages(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, 
 
 
 def test_what_is_written_is_told_to_every_page_and_scores_after_the_end_too(tmp_path: Path) -> None:
-    """A run is written event by event; two pages follow, the second from the middle on, and both know it all."""
+    """A run is written event by event; two pages follow, the second from the middle on, and both
+    know it all."""
     lines = JOURNAL.read_bytes().splitlines(keepends=True)
     store = Store(tmp_path)
 
@@ -488,7 +624,10 @@ def test_what_is_written_is_told_to_every_page_and_scores_after_the_end_too(tmp_
         journal = store.create(GOLDEN_ID)
         for event in events[:10]:
             journal.append(event)
-        async with ViewServer(RunLibrary([tmp_path]), port=0) as server, aiohttp.ClientSession() as http:
+        async with (
+            ViewServer(RunLibrary([tmp_path]), port=0) as server,
+            aiohttp.ClientSession() as http,
+        ):
             url = f"http://127.0.0.1:{server.port}/api/"
             async with http.get(f"{url}run", params={"key": GOLDEN_ID}) as response:
                 picture = await response.json()
@@ -496,22 +635,32 @@ def test_what_is_written_is_told_to_every_page_and_scores_after_the_end_too(tmp_
 
             async def follow(version: int) -> list[dict[str, Any]]:
                 rows = calls_of(picture) if version else []
-                async with http.get(f"{url}events", params={"key": GOLDEN_ID, "version": version}) as response:
+                async with http.get(
+                    f"{url}events", params={"key": GOLDEN_ID, "version": version}
+                ) as response:
                     async for message in messages(response):
                         for index, row in zip(message["indices"], calls_of(message), strict=True):
                             rows[index : index + 1] = [row]
                         heads.append(message["head"])
-                        if not message["head"]["alive"] and message["head"]["version"] == len(events) + 1:
+                        if (
+                            not message["head"]["alive"]
+                            and message["head"]["version"] == len(events) + 1
+                        ):
                             return rows
                 return []
 
             heads: list[dict[str, Any]] = []
-            pages = [asyncio.create_task(follow(version)) for version in (picture["head"]["version"], 0)]
+            pages = [
+                asyncio.create_task(follow(version)) for version in (picture["head"]["version"], 0)
+            ]
             for event in events[10:]:
                 await asyncio.sleep(0.005)
                 journal.append(event)
             journal.close()
-            store.append(GOLDEN_ID, [ScoreAdded(at_s=99.0, by="judge", call="0", turn=0, values={"clear": 1.0})])
+            store.append(
+                GOLDEN_ID,
+                [ScoreAdded(at_s=99.0, by="judge", call="0", turn=0, values={"clear": 1.0})],
+            )
             both = await asyncio.wait_for(asyncio.gather(*pages), 100)
             async with http.get(f"{url}run", params={"key": GOLDEN_ID}) as response:
                 whole = await response.json()

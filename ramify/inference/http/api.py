@@ -1,4 +1,5 @@
-"""One server's HTTP: JSON out, JSON back, every wait bounded, and errors that say which server was asked what.
+"""One server's HTTP: JSON out, JSON back, every wait bounded, and errors that say which server was
+asked what.
 
 Unreachable    never sent            ReplyLost     sent, and no whole answer in time
 ServerFailed   a 5xx                 Refused       a 4xx           Conflict   409: the engine lacks what a delta builds on
@@ -43,7 +44,9 @@ class EngineHttpApi:
         if session is not None:
             await session.close()
 
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+    async def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
+    ) -> dict[str, Any]:
         where = f"{self.url}{path}"
         if self._is_closed:
             raise Unreachable(f"{method} {where}: it was given up")
@@ -63,9 +66,13 @@ class EngineHttpApi:
         except TimeoutError:
             raise ReplyLost(f"{method} {where}: no answer within {timeout_s:g} s") from None
         except aiohttp.ClientConnectorError as error:
-            raise Unreachable(f"{method} {where}: cannot be reached ({error.strerror or error.os_error})") from None
+            raise Unreachable(
+                f"{method} {where}: cannot be reached ({error.strerror or error.os_error})"
+            ) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ReplyLost(f"{method} {where}: the connection broke ({error or type(error).__name__})") from None
+            raise ReplyLost(
+                f"{method} {where}: the connection broke ({error or type(error).__name__})"
+            ) from None
         if answer.status != 200:
             raise _error(f"{method} {where}", answer.status, said)
         return _object(where, said)
@@ -97,5 +104,7 @@ def _message(said: bytes) -> str:
     except (msgspec.DecodeError, UnicodeDecodeError):
         found = said[:2000].decode("utf-8", "replace")
     while isinstance(found, dict):
-        found = next((found[name] for name in ("error", "message", "detail") if found.get(name)), str(found))
+        found = next(
+            (found[name] for name in ("error", "message", "detail") if found.get(name)), str(found)
+        )
     return " ".join(str(found).split())[:300]

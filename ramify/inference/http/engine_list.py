@@ -1,9 +1,10 @@
-"""Which engines may be asked, for who does not give them their weights: whoever does says so, and is told who went.
+"""Which engines may be asked, for who does not give them their weights: whoever does says so, and
+is told who went.
 
     an engine goes ── gone(url) ──▶ who gives the weights brings it back ── list, with its new address ──▶ asked again
 
-Only a list that comes after an engine went says that it is back: with the newest weights, since nobody lists it before. Leaves
-out how lists travel (``train/placement/rollout_workers.py``).
+Only a list that comes after an engine went says that it is back: with the newest weights, since
+nobody lists it before. Leaves out how lists travel (``train/placement/rollout_workers.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class EngineList:
     """Belongs to one event loop."""
 
     def __init__(self, gone: Callable[[str], None], wait_s: float) -> None:
-        """``gone`` is told the address of one that does not answer, which is then waited for so long."""
+        """``gone`` is told the address of one that does not answer, which is then waited for so
+        long."""
         self._gone, self._wait_s = gone, wait_s
         self._listed: frozenset[str] = frozenset()
         self._news = asyncio.Event()
@@ -40,4 +42,6 @@ class EngineList:
                 while url not in self._listed:
                     await self._news.wait()
         except TimeoutError:
-            raise ConfigError(f"nobody said within {self._wait_s:g} s that it may be asked again") from None
+            raise ConfigError(
+                f"nobody said within {self._wait_s:g} s that it may be asked again"
+            ) from None

@@ -1,6 +1,8 @@
-"""Engines as processes of this run: which command starts one, on which port, and what is said where it does not come up.
+"""Engines as processes of this run: which command starts one, on which port, and what is said where
+it does not come up.
 
-Their output goes to a file, whose last lines are quoted where they fail; they end with the trainer (``ramify/child.py``).
+Their output goes to a file, whose last lines are quoted where they fail; they end with the trainer
+(``ramify/child.py``).
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import VERSIONS, InferenceSpec
 
 PROGRAMS = {
-    "ramify": (sys.executable, "-m", "ramify", "serve-policy"), "vllm": ("vllm", "serve"),
+    "ramify": (sys.executable, "-m", "ramify", "serve-policy"),
+    "vllm": ("vllm", "serve"),
     "sglang": (sys.executable, "-m", "sglang.launch_server"),
-}  # fmt: skip
+}
 """Engine -> what starts one, where ``InferenceSpec.command`` is empty."""
 INSIDE = Path(__file__).parent / "inside"
 """The folder of the one file that is loaded inside vLLM."""
@@ -41,8 +44,8 @@ class EngineHandle(Protocol):
     log: Path
 
     async def restart(self) -> None:
-        """End what is left of it, and start it again; ``url`` may be another one then. Raises ConfigError where that cannot
-        be."""
+        """End what is left of it, and start it again; ``url`` may be another one then. Raises
+        ConfigError where that cannot be."""
         ...
 
     @property
@@ -63,7 +66,14 @@ class EngineProcess:
     """Implements ``EngineHandle``: one that was started here."""
 
     def __init__(
-        self, spec: InferenceSpec, index: int, port: int, checkpoint: Path, dtype: str, window: int, log: Path
+        self,
+        spec: InferenceSpec,
+        index: int,
+        port: int,
+        checkpoint: Path,
+        dtype: str,
+        window: int,
+        log: Path,
     ) -> None:
         """Raises ConfigError where the command is not there."""
         self.url, self.log = f"http://{_HOST}:{port}", log
@@ -73,14 +83,17 @@ class EngineProcess:
         self.start()
 
     def start(self) -> None:
-        """Start it, the first time or again once ``close`` has returned. Belongs into a thread that lasts: with the one it is
-        called in the engine ends. Raises ConfigError as above."""
+        """Start it, the first time or again once ``close`` has returned. Belongs into a thread that
+        lasts: with the one it is called in the engine ends. Raises ConfigError as above."""
         environment = engine_environment(self._spec, self._index)
         try:
-            self._child = ChildProcess(self._command, environment=environment, log=self.log, follow=signal.SIGTERM)
+            self._child = ChildProcess(
+                self._command, environment=environment, log=self.log, follow=signal.SIGTERM
+            )
         except OSError as error:
             raise ConfigError(
-                f"an engine cannot be started: {self._command[0]}: {error.strerror}; give inference.command, or install "
+                f"an engine cannot be started: {self._command[0]}: {error.strerror}; give "
+                "inference.command, or install "
                 f"{self._spec.engine}"
             ) from None
 
@@ -101,7 +114,8 @@ class EngineProcess:
 
 
 async def status_of(engine: EngineHandle | None) -> int | None:
-    """Its exit status; None while it runs, and where nothing is known of it. Another machine may take its time to say so."""
+    """Its exit status; None while it runs, and where nothing is known of it. Another machine may
+    take its time to say so."""
     return None if engine is None else await asyncio.to_thread(lambda: engine.ended)
 
 
@@ -128,7 +142,8 @@ def ports_for(spec: InferenceSpec) -> list[int]:
                 holder.bind((_HOST, wanted))
             except OSError as error:
                 raise ConfigError(
-                    f"inference.ports: an engine cannot listen on {_HOST}:{wanted} ({error.strerror}): choose another "
+                    f"inference.ports: an engine cannot listen on {_HOST}:{wanted} "
+                    f"({error.strerror}): choose another "
                     "port, leave ports out for free ones, or give urls to use what runs there"
                 ) from None
             taken.append(holder.getsockname()[1])
@@ -147,7 +162,8 @@ def check_program(spec: InferenceSpec) -> None:
         first, beyond = (".".join(map(str, each)) for each in VERSIONS.get(spec.engine, ((), ())))
         known = f"pip install '{spec.engine}>={first},<{beyond}', " if first else ""
         raise ConfigError(
-            f"inference.engine={spec.engine} is to be started, and {lacks}: {known}name what starts it in inference.command, "
+            f"inference.engine={spec.engine} is to be started, and {lacks}: {known}name what "
+            "starts it in inference.command, "
             "or give inference.urls of servers that run already"
         )
 
@@ -155,7 +171,8 @@ def check_program(spec: InferenceSpec) -> None:
 def engine_command(
     spec: InferenceSpec, checkpoint: Path, port: int, dtype: str, window: int, host: str = _HOST
 ) -> list[str]:
-    """What starts an engine that listens on ``host``, this machine's loopback where nothing else is said."""
+    """What starts an engine that listens on ``host``, this machine's loopback where nothing else is
+    said."""
     begin = list(spec.command or PROGRAMS[spec.engine])
     folder, at = str(checkpoint), ["--host", host, "--port", str(port), "--dtype", dtype]
     if spec.engine == "ramify":
@@ -165,9 +182,16 @@ def engine_command(
         return [*begin, folder, *own, *spec.args]
     if spec.engine == "vllm":
         own = [
-            *at, "--max-model-len", str(window), "--logprobs-mode", "processed_logprobs",
-            "--worker-extension-cls", "ramify_in_vllm.Carried", "--weight-transfer-config", '{"backend": "ramify"}',
-        ]  # fmt: skip
+            *at,
+            "--max-model-len",
+            str(window),
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--worker-extension-cls",
+            "ramify_in_vllm.Carried",
+            "--weight-transfer-config",
+            '{"backend": "ramify"}',
+        ]
         own += ["--enable-sleep-mode"] if spec.level else []
         return [*begin, folder, *own, *spec.args]
     own = ["--enable-memory-saver"] if spec.level else []
@@ -182,7 +206,10 @@ def engine_environment(spec: InferenceSpec, index: int) -> dict[str, str]:
         added["CUDA_VISIBLE_DEVICES"] = spec.gpus[index]
     if spec.engine == "vllm":
         inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-        added |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join([str(INSIDE), *inherited])}
+        added |= {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "PYTHONPATH": os.pathsep.join([str(INSIDE), *inherited]),
+        }
     key = os.environ.get(spec.key_variable)
     if key:
         added |= {"RAMIFY_SERVE_KEY": key, "VLLM_API_KEY": key}

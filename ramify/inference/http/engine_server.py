@@ -1,4 +1,5 @@
-"""What a trainer does with one engine behind HTTP, whatever software it is. ``vllm.py`` and ``sglang.py`` say how."""
+"""What a trainer does with one engine behind HTTP, whatever software it is. ``vllm.py`` and
+``sglang.py`` say how."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class ServerInfo(NamedTuple):
     """As ``float32``; empty where it does not say."""
     vocabulary: int | None
     logprobs_mode: str
-    """``processed_logprobs``: of the distribution that was drawn from. Empty where it does not say."""
+    """``processed_logprobs``: of the distribution that was drawn from. Empty where it does not
+    say."""
     levels: tuple[int, ...] = (1, 2)
     """At which it can sleep, as far as it says."""
 
@@ -40,14 +42,17 @@ class SampledIds(NamedTuple):
 
 
 class EngineServer(Protocol):
-    """Implemented for each software. All raise ModelError, which names the server and what was asked."""
+    """Implemented for each software. All raise ModelError, which names the server and what was
+    asked."""
 
     url: str
     updates_in_place: bool
-    """Whether requests in flight can wait for new weights and go on exactly; else they are ended and sent again."""
+    """Whether requests in flight can wait for new weights and go on exactly; else they are ended
+    and sent again."""
 
     async def facts(self) -> ServerInfo:
-        """Raises ConfigError for a version of another protocol, or a server that takes no weights."""
+        """Raises ConfigError for a version of another protocol, or a server that takes no
+        weights."""
         ...
 
     async def healthy(self) -> None:
@@ -83,13 +88,15 @@ class EngineServer(Protocol):
         ...
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """One chunk of a sync, or all of it. With the ``last`` the weights are ``version``, and nothing of others is
-        remembered. Raises Conflict where the engine lacks what it builds on."""
+        """One chunk of a sync, or all of it. With the ``last`` the weights are ``version``, and
+        nothing of others is remembered. Raises Conflict where the engine lacks what it builds
+        on."""
         ...
 
     async def sleep(self, level: int) -> None:
-        """Give memory back for whoever shares the device: keys and values are forgotten, and weights are kept in main memory
-        (1) or dropped (2). Nobody is answered until all of ``TAGS`` are awake. It may not sleep already."""
+        """Give memory back for whoever shares the device: keys and values are forgotten, and
+        weights are kept in main memory (1) or dropped (2). Nobody is answered until all of ``TAGS``
+        are awake. It may not sleep already."""
         ...
 
     async def wake(self, tag: str) -> None:

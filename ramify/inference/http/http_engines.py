@@ -1,9 +1,11 @@
-"""Engines behind HTTP as one ``InferenceClient``: the same ids, the same numbers, whether they are one or many.
+"""Engines behind HTTP as one ``InferenceClient``: the same ids, the same numbers, whether they are
+one or many.
 
     complete ── gate ── which server ── ids in, ids out ── server gone? the next one ── ended by an update? go on ──▶ Reply
 
-A reply that an update interrupts is continued from its ids under the new weights, and says which version sampled what. When
-no server is left, whoever asks is told why. Who answers and who went is ``fleet.py``, how weights get there ``update_engines.py``.
+A reply that an update interrupts is continued from its ids under the new weights, and says which
+version sampled what. When no server is left, whoever asks is told why. Who answers and who went is
+``fleet.py``, how weights get there ``update_engines.py``.
 """
 
 from __future__ import annotations
@@ -41,9 +43,11 @@ T = TypeVar("T")
 class HttpEngines:
     """Belongs to one event loop. ``start`` comes first."""
 
-    def __init__(self, policy: Policy, spec: InferenceSpec, *, name: str, say: Callable[[str], None] = print) -> None:
-        """``policy`` says what engines must be: its renderer writes the ids. Ports, carrier and spec are checked here,
-        before anything is started; raises ConfigError."""
+    def __init__(
+        self, policy: Policy, spec: InferenceSpec, *, name: str, say: Callable[[str], None] = print
+    ) -> None:
+        """``policy`` says what engines must be: its renderer writes the ids. Ports, carrier and
+        spec are checked here, before anything is started; raises ConfigError."""
         self.name, self.window = name, policy.window
         self.price: Price | None = Price(0.0, 0.0)
         self.scaffold = "tiny" if policy.renderer.name == "tiny" else None
@@ -66,7 +70,8 @@ class HttpEngines:
         """Those that went away."""
         return self._fleet.membership
 
-    # --- from start to end ---------------------------------------------------------------------------------------
+    # --- from start to end
+    # ---------------------------------------------------------------------------------------
 
     async def start(
         self,
@@ -76,17 +81,20 @@ class HttpEngines:
         *,
         gone: Callable[[str], None] | None = None,
     ) -> None:
-        """Start the servers, or attach to them; check each; open the way for weights. ``save`` writes a checkpoint for
-        those that are started, below ``out``, by ``launch`` where it is not on this machine. Raises ConfigError for a server
-        that is not what the policy needs. ``gone``: for who only asks, while another gives the weights, which is told the
-        address of an engine that does not answer and then says by ``listed`` which ones do."""
+        """Start the servers, or attach to them; check each; open the way for weights. ``save``
+        writes a checkpoint for those that are started, below ``out``, by ``launch`` where it is not
+        on this machine. Raises ConfigError for a server that is not what the policy needs.
+        ``gone``: for who only asks, while another gives the weights, which is told the address of
+        an engine that does not answer and then says by ``listed`` which ones do."""
         try:
             await self._fleet.start(out, save, launch, leads=gone is None)
             if gone is None:
                 await self._sync.open()
             else:
                 spec = self._fleet.spec
-                self._fleet.listed = EngineList(gone, spec.start_s + 2 * spec.update_s + spec.return_s)
+                self._fleet.listed = EngineList(
+                    gone, spec.start_s + 2 * spec.update_s + spec.return_s
+                )
                 self.membership.came = self._ask_again
         except BaseException:
             await self.close()
@@ -111,7 +119,8 @@ class HttpEngines:
             await self._fleet.is_gone(server, Unreachable(f"by {who}"))
 
     async def _ask_again(self) -> None:
-        """Ask those that are back, which another gives the weights to; a reply by older ones is not taken."""
+        """Ask those that are back, which another gives the weights to; a reply by older ones is not
+        taken."""
         self._fleet.take_back()
         self._fleet.all_given()
         self.membership.tell()
@@ -122,10 +131,12 @@ class HttpEngines:
         self._sync.close()
         await self._fleet.close()
 
-    # --- replies -------------------------------------------------------------------------------------------------
+    # --- replies
+    # -------------------------------------------------------------------------------------------------
 
     async def complete(self, request: Request) -> Reply:
-        """One reply. Raises Refused where the prompt does not fit, ServerFailed where no engine is left."""
+        """One reply. Raises Refused where the prompt does not fit, ServerFailed where no engine is
+        left."""
         return await self.complete_at(request, None)
 
     async def complete_at(self, request: Request, only: EngineServer | None) -> Reply:
@@ -172,11 +183,16 @@ class HttpEngines:
     def _with_defaults(self, sampling: Sampling) -> Sampling:
         if sampling.extra:
             raise ConfigError(
-                f"{self.name}: no field {', '.join(sorted(sampling.extra))} here: leave sampling.extra out"
+                f"{self.name}: no field {', '.join(sorted(sampling.extra))} here: leave "
+                "sampling.extra out"
             )
         default = self._policy.defaults
         if sampling.temperature is None:
-            drawn = {"temperature": default.temperature, "top_p": default.top_p, "top_k": default.top_k}
+            drawn = {
+                "temperature": default.temperature,
+                "top_p": default.top_p,
+                "top_k": default.top_k,
+            }
             return msgspec.structs.replace(sampling, **drawn)
         return sampling
 
@@ -185,7 +201,10 @@ class HttpEngines:
         return Reply(
             message=message,
             usage=Usage(
-                len(so_far.ids) - len(so_far.sampled), len(so_far.sampled), cached_tokens=so_far.cached, calls=1
+                len(so_far.ids) - len(so_far.sampled),
+                len(so_far.sampled),
+                cached_tokens=so_far.cached,
+                calls=1,
             ),
             finish="tool_calls" if message.tool_calls else _FINISHES.get(so_far.end, "other"),
             model=self._policy.name,
@@ -194,7 +213,9 @@ class HttpEngines:
             token_ids=tuple(so_far.sampled),
             logprobs=tuple(so_far.logprobs),
             versions=tuple(so_far.versions),
-            kept=tuple(so_far.kept) if len(so_far.kept) == len(so_far.sampled) and so_far.kept else None,
+            kept=tuple(so_far.kept)
+            if len(so_far.kept) == len(so_far.sampled) and so_far.kept
+            else None,
         )
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
@@ -203,7 +224,13 @@ class HttpEngines:
     async def fingerprint(self) -> str | None:
         """Of all servers; raises TrainError where they are not the same."""
         servers = list(self._fleet.alive)
-        found = dict(zip(servers, await asyncio.gather(*(each.fingerprint() for each in servers)), strict=True))
+        found = dict(
+            zip(
+                servers,
+                await asyncio.gather(*(each.fingerprint() for each in servers)),
+                strict=True,
+            )
+        )
         if len(set(found.values())) > 1:
             told = ", ".join(f"{server.url}: {value}" for server, value in found.items())
             raise TrainError(f"the engines have different weights ({told}): the weight sync failed")
@@ -221,24 +248,28 @@ class HttpEngines:
         return together(await asyncio.gather(*map(of, self._fleet.alive)))
 
     async def sleep(self) -> bool:
-        """Let the engines give their memory back until the next ``update``, for a trainer on the same devices, where the spec
-        has it so; whether it does. Who asks meanwhile waits. Raises ServerFailed where no engine is left."""
+        """Let the engines give their memory back until the next ``update``, for a trainer on the
+        same devices, where the spec has it so; whether it does. Who asks meanwhile waits. Raises
+        ServerFailed where no engine is left."""
         return await self._sync.sleep()
 
     def metrics(self) -> dict[str, float]:
-        """How many engines answer, how often one went away and came back; nothing where none ever went."""
+        """How many engines answer, how often one went away and came back; nothing where none ever
+        went."""
         return self._fleet.metrics()
 
-    # --- weights -------------------------------------------------------------------------------------------------
+    # --- weights
+    # -------------------------------------------------------------------------------------------------
 
     async def update(self, weights: object, version: int) -> None:
-        """From now on ``weights``, the sources of all tensors, answer as ``version`` at every server. Raises TrainError
-        with the last good version where a server does not take them."""
+        """From now on ``weights``, the sources of all tensors, answer as ``version`` at every
+        server. Raises TrainError with the last good version where a server does not take them."""
         assert isinstance(weights, list)
         await self._sync.update(weights, version)
 
     async def rejoin(self, weights: object, version: int) -> bool:
-        """Give ``weights``, which answer as ``version`` already, to servers that came back; whether there were any."""
+        """Give ``weights``, which answer as ``version`` already, to servers that came back; whether
+        there were any."""
         assert isinstance(weights, list)
         return await self._sync.rejoin(weights, version)
 

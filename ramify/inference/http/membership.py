@@ -3,8 +3,9 @@
     an engine goes ── expected? ── bring it (start it again, or wait for it; check it) ── ready ── new weights ──▶ it answers
                           └ no: it was gone ``restarts`` times since it last took a new version: others go on without it
 
-An engine that is back has old weights, so nobody asks it before it was given those of now: by the next update, or by whoever
-is told that it is there (``came``). Leaves out how one is started and checked (``http_engines.py``, ``engine_process.py``).
+An engine that is back has old weights, so nobody asks it before it was given those of now: by the
+next update, or by whoever is told that it is there (``came``). Leaves out how one is started and
+checked (``http_engines.py``, ``engine_process.py``).
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ class EngineMembership:
     """Belongs to one event loop."""
 
     def __init__(
-        self, restarts: int, bring: Callable[[str], Awaitable[EngineServer]], say: Callable[[str], None]
+        self,
+        restarts: int,
+        bring: Callable[[str], Awaitable[EngineServer]],
+        say: Callable[[str], None],
     ) -> None:
-        """``restarts``: how often one engine may go without having taken a new version in between. ``bring`` returns the
-        engine of an address once it answers and fits; raises RamifyError where it does not in time."""
+        """``restarts``: how often one engine may go without having taken a new version in between.
+        ``bring`` returns the engine of an address once it answers and fits; raises RamifyError
+        where it does not in time."""
         self._restarts, self._bring, self._say = restarts, bring, say
         self.came: Callable[[], Awaitable[None]] | None = None
         """Gives the newest weights to what is ready; it deals with its own errors."""
@@ -70,7 +75,8 @@ class EngineMembership:
         return ready
 
     async def news(self, timeout_s: float) -> bool:
-        """Return once an engine is ready, answers, or is given up; False where nothing of it happens in time."""
+        """Return once an engine is ready, answers, or is given up; False where nothing of it
+        happens in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()

@@ -1,4 +1,5 @@
-"""A reply that is put together of parts, since updates may interrupt it; and what calls have in common that share a server."""
+"""A reply that is put together of parts, since updates may interrupt it; and what calls have in
+common that share a server."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class PartialReply:
         self.kept += part.kept or ()
         self.left -= len(part.ids)
         self.end = part.end
-        spans = part.versions if part.versions is not None else (VersionSpan(0, len(part.ids), version),)
+        spans = (
+            part.versions
+            if part.versions is not None
+            else (VersionSpan(0, len(part.ids), version),)
+        )
         for span in spans:
             start, end = begin + span.start, begin + span.end
             last = self.versions[-1] if self.versions else None
@@ -44,7 +49,8 @@ class PartialReply:
 
 
 def tree_of(request: Request) -> Hashable:
-    """What all calls of one tree have in common: the seed of a rollout; else how its call's conversation begins."""
+    """What all calls of one tree have in common: the seed of a rollout; else how its call's
+    conversation begins."""
     if request.sampling.seed is not None:
         return request.sampling.seed
     return request.messages[0].content if request.messages else request.affinity

@@ -1,4 +1,5 @@
-"""How full a server's cache is, read off the metrics that it shows to monitors (``GET /metrics``, Prometheus's text form).
+"""How full a server's cache is, read off the metrics that it shows to monitors (``GET /metrics``,
+Prometheus's text form).
 
     vllm:kv_cache_usage_perc{model_name="m"} 0.87        ──>  Pressure(full=0.87, waiting=3, evicted=12)
     vllm:num_requests_waiting{model_name="m"} 3.0             of several engines behind one server the fullest, and sums
@@ -29,7 +30,9 @@ def read(text: str) -> CachePressure | None:
     full = [value for name in _FULL for value in found.get(name, ())]
     if not full:
         return None
-    waiting, evicted = (sum(sum(found.get(name, ())) for name in names) for names in (_WAITING, _EVICTED))
+    waiting, evicted = (
+        sum(sum(found.get(name, ())) for name in names) for names in (_WAITING, _EVICTED)
+    )
     return CachePressure(max(full), int(waiting), int(evicted))
 
 
@@ -49,5 +52,7 @@ def together(found: Iterable[CachePressure | None]) -> CachePressure | None:
     if not told:
         return None
     return CachePressure(
-        max(each.full for each in told), sum(each.waiting for each in told), sum(each.evicted for each in told)
+        max(each.full for each in told),
+        sum(each.waiting for each in told),
+        sum(each.evicted for each in told),
     )

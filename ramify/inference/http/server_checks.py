@@ -1,4 +1,5 @@
-"""Whether a server may be asked: it answers, and what it serves is what the policy needs. All errors are ConfigErrors."""
+"""Whether a server may be asked: it answers, and what it serves is what the policy needs. All
+errors are ConfigErrors."""
 
 from __future__ import annotations
 
@@ -11,15 +12,19 @@ from ramify.inference.http.engine_server import EngineServer, ServerInfo
 
 _POLL_S = 0.1
 _FLAGS = {
-    ("vllm", 1): "--enable-sleep-mode", ("vllm", 2): "--enable-sleep-mode", ("sglang", 2): "--enable-memory-saver",
+    ("vllm", 1): "--enable-sleep-mode",
+    ("vllm", 2): "--enable-sleep-mode",
+    ("sglang", 2): "--enable-memory-saver",
     ("sglang", 1): "--enable-memory-saver and --enable-weights-cpu-backup",
-}  # fmt: skip
+}
 """Software and level of sleep -> what it has to be started with."""
 
 
-async def until_up(server: EngineServer, process: EngineHandle | None, wait_s: float, restarts: int) -> None:
-    """Return once ``server`` answers. ``process`` is what was started for it: one that was killed before it answered is
-    started again, ``restarts`` times."""
+async def until_up(
+    server: EngineServer, process: EngineHandle | None, wait_s: float, restarts: int
+) -> None:
+    """Return once ``server`` answers. ``process`` is what was started for it: one that was killed
+    before it answered is started again, ``restarts`` times."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -30,13 +35,16 @@ async def until_up(server: EngineServer, process: EngineHandle | None, wait_s: f
                 if ended >= 0 or not restarts:
                     said = await asyncio.to_thread(process.said)
                     raise ConfigError(
-                        f"the engine at {server.url} ended with status {ended} before it answered; its log {process.log} "
+                        f"the engine at {server.url} ended with status {ended} before it answered; "
+                        f"its log {process.log} "
                         f"ends: {said}"
                     ) from None
                 restarts -= 1
                 await process.restart()  # another may fare better
                 if process.url != server.url:
-                    raise ConfigError(f"the engine at {server.url} is started again at {process.url}") from None
+                    raise ConfigError(
+                        f"the engine at {server.url} is started again at {process.url}"
+                    ) from None
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"no engine answers: {error}; is the server up, and inference.engine right?"
@@ -47,8 +55,8 @@ async def until_up(server: EngineServer, process: EngineHandle | None, wait_s: f
 async def check(
     server: EngineServer, software: str, *, vocabulary: int, dtype: str, window: int, level: int = 0
 ) -> None:
-    """Compare what ``server`` says of itself with the policy's vocabulary (ids), dtype (as ``float32``) and window
-    (tokens); above 0 it must be able to sleep at ``level``."""
+    """Compare what ``server`` says of itself with the policy's vocabulary (ids), dtype (as
+    ``float32``) and window (tokens); above 0 it must be able to sleep at ``level``."""
     try:
         facts = await server.facts()
         _check_level(server.url, software, level, facts)
@@ -56,10 +64,13 @@ async def check(
         if facts.vocabulary is None:
             fits = await server.takes_id(vocabulary - 1) and not await server.takes_id(vocabulary)
     except ModelError as error:
-        raise ConfigError(f"the engine does not speak the protocol of '{software}': {error}") from None
+        raise ConfigError(
+            f"the engine does not speak the protocol of '{software}': {error}"
+        ) from None
     if not fits:
         raise ConfigError(
-            f"the engine at {server.url} has another vocabulary ({facts.vocabulary or 'found by asking'}) than the policy "
+            f"the engine at {server.url} has another vocabulary "
+            f"({facts.vocabulary or 'found by asking'}) than the policy "
             f"({vocabulary}): serve the policy's own checkpoint"
         )
     _check_numbers(server.url, facts, dtype, window)
@@ -68,7 +79,8 @@ async def check(
 def _check_level(url: str, software: str, level: int, facts: ServerInfo) -> None:
     if level and level not in facts.levels:
         raise ConfigError(
-            f"the engine at {url} cannot sleep at level {level} while the trainer learns (inference.sleep=learn): start it "
+            f"the engine at {url} cannot sleep at level {level} while the trainer learns "
+            "(inference.sleep=learn): start it "
             f"with {_FLAGS[software, level]}, or set inference.sleep=never"
         )
 
@@ -76,16 +88,19 @@ def _check_level(url: str, software: str, level: int, facts: ServerInfo) -> None
 def _check_numbers(url: str, facts: ServerInfo, dtype: str, window: int) -> None:
     if facts.dtype and facts.dtype != dtype:
         raise ConfigError(
-            f"the engine at {url} computes in {facts.dtype} and the policy in {dtype}: serve it with --dtype {dtype}, or set "
+            f"the engine at {url} computes in {facts.dtype} and the policy in {dtype}: serve it "
+            f"with --dtype {dtype}, or set "
             f"policy.dtype={facts.dtype}"
         )
     if facts.window is not None and facts.window < window:
         raise ConfigError(
-            f"the engine at {url} has a window of {facts.window} tokens and the policy one of {window}: serve it with the "
+            f"the engine at {url} has a window of {facts.window} tokens and the policy one of "
+            f"{window}: serve it with the "
             "policy's (--max-model-len)"
         )
     if facts.logprobs_mode not in ("", "processed_logprobs"):
         raise ConfigError(
-            f"the engine at {url} returns {facts.logprobs_mode}, which are not those that were drawn from: start it with "
+            f"the engine at {url} returns {facts.logprobs_mode}, which are not those that were "
+            "drawn from: start it with "
             "--logprobs-mode processed_logprobs"
         )

@@ -5,8 +5,8 @@
     memory    POST /pause_generation ─ /release_memory_occupation ─ /resume_memory_occupation for weights, then for kv_cache;
               it needs --enable-memory-saver, and to keep weights meanwhile --enable-weights-cpu-backup
 
-Its log-probabilities are those at the temperature that was asked for, before top-p and top-k cut. Files carry the weights:
-its other routes (tensor, distributed) take pickles or need a GPU.
+Its log-probabilities are those at the temperature that was asked for, before top-p and top-k cut.
+Files carry the weights: its other routes (tensor, distributed) take pickles or need a GPU.
 """
 
 from __future__ import annotations
@@ -40,11 +40,20 @@ class SglangServer:
         if "ramify_protocol" not in about:
             check_version("sglang", self.url, version)
         elif about["ramify_protocol"] != PROTOCOL:
-            raise ConfigError(f"{self.url} speaks protocol {about['ramify_protocol']}, and this is protocol {PROTOCOL}")
-        window = about.get("max_model_len") or about.get("context_length") or about.get("max_req_input_len")
+            raise ConfigError(
+                f"{self.url} speaks protocol {about['ramify_protocol']}, and this is protocol "
+                f"{PROTOCOL}"
+            )
+        window = (
+            about.get("max_model_len")
+            or about.get("context_length")
+            or about.get("max_req_input_len")
+        )
         dtype = str(about.get("dtype", "")).removeprefix("torch.")
         dtype = "" if dtype == "auto" else dtype
-        return ServerInfo(version, window, dtype, about.get("vocab_size"), "processed_logprobs", _levels(about))
+        return ServerInfo(
+            version, window, dtype, about.get("vocab_size"), "processed_logprobs", _levels(about)
+        )
 
     async def healthy(self) -> None:
         await self._api.get("/health", self._spec.probe_s)
@@ -53,37 +62,56 @@ class SglangServer:
         self, ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], affinity: str
     ) -> SampledIds:
         params: dict[str, Any] = {
-            "max_new_tokens": sampling.max_tokens, "stop_token_ids": list(stop_ids), "top_k": sampling.top_k or -1,
+            "max_new_tokens": sampling.max_tokens,
+            "stop_token_ids": list(stop_ids),
+            "top_k": sampling.top_k or -1,
             "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
             "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
-        }  # fmt: skip
+        }
         if sampling.stop:
             params["stop"] = list(sampling.stop)
         if sampling.seed is not None:
-            digest = hashlib.blake2b(f"{sampling.seed}|{affinity}|{len(ids)}".encode(), digest_size=4).digest()
+            digest = hashlib.blake2b(
+                f"{sampling.seed}|{affinity}|{len(ids)}".encode(), digest_size=4
+            ).digest()
             params["sampling_seed"] = int.from_bytes(digest) >> 1
-        answer = await self._generate({"input_ids": list(ids), "sampling_params": params, "return_logprob": True})
+        answer = await self._generate(
+            {"input_ids": list(ids), "sampling_params": params, "return_logprob": True}
+        )
         try:
             about = answer["meta_info"]
             told = about["output_token_logprobs"]
             return SampledIds(
-                tuple(int(id) for _, id, *_ in told), tuple(float(logprob) for logprob, *_ in told),
-                str((about["finish_reason"] or {}).get("type")), int(about.get("cached_tokens") or 0), None, None,
-            )  # fmt: skip
+                tuple(int(id) for _, id, *_ in told),
+                tuple(float(logprob) for logprob, *_ in told),
+                str((about["finish_reason"] or {}).get("type")),
+                int(about.get("cached_tokens") or 0),
+                None,
+                None,
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise self._bad(error) from None
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         params = {"max_new_tokens": 1, "temperature": 1.0}
-        asked = {"input_ids": list(ids), "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+        asked = {
+            "input_ids": list(ids),
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
         answer = await self._generate(asked)
         try:
-            return [float(logprob) for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+            return [
+                float(logprob) for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]
+            ]
         except (KeyError, TypeError, ValueError) as error:
             raise self._bad(error) from None
 
     async def pressure(self) -> CachePressure | None:
-        return pressure.read(str((await self._api.get("/metrics", self._spec.probe_s)).get("text", "")))
+        return pressure.read(
+            str((await self._api.get("/metrics", self._spec.probe_s)).get("text", ""))
+        )
 
     async def takes_id(self, id: int) -> bool:
         try:
@@ -134,7 +162,9 @@ class SglangServer:
         return await self._api.post(path, body, self._spec.update_s)
 
     def _bad(self, error: Exception) -> BadReply:
-        return BadReply(f"POST {self.url}/generate: no ids and log-probabilities in the answer: {error!r}")
+        return BadReply(
+            f"POST {self.url}/generate: no ids and log-probabilities in the answer: {error!r}"
+        )
 
 
 def _levels(about: dict[str, Any]) -> tuple[int, ...]:

@@ -3,8 +3,9 @@
     update ── pause all ─ chunks of weights to all ─ resume all ──▶ version
     sleep  ── nobody is asked … update: wake weights ─ (as above, whole) ─ wake keys and values ──▶ version
 
-One that goes on the way is dropped, and the others get everything again; one that lacks what a difference builds on, too.
-Leaves out what carries the bytes (``inference/weights``), and whether what arrived is right (``train/selfcheck.py``).
+One that goes on the way is dropped, and the others get everything again; one that lacks what a
+difference builds on, too. Leaves out what carries the bytes (``inference/weights``), and whether
+what arrived is right (``train/selfcheck.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from ramify.inference.weight_sync.base import WeightChunk, WeightSource, WeightS
 class EngineWeightSync:
     """Belongs to one event loop."""
 
-    def __init__(self, fleet: EngineFleet, weight_sync: WeightSync, version: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, fleet: EngineFleet, weight_sync: WeightSync, version: int, say: Callable[[str], None]
+    ) -> None:
         self._fleet, self._weight_sync, self._say = fleet, weight_sync, say
         self.version = version
         """Of the weights that all engines answer with."""
@@ -40,7 +43,9 @@ class EngineWeightSync:
         try:
             await self._open_carrier()
         except EnginesDropped:
-            raise ConfigError(f"an engine went away while it was prepared for weights: {self._fleet.why()}") from None
+            raise ConfigError(
+                f"an engine went away while it was prepared for weights: {self._fleet.why()}"
+            ) from None
 
     def close(self) -> None:
         """Free what carries the bytes. Idempotent."""
@@ -52,26 +57,29 @@ class EngineWeightSync:
         self._fleet.membership.took()
 
     async def update(self, sources: list[WeightSource], version: int) -> None:
-        """From now on ``sources``, all tensors, answer as ``version`` at every engine. Raises TrainError with the last good
-        version where one does not take them."""
+        """From now on ``sources``, all tensors, answer as ``version`` at every engine. Raises
+        TrainError with the last good version where one does not take them."""
         async with self._updating:
             await self._give(sources, version)
             self._fleet.membership.took()
 
     async def rejoin(self, sources: list[WeightSource], version: int) -> bool:
-        """Give ``sources``, which answer as ``version`` already, to engines that came back; whether there were any."""
+        """Give ``sources``, which answer as ``version`` already, to engines that came back; whether
+        there were any."""
         async with self._updating:
             if not self._fleet.membership.ready:  # an update came first
                 return False
             await self._give(sources, version)
         names = ", ".join(server.url for server in self._fleet.alive)
-        self._say(f"an engine is back, with version {version} of the weights; now there are {names}")
+        self._say(
+            f"an engine is back, with version {version} of the weights; now there are {names}"
+        )
         return True
 
     async def sleep(self) -> bool:
-        """Let all engines give their devices' memory back until the next update, and those that are on their way before they
-        are given weights; nobody is asked meanwhile. Whether they are to sleep at all. Raises ServerFailed where none is
-        left."""
+        """Let all engines give their devices' memory back until the next update, and those that are
+        on their way before they are given weights; nobody is asked meanwhile. Whether they are to
+        sleep at all. Raises ServerFailed where none is left."""
         if not self._fleet.spec.level:
             return False
         async with self._updating:
@@ -86,8 +94,8 @@ class EngineWeightSync:
         return True
 
     async def _slept(self) -> bool:
-        """One try; False where engines went or came meanwhile. One that starts takes its device's memory, so it is waited
-        for."""
+        """One try; False where engines went or came meanwhile. One that starts takes its device's
+        memory, so it is waited for."""
         fleet = self._fleet
         if fleet.membership.is_any_coming:
             await fleet.membership.news(fleet.spec.start_s)
@@ -111,7 +119,8 @@ class EngineWeightSync:
             self.version = version
         except (ModelError, ConfigError, OSError, RuntimeError) as error:
             raise TrainError(
-                f"the engines did not take version {version} of the weights: {error}; the last good one is version "
+                f"the engines did not take version {version} of the weights: {error}; the last "
+                "good one is version "
                 f"{self.version}"
             ) from error
         finally:
@@ -129,7 +138,8 @@ class EngineWeightSync:
                 await fleet.one_is_back()
             elif not fleet.alive:
                 raise TrainError(
-                    f"version {version} of the weights cannot be given to anybody: {fleet.why()}; the last good one is "
+                    f"version {version} of the weights cannot be given to anybody: {fleet.why()}; "
+                    "the last good one is "
                     f"version {self.version}"
                 )
             else:
@@ -147,7 +157,9 @@ class EngineWeightSync:
 
     async def _send(self, sources: list[WeightSource], version: int, whole: bool) -> None:
         chunks = iter(self._weight_sync.chunks(sources, version, whole=whole))
-        chunk = await asyncio.to_thread(next, chunks, None)  # engines go on meanwhile: finding differences takes time
+        chunk = await asyncio.to_thread(
+            next, chunks, None
+        )  # engines go on meanwhile: finding differences takes time
         self.is_open.clear()
         await self._fleet.wake("weights")
         await self._fleet.all(lambda server: server.pause())
@@ -158,7 +170,9 @@ class EngineWeightSync:
             try:
                 if chunk.send is not None:
                     await self._broadcast(chunk.send, told)
-                chunk = await asyncio.to_thread(next, chunks, None)  # written while the engines read the one before
+                chunk = await asyncio.to_thread(
+                    next, chunks, None
+                )  # written while the engines read the one before
             finally:
                 await told
         await self._fleet.wake("kv_cache")
@@ -174,13 +188,17 @@ class EngineWeightSync:
     async def _open_carrier(self) -> None:
         """Raises Lost where a server went meanwhile."""
         alive = self._fleet.alive
-        infos = dict(zip([each.url for each in alive], self._weight_sync.open(len(alive)), strict=True))
+        infos = dict(
+            zip([each.url for each in alive], self._weight_sync.open(len(alive)), strict=True)
+        )
         joined = asyncio.ensure_future(asyncio.to_thread(self._weight_sync.join))
         try:
             await self._fleet.all(lambda server: server.open_weights(infos[server.url]))
         except ModelError as error:
             weight_sync = self._fleet.spec.carried_by
-            raise ConfigError(f"an engine cannot be given weights by '{weight_sync}': {error}") from None
+            raise ConfigError(
+                f"an engine cannot be given weights by '{weight_sync}': {error}"
+            ) from None
         finally:
             with contextlib.suppress(RuntimeError):
                 await joined

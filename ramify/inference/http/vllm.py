@@ -4,9 +4,9 @@
     weights   POST /pause ─ /start_weight_update ─ /update_weights … ─ /finish_weight_update ─ /reset_prefix_cache ─ /resume
     memory    POST /sleep?level=… ─ /wake_up?tags=weights ─ (weights) ─ /wake_up?tags=kv_cache; GET /is_sleeping
 
-vLLM needs VLLM_SERVER_DEV_MODE=1, ``--logprobs-mode processed_logprobs``, to sleep ``--enable-sleep-mode``, and for the
-carriers of this package the one file that is loaded inside it (``inside/ramify_in_vllm.py``). What starts it gives all of them
-(``engine_process.py``).
+vLLM needs VLLM_SERVER_DEV_MODE=1, ``--logprobs-mode processed_logprobs``, to sleep
+``--enable-sleep-mode``, and for the carriers of this package the one file that is loaded inside it
+(``inside/ramify_in_vllm.py``). What starts it gives all of them (``engine_process.py``).
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ from ramify.inference.http.inference_spec import InferenceSpec, check_version
 from ramify.types.message import VersionSpan
 
 _ROUTES = (
-    "/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
-    "/reset_prefix_cache", "/v1/completions",
-)  # fmt: skip
+    "/pause",
+    "/resume",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/v1/completions",
+)
 
 
 class VllmServer:
@@ -62,10 +68,17 @@ class VllmServer:
         self, ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], affinity: str
     ) -> SampledIds:
         body: dict[str, Any] = {
-            "model": self._model, "prompt": list(ids), "max_tokens": sampling.max_tokens, "logprobs": 0,
-            "return_token_ids": True, "stop_token_ids": list(stop_ids), "temperature": _or(sampling.temperature, 1.0),
-            "top_p": _or(sampling.top_p, 1.0), "top_k": sampling.top_k or 0, **self._drawing(sampling, affinity, len(ids)),
-        }  # fmt: skip
+            "model": self._model,
+            "prompt": list(ids),
+            "max_tokens": sampling.max_tokens,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stop_token_ids": list(stop_ids),
+            "temperature": _or(sampling.temperature, 1.0),
+            "top_p": _or(sampling.top_p, 1.0),
+            "top_k": sampling.top_k or 0,
+            **self._drawing(sampling, affinity, len(ids)),
+        }
         if sampling.stop:
             body["stop"] = list(sampling.stop)
         answer = await self._api.post("/v1/completions", body, self._spec.request_s)
@@ -73,17 +86,28 @@ class VllmServer:
             return _sampled(answer, ids)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BadReply(
-                f"POST {self.url}/v1/completions: no ids and log-probabilities in the answer: {error!r}"
+                f"POST {self.url}/v1/completions: no ids and log-probabilities in the answer: "
+                f"{error!r}"
             ) from None
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        body = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        body = {
+            "model": self._model,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+        }
         answer = await self._api.post("/v1/completions", body, self._spec.request_s)
         try:
             told = answer["choices"][0]["prompt_logprobs"]
-            return [float(each[str(id)]["logprob"]) for id, each in zip(ids[1:], told[1:], strict=True)]
+            return [
+                float(each[str(id)]["logprob"]) for id, each in zip(ids[1:], told[1:], strict=True)
+            ]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise BadReply(f"POST {self.url}/v1/completions: no prompt_logprobs in the answer: {error!r}") from None
+            raise BadReply(
+                f"POST {self.url}/v1/completions: no prompt_logprobs in the answer: {error!r}"
+            ) from None
 
     async def fingerprint(self) -> str | None:
         return None
@@ -113,7 +137,9 @@ class VllmServer:
 
     async def is_asleep(self) -> bool:
         try:
-            return bool((await self._api.get("/is_sleeping", self._spec.probe_s)).get("is_sleeping"))
+            return bool(
+                (await self._api.get("/is_sleeping", self._spec.probe_s)).get("is_sleeping")
+            )
         except Refused:  # it has no such route, and so does not sleep
             return False
 
@@ -124,47 +150,66 @@ class VllmServer:
         await self._api.post(path, body or {}, self._spec.update_s)
 
     def _drawing(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
-        """Its random numbers: of this call at this length, since vLLM begins them anew with each request."""
+        """Its random numbers: of this call at this length, since vLLM begins them anew with each
+        request."""
         if sampling.seed is None:
             return {}
-        digest = hashlib.blake2b(f"{sampling.seed}|{affinity}|{num_ids}".encode(), digest_size=4).digest()
+        digest = hashlib.blake2b(
+            f"{sampling.seed}|{affinity}|{num_ids}".encode(), digest_size=4
+        ).digest()
         return {"seed": int.from_bytes(digest) >> 1}
 
     def _check_ramify(self, about: dict[str, Any]) -> None:
         if about["ramify_protocol"] != PROTOCOL:
             raise ConfigError(
-                f"{self.url} speaks protocol {about['ramify_protocol']} (ramify {about.get('version')}), and this is protocol "
+                f"{self.url} speaks protocol {about['ramify_protocol']} (ramify "
+                f"{about.get('version')}), and this is protocol "
                 f"{PROTOCOL}: install the same version of ramify on both sides"
             )
         if not about.get("weight_transfer"):
-            raise ConfigError(f"{self.url} takes no weights: start it with `ramify serve-policy --weight-transfer`")
+            raise ConfigError(
+                f"{self.url} takes no weights: start it with `ramify serve-policy "
+                "--weight-transfer`"
+            )
 
     async def _check_routes(self) -> None:
         paths = (await self._api.get("/openapi.json", self._spec.probe_s)).get("paths", {})
         missing = [path for path in _ROUTES if path not in paths]
         if missing:
             raise ConfigError(
-                f"{self.url} has no route {missing[0]}: start vLLM with VLLM_SERVER_DEV_MODE=1 and with "
+                f"{self.url} has no route {missing[0]}: start vLLM with VLLM_SERVER_DEV_MODE=1 and "
+                "with "
                 '--weight-transfer-config \'{"backend": "ramify"}\''
             )
 
-    async def _about_model(self, about: dict[str, Any]) -> tuple[str, int | None, str, tuple[int, ...]]:
+    async def _about_model(
+        self, about: dict[str, Any]
+    ) -> tuple[str, int | None, str, tuple[int, ...]]:
         """(dtype, vocabulary, mode of log-probabilities, levels of sleep)"""
         if "ramify_protocol" in about:
             return about["dtype"], about["vocab_size"], about["logprobs_mode"], (1, 2)
         told = await self._api.get("/server_info?config_format=json", 4 * self._spec.probe_s)
         model = (told.get("vllm_config") or {}).get("model_config") or {}
         levels = (1, 2) if model.get("enable_sleep_mode", True) else ()
-        return str(model.get("dtype", "")).removeprefix("torch."), None, str(model.get("logprobs_mode", "")), levels
+        return (
+            str(model.get("dtype", "")).removeprefix("torch."),
+            None,
+            str(model.get("logprobs_mode", "")),
+            levels,
+        )
 
     async def pressure(self) -> CachePressure | None:
-        return pressure.read(str((await self._api.get("/metrics", self._spec.probe_s)).get("text", "")))
+        return pressure.read(
+            str((await self._api.get("/metrics", self._spec.probe_s)).get("text", ""))
+        )
 
     async def takes_id(self, id: int) -> bool:
         """Whether ``id`` is of its vocabulary, for a server that does not say how large that is."""
         try:
             await self._api.post(
-                "/v1/completions", {"model": self._model, "prompt": [id], "max_tokens": 1}, self._spec.request_s
+                "/v1/completions",
+                {"model": self._model, "prompt": [id], "max_tokens": 1},
+                self._spec.request_s,
             )
         except Refused:
             return False
@@ -180,7 +225,8 @@ class RamifyServer(VllmServer):
         about = await self._api.get("/version", self._spec.probe_s)
         if "ramify_protocol" not in about:
             raise ConfigError(
-                f"{self.url} is no `ramify serve-policy` (it is of version {about.get('version')}): set inference.engine to "
+                f"{self.url} is no `ramify serve-policy` (it is of version "
+                f"{about.get('version')}): set inference.engine to "
                 "what runs there"
             )
         return await super().facts()
@@ -213,12 +259,17 @@ def _sampled(answer: dict[str, Any], given: Sequence[int]) -> SampledIds:
     if back is not None and list(back) != list(given):
         raise ValueError("the prompt came back with other ids than it was given")
     spans, kept = choice.get("versions"), choice.get("kept")
-    cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get(
+        "cached_tokens"
+    ) or 0
     return SampledIds(
-        ids, logprobs, str(choice["finish_reason"]), cached,
+        ids,
+        logprobs,
+        str(choice["finish_reason"]),
+        cached,
         None if spans is None else tuple(VersionSpan(*span) for span in spans),
         None if kept is None else tuple(map(tuple, kept)),
-    )  # fmt: skip
+    )
 
 
 def _or(value: float | None, default: float) -> float:

@@ -4,9 +4,10 @@
        ▲                                                                                              │
        └── preempted, where memory is short                    finished ◀── stop? ── append ◀── draw ─┘
 
-Synchronous and single-threaded; ``engine_thread.py`` runs it, ``local_client.py`` talks to it. A sequence that is preempted, or whose
-cache is forgotten because the weights changed, is computed again from its ids and goes on drawing where it was, so that
-what it samples does not depend on what happened to its cache or on what else was in the batch.
+Synchronous and single-threaded; ``engine_thread.py`` runs it, ``local_client.py`` talks to it. A
+sequence that is preempted, or whose cache is forgotten because the weights changed, is computed
+again from its ids and goes on drawing where it was, so that what it samples does not depend on what
+happened to its cache or on what else was in the batch.
 """
 
 from __future__ import annotations
@@ -73,14 +74,18 @@ class LocalEngine:
         """May be asked from any thread."""
         num_running = sum(owner is not None for owner in list(self._slots.owner))
         taken = num_running * self._slots.capacity * self.runner.bytes_per_token
-        return CachePressure(min(taken / self.room.cache_bytes, 1.0), len(self._waiting), self.num_preempted)
+        return CachePressure(
+            min(taken / self.room.cache_bytes, 1.0), len(self._waiting), self.num_preempted
+        )
 
     def add(self, generation: Generation) -> None:
-        """Take a sequence whose prompt and reply fit the window. Raises Refused where the cache could never hold it."""
+        """Take a sequence whose prompt and reply fit the window. Raises Refused where the cache
+        could never hold it."""
         most = self._most_tokens()
         if generation.num_prompt >= most:
             error = Refused(
-                f"the prompt has {generation.num_prompt} tokens, and the cache of {self.room.cache_bytes >> 20} MiB holds "
+                f"the prompt has {generation.num_prompt} tokens, and the cache of "
+                f"{self.room.cache_bytes >> 20} MiB holds "
                 f"{most} for one sequence: give the engine more cache_bytes"
             )
             error.too_long = True
@@ -89,11 +94,13 @@ class LocalEngine:
         self._waiting.append(generation)
 
     def cancel(self, generation: Generation) -> None:
-        """The sequence is taken out before the next step; what was computed of it stays for others."""
+        """The sequence is taken out before the next step; what was computed of it stays for
+        others."""
         generation.cancelled = self._has_cancelled = True
 
     def forget(self, version: int) -> None:
-        """The weights have changed and are now called ``version``: nothing that was computed holds."""
+        """The weights have changed and are now called ``version``: nothing that was computed
+        holds."""
         self.version = version
         self._slots.forget()
         self.runner.forget()
@@ -117,11 +124,14 @@ class LocalEngine:
         self.num_computed += step.num_tokens
         slots = [*step.slots, *(span.slot for span in itertools.compress(step.spans, wanted))]
         finished = self._append(slots, logits_nV) if slots else []
-        self.paces.note(len(slots), sum(len(span.ids) for span in step.spans), time.thread_time() - began)
+        self.paces.note(
+            len(slots), sum(len(span.ids) for span in step.spans), time.thread_time() - began
+        )
         return finished
 
     def sleep(self) -> None:
-        """Give the memory of keys and values back; the next sequence takes it again. What runs waits, and is computed again."""
+        """Give the memory of keys and values back; the next sequence takes it again. What runs
+        waits, and is computed again."""
         for slot in reversed(self._slots.running()):
             self._waiting.appendleft(self._owner(slot))
             self._slots.release(slot)
@@ -146,7 +156,9 @@ class LocalEngine:
 
     def _append(self, slots: Sequence[int], logits_nV: torch.Tensor) -> list[Generation]:
         owners = [self._owner(slot) for slot in slots]
-        drawn = draw(logits_nV, [owner.draw for owner in owners], [owner.uniform() for owner in owners])
+        drawn = draw(
+            logits_nV, [owner.draw for owner in owners], [owner.uniform() for owner in owners]
+        )
         self._slots.append(slots, [len(owner.ids) for owner in owners], drawn.ids)
         finished = []
         for index, owner in enumerate(owners):
@@ -157,7 +169,8 @@ class LocalEngine:
         return finished
 
     def _planned(self) -> EngineStep:
-        """What the next step computes: all that decode, and as much of prompts as there is room for."""
+        """What the next step computes: all that decode, and as much of prompts as there is room
+        for."""
         step = EngineStep()
         left, computed = self.room.prefill_tokens, self._slots.length_S.tolist()
         for slot, owner in enumerate(self._slots.owner):
@@ -174,7 +187,8 @@ class LocalEngine:
         return step
 
     def _admit(self) -> None:
-        """Waiting sequences in order of arrival; one that waits for a sibling's prompt lets others by."""
+        """Waiting sequences in order of arrival; one that waits for a sibling's prompt lets others
+        by."""
         passed: list[Generation] = []
         while self._waiting and len(passed) < self._slots.num_slots and None in self._slots.owner:
             generation = self._waiting.popleft()
@@ -187,20 +201,26 @@ class LocalEngine:
         self._waiting.extendleft(reversed(passed))
 
     def _make_room(self) -> None:
-        """Slots long enough for what runs and is next, to its end where memory allows that for all slots; fewer of them where
-        memory is short, more again when it is not."""
+        """Slots long enough for what runs and is next, to its end where memory allows that for all
+        slots; fewer of them where memory is short, more again when it is not."""
         num_running = sum(owner is not None for owner in self._slots.owner)
         next_up = itertools.islice(self._waiting, max(self._slots.num_slots - num_running, 1))
         inside = [*(owner for owner in self._slots.owner if owner is not None), *next_up]
         needed = max((len(each.ids) for each in inside), default=0)
-        in_the_end = self._rounded(max((each.num_prompt + each.max_tokens for each in inside), default=0))
+        in_the_end = self._rounded(
+            max((each.num_prompt + each.max_tokens for each in inside), default=0)
+        )
         if self._fitting(in_the_end) == self.room.slots:
             needed = max(needed, in_the_end)
         capacity = self._slots.capacity
         if needed > capacity:
             capacity = min(max(2 * capacity, self._rounded(needed)), self._most_tokens())
             self._resize(self._fitting(capacity), capacity)
-        elif self._waiting and num_running == self._slots.num_slots < self.room.slots and 4 * needed <= capacity:
+        elif (
+            self._waiting
+            and num_running == self._slots.num_slots < self.room.slots
+            and 4 * needed <= capacity
+        ):
             capacity = max(_LEAST_CAPACITY, 2 * needed)
             self._resize(self._fitting(capacity), capacity)
 
@@ -218,7 +238,10 @@ class LocalEngine:
         """How many slots of ``capacity`` there may be."""
         if not self.runner.bytes_per_token:
             return self.room.slots
-        return max(1, min(self.room.slots, self.room.cache_bytes // (self.runner.bytes_per_token * capacity)))
+        return max(
+            1,
+            min(self.room.slots, self.room.cache_bytes // (self.runner.bytes_per_token * capacity)),
+        )
 
     def _most_tokens(self) -> int:
         """The longest sequence that window and memory allow."""

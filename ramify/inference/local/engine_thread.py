@@ -1,10 +1,12 @@
-"""The one thread in which an engine lives: it steps while there is work, and does what others ask between two steps.
+"""The one thread in which an engine lives: it steps while there is work, and does what others ask
+between two steps.
 
     asyncio ── call(f) ──▶ inbox ──▶ f()          between steps, in order of arrival
                                      engine.step()
             ◀── done(generation) ────┘            for each that ended; also where the engine failed
 
-Everything that touches the model's weights goes through here, so a step never sees half of an update.
+Everything that touches the model's weights goes through here, so a step never sees half of an
+update.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ Done = Callable[[Generation, BaseException | None], None]
 
 
 class EngineThread:
-    """Runs ``engine``. Its thread begins with the first call and is a daemon: it keeps no program from ending."""
+    """Runs ``engine``. Its thread begins with the first call and is a daemon: it keeps no program
+    from ending."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine
@@ -49,7 +52,8 @@ class EngineThread:
         return future
 
     def add(self, generation: Generation, done: Done) -> None:
-        """Take ``generation``; ``done`` is called in the engine's thread when it ended, or with why it could not."""
+        """Take ``generation``; ``done`` is called in the engine's thread when it ended, or with why
+        it could not."""
 
         def run() -> None:
             try:
@@ -72,8 +76,9 @@ class EngineThread:
             self._put(run)
 
     def pause(self, *, abort: bool = False) -> None:
-        """No further step until ``resume``; what runs stays where it is, and what others ask is still done. With ``abort``
-        it ends as far as it is, as ``done`` is told, with the end ``abort``."""
+        """No further step until ``resume``; what runs stays where it is, and what others ask is
+        still done. With ``abort`` it ends as far as it is, as ``done`` is told, with the end
+        ``abort``."""
         with self._wake:
             self._is_paused = True
         if abort:
@@ -105,7 +110,11 @@ class EngineThread:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._inbox and (self._is_paused or self.engine.is_idle) and not self._is_closed:
+                while (
+                    not self._inbox
+                    and (self._is_paused or self.engine.is_idle)
+                    and not self._is_closed
+                ):
                     self._wake.wait()
                 tasks, is_closed = list(self._inbox), self._is_closed
                 self._inbox.clear()

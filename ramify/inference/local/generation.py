@@ -33,8 +33,8 @@ class Generation:
         affinity: str = "",
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """``seed``: two generations with the same one draw the same numbers. ``stop``: texts that end the reply, for which
-        ``decode`` makes text of ids."""
+        """``seed``: two generations with the same one draw the same numbers. ``stop``: texts that
+        end the reply, for which ``decode`` makes text of ids."""
         self.ids = list(prompt_ids)
         """Given, then sampled."""
         self.num_prompt = len(self.ids)
@@ -76,7 +76,8 @@ class Generation:
             return ()
         ends = [start for start, _ in self._versions[1:]] + [len(self.logprobs)]
         return tuple(
-            VersionSpan(start, end, version) for (start, version), end in zip(self._versions, ends, strict=True)
+            VersionSpan(start, end, version)
+            for (start, version), end in zip(self._versions, ends, strict=True)
         )
 
     def append(self, id: int, logprob: float, kept: tuple[int, ...] | None, version: int) -> None:

@@ -2,12 +2,12 @@
 
     kv[0 or 1, layer, slot, head, position, :]        keys or values
 
-One tensor, so that copying the beginning of a slot to another is one operation. Rows of positions are contiguous, so that
-what a step computed is written by one ``index_copy_`` for each of keys and values. What was never written is zero: a masked
-position may then hold anything finite, never NaN.
+One tensor, so that copying the beginning of a slot to another is one operation. Rows of positions
+are contiguous, so that what a step computed is written by one ``index_copy_`` for each of keys and
+values. What was never written is zero: a masked position may then hold anything finite, never NaN.
 
-Legend: L layers, S slots, K heads of keys and values, C positions that a slot has, d head size; T tokens of a step,
-n slots up to the last that decodes, g query heads per head of keys.
+Legend: L layers, S slots, K heads of keys and values, C positions that a slot has, d head size; T
+tokens of a step, n slots up to the last that decodes, g query heads per head of keys.
 """
 
 from __future__ import annotations
@@ -47,15 +47,26 @@ class KeyValueCache:
         self.layout, self.num_slots, self.capacity = layout, num_slots, capacity
         self.heads, self.size = layout.heads, layout.size
         self.kv = torch.zeros(
-            2, layout.num_layers, num_slots, self.heads, capacity, self.size, dtype=layout.dtype, device=layout.device
+            2,
+            layout.num_layers,
+            num_slots,
+            self.heads,
+            capacity,
+            self.size,
+            dtype=layout.dtype,
+            device=layout.device,
         )
-        self.rows = [(k.view(-1, self.size), v.view(-1, self.size)) for k, v in zip(*self.kv, strict=True)]
+        self.rows = [
+            (k.view(-1, self.size), v.view(-1, self.size)) for k, v in zip(*self.kv, strict=True)
+        ]
         """For each layer keys and values as rows [S K C, d]."""
         self.blocks = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(*self.kv, strict=True)]
         """For each layer keys and values by slot and head, [S K, C, d]."""
 
     def change(self, change: SlotMove) -> None:
-        source, target = (self.kv[:, :, slot, :, : change.length] for slot in (change.source, change.target))
+        source, target = (
+            self.kv[:, :, slot, :, : change.length] for slot in (change.source, change.target)
+        )
         if change.kind == "copy":
             target.copy_(source)
         else:
@@ -82,10 +93,16 @@ class StepAttention:
         self._decoding = _DecodeAttention(cache, step) if step.slots else None
         self._chunks = [_Chunk(cache, span) for span in step.spans]
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> Tensor:
         for rows, new in zip(self._cache.rows[layer], (k_TKd, v_TKd), strict=True):
             rows.index_copy_(0, self._write_at, new.reshape(-1, self._cache.size))
-        done = [] if self._decoding is None else [self._decoding(layer, q_THd[: self._num_decoding], scale)]
+        done = (
+            []
+            if self._decoding is None
+            else [self._decoding(layer, q_THd[: self._num_decoding], scale)]
+        )
         start = self._num_decoding
         for chunk in self._chunks:
             done.append(chunk(layer, q_THd[start : start + chunk.length], scale))
@@ -96,7 +113,10 @@ class StepAttention:
         """[T K] rows of the cache where the step's keys and values go."""
         cache = self._cache
         stride = cache.heads * cache.capacity
-        rows = [slot * stride + position for slot, position in zip(step.slots, step.positions, strict=True)]
+        rows = [
+            slot * stride + position
+            for slot, position in zip(step.slots, step.positions, strict=True)
+        ]
         for span in step.spans:
             rows += range(span.slot * stride + span.start, span.slot * stride + span.end)
         return (torch.tensor(rows)[:, None] + torch.arange(cache.heads) * cache.capacity).flatten()
@@ -115,13 +135,22 @@ class _DecodeAttention:
         is_dense = len(step.slots) == self._n
         last_n = torch.tensor(step.positions)
         if not is_dense:
-            last_n = torch.zeros(self._n, dtype=torch.long).index_copy_(0, torch.tensor(step.slots), last_n)
-        # A slot that does not decode looks at its first position, so that its row, which nobody reads, is a number.
+            last_n = torch.zeros(self._n, dtype=torch.long).index_copy_(
+                0, torch.tensor(step.slots), last_n
+            )
+        # A slot that does not decode looks at its first position, so that its row, which nobody
+        # reads, is a number.
         hidden_nT = torch.arange(self._length) > last_n[:, None]
-        bias_nT = torch.zeros(hidden_nT.shape, dtype=cache.kv.dtype).masked_fill_(hidden_nT, float("-inf"))
+        bias_nT = torch.zeros(hidden_nT.shape, dtype=cache.kv.dtype).masked_fill_(
+            hidden_nT, float("-inf")
+        )
         self._bias_n1T = bias_nT[:, None].to(device)
         self._two_products = cache.kv.dtype == torch.float32
-        self._bias_m1T = self._bias_n1T.repeat_interleave(cache.heads, 0) if self._two_products else self._bias_n1T
+        self._bias_m1T = (
+            self._bias_n1T.repeat_interleave(cache.heads, 0)
+            if self._two_products
+            else self._bias_n1T
+        )
         self._slots = None if is_dense else torch.tensor(step.slots, device=device)
 
     def __call__(self, layer: int, q_THd: Tensor, scale: float) -> Tensor:
@@ -135,8 +164,12 @@ class _DecodeAttention:
         heads, size = self._cache.heads, self._cache.size
         k, v = (block[: self._n * heads, : self._length] for block in self._cache.blocks[layer])
         q_mgd = q_nHd.reshape(self._n * heads, -1, size)
-        if self._two_products:  # 1.1 to 1.7 times as fast on a CPU as the one call, and exact elsewhere
-            weights = torch.baddbmm(self._bias_m1T, q_mgd, k.transpose(1, 2), alpha=scale).softmax(-1)
+        if (
+            self._two_products
+        ):  # 1.1 to 1.7 times as fast on a CPU as the one call, and exact elsewhere
+            weights = torch.baddbmm(self._bias_m1T, q_mgd, k.transpose(1, 2), alpha=scale).softmax(
+                -1
+            )
             return torch.bmm(weights, v)
         q, k, v = (each.view(self._n, heads, *each.shape[1:]) for each in (q_mgd, k, v))
         bias = self._bias_n1T[:, None].expand(-1, heads, q.shape[2], -1)
@@ -152,7 +185,9 @@ class _Chunk:
         self._bias = None
         if span.start:
             hidden = torch.arange(span.end) > torch.arange(span.start, span.end)[:, None]
-            bias = torch.zeros(hidden.shape, dtype=cache.kv.dtype).masked_fill_(hidden, float("-inf"))
+            bias = torch.zeros(hidden.shape, dtype=cache.kv.dtype).masked_fill_(
+                hidden, float("-inf")
+            )
             self._bias = bias.to(cache.kv.device)
 
     def __call__(self, layer: int, q_THd: Tensor, scale: float) -> Tensor:
@@ -161,7 +196,12 @@ class _Chunk:
         if not is_cpu:  # where masks and heads in groups together leave only the slow kernel
             k, v = (each.repeat_interleave(q_THd.shape[1] // each.shape[0], 0) for each in (k, v))
         o = F.scaled_dot_product_attention(
-            q_THd.transpose(0, 1)[None], k[None], v[None], attn_mask=self._bias, is_causal=self._bias is None, scale=scale,
+            q_THd.transpose(0, 1)[None],
+            k[None],
+            v[None],
+            attn_mask=self._bias,
+            is_causal=self._bias is None,
+            scale=scale,
             enable_gqa=is_cpu,
-        )  # fmt: skip
+        )
         return o[0].transpose(0, 1)

@@ -1,12 +1,14 @@
-"""The engine in this process as a ``Client``: messages in, a reply with its exact token ids and log-probabilities out.
+"""The engine in this process as a ``Client``: messages in, a reply with its exact token ids and
+log-probabilities out.
 
     client = LocalClient(load("folder"))
     reply = await client.complete(Request(messages, Sampling(max_tokens=64, temperature=1.0, seed=7)))
     await client.update(policy, version)          the trainer's weights, shared or copied, between two steps
 
-Ids are extended, never made again: where a request brings the ids of its beginning (``known``), only the messages after
-them are rendered. The same request with the same seed gives the same reply, whatever else is in the batch. The seed is
-taken together with the call's id and the prompt's length, so that the turns and calls of one run draw different numbers.
+Ids are extended, never made again: where a request brings the ids of its beginning (``known``),
+only the messages after them are rendered. The same request with the same seed gives the same reply,
+whatever else is in the batch. The seed is taken together with the call's id and the prompt's
+length, so that the turns and calls of one run draw different numbers.
 """
 
 from __future__ import annotations
@@ -48,18 +50,26 @@ _CPU_CACHE_BYTES = 2 << 30
 
 
 class LocalClient:
-    """Answers with a policy of this process. Made once, it serves any number of runs and event loops."""
+    """Answers with a policy of this process. Made once, it serves any number of runs and event
+    loops."""
 
     def __init__(
-        self, policy: Policy, *, name: str = "", slots: int | None = None, prefill_tokens: int | None = None,
-        cache_bytes: int | None = None, reuse: bool = True,
-    ) -> None:  # fmt: skip
-        """``slots``: replies at once (128 on a CPU, else 256); ``prefill_tokens``: of prompts per step (1024, else 8192);
-        ``cache_bytes``: for keys and values (2 GiB, else a third of the GPU's memory). Without ``reuse``, nothing computed
-        for one request serves another."""
+        self,
+        policy: Policy,
+        *,
+        name: str = "",
+        slots: int | None = None,
+        prefill_tokens: int | None = None,
+        cache_bytes: int | None = None,
+        reuse: bool = True,
+    ) -> None:
+        """``slots``: replies at once (128 on a CPU, else 256); ``prefill_tokens``: of prompts per
+        step (1024, else 8192); ``cache_bytes``: for keys and values (2 GiB, else a third of the
+        GPU's memory). Without ``reuse``, nothing computed for one request serves another."""
         self.policy = policy
         self._weights: dict[str, Tensor] = {}
-        """Name -> weight, once one was brought. They stay the objects that they are, whatever becomes of their memory."""
+        """Name -> weight, once one was brought. They stay the objects that they are, whatever
+        becomes of their memory."""
         self._lent: set[str] = set()
         """Names of weights that lie in memory which other engines compute with, too."""
         self.name = name or f"local:{policy.name}"
@@ -71,7 +81,8 @@ class LocalClient:
         room = EngineLimits(
             slots=slots or (128 if is_cpu else 256),
             prefill_tokens=prefill_tokens or (1024 if is_cpu else 8192),
-            cache_bytes=cache_bytes or (_CPU_CACHE_BYTES if is_cpu else _gpu_bytes(policy.device) // 3),
+            cache_bytes=cache_bytes
+            or (_CPU_CACHE_BYTES if is_cpu else _gpu_bytes(policy.device) // 3),
             window=self.window,
             reuse=reuse,
         )
@@ -88,15 +99,18 @@ class LocalClient:
         return self.engine.pressure
 
     async def complete(self, request: Request) -> Reply:
-        """One reply. Raises Refused where the prompt does not fit; cancelling it frees its slot before the next step."""
+        """One reply. Raises Refused where the prompt does not fit; cancelling it frees its slot
+        before the next step."""
         started = time.perf_counter()
         generation = self._generation(request)
         await self._finished(generation)
         return self._reply(generation, time.perf_counter() - started)
 
-    async def sample(self, ids: Sequence[int], sampling: Sampling, affinity: str = "") -> Generation:
-        """Ids in, ids out: ``ids`` continued, as it is when it has ended; ``end`` is ``abort`` where ``pause`` ended it.
-        Raises as ``complete``."""
+    async def sample(
+        self, ids: Sequence[int], sampling: Sampling, affinity: str = ""
+    ) -> Generation:
+        """Ids in, ids out: ``ids`` continued, as it is when it has ended; ``end`` is ``abort``
+        where ``pause`` ended it. Raises as ``complete``."""
         if len(ids) >= self.window:
             raise too_long(self.name, self.window, None, len(ids))
         generation = self._generation_of(ids, sampling, affinity)
@@ -104,7 +118,8 @@ class LocalClient:
         return generation
 
     async def stream(self, request: Request) -> AsyncGenerator[Message | Reply, None]:
-        """The message as it grows, some twenty times a second, and at last what ``complete`` returns.
+        """The message as it grows, some twenty times a second, and at last what ``complete``
+        returns.
 
         Text that may yet turn out to begin a stop text, and half a character, are held back."""
         started = time.perf_counter()
@@ -121,20 +136,23 @@ class LocalClient:
             finished.cancel()
 
     async def update(self, weights: object, version: int) -> None:
-        """From now on ``weights`` answer: a ``Policy`` or module (nothing is copied where it is the one that answers
-        already), or a state dict. Every cache is forgotten; a reply in the middle is computed again under the new weights
-        as far as it is, and goes on. Raises ConfigError, naming the first difference, where they do not fit."""
+        """From now on ``weights`` answer: a ``Policy`` or module (nothing is copied where it is the
+        one that answers already), or a state dict. Every cache is forgotten; a reply in the middle
+        is computed again under the new weights as far as it is, and goes on. Raises ConfigError,
+        naming the first difference, where they do not fit."""
         await self.run(partial(self._take, weights, version))
 
     async def fingerprint(self) -> str:
         return await self.run(partial(fingerprint, self.policy.model))
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability at temperature 1 of each of ``ids`` but the first, given those before it."""
+        """Log-probability at temperature 1 of each of ``ids`` but the first, given those before
+        it."""
         return await self.run(partial(self._logprobs, tuple(ids)))
 
     async def run(self, function: Callable[[], Result]) -> Result:
-        """Run ``function`` in the engine's thread between two steps: whatever changes the weights in place belongs there."""
+        """Run ``function`` in the engine's thread between two steps: whatever changes the weights
+        in place belongs there."""
         return await asyncio.wrap_future(cast("Future[Result]", self._thread.call(function)))
 
     def pause(self, *, abort: bool = False) -> None:
@@ -145,12 +163,14 @@ class LocalClient:
         self._thread.resume()
 
     async def sleep(self, tags: Collection[str] = ("kv_cache",), *, keep: bool = True) -> None:
-        """Give memory back until ``wake``: that of keys and values (``kv_cache``), of ``weights``, which with ``keep`` stay in
-        main memory, or of both. Who is asked meanwhile must be paused."""
+        """Give memory back until ``wake``: that of keys and values (``kv_cache``), of ``weights``,
+        which with ``keep`` stay in main memory, or of both. Who is asked meanwhile must be
+        paused."""
         await self.run(partial(self._rest, tags, keep))
 
     async def wake(self, tags: Collection[str] = TAGS) -> None:
-        """Take it again. Weights that were not kept are ``missing`` until ``take`` has brought all of them."""
+        """Take it again. Weights that were not kept are ``missing`` until ``take`` has brought all
+        of them."""
         await self.run(partial(self._wake, tags))
 
     @property
@@ -162,10 +182,13 @@ class LocalClient:
         """Bytes of ``weights`` and ``kv_cache`` that it takes now, where it computes."""
         return {"weights": self._resting.num_bytes, "kv_cache": self.engine.runner.cache_bytes}
 
-    async def take(self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None) -> None:
-        """Copy what a carrier brings into the weights, between two steps; ``forget`` comes when all of it is there, or at once
-        with ``version``, where none is ``missing``. Raises ValueError that names the first tensor that is not this model's,
-        Stale for a part of one that is ``missing``."""
+    async def take(
+        self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None
+    ) -> None:
+        """Copy what a carrier brings into the weights, between two steps; ``forget`` comes when all
+        of it is there, or at once with ``version``, where none is ``missing``. Raises ValueError
+        that names the first tensor that is not this model's, Stale for a part of one that is
+        ``missing``."""
         await self.run(partial(self._take_pieces, pieces, version))
 
     async def forget(self, version: int) -> None:
@@ -184,7 +207,8 @@ class LocalClient:
         sampling = request.sampling
         if sampling.extra:
             raise ConfigError(
-                f"{self.name}: no field {', '.join(sorted(sampling.extra))} here: leave sampling.extra out"
+                f"{self.name}: no field {', '.join(sorted(sampling.extra))} here: leave "
+                "sampling.extra out"
             )
         ids = self.prompt_ids(request)
         if len(ids) >= self.window:
@@ -192,7 +216,11 @@ class LocalClient:
         return self._generation_of(ids, sampling, request.affinity)
 
     def _generation_of(self, ids: Sequence[int], sampling: Sampling, affinity: str) -> Generation:
-        seed = os.urandom(16).hex() if sampling.seed is None else f"{sampling.seed}|{affinity}|{len(ids)}"
+        seed = (
+            os.urandom(16).hex()
+            if sampling.seed is None
+            else f"{sampling.seed}|{affinity}|{len(ids)}"
+        )
         return Generation(
             ids,
             max_tokens=min(sampling.max_tokens, self.window - len(ids)),
@@ -209,11 +237,14 @@ class LocalClient:
         if sampling.temperature is None:
             return SamplingSettings(default.temperature, default.top_p, default.top_k)
         draw = SamplingSettings(
-            sampling.temperature, 1.0 if sampling.top_p is None else sampling.top_p, sampling.top_k or 0
+            sampling.temperature,
+            1.0 if sampling.top_p is None else sampling.top_p,
+            sampling.top_k or 0,
         )
         if not (0 <= draw.temperature < math.inf and 0 < draw.top_p <= 1 and draw.top_k >= 0):
             raise ConfigError(
-                f"{self.name}: temperature={draw.temperature} must be at least 0, top_p={draw.top_p} above 0 and at most 1, "
+                f"{self.name}: temperature={draw.temperature} must be at least 0, "
+                f"top_p={draw.top_p} above 0 and at most 1, "
                 f"top_k={draw.top_k} not negative"
             )
         return draw
@@ -223,7 +254,9 @@ class LocalClient:
         ended: asyncio.Future[None] = loop.create_future()
 
         def done(_: Generation, error: BaseException | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the caller's loop was closed without a word: nobody waits
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the caller's loop was closed without a word: nobody waits
                 loop.call_soon_threadsafe(_settle, ended, error)
 
         self._thread.add(generation, done)
@@ -235,13 +268,20 @@ class LocalClient:
         except (Refused, ConfigError):
             raise
         except Exception as error:
-            raise ServerFailed(f"{self.name}: the engine failed: {type(error).__name__}: {error}") from error
+            raise ServerFailed(
+                f"{self.name}: the engine failed: {type(error).__name__}: {error}"
+            ) from error
 
     def _reply(self, generation: Generation, seconds: float) -> Reply:
         message = self._message(generation)
         return Reply(
             message=message,
-            usage=Usage(generation.num_prompt, len(generation.logprobs), cached_tokens=generation.num_reused, calls=1),
+            usage=Usage(
+                generation.num_prompt,
+                len(generation.logprobs),
+                cached_tokens=generation.num_reused,
+                calls=1,
+            ),
             finish="tool_calls" if message.tool_calls else _FINISHES.get(generation.end, "other"),
             model=self.policy.name,
             seconds=seconds,
@@ -254,7 +294,9 @@ class LocalClient:
 
     def _message(self, generation: Generation) -> Message:
         return spoken(
-            self.policy.renderer, generation.sampled, [generation.stopped_at] if generation.stopped_at else ()
+            self.policy.renderer,
+            generation.sampled,
+            [generation.stopped_at] if generation.stopped_at else (),
         )
 
     def _take(self, weights: object, version: int) -> None:
@@ -262,14 +304,20 @@ class LocalClient:
         if given is not self.policy.model:
             state = given.state_dict() if isinstance(given, nn.Module) else given
             if not isinstance(state, Mapping):
-                raise ConfigError(f"weights are a {type(weights).__name__}: give a policy, a module or a state dict")
+                raise ConfigError(
+                    f"weights are a {type(weights).__name__}: give a policy, a module or a state "
+                    "dict"
+                )
             load_weights(self.policy.model, cast("Mapping[str, Tensor]", state), "the update")
         self.engine.forget(version)
 
-    def _take_pieces(self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None) -> None:
+    def _take_pieces(
+        self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None
+    ) -> None:
         if self._resting.is_away:
             raise RuntimeError(
-                "the memory of the weights was given back: wake it up first (POST /wake_up?tags=weights)"
+                "the memory of the weights was given back: wake it up first (POST "
+                "/wake_up?tags=weights)"
             )
         self._weights = self._weights or self.policy.model.state_dict(keep_vars=True)
         into: list[Tensor] = []
@@ -293,7 +341,8 @@ class LocalClient:
                     ours.data.copy_(tensor)
             elif self._resting.lacks(ours):
                 raise StaleWeights(
-                    f"tensor '{name}' was given back while this engine slept, and comes in part: send all of it"
+                    f"tensor '{name}' was given back while this engine slept, and comes in part: "
+                    "send all of it"
                 )
             else:
                 ours.data.view(-1).index_copy_(0, places.to(ours.device), tensor.to(ours.device))
@@ -306,11 +355,14 @@ class LocalClient:
         """The weight of this name. Raises ValueError where it is not as ``tensor``."""
         ours = self._weights.get(name)
         if ours is None:
-            raise ValueError(f"this model has no tensor '{name}': the trainer's policy is another one")
+            raise ValueError(
+                f"this model has no tensor '{name}': the trainer's policy is another one"
+            )
         if tensor.dtype != ours.dtype or (whole and tensor.shape != ours.shape):
             theirs, mine = (f"{tuple(each.shape)} of {each.dtype}" for each in (tensor, ours))
             raise ValueError(
-                f"tensor '{name}' is {theirs} and here {mine}: serve it in the trainer's precision and shape"
+                f"tensor '{name}' is {theirs} and here {mine}: serve it in the trainer's precision "
+                "and shape"
             )
         return ours
 
@@ -333,7 +385,12 @@ class LocalClient:
     def _logprobs(self, ids: Sequence[int]) -> list[float]:
         logits_TV = self.engine.runner.all_logits(ids)
         logprobs_TV = logits_TV[:-1].log_softmax(-1)
-        return [float(each) for each in logprobs_TV.gather(1, torch.tensor(ids[1:], device=logits_TV.device)[:, None])]
+        return [
+            float(each)
+            for each in logprobs_TV.gather(
+                1, torch.tensor(ids[1:], device=logits_TV.device)[:, None]
+            )
+        ]
 
 
 def _gpu_bytes(device: torch.device) -> int:
@@ -350,7 +407,10 @@ def _settle(ended: asyncio.Future[None], error: BaseException | None) -> None:
 
 
 def _settled(message: Message, stop: Sequence[str]) -> Message:
-    """``message`` without an end that may yet change: half a character, or the beginning of a stop text."""
+    """``message`` without an end that may yet change: half a character, or the beginning of a stop
+    text."""
     content = message.content.rstrip("\ufffd")
-    held = max((n for text in stop for n in range(1, len(text)) if content.endswith(text[:n])), default=0)
+    held = max(
+        (n for text in stop for n in range(1, len(text)) if content.endswith(text[:n])), default=0
+    )
     return msgspec.structs.replace(message, content=content[: len(content) - held])

@@ -1,7 +1,8 @@
 """What the engine needs of a model: a step of tokens in, logits out, and a memory of slots.
 
-``FlatRunner`` computes all spans of a step in one pass over one axis of tokens. Which models it can run is decided in
-``runner_choice.py``; the others run one sequence at a time (``module_runner.py``).
+``FlatRunner`` computes all spans of a step in one pass over one axis of tokens. Which models it can
+run is decided in ``runner_choice.py``; the others run one sequence at a time
+(``module_runner.py``).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class ModelRunner(Protocol):
         ...
 
     def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
-        """Compute ``step`` into the cache; fp32 logits [n, V] after each token that decodes, and after those spans that are
-        ``wanted``, in order."""
+        """Compute ``step`` into the cache; fp32 logits [n, V] after each token that decodes, and
+        after those spans that are ``wanted``, in order."""
         ...
 
     def change(self, change: SlotMove) -> None:
@@ -55,7 +56,11 @@ class DecoderModel(Protocol):
     """A model over one axis of tokens, as ``policy.dense.Dense``."""
 
     def hidden(
-        self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttention, rows_N: Tensor | None = None
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        attend: CausalAttention,
+        rows_N: Tensor | None = None,
     ) -> Tensor:
         """[T, D] after the last norm, or [N, D] of the tokens at ``rows_N``."""
         ...
@@ -101,7 +106,9 @@ class FlatRunner:
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
         alone = KeyValueCache(self._layout, 1, len(ids))
-        return self._decoder.logits(self._hidden(EngineStep(spans=[SlotSpan(0, 0, ids)]), alone, None))
+        return self._decoder.logits(
+            self._hidden(EngineStep(spans=[SlotSpan(0, 0, ids)]), alone, None)
+        )
 
     def _hidden(self, step: EngineStep, cache: KeyValueCache, rows_N: Tensor | None) -> Tensor:
         ids, positions = list(step.ids), list(step.positions)
@@ -116,5 +123,8 @@ def dense_runner(model: DenseModel) -> FlatRunner:
     """The runner of ``DenseModel``."""
     shape, parameter = model.shape, next(model.parameters())
     return FlatRunner(
-        model, CacheLayout(shape.num_layers, shape.num_kv_heads, shape.head_size, parameter.dtype, parameter.device)
+        model,
+        CacheLayout(
+            shape.num_layers, shape.num_kv_heads, shape.head_size, parameter.dtype, parameter.device
+        ),
     )

@@ -1,7 +1,9 @@
-"""Any causal language model of transformers under the engine, with its own cache of one sequence per slot.
+"""Any causal language model of transformers under the engine, with its own cache of one sequence
+per slot.
 
-Correct for every kind of model, and slow: each sequence goes through the model by itself. What a model's cache can do is
-tried, once, when it is loaded, since some take what they cannot do without a word:
+Correct for every kind of model, and slow: each sequence goes through the model by itself. What a
+model's cache can do is tried, once, when it is loaded, since some take what they cannot do without
+a word:
 
     cut       to be cut back to its first tokens, for a sequence that shares only those
     extend    to be extended by several tokens at once; state-space models go on one by one
@@ -37,7 +39,10 @@ class ModuleRunner:
         self._try_out()
 
     def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
-        single = [SlotSpan(*each) for each in zip(step.slots, step.positions, ([id] for id in step.ids), strict=True)]
+        single = [
+            SlotSpan(*each)
+            for each in zip(step.slots, step.positions, ([id] for id in step.ids), strict=True)
+        ]
         done = [self._after(self._memories[span.slot], span) for span in [*single, *step.spans]]
         chosen = [*done[: len(single)], *itertools.compress(done[len(single) :], wanted)]
         return torch.stack(chosen) if chosen else torch.empty(0)
@@ -45,7 +50,10 @@ class ModuleRunner:
     def change(self, change: SlotMove) -> None:
         memories = self._memories
         if change.kind == "swap":
-            memories[change.source], memories[change.target] = memories[change.target], memories[change.source]
+            memories[change.source], memories[change.target] = (
+                memories[change.target],
+                memories[change.source],
+            )
         else:
             memories[change.target] = memories[change.source].copy()
 
@@ -58,7 +66,9 @@ class ModuleRunner:
 
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
-        outputs = self._module(input_ids=torch.tensor([list(ids)], device=self._device), use_cache=False)
+        outputs = self._module(
+            input_ids=torch.tensor([list(ids)], device=self._device), use_cache=False
+        )
         logits_TV: Tensor = outputs.logits[0].float()
         return logits_TV
 
@@ -74,7 +84,9 @@ class ModuleRunner:
 
     def _pass(self, memory: _Memory, ids: list[int]) -> Tensor:
         known = {} if memory.cache is None else {self._field: memory.cache}
-        outputs = self._module(input_ids=torch.tensor([ids], device=self._device), use_cache=True, **known)
+        outputs = self._module(
+            input_ids=torch.tensor([ids], device=self._device), use_cache=True, **known
+        )
         memory.cache = getattr(outputs, self._field)
         memory.ids += ids
         logits_V: Tensor = outputs.logits[0, -1].float()
@@ -123,7 +135,11 @@ class _Memory:
             return False
         try:
             self.cache.crop(length)
-        except (NotImplementedError, ValueError, RuntimeError):  # such as a sliding window that has moved on
+        except (
+            NotImplementedError,
+            ValueError,
+            RuntimeError,
+        ):  # such as a sliding window that has moved on
             return False
         del self.ids[length:]
         return bool(self.cache.get_seq_length() == length)

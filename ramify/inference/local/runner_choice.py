@@ -1,4 +1,5 @@
-"""Which runner a model gets: all sequences of a step in one pass where that computes what the model computes.
+"""Which runner a model gets: all sequences of a step in one pass where that computes what the model
+computes.
 
 Dense                    one pass
 transformers module      one pass through its attention interface, where a probe gives the logits of the module alone
@@ -39,7 +40,11 @@ class _ModuleDecoder:
         self._trunk = trunk
 
     def hidden(
-        self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttention, rows_N: Tensor | None = None
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        attend: CausalAttention,
+        rows_N: Tensor | None = None,
     ) -> Tensor:
         with self._trunk.scope():
             h_TD = self._trunk.attended(ids_T, positions_T, attend)

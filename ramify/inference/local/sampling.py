@@ -1,8 +1,8 @@
 """How the next token is drawn from logits, and with what probability it was.
 
-One uniform number per row picks the token by the inverse of the cumulative distribution (an exponential per entry of the
-vocabulary costs more than the rest of the draw). The number comes from the row's own generator, so what a request samples
-does not depend on what else is in the batch.
+One uniform number per row picks the token by the inverse of the cumulative distribution (an
+exponential per entry of the vocabulary costs more than the rest of the draw). The number comes from
+the row's own generator, so what a request samples does not depend on what else is in the batch.
 
     temperature t > 0     log p = log_softmax(logits / t)
     top_k, then top_p     only those ids, renormalised; ``kept`` says which
@@ -34,7 +34,9 @@ class SamplingSettings(msgspec.Struct, frozen=True):
     """Whether ids are left out; computed."""
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "truncates", self.temperature > 0 and (self.top_p < 1 or self.top_k > 0))
+        msgspec.structs.force_setattr(
+            self, "truncates", self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        )
 
 
 class SampledTokens(NamedTuple):
@@ -46,7 +48,9 @@ class SampledTokens(NamedTuple):
     """For each row the ids that were left to draw from, likeliest first; None for all."""
 
 
-def draw(logits_nV: Tensor, settings: Sequence[SamplingSettings], uniforms: Sequence[float]) -> SampledTokens:
+def draw(
+    logits_nV: Tensor, settings: Sequence[SamplingSettings], uniforms: Sequence[float]
+) -> SampledTokens:
     """One token per row of fp32 logits, from one number in [0, 1) per row."""
     logprobs_nV = _tempered(logits_nV, settings).log_softmax(-1)
     ids_n = pick(logprobs_nV, torch.tensor(uniforms, dtype=torch.float64, device=logits_nV.device))
@@ -57,7 +61,9 @@ def draw(logits_nV: Tensor, settings: Sequence[SamplingSettings], uniforms: Sequ
     drawn = SampledTokens(ids_n.tolist(), chosen_n.tolist(), [None] * len(settings))
     for row, each in enumerate(settings):
         if each.truncates:
-            drawn.ids[row], drawn.logprobs[row], drawn.kept[row] = _draw_kept(logprobs_nV[row], each, uniforms[row])
+            drawn.ids[row], drawn.logprobs[row], drawn.kept[row] = _draw_kept(
+                logprobs_nV[row], each, uniforms[row]
+            )
     return drawn
 
 
@@ -69,16 +75,21 @@ def _tempered(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor
 
 
 def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
-    """[n] ids: the first whose cumulative probability exceeds the uniform number (float64, in [0, 1)).
+    """[n] ids: the first whose cumulative probability exceeds the uniform number (float64, in [0,
+    1)).
 
-    In float64, since single precision would round a number close to 1 up to the total, beyond the last id."""
+    In float64, since single precision would round a number close to 1 up to the total, beyond the
+    last id."""
     cumulative_nV = logprobs_nV.double().exp_().cumsum_(-1)
-    ids_n1 = torch.searchsorted(cumulative_nV, uniforms_n[:, None] * cumulative_nV[:, -1:], right=True)
+    ids_n1 = torch.searchsorted(
+        cumulative_nV, uniforms_n[:, None] * cumulative_nV[:, -1:], right=True
+    )
     return ids_n1[:, 0].clamp_(max=logprobs_nV.shape[1] - 1)
 
 
 def kept_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
-    """The ids that top-k and then top-p leave, likeliest first; never none. Of equally likely ones the lower come first."""
+    """The ids that top-k and then top-p leave, likeliest first; never none. Of equally likely ones
+    the lower come first."""
     order = logprobs_V.argsort(descending=True, stable=True)
     if settings.top_k:
         order = order[: settings.top_k]
@@ -89,9 +100,13 @@ def kept_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
     return order
 
 
-def _draw_kept(logprobs_V: Tensor, settings: SamplingSettings, uniform: float) -> tuple[int, float, tuple[int, ...]]:
+def _draw_kept(
+    logprobs_V: Tensor, settings: SamplingSettings, uniform: float
+) -> tuple[int, float, tuple[int, ...]]:
     """(id, log-probability among the kept, the kept)"""
     kept = kept_ids(logprobs_V, settings)
     renormalised = logprobs_V[kept].log_softmax(-1)
-    index = int(pick(renormalised[None], torch.tensor([uniform], dtype=torch.float64, device=kept.device)))
+    index = int(
+        pick(renormalised[None], torch.tensor([uniform], dtype=torch.float64, device=kept.device))
+    )
     return int(kept[index]), float(renormalised[index]), tuple(kept.tolist())

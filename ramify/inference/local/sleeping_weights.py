@@ -3,8 +3,9 @@
     give_back(keep=True)  ── take_again                          what was there is there again
     give_back(keep=False) ── take_again ── every tensor arrives  until then the model has no weights, and ``missing`` says which
 
-Parameters stay the objects that they are, so that whoever holds the model, or ties two matrices, need not know. Buffers stay.
-Leaves out the cache of keys and values (``engine.py``), and who sends weights (``serve/weight_routes.py``).
+Parameters stay the objects that they are, so that whoever holds the model, or ties two matrices,
+need not know. Buffers stay. Leaves out the cache of keys and values (``engine.py``), and who sends
+weights (``serve/weight_routes.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class SleepingWeights:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._away: dict[str, Tensor] | None = None
-        """Name -> the weight in main memory, or one on PyTorch's meta device where it was dropped; None while all are there."""
+        """Name -> the weight in main memory, or one on PyTorch's meta device where it was dropped;
+        None while all are there."""
         self._device = torch.device("cpu")
         self._missing: dict[int, str] = {}
         """Identity -> name, of parameters whose memory is there again and whose values are not."""
@@ -42,12 +44,15 @@ class SleepingWeights:
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def give_back(self, *, keep: bool) -> None:
-        """Free the memory of all weights. With ``keep`` they go to main memory; where they are in it already, they stay."""
+        """Free the memory of all weights. With ``keep`` they go to main memory; where they are in
+        it already, they stay."""
         parameters = dict(self._model.named_parameters())
         self._device = next(iter(parameters.values())).device
         if self._away is not None or (keep and self._device.type == "cpu"):
             return
-        self._away = {name: each.detach().to("cpu" if keep else "meta") for name, each in parameters.items()}
+        self._away = {
+            name: each.detach().to("cpu" if keep else "meta") for name, each in parameters.items()
+        }
         for each in parameters.values():
             each.data = each.data.new_empty(0)
         if self._device.type == "cpu":

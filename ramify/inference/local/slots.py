@@ -1,16 +1,18 @@
 """Which generation lives in which slot, and what each slot still remembers of earlier ones.
 
-A slot is a row of the cache. What runs stands close together at the front, so that a step reads one block of the
-cache; behind them stand slots that wait with what was computed in them:
+A slot is a row of the cache. What runs stands close together at the front, so that a step reads one
+block of the cache; behind them stand slots that wait with what was computed in them:
 
     slot     0     1     2     3     4     5     6
              run   run   run   —     idle  idle  empty       — one hole is tolerated: its call may be back soon
 
-A new request takes over the idle slot whose tokens all begin it (the next turn of a call whose children have answered), or
-copies the longest beginning that any slot shares with it (a sibling under the same prompt), into an empty slot or the idle
-one that was not used for longest. Calls that wait for children count as used whenever a child asks.
+A new request takes over the idle slot whose tokens all begin it (the next turn of a call whose
+children have answered), or copies the longest beginning that any slot shares with it (a sibling
+under the same prompt), into an empty slot or the idle one that was not used for longest. Calls that
+wait for children count as used whenever a child asks.
 
-It decides; ``SlotMove`` says what the cache must do. Legend: S slots, C tokens that a slot can hold.
+It decides; ``SlotMove`` says what the cache must do. Legend: S slots, C tokens that a slot can
+hold.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class SlotTable:
         return [slot for slot, owner in enumerate(self.owner) if owner is not None]
 
     def admit(self, generation: Generation) -> tuple[int, list[SlotMove]] | None:
-        """(its slot, what to copy), or None where it has to wait. ``length_S`` then says what it need not compute."""
+        """(its slot, what to copy), or None where it has to wait. ``length_S`` then says what it
+        need not compute."""
         self._touch_parents(generation.affinity)
         wanted = np.asarray(generation.ids, dtype=np.int32)
         ready_S, coming = self._shared(wanted)
@@ -97,7 +100,9 @@ class SlotTable:
             max(positions) >= self.capacity
         ):  # there will be more room, and the whole of it written, before it is computed
             fits = [index for index, position in enumerate(positions) if position < self.capacity]
-            slots, positions, tokens = ([each[index] for index in fits] for each in (slots, positions, tokens))
+            slots, positions, tokens = (
+                [each[index] for index in fits] for each in (slots, positions, tokens)
+            )
         self._tokens_SC[slots, positions] = tokens
 
     def release(self, slot: int) -> None:
@@ -125,13 +130,15 @@ class SlotTable:
         return changes
 
     def resize(self, num_slots: int, capacity: int) -> tuple[list[int], list[Generation]]:
-        """Make ``num_slots`` of ``capacity``: (the old slots that stay, in their new order; those that lost theirs).
+        """Make ``num_slots`` of ``capacity``: (the old slots that stay, in their new order; those
+        that lost theirs).
 
-        Running ones stay before idle ones, those that were used last before others; what an idle slot holds beyond the
-        new capacity is forgotten."""
+        Running ones stay before idle ones, those that were used last before others; what an idle
+        slot holds beyond the new capacity is forgotten."""
         running = self.running()
         idle = sorted(
-            (slot for slot in range(self.num_slots) if self.owner[slot] is None), key=lambda slot: -self._used_S[slot]
+            (slot for slot in range(self.num_slots) if self.owner[slot] is None),
+            key=lambda slot: -self._used_S[slot],
         )
         stay = [*running, *idle][:num_slots]
         lost = [owner for slot in running[num_slots:] if (owner := self.owner[slot]) is not None]
@@ -139,18 +146,25 @@ class SlotTable:
         width = min(capacity, self.capacity)
         for new, slot in enumerate(stay):
             owner = self.owner[slot]
-            known = old[slot, :width] if owner is None else np.asarray(owner.ids[:capacity], dtype=np.int32)
+            known = (
+                old[slot, :width]
+                if owner is None
+                else np.asarray(owner.ids[:capacity], dtype=np.int32)
+            )
             self._tokens_SC[new, : len(known)] = known
         empty = num_slots - len(stay)
         self.owner = [*(self.owner[slot] for slot in stay), *[None] * empty]
         self._affinity = [*(self._affinity[slot] for slot in stay), *[""] * empty]
-        self.length_S = np.append(np.minimum(self.length_S[stay], capacity), np.zeros(empty, dtype=np.int64))
+        self.length_S = np.append(
+            np.minimum(self.length_S[stay], capacity), np.zeros(empty, dtype=np.int64)
+        )
         self._used_S = np.append(self._used_S[stay], np.zeros(empty, dtype=np.int64))
         self.num_slots, self.capacity = num_slots, capacity
         return stay, lost
 
     def _shared(self, wanted: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
-        """(for each slot, how many computed tokens begin ``wanted``; how many will when what runs is computed).
+        """(for each slot, how many computed tokens begin ``wanted``; how many will when what runs
+        is computed).
 
         The last token is left to compute, since its logits are wanted."""
         most = min(len(wanted) - 1, self.capacity)

@@ -23,7 +23,8 @@ class SlotSpan(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class EngineStep:
-    """One token of each slot that decodes, in columns, since there are many; and some longer spans after them."""
+    """One token of each slot that decodes, in columns, since there are many; and some longer spans
+    after them."""
 
     slots: list[int] = dataclasses.field(default_factory=list)
     """Ascending."""

@@ -1,10 +1,11 @@
-"""What steps of an engine cost its thread in processor time, by how much there was to do: counted, not kept one by one.
+"""What steps of an engine cost its thread in processor time, by how much there was to do: counted,
+not kept one by one.
 
     paces.note(sequences=12, read=0, cpu_s=0.0061)
     paces.taken()  ──>  [Pace(sequences=16, reads=False, steps=311, tokens=3702, read=0, cpu_s=1.42), …]
 
-Processor time says the same whether or not others are on the machine; seconds on the clock do not. A simulation of a run whose
-engine shares its processors needs the one (``cluster/cores.py``).
+Processor time says the same whether or not others are on the machine; seconds on the clock do not.
+A simulation of a run whose engine shares its processors needs the one (``cluster/cores.py``).
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""How weights get from a trainer to engines in other processes: one carrier, two halves, each carrier in one small file.
+"""How weights get from a trainer to engines in other processes: one carrier, two halves, each
+carrier in one small file.
 
     trainer   sources ── Carrier.chunks ──▶ Chunk.info  ── HTTP: update_weights ──▶ engine
                             │ bytes                                                   │
                             └──────── memory, a file, a broadcast, a GPU's handle ────┴─▶ Receiver.take ──▶ Piece, Piece, …
 
-What goes over HTTP is names, shapes and where the bytes are, in the form of vLLM's weight transfer (``names``,
-``dtype_names``, ``shapes``). Tensors are streamed: a carrier holds two chunks at most, whatever the model's size. Which
-bytes arrived is not believed but checked: every sync ends with the fingerprint and the canary (``train/selfcheck.py``).
+What goes over HTTP is names, shapes and where the bytes are, in the form of vLLM's weight transfer
+(``names``, ``dtype_names``, ``shapes``). Tensors are streamed: a carrier holds two chunks at most,
+whatever the model's size. Which bytes arrived is not believed but checked: every sync ends with the
+fingerprint and the canary (``train/selfcheck.py``).
 
-Leaves out who is told what and when (``inference/http``), and how a training layout becomes tensors (``layout.py``).
-A carrier of one's own is named ``module:Class``; an engine takes it where it was started with the same name.
+Leaves out who is told what and when (``inference/http``), and how a training layout becomes tensors
+(``layout.py``). A carrier of one's own is named ``module:Class``; an engine takes it where it was
+started with the same name.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ Info = Mapping[str, Any]
 
 
 class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
-    """A matrix with a low-rank adapter: base + scale * b @ a (LoRA, 2106.09685). Called, it is that sum."""
+    """A matrix with a low-rank adapter: base + scale * b @ a (LoRA, 2106.09685). Called, it is that
+    sum."""
 
     base: Tensor
     """[rows, columns], held still."""
@@ -63,14 +67,16 @@ def added(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class WeightSource(NamedTuple):
-    """One tensor of the trained policy as an engine is to have it. Nothing is gathered or cast until ``full`` is called."""
+    """One tensor of the trained policy as an engine is to have it. Nothing is gathered or cast
+    until ``full`` is called."""
 
     name: str
     """As in a checkpoint in Hugging Face's layout."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     stamp: Hashable
-    """Equal stamps of two syncs say that the tensor has not changed between them; None where nobody knows."""
+    """Equal stamps of two syncs say that the tensor has not changed between them; None where nobody
+    knows."""
     full: Callable[[], Tensor]
     """The whole tensor, contiguous, detached."""
     adapted: AdaptedMatrix | None = None
@@ -89,7 +95,8 @@ class WeightPiece(NamedTuple):
     places: Tensor | None = None
     """Places of ``tensor``'s values in the flattened parameter; None: the tensor is whole."""
     stays: bool = False
-    """Its memory stays as it is until another sync was taken: an engine may compute with it, and needs no copy."""
+    """Its memory stays as it is until another sync was taken: an engine may compute with it, and
+    needs no copy."""
     holds: bool = False
     """It stays at least until the chunk was taken: an engine may copy it together with others."""
 
@@ -109,16 +116,20 @@ class WeightSync(Protocol):
     """The trainer's half. Belongs to one trainer; ``open`` comes first."""
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
-        """For each engine what it is told once. Raises ConfigError where this machine does not have what it takes."""
+        """For each engine what it is told once. Raises ConfigError where this machine does not have
+        what it takes."""
         ...
 
     def join(self) -> None:
-        """Done in a thread while the engines are told; waits for them where both sides have to meet."""
+        """Done in a thread while the engines are told; waits for them where both sides have to
+        meet."""
         ...
 
-    def chunks(self, sources: Iterable[WeightSource], version: int, *, whole: bool) -> Iterator[WeightChunk]:
-        """The weights of ``version``, in order. A chunk's bytes stay until the one after the next is asked for. ``whole``:
-        as if no engine had anything yet."""
+    def chunks(
+        self, sources: Iterable[WeightSource], version: int, *, whole: bool
+    ) -> Iterator[WeightChunk]:
+        """The weights of ``version``, in order. A chunk's bytes stay until the one after the next
+        is asked for. ``whole``: as if no engine had anything yet."""
         ...
 
     def close(self) -> None:
@@ -130,8 +141,9 @@ class WeightReceiver(Protocol):
     """The engine's half; made of what ``open`` said, by ``WeightSync.receiver``."""
 
     def take(self, info: Info) -> Iterator[WeightPiece]:
-        """What one chunk brings; a tensor holds until the next one is asked for. Raises ValueError for a chunk that is
-        not whole, and Stale where it builds on weights that this engine does not have."""
+        """What one chunk brings; a tensor holds until the next one is asked for. Raises ValueError
+        for a chunk that is not whole, and Stale where it builds on weights that this engine does
+        not have."""
         ...
 
     def finished(self, version: str) -> None:
@@ -147,7 +159,8 @@ def weight_sync_class(name: str) -> Any:
     module, sign, attribute = path.partition(":")
     if not sign:
         raise ConfigError(
-            f"unknown carrier '{name}': {nearest(name, WEIGHT_SYNCS)}; or module:Class of one of your own"
+            f"unknown carrier '{name}': {nearest(name, WEIGHT_SYNCS)}; or module:Class of one of "
+            "your own"
         )
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -159,9 +172,11 @@ class StaleWeights(ValueError):
     """A chunk builds on weights that the engine does not have; everything has to be sent."""
 
 
-def in_chunks(sources: Iterable[WeightSource], chunk_bytes: int) -> Iterator[tuple[list[WeightSource], bool]]:
-    """``sources`` in order, together until they have ``chunk_bytes``, and whether these are the last; a larger tensor is
-    alone."""
+def in_chunks(
+    sources: Iterable[WeightSource], chunk_bytes: int
+) -> Iterator[tuple[list[WeightSource], bool]]:
+    """``sources`` in order, together until they have ``chunk_bytes``, and whether these are the
+    last; a larger tensor is alone."""
     gathered: list[WeightSource] = []
     room = chunk_bytes
     for source in sources:
@@ -194,13 +209,19 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[WeightPiece]:
-    """Views of the tensors that ``info`` describes in a buffer of bytes [N]. Raises ValueError where they do not fit."""
+    """Views of the tensors that ``info`` describes in a buffer of bytes [N]. Raises ValueError
+    where they do not fit."""
     try:
         described = list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True))
         kinds = [getattr(torch, dtype) for _, dtype, _ in described]
-        sizes = [math.prod(shape) * kind.itemsize for (_, _, shape), kind in zip(described, kinds, strict=True)]
+        sizes = [
+            math.prod(shape) * kind.itemsize
+            for (_, _, shape), kind in zip(described, kinds, strict=True)
+        ]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"names, dtype_names and shapes do not describe tensors: {error!r}") from None
+        raise ValueError(
+            f"names, dtype_names and shapes do not describe tensors: {error!r}"
+        ) from None
     starts, length = offsets(sizes)
     if length > buffer.numel():
         raise ValueError(f"the tensors have {length} bytes, and {buffer.numel()} were carried")
@@ -208,9 +229,11 @@ def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[We
         yield WeightPiece(name, buffer[start : start + size].view(kind).view(shape), stays=stays)
 
 
-def reserve(handle: int, length: int, allocate: Callable[[int, int, int], None] | None = _ALLOCATE) -> None:
-    """Make the file of ``handle`` at least ``length`` bytes long. Raises OSError where there is no room: now, and not by a
-    signal while it is written through a mapping."""
+def reserve(
+    handle: int, length: int, allocate: Callable[[int, int, int], None] | None = _ALLOCATE
+) -> None:
+    """Make the file of ``handle`` at least ``length`` bytes long. Raises OSError where there is no
+    room: now, and not by a signal while it is written through a mapping."""
     if allocate is not None:
         allocate(handle, 0, length)
         return

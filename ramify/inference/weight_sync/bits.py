@@ -1,4 +1,5 @@
-"""Where two tensors differ, by their bits: equal bits are equal, also those of NaN and of the two zeros.
+"""Where two tensors differ, by their bits: equal bits are equal, also those of NaN and of the two
+zeros.
 
 Leaves out what is sent of it (``delta.py``).
 """
@@ -34,7 +35,9 @@ def places(now_N: Tensor, had_N: Tensor) -> Tensor:
 def parts(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> list[int]:
     """Which parts, of these lengths one after the other, differ."""
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], device=now_N.device)
-    found: list[int] = torch.searchsorted(places(now_N, had_N), bounds).diff().nonzero()[:, 0].tolist()
+    found: list[int] = (
+        torch.searchsorted(places(now_N, had_N), bounds).diff().nonzero()[:, 0].tolist()
+    )
     return found
 
 
@@ -44,5 +47,6 @@ def share(now_N: Tensor, had_N: Tensor) -> float:
 
 
 def _sample(bits_N: Tensor) -> Tensor:
-    """Some from all over, in runs of neighbours: a page is dear, and the values beside the first are not."""
+    """Some from all over, in runs of neighbours: a page is dear, and the values beside the first
+    are not."""
     return bits_N[: len(bits_N) // _RUNS * _RUNS].view(_RUNS, -1)[:, : SAMPLE // _RUNS]

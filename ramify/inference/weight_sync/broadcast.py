@@ -1,8 +1,9 @@
-"""Broadcast in buckets, from the trainer to all engines at once: gloo between CPUs, NCCL between GPUs.
+"""Broadcast in buckets, from the trainer to all engines at once: gloo between CPUs, NCCL between
+GPUs.
 
-The group is of its own: trainer and engines meet at a store that the trainer opens, beside whatever group the trainer's
-ranks have among themselves. Rank 0 is the trainer. Every wait is bounded by ``timeout_s``: an engine that died in the
-middle ends the sync, and never hangs it.
+The group is of its own: trainer and engines meet at a store that the trainer opens, beside whatever
+group the trainer's ranks have among themselves. Rank 0 is the trainer. Every wait is bounded by
+``timeout_s``: an engine that died in the middle ends the sync, and never hangs it.
 """
 
 from __future__ import annotations
@@ -39,10 +40,20 @@ class GlooSync:
     backend: ClassVar[str] = "gloo"
 
     def __init__(
-        self, *, address: str = "127.0.0.1", port: int = 0, chunk_bytes: int = CHUNK_BYTES, timeout_s: float = 120
+        self,
+        *,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        chunk_bytes: int = CHUNK_BYTES,
+        timeout_s: float = 120,
     ) -> None:
         """``address`` is this machine's, as the engines reach it; ``port`` 0 takes a free one."""
-        self._address, self._port, self._chunk_bytes, self._timeout_s = address, port, chunk_bytes, timeout_s
+        self._address, self._port, self._chunk_bytes, self._timeout_s = (
+            address,
+            port,
+            chunk_bytes,
+            timeout_s,
+        )
         self._store: Any = None
         self._group: Any = None
         self._size = 0
@@ -63,18 +74,25 @@ class GlooSync:
             )
         except (RuntimeError, dist.DistError) as error:
             raise ConfigError(
-                f"the port {self._address}:{self._port} for weights cannot be opened ({_first(error)}): choose another, or 0"
+                f"the port {self._address}:{self._port} for weights cannot be opened "
+                f"({_first(error)}): choose another, or 0"
             ) from None
         about = {
-            "weight_sync": self.backend, "master_address": self._address, "master_port": self._store.port,
-            "world_size": self._size, "group": self._name, "timeout_s": self._timeout_s,
-        }  # fmt: skip
+            "weight_sync": self.backend,
+            "master_address": self._address,
+            "master_port": self._store.port,
+            "world_size": self._size,
+            "group": self._name,
+            "timeout_s": self._timeout_s,
+        }
         return [{**about, "rank_offset": index + 1} for index in range(num_engines)]
 
     def join(self) -> None:
         self._group = _group(self.backend, self._store, self._name, 0, self._size, self._timeout_s)
 
-    def chunks(self, sources: Iterable[WeightSource], version: int, *, whole: bool) -> Iterator[WeightChunk]:
+    def chunks(
+        self, sources: Iterable[WeightSource], version: int, *, whole: bool
+    ) -> Iterator[WeightChunk]:
         for part, is_last in in_chunks(sources, self._chunk_bytes):
             _, length = offsets(source.num_bytes for source in part)
             buffer = self._buffer.of(length)
@@ -83,16 +101,16 @@ class GlooSync:
             yield WeightChunk(about, is_last, partial(self._send, buffer))
 
     def _send(self, buffer: Tensor) -> None:
-        """Raises RuntimeError where somebody is gone. The group ends with it: who is still there, and has not begun to receive,
-        would wait for the rest of the timeout otherwise."""
+        """Raises RuntimeError where somebody is gone. The group ends with it: who is still there,
+        and has not begun to receive, would wait for the rest of the timeout otherwise."""
         try:
             _broadcast(self._group, buffer)
             return
         except RuntimeError as error:
             why = str(error)
-        self._group = (
-            None  # here nothing holds it any more, neither a frame nor an error's traceback: its connections close
-        )
+        # here nothing holds it any more, neither a frame nor an error's traceback: its connections
+        # close
+        self._group = None
         raise RuntimeError(why)
 
     def close(self) -> None:
@@ -122,14 +140,24 @@ class BroadcastReceiver:
         timeout_s = float(info["timeout_s"])
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
-                str(info["master_address"]), int(info["master_port"]), None, False, timeout=timedelta(seconds=timeout_s)
+                str(info["master_address"]),
+                int(info["master_port"]),
+                None,
+                False,
+                timeout=timedelta(seconds=timeout_s),
             )
             self._group = _group(
-                backend, store, str(info["group"]), int(info["rank_offset"]), int(info["world_size"]), timeout_s
+                backend,
+                store,
+                str(info["group"]),
+                int(info["rank_offset"]),
+                int(info["world_size"]),
+                timeout_s,
             )
         except (RuntimeError, dist.DistError) as error:
             raise ValueError(
-                f"the trainer's group at {info['master_address']}:{info['master_port']} was not joined: {_first(error)}"
+                f"the trainer's group at {info['master_address']}:{info['master_port']} was not "
+                f"joined: {_first(error)}"
             ) from None
         self._store: Any = store
         self._backend, self._buffer = backend, _Buffer(backend)
@@ -139,7 +167,9 @@ class BroadcastReceiver:
         try:
             _broadcast(self._group, buffer)
         except (RuntimeError, dist.DistError) as error:
-            raise ValueError(f"a broadcast of {buffer.numel()} bytes did not arrive: {_first(error)}") from None
+            raise ValueError(
+                f"a broadcast of {buffer.numel()} bytes did not arrive: {_first(error)}"
+            ) from None
         yield from pieces_of(info, buffer)
 
     def finished(self, version: str) -> None: ...
@@ -150,7 +180,8 @@ class BroadcastReceiver:
 
 
 class _Buffer:
-    """One for all chunks, each of which has arrived before the next is begun: fresh memory costs more than a copy."""
+    """One for all chunks, each of which has arrived before the next is begun: fresh memory costs
+    more than a copy."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -163,10 +194,13 @@ class _Buffer:
 
 
 def _need(backend: str) -> None:
-    available = dist.is_available() and (dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available())
+    available = dist.is_available() and (
+        dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available()
+    )
     if not available or (backend == "nccl" and not torch.cuda.is_available()):
         raise ConfigError(
-            f"the carrier '{backend}' needs a torch with {backend}" + (" and a GPU" if backend == "nccl" else "")
+            f"the carrier '{backend}' needs a torch with {backend}"
+            + (" and a GPU" if backend == "nccl" else "")
         )
 
 
@@ -186,7 +220,11 @@ def _broadcast(group: Any, bytes: Tensor) -> None:
 
 
 def _device(backend: str) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if backend == "nccl"
+        else torch.device("cpu")
+    )
 
 
 def _first(error: BaseException) -> str:

@@ -1,7 +1,9 @@
-"""CUDA IPC, for engines on the trainer's own GPU: handles of its memory go over HTTP, and no byte is copied twice.
+"""CUDA IPC, for engines on the trainer's own GPU: handles of its memory go over HTTP, and no byte
+is copied twice.
 
-What a handle is are bytes and numbers, sent as base64 and JSON: nothing is unpickled. The trainer holds each chunk's
-memory until the one after the next is asked for. Seen by no test here: it needs a GPU that two processes share.
+What a handle is are bytes and numbers, sent as base64 and JSON: nothing is unpickled. The trainer
+holds each chunk's memory until the one after the next is asked for. Seen by no test here: it needs
+a GPU that two processes share.
 """
 
 from __future__ import annotations
@@ -42,14 +44,18 @@ class CudaIpcSync:
     def join(self) -> None:
         """Nobody has to be met."""
 
-    def chunks(self, sources: Iterable[WeightSource], version: int, *, whole: bool) -> Iterator[WeightChunk]:
+    def chunks(
+        self, sources: Iterable[WeightSource], version: int, *, whole: bool
+    ) -> Iterator[WeightChunk]:
         for part, is_last in in_chunks(sources, self._chunk_bytes):
             _, length = offsets(source.num_bytes for source in part)
             buffer = torch.empty(length, dtype=torch.uint8, device="cuda")
             fill(buffer, part)
             torch.cuda.synchronize()
             self._held = [*self._held[-1:], buffer]
-            yield WeightChunk({**described(part, version), "handle": _handle(buffer), "length": length}, is_last)
+            yield WeightChunk(
+                {**described(part, version), "handle": _handle(buffer), "length": length}, is_last
+            )
 
     def close(self) -> None:
         self._held = []
@@ -64,9 +70,14 @@ class CudaIpcReceiver:
     """Implements ``WeightReceiver``."""
 
     def take(self, info: Info) -> Iterator[WeightPiece]:
-        plain = [base64.b64decode(each["bytes"]) if isinstance(each, dict) else each for each in info["handle"]]
+        plain = [
+            base64.b64decode(each["bytes"]) if isinstance(each, dict) else each
+            for each in info["handle"]
+        ]
         storage = torch.UntypedStorage._new_shared_cuda(*plain)
-        buffer = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)[: int(info["length"])]
+        buffer = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)[
+            : int(info["length"])
+        ]
         yield from pieces_of(info, buffer)
         torch.cuda.synchronize()
 
@@ -78,9 +89,15 @@ class CudaIpcReceiver:
 def _handle(buffer: Tensor) -> list[Any]:
     """What torch shares of a storage: device, memory handle, sizes, reference counter, event."""
     shared = buffer.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
-    return [{"bytes": base64.b64encode(each).decode()} if isinstance(each, bytes) else each for each in shared]
+    return [
+        {"bytes": base64.b64encode(each).decode()} if isinstance(each, bytes) else each
+        for each in shared
+    ]
 
 
 def _need() -> None:
     if not torch.cuda.is_available():
-        raise ConfigError("the carrier 'cuda_ipc' needs a GPU that trainer and engine share; use 'shared' or 'gloo'")
+        raise ConfigError(
+            "the carrier 'cuda_ipc' needs a GPU that trainer and engine share; use 'shared' or "
+            "'gloo'"
+        )

@@ -1,5 +1,5 @@
-"""Only what changed since the engines' last weights: tensors, values within them, or their adapters; all of it where that is
-not known.
+"""Only what changed since the engines' last weights: tensors, values within them, or their
+adapters; all of it where that is not known.
 
     a tensor whose stamp is the last sync's     left out, unread
     one that is equal to what engines have      left out
@@ -8,8 +8,9 @@ not known.
     any other                                   whole
     one with a low-rank adapter                 the adapter: engines keep what it is added to, and add it up as the trainer does
 
-Carried by another carrier (``by``). The trainer keeps a copy of what the engines have, in their precision. Each sync says
-which one it builds on; an engine that has another (it was started anew, or lost a sync) answers so, and gets everything.
+Carried by another carrier (``by``). The trainer keeps a copy of what the engines have, in their
+precision. Each sync says which one it builds on; an engine that has another (it was started anew,
+or lost a sync) answers so, and gets everything.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from ramify.inference.weight_sync.tensor_bundles import TensorBundles, apart
 _PLACES, _VALUES = "::places", "::values"
 _BASE, _A, _B = "::base", "::a", "::b"
 _FEW = 0.25
-"""Share of changed values up to which places and values are sent: a place takes four bytes, a value two or four."""
+"""Share of changed values up to which places and values are sent: a place takes four bytes, a value
+two or four."""
 _MOST_PLACES = 2**31 - 1
 _SMALL = bits.SAMPLE
 """Values up to which a tensor is sent whole, together with others."""
@@ -55,14 +57,23 @@ class DeltaSync:
     """Implements ``WeightSync``."""
 
     def __init__(
-        self, *, by: str = "shared", places: bool = True, adapters: bool = True, layers: bool = False, **options: Any
+        self,
+        *,
+        by: str = "shared",
+        places: bool = True,
+        adapters: bool = True,
+        layers: bool = False,
+        **options: Any,
     ) -> None:
-        """``by`` carries the bytes, with ``options``; ``places``: send values within tensors, where that is less; ``adapters``:
-        send those of low-rank adapters, for which an engine keeps the matrices that they are added to in main memory;
-        ``layers``: where one tensor of a layer's part (its attention) changed, send all of that, as engines need it that have
-        fused several into one."""
+        """``by`` carries the bytes, with ``options``; ``places``: send values within tensors, where
+        that is less; ``adapters``: send those of low-rank adapters, for which an engine keeps the
+        matrices that they are added to in main memory; ``layers``: where one tensor of a layer's
+        part (its attention) changed, send all of that, as engines need it that have fused several
+        into one."""
         if by == "delta" or by == "file":
-            raise ConfigError(f"the carrier 'delta' cannot be carried by '{by}': give shared, gloo or nccl")
+            raise ConfigError(
+                f"the carrier 'delta' cannot be carried by '{by}': give shared, gloo or nccl"
+            )
         self._by: WeightSync = weight_sync_class(by)(**options)
         self._places, self._adapters, self._layers = places, adapters, layers
         self._have: dict[str, Tensor] = {}
@@ -71,7 +82,8 @@ class DeltaSync:
         self._small: dict[tuple[torch.dtype, int], TensorBundles] = {}
         """Those of one precision, a thousand at a time."""
         self._later: list[tuple[Tensor, Tensor]] = []
-        """What engines had and have, to be copied while they read the chunk: it is not on anybody's way then."""
+        """What engines had and have, to be copied while they read the chunk: it is not on anybody's
+        way then."""
         self._tables: dict[str, dict[str, Any]] = {}
         """Of what was joined in the sync that is under way."""
         self._bases: set[str] = set()
@@ -89,7 +101,9 @@ class DeltaSync:
     def join(self) -> None:
         self._by.join()
 
-    def chunks(self, sources: Iterable[WeightSource], version: int, *, whole: bool) -> Iterator[WeightChunk]:
+    def chunks(
+        self, sources: Iterable[WeightSource], version: int, *, whole: bool
+    ) -> Iterator[WeightChunk]:
         base = "" if whole else self._told
         if not base:
             self._have, self._stamps, self._small, self._bases = {}, {}, {}, set()
@@ -102,15 +116,26 @@ class DeltaSync:
             names = chunk.info["names"]
             tables = {name: self._tables[name] for name in names if name in self._tables}
             sums = {name: self._sums[name] for name in names if name.endswith(_B)}
-            yield WeightChunk({**chunk.info, **about, "together": tables, "sums": sums}, chunk.is_last, chunk.send)
+            yield WeightChunk(
+                {**chunk.info, **about, "together": tables, "sums": sums}, chunk.is_last, chunk.send
+            )
             self._keep()
         if not any_chunk:
-            yield WeightChunk({"names": [], "dtype_names": [], "shapes": [], "version": version, **about}, True)
+            yield WeightChunk(
+                {"names": [], "dtype_names": [], "shapes": [], "version": version, **about}, True
+            )
         self._told = now
 
     def close(self) -> None:
         self._by.close()
-        self._have, self._stamps, self._small, self._bases, self._told, self._later = {}, {}, {}, set(), "", []
+        self._have, self._stamps, self._small, self._bases, self._told, self._later = (
+            {},
+            {},
+            {},
+            set(),
+            "",
+            [],
+        )
 
     def _changed(self, sources: Iterable[WeightSource], has_base: bool) -> Iterator[WeightSource]:
         small: dict[torch.dtype, list[WeightSource]] = {}
@@ -129,7 +154,9 @@ class DeltaSync:
                 small.setdefault(source.dtype, []).append(source)
         for dtype, alike in small.items():
             for number, start in enumerate(range(0, len(alike), _MOST_TOGETHER)):
-                yield from self._counted(self._joined(alike[start : start + _MOST_TOGETHER], (dtype, number)))
+                yield from self._counted(
+                    self._joined(alike[start : start + _MOST_TOGETHER], (dtype, number))
+                )
 
     def _whole_layers(
         self, sources: Iterable[WeightSource], is_known: Callable[[WeightSource], bool]
@@ -161,7 +188,9 @@ class DeltaSync:
             self.num_bytes += part.num_bytes
             yield part
 
-    def _joined(self, sources: list[WeightSource], which: tuple[torch.dtype, int]) -> list[WeightSource]:
+    def _joined(
+        self, sources: list[WeightSource], which: tuple[torch.dtype, int]
+    ) -> list[WeightSource]:
         """Those of small ones that changed, as one."""
         found = self._small.setdefault(which, TensorBundles()).changed(sources, len(self._tables))
         if found is None:
@@ -221,7 +250,12 @@ class DeltaReceiver:
 
     def __init__(self, info: Info) -> None:
         inner = info["by"]
-        if not isinstance(inner, dict) or inner.get("weight_sync") not in {"shared", "gloo", "nccl", "cuda_ipc"}:
+        if not isinstance(inner, dict) or inner.get("weight_sync") not in {
+            "shared",
+            "gloo",
+            "nccl",
+            "cuda_ipc",
+        }:
             raise ValueError(f"no carrier that could bring a delta: {str(inner)[:100]}")
         self._by: WeightReceiver = weight_sync_class(inner["weight_sync"]).receiver(inner)
         self._has = ""
@@ -235,7 +269,8 @@ class DeltaReceiver:
         base, now = str(info["base"]), str(info["now"])
         if self._taking != now and base and base != self._has:
             raise StaleWeights(
-                f"this delta builds on the weights '{base}', and this engine has '{self._has or 'none of them'}'"
+                f"this delta builds on the weights '{base}', and this engine has "
+                f"'{self._has or 'none of them'}'"
             )
         self._has, self._taking = "", now
         for piece in self._by.take(info) if info["names"] else ():
@@ -258,7 +293,9 @@ class DeltaReceiver:
     def _added(self, name: str, b: Tensor, info: Info) -> WeightPiece:
         scale, kind, dtype = info["sums"][name + _B]
         base = self._bases[name].to(b.device, getattr(torch, kind))
-        return WeightPiece(name, added(base, self._a.pop(name), b, float(scale)).to(getattr(torch, dtype)))
+        return WeightPiece(
+            name, added(base, self._a.pop(name), b, float(scale)).to(getattr(torch, dtype))
+        )
 
     def finished(self, version: str) -> None:
         self._has, self._taking = self._taking, ""

@@ -4,10 +4,11 @@
     FOLDER/v000012/model.safetensors.index.json   in Hugging Face's layout, so that any engine can load the folder
     FOLDER/current.json                           which version is whole: written aside and renamed, last of all
 
-Each file's length and a sum of its bytes stand in the pointer: a file that was torn by a full disk or a kill is refused by
-name before a tensor of it is used. The last two versions stay; the older of them makes room for the next one, in memory by
-being written over where nobody has it open. Of what else is in FOLDER nothing is touched. A folder of its own, where none was
-given, goes with the carrier; that of a trainer that was killed is removed by the next (``held_weights.py``).
+Each file's length and a sum of its bytes stand in the pointer: a file that was torn by a full disk
+or a kill is refused by name before a tensor of it is used. The last two versions stay; the older of
+them makes room for the next one, in memory by being written over where nobody has it open. Of what
+else is in FOLDER nothing is touched. A folder of its own, where none was given, goes with the
+carrier; that of a trainer that was killed is removed by the next (``held_weights.py``).
 """
 
 from __future__ import annotations
@@ -26,13 +27,21 @@ import msgspec
 
 from ramify.errors import ConfigError, StoreError
 from ramify.inference.weight_sync import tensor_file
-from ramify.inference.weight_sync.base import Info, WeightChunk, WeightPiece, WeightSource, in_chunks
+from ramify.inference.weight_sync.base import (
+    Info,
+    WeightChunk,
+    WeightPiece,
+    WeightSource,
+    in_chunks,
+)
 from ramify.inference.weight_sync.held_weights import MEMORY, hold_folder, sweep
 
 POINTER = "current.json"
 _FILE_BYTES = 1 << 30
 _VERSION = re.compile(r"v\d{6,}")
-_WRITTEN = re.compile(r"model-\d{5,}\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json")
+_WRITTEN = re.compile(
+    r"model-\d{5,}\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json"
+)
 """The files of one version."""
 
 
@@ -49,11 +58,16 @@ class CurrentWeightsFile(msgspec.Struct):
 class FileSync:
     """Implements ``WeightSync``."""
 
-    def __init__(self, *, folder: str = "", file_bytes: int = _FILE_BYTES, configuration: str = "") -> None:
-        """``folder`` is made; by default a temporary one, which ``close`` removes. ``configuration`` is a checkpoint whose
-        config.json is put beside the weights, for engines that read one."""
+    def __init__(
+        self, *, folder: str = "", file_bytes: int = _FILE_BYTES, configuration: str = ""
+    ) -> None:
+        """``folder`` is made; by default a temporary one, which ``close`` removes.
+        ``configuration`` is a checkpoint whose config.json is put beside the weights, for engines
+        that read one."""
         self._is_own = not folder
-        self._folder, self._lock = (Path(folder), -1) if folder else hold_folder(Path(tempfile.gettempdir()))
+        self._folder, self._lock = (
+            (Path(folder), -1) if folder else hold_folder(Path(tempfile.gettempdir()))
+        )
         self._file_bytes, self._configuration = file_bytes, configuration
         self._last = self._before = ""
         """The version that is whole, and the one before it."""
@@ -72,14 +86,17 @@ class FileSync:
                 read_pointer(self._folder)
             except ValueError as error:
                 raise ConfigError(
-                    f"weights cannot be put into {self._folder}: {error}; give a folder of their own"
+                    f"weights cannot be put into {self._folder}: {error}; give a folder of their "
+                    "own"
                 ) from None
         return [{"weight_sync": "file", "folder": str(self._folder.resolve())}] * num_engines
 
     def join(self) -> None:
         """Nobody has to be met."""
 
-    def chunks(self, sources: Iterable[WeightSource], version: int, *, whole: bool) -> Iterator[WeightChunk]:
+    def chunks(
+        self, sources: Iterable[WeightSource], version: int, *, whole: bool
+    ) -> Iterator[WeightChunk]:
         """One chunk: the pointer, once all is written."""
         try:
             self._write(sources, version)
@@ -87,7 +104,9 @@ class FileSync:
             raise StoreError(
                 f"the weights of version {version} cannot be written to {self._folder}: {error}"
             ) from error
-        yield WeightChunk({"version": version, "path": str(self._folder.resolve() / _named(version))}, True)
+        yield WeightChunk(
+            {"version": version, "path": str(self._folder.resolve() / _named(version))}, True
+        )
 
     def close(self) -> None:
         if self._is_own:
@@ -100,7 +119,9 @@ class FileSync:
         final = self._folder / _named(version)
         fresh = self._folder / f".{final.name}.tmp"
         if final.exists() and not _is_version(final):
-            raise FileExistsError(f"{final} holds other files: give the carrier a folder of its own")
+            raise FileExistsError(
+                f"{final} holds other files: give the carrier a folder of its own"
+            )
         for old in (fresh, final):
             shutil.rmtree(old, ignore_errors=True)
         if not self._begun_over(fresh):
@@ -122,17 +143,28 @@ class FileSync:
             if self._configuration and (Path(self._configuration) / name).is_file():
                 shutil.copyfile(Path(self._configuration) / name, fresh / name)
         fresh.rename(final)
-        _replace(self._folder / POINTER, msgspec.json.encode(CurrentWeightsFile(version, final.name, files)))
+        _replace(
+            self._folder / POINTER,
+            msgspec.json.encode(CurrentWeightsFile(version, final.name, files)),
+        )
         self._before, self._last = self._last, final.name
-        for old in self._folder.glob("v*"):  # also those of an earlier run, which may have got further
+        for old in self._folder.glob(
+            "v*"
+        ):  # also those of an earlier run, which may have got further
             if old.name not in (self._before, self._last) and _is_version(old):
                 shutil.rmtree(old, ignore_errors=True)
 
     def _begun_over(self, fresh: Path) -> bool:
-        """Whether ``fresh`` is now the version before the last, to be written over: new pages of memory cost as much as
-        several copies. No engine needs it, for all have taken the last one."""
+        """Whether ``fresh`` is now the version before the last, to be written over: new pages of
+        memory cost as much as several copies. No engine needs it, for all have taken the last
+        one."""
         old = self._folder / self._before
-        if not self._before or self._before == self._last or not _is_version(old) or not _is_in_memory(old):
+        if (
+            not self._before
+            or self._before == self._last
+            or not _is_version(old)
+            or not _is_in_memory(old)
+        ):
             return False
         if not all(tensor_file.is_free(path) for path in old.glob("model-*.safetensors")):
             return False
@@ -154,7 +186,8 @@ class FileReceiver:
         folder, pointer = read_pointer(self._folder)
         if pointer.version != info["version"]:
             raise ValueError(
-                f"{self._folder / POINTER} points to version {pointer.version}, and version {info['version']} was asked for: "
+                f"{self._folder / POINTER} points to version {pointer.version}, and version "
+                f"{info['version']} was asked for: "
                 "another trainer writes to this folder, or its disk shows old files"
             )
         for name, expected in pointer.files.items():
@@ -171,7 +204,8 @@ def read_pointer(folder: Path) -> tuple[Path, CurrentWeightsFile]:
         pointer = msgspec.json.decode((folder / POINTER).read_bytes(), type=CurrentWeightsFile)
     except OSError as error:
         raise ValueError(
-            f"{folder / POINTER} cannot be read ({error.strerror}): the engine needs to see the trainer's folder"
+            f"{folder / POINTER} cannot be read ({error.strerror}): the engine needs to see the "
+            "trainer's folder"
         ) from None
     except msgspec.DecodeError as error:
         raise ValueError(f"{folder / POINTER} is no pointer to weights: {error}") from None
@@ -192,7 +226,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _is_version(path: Path) -> bool:
-    """Whether it is a folder that this file wrote: the user may keep folders of a like name beside it."""
+    """Whether it is a folder that this file wrote: the user may keep folders of a like name beside
+    it."""
     if not _VERSION.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     try:

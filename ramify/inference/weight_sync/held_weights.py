@@ -1,7 +1,8 @@
 """Files and folders of weights that last as long as the process which made them.
 
-Whoever makes one holds a lock on it. One that nobody locks is of a trainer that was killed: the next that opens a carrier
-removes it (``sweep``). Locks and not process numbers, which are given out again. Leaves out what is written there.
+Whoever makes one holds a lock on it. One that nobody locks is of a trainer that was killed: the
+next that opens a carrier removes it (``sweep``). Locks and not process numbers, which are given out
+again. Leaves out what is written there.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""Shared memory, for engines on the trainer's machine: two buffers in turn, one written while the other is read.
+"""Shared memory, for engines on the trainer's machine: two buffers in turn, one written while the
+other is read.
 
     in_place        each holds all weights, and engines compute with them where they lie: a sync is one copy and one
                     request, whatever the number of engines, and an engine has the old weights or the new, never half
     otherwise       each holds a chunk, which engines copy: for engines on GPUs, and where memory is short
 
-The buffers are files in memory (``/dev/shm``; elsewhere a temporary folder), mapped by both sides, readable by this user
-alone. Where trainer and engine are one process no carrier is needed: the engine holds the trainer's own weights.
+The buffers are files in memory (``/dev/shm``; elsewhere a temporary folder), mapped by both sides,
+readable by this user alone. Where trainer and engine are one process no carrier is needed: the
+engine holds the trainer's own weights.
 
-Those of a trainer that was killed are removed by the next that opens this carrier in the same folder (``held_weights.py``).
+Those of a trainer that was killed are removed by the next that opens this carrier in the same
+folder (``held_weights.py``).
 """
 
 from __future__ import annotations
@@ -43,13 +46,17 @@ from ramify.inference.weight_sync.held_weights import MEMORY, PREFIX, hold_file,
 class SharedMemorySync:
     """Implements ``WeightSync``."""
 
-    def __init__(self, *, chunk_bytes: int = CHUNK_BYTES, folder: str = "", in_place: bool = False) -> None:
-        """``folder`` is where the buffers are; by default in memory. ``in_place`` is given up where both buffers would take
-        more than half of what is free there."""
+    def __init__(
+        self, *, chunk_bytes: int = CHUNK_BYTES, folder: str = "", in_place: bool = False
+    ) -> None:
+        """``folder`` is where the buffers are; by default in memory. ``in_place`` is given up where
+        both buffers would take more than half of what is free there."""
         self._chunk_bytes, self._in_place = chunk_bytes, in_place
         self._next = 0
         """The buffer that no engine computes with."""
-        self._folder = Path(folder) if folder else MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+        self._folder = (
+            Path(folder) if folder else MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+        )
         self._name = new_name()
         self._locks: dict[int, int] = {}
         """Buffer -> a descriptor that holds its lock."""
@@ -57,12 +64,16 @@ class SharedMemorySync:
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
         sweep(self._folder)
-        return [{"weight_sync": "shared", "folder": str(self._folder), "name": self._name}] * num_engines
+        return [
+            {"weight_sync": "shared", "folder": str(self._folder), "name": self._name}
+        ] * num_engines
 
     def join(self) -> None:
         """Nobody has to be met."""
 
-    def chunks(self, sources: Iterable[WeightSource], version: int, *, whole: bool) -> Iterator[WeightChunk]:
+    def chunks(
+        self, sources: Iterable[WeightSource], version: int, *, whole: bool
+    ) -> Iterator[WeightChunk]:
         if self._in_place:
             sources = list(sources)
             if any(self._buffers) or self._has_room_for(sources):
@@ -102,7 +113,8 @@ class SharedMemorySync:
         return self._folder / f"{self._name}-{which}"
 
     def _buffer(self, which: int, length: int) -> _MappedFile:
-        """Buffer ``which``, made longer where ``length`` does not fit; engines map it again by its new length."""
+        """Buffer ``which``, made longer where ``length`` does not fit; engines map it again by its
+        new length."""
         mapped = self._buffers[which]
         if mapped is not None and len(mapped.bytes) >= length:
             return mapped
@@ -112,8 +124,10 @@ class SharedMemorySync:
             reserve(self._locks[which], length)
         except OSError as error:
             raise ConfigError(
-                f"{self._folder} has no room for a buffer of {length >> 20} MiB for weights ({error.strerror}): give the "
-                "carrier smaller chunk_bytes or another folder, or the container more shared memory (--shm-size)"
+                f"{self._folder} has no room for a buffer of {length >> 20} MiB for weights "
+                f"({error.strerror}): give the "
+                "carrier smaller chunk_bytes or another folder, or the container more shared "
+                "memory (--shm-size)"
             ) from None
         self._buffers[which] = mapped = _MappedFile(self._path(which))
         return mapped
@@ -141,7 +155,8 @@ class SharedMemoryReceiver:
                 mapped = self._buffers[which] = _MappedFile(self._paths[which])
             except (OSError, ValueError) as error:
                 raise ValueError(
-                    f"the buffer {self._paths[which]} cannot be read ({error}): shared memory is for engines on the trainer's "
+                    f"the buffer {self._paths[which]} cannot be read ({error}): shared memory is "
+                    "for engines on the trainer's "
                     "machine and of the same user; use the carrier 'file' or 'gloo'"
                 ) from None
         yield from pieces_of(info, mapped.bytes, stays=bool(info.get("stays")))

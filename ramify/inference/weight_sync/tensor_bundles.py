@@ -1,4 +1,5 @@
-"""Many small tensors as one: looked at, copied and described together, since each by itself costs more than its bytes do.
+"""Many small tensors as one: looked at, copied and described together, since each by itself costs
+more than its bytes do.
 
     trainer   norm.1 norm.2 …   ── Together ──▶ '::together-0' [N], table: names, shapes
     engine    '::together-0', table           ── apart ──▶ norm.1, norm.2, …
@@ -30,10 +31,16 @@ class TensorBundles:
         self._had_N = torch.empty(0)
         """One after the other, in main memory."""
 
-    def changed(self, sources: Sequence[WeightSource], number: int) -> tuple[WeightSource, dict[str, Any]] | None:
-        """(one source of those that engines do not have, the table that takes it apart again); None where they have all. They
-        have them from now on, and are thought not to have any that are not in ``sources``."""
-        names, lengths = [source.name for source in sources], [math.prod(source.shape) for source in sources]
+    def changed(
+        self, sources: Sequence[WeightSource], number: int
+    ) -> tuple[WeightSource, dict[str, Any]] | None:
+        """(one source of those that engines do not have, the table that takes it apart again); None
+        where they have all. They have them from now on, and are thought not to have any that are
+        not in ``sources``."""
+        names, lengths = (
+            [source.name for source in sources],
+            [math.prod(source.shape) for source in sources],
+        )
         now_N = _flat([source.full() for source in sources])
         which = self._which(names, lengths, now_N)
         self._names, self._lengths, self._had_N = names, lengths, now_N.cpu()
@@ -42,8 +49,13 @@ class TensorBundles:
         if len(which) < len(sources):
             parts = now_N.split_with_sizes(lengths)
             now_N = torch.cat([parts[each] for each in which])
-        table = {"names": [names[each] for each in which], "shapes": [sources[each].shape for each in which]}
-        return WeightSource(f"{_PREFIX}{number}", tuple(now_N.shape), now_N.dtype, None, lambda: now_N), table
+        table = {
+            "names": [names[each] for each in which],
+            "shapes": [sources[each].shape for each in which],
+        }
+        return WeightSource(
+            f"{_PREFIX}{number}", tuple(now_N.shape), now_N.dtype, None, lambda: now_N
+        ), table
 
     def _which(self, names: list[str], lengths: list[int], now_N: Tensor) -> Sequence[int]:
         if (names, lengths) == (self._names, self._lengths):
@@ -53,7 +65,8 @@ class TensorBundles:
         return [
             index
             for index, (name, part) in enumerate(parts)
-            if name not in had or not torch.equal(bits.bits(part), bits.bits(had[name].to(part.device)))
+            if name not in had
+            or not torch.equal(bits.bits(part), bits.bits(had[name].to(part.device)))
         ]
 
 
@@ -65,7 +78,9 @@ def apart(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightPiece]:
         for name, shape, part in zip(names, shapes, parts, strict=True):
             yield WeightPiece(name, part if len(shape) == 1 else part.view(shape), holds=True)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"the table of tensors that came together does not describe them: {error!r}") from None
+        raise ValueError(
+            f"the table of tensors that came together does not describe them: {error!r}"
+        ) from None
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,9 +1,11 @@
-"""One safetensors file of weights: written from beginning to end, read from one mapping, with a sum that tells a torn one.
+"""One safetensors file of weights: written from beginning to end, read from one mapping, with a sum
+that tells a torn one.
 
     8 bytes: length of the header │ header: JSON, name -> dtype, shape, place │ the tensors, one after the other
 
-Written by calls and not through a mapping: a page of a file that is mapped for the first time costs more than copying it.
-For the same reason what nobody has open any more is written over (``is_free``). Leaves out folders and versions (``file_sync.py``).
+Written by calls and not through a mapping: a page of a file that is mapped for the first time costs
+more than copying it. For the same reason what nobody has open any more is written over
+(``is_free``). Leaves out folders and versions (``file_sync.py``).
 """
 
 from __future__ import annotations
@@ -23,9 +25,17 @@ from torch import Tensor
 from ramify.inference.weight_sync.base import WeightPiece, WeightSource
 
 _DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 """As safetensors names them."""
 _KINDS = {name: dtype for dtype, name in _DTYPES.items()}
 _WORD = 8
@@ -52,10 +62,13 @@ def write(path: Path, sources: list[WeightSource]) -> tuple[int, int]:
 
 
 def read(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]:
-    """The tensors of a file that ``write`` said this of. Raises ValueError for another one, before the first tensor."""
+    """The tensors of a file that ``write`` said this of. Raises ValueError for another one, before
+    the first tensor."""
     try:
         if (length := path.stat().st_size) != expected[0]:
-            raise ValueError(f"{path} is torn: it has {length} bytes instead of {expected[0]}; {_AGAIN}")
+            raise ValueError(
+                f"{path} is torn: it has {length} bytes instead of {expected[0]}; {_AGAIN}"
+            )
         with path.open("r+b") as file:
             whole = torch.frombuffer(
                 mmap.mmap(file.fileno(), 0), dtype=torch.uint8
@@ -68,11 +81,13 @@ def read(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]:
 
 
 def is_free(path: Path) -> bool:
-    """Whether nobody has the file open or mapped, as far as this machine's kernel knows: it gives a lease on such a file alone.
-    False where it gives none, as over a network."""
+    """Whether nobody has the file open or mapped, as far as this machine's kernel knows: it gives a
+    lease on such a file alone. False where it gives none, as over a network."""
     try:
         with path.open("r+b") as file:
-            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # to who holds it when another comes; ignored
+            fcntl.fcntl(
+                file, fcntl.F_SETSIG, signal.SIGURG
+            )  # to who holds it when another comes; ignored
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except (OSError, AttributeError):  # another system than Linux
@@ -85,8 +100,10 @@ def _header(sources: list[WeightSource]) -> bytes:
     at = 0
     for source in sources:
         about[source.name] = {
-            "dtype": _DTYPES[source.dtype], "shape": list(source.shape), "data_offsets": [at, at + source.num_bytes]
-        }  # fmt: skip
+            "dtype": _DTYPES[source.dtype],
+            "shape": list(source.shape),
+            "data_offsets": [at, at + source.num_bytes],
+        }
         at += source.num_bytes
     text = json.dumps(about, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + _WORD) % _HEADER_STEP)
@@ -104,8 +121,8 @@ def _append(file: BinaryIO, data_N: Tensor, at: int) -> int:
 
 
 def _sum(data_N: Tensor, at: int) -> int:
-    """What bytes at ``at`` give to the sum of a file, which is that of its 64-bit words: at the speed of memory, for torn
-    files, not against an attacker."""
+    """What bytes at ``at`` give to the sum of a file, which is that of its 64-bit words: at the
+    speed of memory, for torn files, not against an attacker."""
     before, after = at % _WORD, -(at + len(data_N)) % _WORD
     words = data_N[: len(data_N) - (_WORD - after) % _WORD] if not before else data_N[:0]
     if words.storage_offset() % _WORD:

@@ -1,9 +1,10 @@
-"""The provider ``daytona``: every session in a Daytona sandbox of its own, over a terminal session's websocket.
+"""The provider ``daytona``: every session in a Daytona sandbox of its own, over a terminal
+session's websocket.
 
-Decides which sandbox is asked for (no network, gone when it stops) and why a terminal: it is the one two-way stream of
-the SDK, while a session command's input is a request each and its output a log that is followed. The terminal is made
-raw, and bytes travel in base64. Not run against the real service: its double in the tests has the SDK's names and
-signatures.
+Decides which sandbox is asked for (no network, gone when it stops) and why a terminal: it is the
+one two-way stream of the SDK, while a session command's input is a request each and its output a
+log that is followed. The terminal is made raw, and bytes travel in base64. Not run against the real
+service: its double in the tests has the SDK's names and signatures.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from ramify.sandbox.remote import CallbackInbox, Carries, RemoteSandbox
 
 _BOX = ("name", "network_block_all", "ephemeral", "auto_stop_interval")
 SDK = sdk.Sdk(
-    "daytona", "daytona", "daytona", ">=0.226,<1",
+    "daytona",
+    "daytona",
+    "daytona",
+    ">=0.226,<1",
     (
         sdk.SdkCall("AsyncDaytona"),
         sdk.SdkCall("CreateSandboxFromImageParams", 0, ("image", *_BOX)),
@@ -30,7 +34,7 @@ SDK = sdk.Sdk(
         sdk.SdkCall("AsyncDaytona.delete", 2, is_awaited=True),
         sdk.SdkCall("AsyncDaytona.close", 1, is_awaited=True),
     ),
-)  # fmt: skip
+)
 
 
 class DaytonaService:
@@ -61,7 +65,8 @@ class DaytonaService:
     async def _create(self, spec: SandboxSpec) -> Any:
         """A started sandbox.
 
-        The SDK's ``create`` also waits for the start; if that fails, the sandbox is there and is deleted by its name.
+        The SDK's ``create`` also waits for the start; if that fails, the sandbox is there and is
+        deleted by its name.
         """
         client = self._client
         name = f"ramify-{uuid.uuid4().hex[:12]}"

@@ -1,7 +1,9 @@
-"""The provider ``e2b``: every session in an E2B sandbox of its own, over a background command's input and output.
+"""The provider ``e2b``: every session in an E2B sandbox of its own, over a background command's
+input and output.
 
-Decides which sandbox is asked for: no internet, an end by itself. The SDK gives output as text, so the guest's bytes
-travel in base64. Not run against the real service: its double in the tests has the SDK's names and signatures.
+Decides which sandbox is asked for: no internet, an end by itself. The SDK gives output as text, so
+the guest's bytes travel in base64. Not run against the real service: its double in the tests has
+the SDK's names and signatures.
 """
 
 from __future__ import annotations
@@ -16,13 +18,21 @@ from ramify.sandbox.cloud import sdk
 from ramify.sandbox.remote import CallbackInbox, Carries, RemoteSandbox
 
 SDK = sdk.Sdk(
-    "e2b", "e2b", "e2b", ">=2.63,<3",
+    "e2b",
+    "e2b",
+    "e2b",
+    ">=2.63,<3",
     (
-        sdk.SdkCall("AsyncSandbox.create", 0, ("template", "timeout", "allow_internet_access"), is_awaited=True),
+        sdk.SdkCall(
+            "AsyncSandbox.create",
+            0,
+            ("template", "timeout", "allow_internet_access"),
+            is_awaited=True,
+        ),
         sdk.SdkCall("AsyncSandbox.kill", 1),
         sdk.SdkCall("AsyncCommandHandle.wait", 1, is_awaited=True),
     ),
-)  # fmt: skip
+)
 
 
 class E2BService:
@@ -42,9 +52,14 @@ class E2BService:
         try:
             inbox = CallbackInbox()
             handle = await box.commands.run(
-                shlex.join(command), background=True, stdin=True, timeout=0, on_stdout=inbox.put, on_stderr=inbox.put,
+                shlex.join(command),
+                background=True,
+                stdin=True,
+                timeout=0,
+                on_stdout=inbox.put,
+                on_stderr=inbox.put,
                 retain_output=False,
-            )  # fmt: skip
+            )
         except BaseException:
             await sdk.abandon(self.name, f"sandbox {box.sandbox_id}", box.kill)
             raise

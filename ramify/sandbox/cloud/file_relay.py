@@ -1,7 +1,8 @@
 """A stream made of files, for any service that can write and read them but has no two-way stream.
 
-Decides how often the host looks for news: at once after it has sent something, then ever more rarely. Leaves out the
-other end (``file_relay_remote.py``) and the service (``RemoteFiles``). Slower than a stream by a request each way; for text only.
+Decides how often the host looks for news: at once after it has sent something, then ever more
+rarely. Leaves out the other end (``file_relay_remote.py``) and the service (``RemoteFiles``).
+Slower than a stream by a request each way; for text only.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ class RemoteFiles(Protocol):
         ...
 
     async def get(self, path: str, offset: int, length: int) -> bytes:
-        """Up to ``length`` bytes (ASCII) of a file from ``offset``; raises anything where there is none."""
+        """Up to ``length`` bytes (ASCII) of a file from ``offset``; raises anything where there is
+        none."""
         ...
 
     async def close(self) -> None: ...
 
 
 def relay_program() -> bytes:
-    """The program that the service runs in front of the command: ``python3 file_relay_remote.py FOLDER COMMAND…``."""
+    """The program that the service runs in front of the command: ``python3 file_relay_remote.py
+    FOLDER COMMAND…``."""
     return (Path(__file__).parent / "file_relay_remote.py").read_bytes()
 
 
@@ -51,7 +54,9 @@ class FileRelay:
 
     async def send(self, data: bytes) -> None:
         number, self._num_sent = self._num_sent, self._num_sent + 1
-        await self._files.put(f"{self._folder}/in.{number}", b"%d %d\n" % (len(data), self._number) + data)
+        await self._files.put(
+            f"{self._folder}/in.{number}", b"%d %d\n" % (len(data), self._number) + data
+        )
         self._wait_s = _SHORTEST_S
         self._sent.set()
 

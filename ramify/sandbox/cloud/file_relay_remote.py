@@ -1,7 +1,9 @@
-"""Carries a command's input and output through files, for a service that offers no stream. Runs there, stdlib only.
+"""Carries a command's input and output through files, for a service that offers no stream. Runs
+there, stdlib only.
 
-in.0, in.1, …     written by the host, whole: "LENGTH\\n" and that many bytes of input; removed when read
-out.0, out.1, …   appended to: lines of output; the line "-" says that the next file goes on, "." that it is over
+in.0, in.1, …     written by the host, whole: "LENGTH\\n" and that many bytes of input; removed when
+read out.0, out.1, …   appended to: lines of output; the line "-" says that the next file goes on,
+"." that it is over
 """
 
 from __future__ import annotations

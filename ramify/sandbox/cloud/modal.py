@@ -1,7 +1,8 @@
-"""The provider ``modal``: every session in a Modal sandbox of its own, over the bytes of one ``exec``.
+"""The provider ``modal``: every session in a Modal sandbox of its own, over the bytes of one
+``exec``.
 
-Decides which sandbox is asked for: no network, limits of memory and processor, an end by itself. Not run against the
-real service: its double in the tests has the SDK's names and signatures.
+Decides which sandbox is asked for: no network, limits of memory and processor, an end by itself.
+Not run against the real service: its double in the tests has the SDK's names and signatures.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from ramify.sandbox.remote import Carries, RemoteSandbox
 APP = "ramify"
 _BOX = ("app", "image", "block_network", "timeout", "cpu", "memory")
 SDK = sdk.Sdk(
-    "modal", "modal", "modal", ">=1.6,<2",
+    "modal",
+    "modal",
+    "modal",
+    ">=1.6,<2",
     (
         sdk.SdkCall("App.lookup.aio", 1, ("create_if_missing",), is_awaited=True),
         sdk.SdkCall("Image.from_registry", 1),
@@ -25,7 +29,7 @@ SDK = sdk.Sdk(
         sdk.SdkCall("Sandbox.exec.aio", 2, ("text",), is_awaited=True),
         sdk.SdkCall("Sandbox.terminate.aio", 1, is_awaited=True),
     ),
-)  # fmt: skip
+)
 
 
 class ModalService:
@@ -40,11 +44,19 @@ class ModalService:
     async def start(self, command: list[str], spec: SandboxSpec) -> ModalStream:
         modal = self._modal
         app = await modal.App.lookup.aio(APP, create_if_missing=True)
-        image = modal.Image.from_registry(spec.image) if spec.image else modal.Image.debian_slim(python_version="3.12")
+        image = (
+            modal.Image.from_registry(spec.image)
+            if spec.image
+            else modal.Image.debian_slim(python_version="3.12")
+        )
         request = modal.Sandbox.create.aio(
-            app=app, image=image, block_network=True, timeout=sdk.LIFETIME_S, cpu=sdk.NUM_CPUS,
+            app=app,
+            image=image,
+            block_network=True,
+            timeout=sdk.LIFETIME_S,
+            cpu=sdk.NUM_CPUS,
             memory=(spec.memory_bytes + sdk.OVERHEAD_BYTES) >> 20,
-        )  # fmt: skip
+        )
         box = await sdk.create(self.name, request, lambda made: made.terminate.aio())
         try:
             return ModalStream(box, await box.exec.aio(*command, text=False))

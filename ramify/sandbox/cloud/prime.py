@@ -1,9 +1,10 @@
 """The provider ``prime``: every session in a Prime sandbox of its own.
 
-Decides how its bytes travel: a virtual machine has live processes with input and output; a container has files only,
-and gets the mailbox. SDKs since 0.4 make virtual machines only and have no ``is_vm``. No network rule is set, so no
-isolation from the network is claimed: a request cannot deny all destinations, and a rule that is set later leaves
-connections open that exist. Not run against the real service: its double in the tests has the SDK's signatures.
+Decides how its bytes travel: a virtual machine has live processes with input and output; a
+container has files only, and gets the mailbox. SDKs since 0.4 make virtual machines only and have
+no ``is_vm``. No network rule is set, so no isolation from the network is claimed: a request cannot
+deny all destinations, and a rule that is set later leaves connections open that exist. Not run
+against the real service: its double in the tests has the SDK's signatures.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from ramify.sandbox.remote import ByteStream, Carries, RemoteSandbox
 
 IMAGE = "python:3.12-slim"
 WARNING = (
-    "sandbox 'prime': code runs on a machine of the service, away from your files, but it can use the network. "
+    "sandbox 'prime': code runs on a machine of the service, away from your files, but it can use "
+    "the network. "
     "Do not give it secrets."
 )
 _FOLDER = "/tmp/ramify-mail"
 _REQUEST = ("name", "docker_image", "cpu_cores", "memory_gb", "timeout_minutes", "labels")
 SDK = sdk.Sdk(
-    "prime", "prime_sandboxes", "prime-sandboxes", ">=0.2.38,<0.6",
+    "prime",
+    "prime_sandboxes",
+    "prime-sandboxes",
+    ">=0.2.38,<0.6",
     (
         sdk.SdkCall("AsyncSandboxClient"),
         sdk.SdkCall("CreateSandboxRequest", 0, _REQUEST),
@@ -40,7 +45,7 @@ SDK = sdk.Sdk(
         sdk.SdkCall("AsyncSandboxProcess.kill", 1, is_awaited=True),
         sdk.SdkCall("AsyncSandboxProcess.aclose", 1, is_awaited=True),
     ),
-)  # fmt: skip
+)
 CONTAINER_CALLS = (
     sdk.SdkCall("AsyncSandboxClient.is_vm", 2, is_awaited=True),
     sdk.SdkCall("AsyncSandboxClient.start_background_job", 3, is_awaited=True),
@@ -64,7 +69,9 @@ class PrimeService:
         if self._client is None:
             self._client = self._prime.AsyncSandboxClient()
         client = self._client
-        made = await sdk.create(self.name, client.create(self._request(spec)), lambda box: client.delete(box.id))
+        made = await sdk.create(
+            self.name, client.create(self._request(spec)), lambda box: client.delete(box.id)
+        )
         try:
             await client.wait_for_creation(made.id)
             return await self._stream(made.id, command)
@@ -89,7 +96,9 @@ class PrimeService:
             return PrimeProcess(client, id, await client.open_process(id, shlex.join(command)))
         files = PrimeFiles(client, id)
         await files.put(f"{_FOLDER}/postman.py", relay_program())
-        await client.start_background_job(id, shlex.join(["python3", f"{_FOLDER}/postman.py", _FOLDER, *command]))
+        await client.start_background_job(
+            id, shlex.join(["python3", f"{_FOLDER}/postman.py", _FOLDER, *command])
+        )
         return FileRelay(files, _FOLDER)
 
     async def close(self) -> None:

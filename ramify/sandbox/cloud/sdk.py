@@ -1,8 +1,9 @@
-"""What the cloud providers share: finding an SDK and its key, checking its interface, and deleting what was paid for.
+"""What the cloud providers share: finding an SDK and its key, checking its interface, and deleting
+what was paid for.
 
-Decides that an SDK whose interface differs is refused before a box exists, and that a box is deleted whatever ends the
-work on it: an error, a cancelled task, a second one during the deletion. Not here: which calls a provider makes
-(``SDK`` in each provider's file).
+Decides that an SDK whose interface differs is refused before a box exists, and that a box is
+deleted whatever ends the work on it: an error, a cancelled task, a second one during the deletion.
+Not here: which calls a provider makes (``SDK`` in each provider's file).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SdkCall:
-    """A call that a provider makes: ``SdkCall("Client.read", 2, ("limit",))`` is ``client.read(path, limit=…)``."""
+    """A call that a provider makes: ``SdkCall("Client.read", 2, ("limit",))`` is
+    ``client.read(path, limit=…)``."""
 
     name: str
     """Dotted, from the SDK's module."""
@@ -72,8 +74,10 @@ class Sdk:
         for call in self.calls:
             if fault := _fault(module, call):
                 raise SandboxError(
-                    f"sandbox '{self.provider}' cannot use {self.package} {self._version()}: {fault}; "
-                    f"nothing was created; install {self.package}{self.wanted}: pip install 'ramify[{self.provider}]'"
+                    f"sandbox '{self.provider}' cannot use {self.package} {self._version()}: "
+                    f"{fault}; "
+                    f"nothing was created; install {self.package}{self.wanted}: pip install "
+                    f"'ramify[{self.provider}]'"
                 )
         return module
 
@@ -97,14 +101,17 @@ def _fault(module: Any, call: SdkCall) -> str:
         return f"its {call.name} is not asynchronous"
     with contextlib.suppress(ValueError):  # it hides its signature
         try:
-            inspect.signature(found).bind(*[None] * call.num_positional, **dict.fromkeys(call.keywords))
+            inspect.signature(found).bind(
+                *[None] * call.num_positional, **dict.fromkeys(call.keywords)
+            )
         except TypeError as error:
             return f"its {call.name} takes other arguments ({error})"
     return ""
 
 
 def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead: str = "") -> None:
-    """Raises SandboxError unless all ``variables`` are set, or ``file`` is there, or the variable ``instead`` is set."""
+    """Raises SandboxError unless all ``variables`` are set, or ``file`` is there, or the variable
+    ``instead`` is set."""
     if all(os.environ.get(name) for name in variables) or os.environ.get(instead):
         return
     if file and Path(file).expanduser().is_file():
@@ -113,7 +120,9 @@ def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead:
     raise SandboxError(f"sandbox '{provider}' has no key: set {' and '.join(variables)}{where}")
 
 
-async def create(provider: str, request: Awaitable[T], delete: Callable[[T], Awaitable[object]]) -> T:
+async def create(
+    provider: str, request: Awaitable[T], delete: Callable[[T], Awaitable[object]]
+) -> T:
     """The box that ``request`` makes.
 
     A cancelled caller waits for the box and deletes it: the service may have made it already.
@@ -127,17 +136,24 @@ async def create(provider: str, request: Awaitable[T], delete: Callable[[T], Awa
         raise
 
 
-async def _create_and_delete(provider: str, task: asyncio.Future[T], delete: Callable[[T], Awaitable[object]]) -> None:
+async def _create_and_delete(
+    provider: str, task: asyncio.Future[T], delete: Callable[[T], Awaitable[object]]
+) -> None:
     done, _ = await asyncio.wait((task,), timeout=CREATE_GRACE_S)
     if not done:
         task.cancel()
-        _warn(provider, "a box", f"its creation was cancelled and had not ended {CREATE_GRACE_S:g} s later")
+        _warn(
+            provider,
+            "a box",
+            f"its creation was cancelled and had not ended {CREATE_GRACE_S:g} s later",
+        )
     elif not task.cancelled() and task.exception() is None:
         await abandon(provider, "a box that was being created", lambda: delete(task.result()))
 
 
 async def abandon(provider: str, box: str, delete: Callable[[], Awaitable[object]]) -> None:
-    """Delete a box after a failure. A deletion that fails is a warning: the failure itself is the error."""
+    """Delete a box after a failure. A deletion that fails is a warning: the failure itself is the
+    error."""
     try:
         await remove(delete)
     except Exception as error:  # noqa: BLE001  (an SDK may raise anything)

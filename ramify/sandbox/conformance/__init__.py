@@ -1,4 +1,5 @@
-"""Every promise of ``sandbox/base.py``, each as one small test that any provider can be put to; ``run_conformance.py`` runs them."""
+"""Every promise of ``sandbox/base.py``, each as one small test that any provider can be put to;
+``run_conformance.py`` runs them."""
 
 from ramify.sandbox.conformance import (
     cell_output,
@@ -14,7 +15,16 @@ from ramify.sandbox.conformance.base import ConformanceCheck, SandboxProbe, echo
 
 PROMISES = [
     check
-    for part in (notebook_semantics, cell_output, value_codec, host_calls, stopping, contexts, forking, isolation)
+    for part in (
+        notebook_semantics,
+        cell_output,
+        value_codec,
+        host_calls,
+        stopping,
+        contexts,
+        forking,
+        isolation,
+    )
     for check in made[part.__name__]
 ]
 

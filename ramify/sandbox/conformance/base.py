@@ -55,8 +55,12 @@ made: dict[str, list[ConformanceCheck]] = {}
 
 def check(
     name: str, *needs: str
-) -> Callable[[Callable[[SandboxProbe], Awaitable[None]]], Callable[[SandboxProbe], Awaitable[None]]]:
-    def add(test: Callable[[SandboxProbe], Awaitable[None]]) -> Callable[[SandboxProbe], Awaitable[None]]:
+) -> Callable[
+    [Callable[[SandboxProbe], Awaitable[None]]], Callable[[SandboxProbe], Awaitable[None]]
+]:
+    def add(
+        test: Callable[[SandboxProbe], Awaitable[None]],
+    ) -> Callable[[SandboxProbe], Awaitable[None]]:
         made.setdefault(test.__module__, []).append(ConformanceCheck(name, test, needs))
         return test
 
@@ -69,7 +73,9 @@ class ConformanceError(AssertionError):
 
 def same(got: Any, expected: Any, what: str = "") -> None:
     if got != expected or type(got) is not type(expected):
-        raise ConformanceError(f"{what + ': ' if what else ''}expected {str(expected)[:500]!r}, got {str(got)[:500]!r}")
+        raise ConformanceError(
+            f"{what + ': ' if what else ''}expected {str(expected)[:500]!r}, got {str(got)[:500]!r}"
+        )
 
 
 def true(fact: object, what: str) -> None:
@@ -82,7 +88,9 @@ async def echo(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     if name == "sleep":
         await asyncio.sleep(args[0])
     if name == "fail":
-        raise HostCallError("SubcallError", "two failed", {"results": ["a", None], "failures": {1: "no"}})
+        raise HostCallError(
+            "SubcallError", "two failed", {"results": ["a", None], "failures": {1: "no"}}
+        )
     return args[0] if args else dict(kwargs)
 
 

@@ -40,7 +40,10 @@ async def long_output(probe: SandboxProbe) -> None:
     limit, session = probe.spec.max_output_bytes, await with_host(probe)
     count = limit // 4
     [cell] = clean(await probe.cells(f"for i in range({count}): print('é', i)", session=session))
-    true(len(cell.stdout.encode()) <= limit + 200, f"{len(cell.stdout.encode()):,} bytes kept of at most {limit:,}")
+    true(
+        len(cell.stdout.encode()) <= limit + 200,
+        f"{len(cell.stdout.encode()):,} bytes kept of at most {limit:,}",
+    )
     true(cell.stdout.startswith("é 0\né 1\n"), "no head")
     true(cell.stdout.endswith(f"é {count - 2}\né {count - 1}\n"), "no tail")
     expected = sum(len(f"é {i}\n") for i in range(count))

@@ -14,7 +14,12 @@ from ramify.sandbox.context import SharedContext
 
 @check("a context is bound, reserved and whole", "full_python")
 async def contexts(probe: SandboxProbe) -> None:
-    for value in ("short é\ud800", {"a": [1, (2, "b")], 3: "c"}, ["line é"] * 300_000, "long é " * 400_000):
+    for value in (
+        "short é\ud800",
+        {"a": [1, (2, "b")], 3: "c"},
+        ["line é"] * 300_000,
+        "long é " * 400_000,
+    ):
         context = SharedContext(value)
         session = await probe.open(context=context)
         same(await session.get("context"), value)

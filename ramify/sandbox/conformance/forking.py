@@ -30,7 +30,10 @@ async def branches(probe: SandboxProbe) -> None:
         same((ran[0].stdout, ran[1].value), ("branch\n", "[1, 2]"))
         same(values(await probe.cells("x", session=session)), ["[1]"])
         draw = "import random\nrandom.random()"
-        same(values(await probe.cells(draw, session=branch)), values(await probe.cells(draw, session=session)))
+        same(
+            values(await probe.cells(draw, session=branch)),
+            values(await probe.cells(draw, session=session)),
+        )
         await session.close()
         same(values(await probe.cells("x", session=branch)), ["[1, 2]"])
         ran2 = await branch.run("while True: pass", answer=echo, timeout_s=0.2)
@@ -59,10 +62,14 @@ async def branches_within(probe: SandboxProbe) -> None:
     await asked.wait()
     branches = [await session.fork() for _ in range(2)]
     try:
-        ran = await asyncio.gather(*(b.resume(answer=always(word)) for b, word in zip(branches, "ab", strict=True)))
+        ran = await asyncio.gather(
+            *(b.resume(answer=always(word)) for b, word in zip(branches, "ab", strict=True))
+        )
         first.set_result("late")
         ran.append(await origin)
-        same([each.cell.value for each in ran], ["['0a', '1a']", "['0b', '1b']", "['late', 'late']"])
+        same(
+            [each.cell.value for each in ran], ["['0a', '1a']", "['0b', '1b']", "['late', 'late']"]
+        )
         same([each.cell.stdout for each in ran], ["once\n"] * 3)
         same(values(await probe.cells("got", session=branches[0])), ["['0a', '1a']"])
     finally:
@@ -73,7 +80,8 @@ async def branches_within(probe: SandboxProbe) -> None:
 async def refused_forks(probe: SandboxProbe) -> None:
     for code, sign in (
         (
-            "import threading, time\nt = threading.Thread(target=time.sleep, args=(60,), daemon=True)\nt.start()",
+            "import threading, time\nt = threading.Thread(target=time.sleep, args=(60,), "
+            "daemon=True)\nt.start()",
             "threads",
         ),
         ("import os\nends = os.pipe()", "close them"),

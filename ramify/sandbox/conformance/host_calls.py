@@ -28,7 +28,11 @@ async def reserved(probe: SandboxProbe) -> None:
     await session.set("other", 1, reserved=True)
     await session.set("free", 1)
     ran = await probe.cells(
-        "given = 5\ndel other\nfree = 2", "given, other, free", "given.append(2)", "given", session=session
+        "given = 5\ndel other\nfree = 2",
+        "given, other, free",
+        "given.append(2)",
+        "given",
+        session=session,
     )
     same([ran[0].restored, ran[1].value], [("given", "other"), "([1], 1, 2)"])
     same([ran[1].restored, ran[2].restored, ran[3].value], [(), (), "[1, 2]"])
@@ -56,10 +60,14 @@ def after_cell():
         (ran.cell.stdout, ran.cell.restored, ran.note),
         ("8\n", ("double",), {"tools": {"has": ["a", "double"], "out": "8\n"}}),
     )
-    cells = await probe.cells("'hidden' in globals(), double('x'), double.__doc__", "double(None)", session=session)
+    cells = await probe.cells(
+        "'hidden' in globals(), double('x'), double.__doc__", "double(None)", session=session
+    )
     same(cells[0].value, "(False, 'xx', 'Twice x.')")
     true(
-        cells[1].error and cells[1].error.count("File ") == 1 and "Failure: none given" in cells[1].error,
+        cells[1].error
+        and cells[1].error.count("File ") == 1
+        and "Failure: none given" in cells[1].error,
         f"{cells[1].error}",
     )
     try:
@@ -75,9 +83,14 @@ async def host_errors(probe: SandboxProbe) -> None:
     session = await with_host(probe)
     code = "try:\n    host('fail')\nexcept HostError as e:\n    r = (e.kind, str(e), e.data)\nr"
     caught, raised = await probe.cells(code, "\nhost('fail')", session=session)
-    same(caught.value, "('SubcallError', 'two failed', {'results': ['a', None], 'failures': {1: 'no'}})")
+    same(
+        caught.value,
+        "('SubcallError', 'two failed', {'results': ['a', None], 'failures': {1: 'no'}})",
+    )
     true(
-        raised.error and 'File "<cell 2>", line 2' in raised.error and raised.error.count("File ") == 1,
+        raised.error
+        and 'File "<cell 2>", line 2' in raised.error
+        and raised.error.count("File ") == 1,
         f"{raised.error}",
     )
 
@@ -133,7 +146,12 @@ time.sleep(.2)
     wait = "for _ in range(300):\n    if len(caught) < 2: time.sleep(.05)"
     ran = await probe.cells(wait, "len(caught), caught", session=session)
     value = values(ran)[-1] or ""
-    true(value.startswith("(2, ") and "after its cell had ended" in value and "still waiting" in value, value)
+    true(
+        value.startswith("(2, ")
+        and "after its cell had ended" in value
+        and "still waiting" in value,
+        value,
+    )
 
 
 @check("a forked process is not the session", "full_python", "kill", "starts_processes")

@@ -31,11 +31,20 @@ except PermissionError: found = []
 sorted(os.environ), found, sys.stdin.read()
 """)
     )
-    seen = set(msgspec.json.decode((cell.value or "").split("]")[0].lstrip("(").replace("'", '"') + "]"))
+    seen = set(
+        msgspec.json.decode((cell.value or "").split("]")[0].lstrip("(").replace("'", '"') + "]")
+    )
     allowed = {"LANG", "LC_CTYPE", "HOME", "TMPDIR", "PYTHONHASHSEED", "GLIBC_TUNABLES", "PATH"}
-    foreign = {name for name in seen & set(os.environ) if name not in allowed and not name.endswith("_NUM_THREADS")}
+    foreign = {
+        name
+        for name in seen & set(os.environ)
+        if name not in allowed and not name.endswith("_NUM_THREADS")
+    }
     true(not foreign, f"it sees {sorted(foreign)}")
-    true((cell.value or "").endswith("], [], '')"), f"its folder is not empty, or it has an input: {cell.value}")
+    true(
+        (cell.value or "").endswith("], [], '')"),
+        f"its folder is not empty, or it has an input: {cell.value}",
+    )
 
 
 @check("no descriptor of the host is inherited", "full_python", "kill")
@@ -55,14 +64,20 @@ sorted(k.split(':')[0] for k in opened.values() if k and k not in own)
 
 @check("files of the host are out of reach", "isolates_files")
 async def files(probe: SandboxProbe) -> None:
-    """A container has files of its own at the usual places: what counts is that none is the host's."""
+    """A container has files of its own at the usual places: what counts is that none is the
+    host's."""
     import os
     import tempfile
 
     with tempfile.NamedTemporaryFile("w", prefix="ramify-secret-") as secret:
         secret.write("the host's own")
         secret.flush()
-        paths = [secret.name, f"/proc/{os.getpid()}/environ", f"/proc/{os.getpid()}/cmdline", __file__]
+        paths = [
+            secret.name,
+            f"/proc/{os.getpid()}/environ",
+            f"/proc/{os.getpid()}/cmdline",
+            __file__,
+        ]
         code = f"""
 def reach(path):
     try:

@@ -48,7 +48,9 @@ def count():
 k = 10
 squares = [[i * k for i in range(j)] for j in range(3)]
 """
-    ran = await probe.cells(code, "B().hi(), Point(1), fib(50), list(count()), squares[2], __name__")
+    ran = await probe.cells(
+        code, "B().hi(), Point(1), fib(50), list(count()), squares[2], __name__"
+    )
     same(values(ran)[-1], "('hi!', Point(x=1, y=[]), 12586269025, [0, 1, 2], [0, 10], '__main__')")
 
 
@@ -62,26 +64,35 @@ class Node:
         return 1
 found = typing.get_type_hints(Node)['child'] == (Node | None)
 """
-    ran = await probe.cells(code, "found, type(pickle.loads(pickle.dumps(Node()))) is Node, inspect.getsource(Node.f)")
+    ran = await probe.cells(
+        code, "found, type(pickle.loads(pickle.dumps(Node()))) is Node, inspect.getsource(Node.f)"
+    )
     same(values(ran)[-1], "(True, True, '    def f(self):\\n        return 1\\n')")
 
 
 @check("the last expression is echoed", "full_python")
 async def echoes(probe: SandboxProbe) -> None:
-    ran = await probe.cells("x = 1\nx + 1", "_ * 10", "None", "x = 5", "def f(): pass", "'é\\ud800'", "# nothing", "")
+    ran = await probe.cells(
+        "x = 1\nx + 1", "_ * 10", "None", "x = 5", "def f(): pass", "'é\\ud800'", "# nothing", ""
+    )
     same(values(ran), ["2", "20", None, None, None, "'é\\ud800'", None, None])
 
 
 @check("a repr that raises or is huge is safe", "full_python")
 async def odd_reprs(probe: SandboxProbe) -> None:
     ran = await probe.cells(
-        "class R:\n    def __repr__(self): raise ValueError('no')\nR()", "'x' * 5_000_000", "list(range(500_000))"
+        "class R:\n    def __repr__(self): raise ValueError('no')\nR()",
+        "'x' * 5_000_000",
+        "list(range(500_000))",
     )
     shown = values(ran)
     true(shown[0] and "ValueError" in shown[0], f"{shown[0]}")
-    true(all(value is not None and len(value) < 500_000 for value in shown), "an echo without bounds")
     true(
-        shown[2] and shown[2].startswith("[0, 1,") and shown[2].endswith("499999]"), "a list's echo lacks head or tail"
+        all(value is not None and len(value) < 500_000 for value in shown), "an echo without bounds"
+    )
+    true(
+        shown[2] and shown[2].startswith("[0, 1,") and shown[2].endswith("499999]"),
+        "a list's echo lacks head or tail",
     )
 
 
@@ -89,7 +100,12 @@ async def odd_reprs(probe: SandboxProbe) -> None:
 async def tracebacks(probe: SandboxProbe) -> None:
     _, cell = await probe.cells("def f(x):\n    y = 1\n    return y / x", "\nf(0)")
     error = cell.error or ""
-    for part in ('File "<cell 1>", line 3, in f', "return y / x", 'File "<cell 2>", line 2', "ZeroDivisionError: div"):
+    for part in (
+        'File "<cell 1>", line 3, in f',
+        "return y / x",
+        'File "<cell 2>", line 2',
+        "ZeroDivisionError: div",
+    ):
         true(part in error, f"{part!r} is not in {error}")
     same(error.count("File "), 2, "frames")
 
@@ -97,31 +113,42 @@ async def tracebacks(probe: SandboxProbe) -> None:
 @check("syntax errors are shown and harm nothing", "full_python")
 async def syntax_errors(probe: SandboxProbe) -> None:
     bad, after = await probe.cells("x = 1\ny = = 2", "'x' in globals()")
-    true(bad.error and 'File "<cell 1>", line 2' in bad.error and "SyntaxError" in bad.error, f"{bad.error}")
+    true(
+        bad.error and 'File "<cell 1>", line 2' in bad.error and "SyntaxError" in bad.error,
+        f"{bad.error}",
+    )
     true(bad.error and "    ^" in bad.error and "Traceback" not in bad.error, f"{bad.error}")
     same(after.value, "False")
 
 
 @check("exit ends the cell, not the session", "full_python")
 async def exits(probe: SandboxProbe) -> None:
-    a, b, c, d = await probe.cells("x = 1\nexit()\nx = 2", "import sys; sys.exit('why')", "raise SystemExit(3)", "x")
+    a, b, c, d = await probe.cells(
+        "x = 1\nexit()\nx = 2", "import sys; sys.exit('why')", "raise SystemExit(3)", "x"
+    )
     same([a.error, b.error, c.error, d.value], [None, "SystemExit: why", "SystemExit: 3", "1"])
 
 
 @check("await works at the top of a cell")
 async def top_level_await(probe: SandboxProbe) -> None:
     code = "import asyncio\nr = await asyncio.gather(asyncio.sleep(0, 1), asyncio.sleep(0, 2))\nr"
-    same(values(await probe.cells(code, "await asyncio.sleep(0, 3)", "asyncio.run(asyncio.sleep(0, 4))")),
-         ["[1, 2]", "3", "4"])  # fmt: skip
+    same(
+        values(
+            await probe.cells(code, "await asyncio.sleep(0, 3)", "asyncio.run(asyncio.sleep(0, 4))")
+        ),
+        ["[1, 2]", "3", "4"],
+    )
 
 
 @check("random is seeded", "kill")
 async def seeded(probe: SandboxProbe) -> None:
     async def draw(seed: str) -> str | None:
         session = await probe.open(seed=seed)
-        return (await probe.cells("import random; random.random(), hash('a'), list({'a', 'b', 'c'})", session=session))[
-            0
-        ].value
+        return (
+            await probe.cells(
+                "import random; random.random(), hash('a'), list({'a', 'b', 'c'})", session=session
+            )
+        )[0].value
 
     first, again, other = await draw("a"), await draw("a"), await draw("b")
     true(first == again != other, f"{first} {again} {other}")

@@ -27,17 +27,24 @@ SOON_S = 20.0
 async def endless_loop(probe: SandboxProbe) -> None:
     session = await probe.open()
     started = time.perf_counter()
-    ran = await session.run("x = 41\nprint('so far')\nwhile True:\n    pass", answer=echo, timeout_s=0.3)
+    ran = await session.run(
+        "x = 41\nprint('so far')\nwhile True:\n    pass", answer=echo, timeout_s=0.3
+    )
     true(time.perf_counter() - started < SOON_S, "it took too long")
     same((ran.interrupted, ran.cell.stdout), ("time", "so far\n"))
-    true(ran.cell.error and "KeyboardInterrupt" in ran.cell.error and "line 3" in ran.cell.error, f"{ran.cell.error}")
+    true(
+        ran.cell.error and "KeyboardInterrupt" in ran.cell.error and "line 3" in ran.cell.error,
+        f"{ran.cell.error}",
+    )
     same(values(await probe.cells("x + 1", session=session)), ["42"])
 
 
 @check("time waiting for the host does not count")
 async def clock(probe: SandboxProbe) -> None:
     session = await with_host(probe)
-    ran = await session.run("for _ in range(3): host('sleep', 1)\n'done'", answer=echo, timeout_s=2.0)
+    ran = await session.run(
+        "for _ in range(3): host('sleep', 1)\n'done'", answer=echo, timeout_s=2.0
+    )
     same((ran.cell.value, ran.interrupted), ("'done'", None))
     true(ran.cell.seconds < 2.0, f"{ran.cell.seconds} s of work")
 
@@ -105,7 +112,8 @@ async def killed(probe: SandboxProbe) -> None:
     session, other = await probe.open(), await probe.open()
     await session.run("import time; said = False", answer=echo)
     code = (  # all of it within the try: on a slow machine the first interrupt comes early
-        "while True:\n    try:\n        if not said: said = True; print('written')\n        time.sleep(10)\n"
+        "while True:\n    try:\n        if not said: said = True; print('written')\n        "
+        "time.sleep(10)\n"
         "    except BaseException: pass"
     )
     try:
@@ -153,17 +161,27 @@ async def memory(probe: SandboxProbe) -> None:
 async def rude_cells(probe: SandboxProbe) -> None:
     session = await with_host(probe)
     for code in (
-        "import sys, io\nsys.stdout = sys.stderr = io.StringIO()", "import os\nos.close(1); os.close(2); os.close(0)",
-        "import sys\nsys.settrace(lambda *a: 1/0)", "import sys\nsys.setrecursionlimit(60)", "sys.modules.pop('__main__')",
-        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)", "import builtins\ndel builtins.len, builtins.print",
-        "__builtins__ = {}", "globals().clear()", "def f(): return f()\nf()", "raise BaseException('base')",
+        "import sys, io\nsys.stdout = sys.stderr = io.StringIO()",
+        "import os\nos.close(1); os.close(2); os.close(0)",
+        "import sys\nsys.settrace(lambda *a: 1/0)",
+        "import sys\nsys.setrecursionlimit(60)",
+        "sys.modules.pop('__main__')",
+        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)",
+        "import builtins\ndel builtins.len, builtins.print",
+        "__builtins__ = {}",
+        "globals().clear()",
+        "def f(): return f()\nf()",
+        "raise BaseException('base')",
         "import os\nfor n in range(3, 200):\n    try: os.close(n)\n    except OSError: pass",
         "import json, time, os\njson.dumps = time.monotonic = os.write = os.read = None",
-        "class E(Exception):\n    def __str__(self): raise SystemExit\nraise E", "import sys\nsys.stdout.close()",
-    ):  # fmt: skip
+        "class E(Exception):\n    def __str__(self): raise SystemExit\nraise E",
+        "import sys\nsys.stdout.close()",
+    ):
         await session.run(code, answer=echo)
         [cell] = clean(
-            await probe.cells("import os\nprint(len('abc'), host('echo', 1))\nos.getpid() > 0", session=session)
+            await probe.cells(
+                "import os\nprint(len('abc'), host('echo', 1))\nos.getpid() > 0", session=session
+            )
         )
         same((cell.stdout, cell.value), ("3 1\n", "True"), f"after {code!r}")
     ran = await session.run("while True: pass", answer=echo, timeout_s=0.2)

@@ -45,8 +45,13 @@ async def round_trip(probe: SandboxProbe) -> None:
 async def refused_values(probe: SandboxProbe) -> None:
     session = await with_host(probe)
     code = "class Foo: pass\nx = {'a': [1, (Foo(),)]}\nloop = []\nloop.append(loop)"
-    _, called, cyclic, after = await probe.cells(code, "host('echo', x)", "host('echo', loop)", "1", session=session)
-    true(called.error and "TypeError" in called.error and "type Foo" in called.error, f"{called.error}")
+    _, called, cyclic, after = await probe.cells(
+        code, "host('echo', x)", "host('echo', loop)", "1", session=session
+    )
+    true(
+        called.error and "TypeError" in called.error and "type Foo" in called.error,
+        f"{called.error}",
+    )
     true(called.error and "['a'][1][0]" in called.error, f"no path: {called.error}")
     true(cyclic.error and "nested deeper" in cyclic.error, f"{cyclic.error}")
     same(after.value, "1")
@@ -71,7 +76,9 @@ async def large_values(probe: SandboxProbe) -> None:
     text = "é" * 1_000_000
     await session.set("text", text)
     [cell] = clean(
-        await probe.cells("host('echo', text) == text, host('echo', [text] * 8) == [text] * 8", session=session)
+        await probe.cells(
+            "host('echo', text) == text, host('echo', [text] * 8) == [text] * 8", session=session
+        )
     )
     same(cell.value, "(True, True)")
     same(await session.get("text"), text)

@@ -1,11 +1,12 @@
 """How a session goes on in two processes.
 
-Decides when it cannot, and what a branch has of its own: a wire, a spool, a shelf, and the random numbers of the session
-that it came from. Not here: whether a process may be made, which is the kernel's and the host's.
+Decides when it cannot, and what a branch has of its own: a wire, a spool, a shelf, and the random
+numbers of the session that it came from. Not here: whether a process may be made, which is the
+kernel's and the host's.
 
-In the jail both processes get these from the host (``take_wire``) after the fork, each its own, and what both inherited
-leads nowhere any more. So code that runs around a fork cannot keep what belongs to the other one. Without a jail the
-branch's come with the request.
+In the jail both processes get these from the host (``take_wire``) after the fork, each its own, and
+what both inherited leads nowhere any more. So code that runs around a fork cannot keep what belongs
+to the other one. Without a jail the branch's come with the request.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ with contextlib.suppress(ImportError):
     import resource
 
 _os_fork: Any = getattr(os, "fork", None)
-_getpid, _close, _dup2, _waitpid, _closerange = os.getpid, os.close, os.dup2, os.waitpid, os.closerange
+_getpid, _close, _dup2, _waitpid, _closerange = (
+    os.getpid,
+    os.close,
+    os.dup2,
+    os.waitpid,
+    os.closerange,
+)
 """As they were when no cell had run yet."""
 
 
@@ -49,8 +56,8 @@ class GuestBranches:
         self._take_wire = take_wire
 
     def fork(self, id: int) -> None:
-        """Go on in two processes from here; the branch has a wire and a spool of its own, and waits for what we wait
-        for. ``id``: of the host's request, with which descriptors came along."""
+        """Go on in two processes from here; the branch has a wire and a spool of its own, and waits
+        for what we wait for. ``id``: of the host's request, with which descriptors came along."""
         fds = self._line.take_fds()
         reason, pid = self._cannot_fork(fds), -1
         drawn = _random_state()
@@ -95,7 +102,8 @@ class GuestBranches:
         return None if len(fds) == wanted else "no descriptor is free"
 
     def _taken(self, pid: int) -> list[int]:
-        """A wire, a spool and a shelf for this process alone; none if the fork was refused, and the old ones serve."""
+        """A wire, a spool and a shelf for this process alone; none if the fork was refused, and the
+        old ones serve."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         try:
@@ -122,7 +130,9 @@ class GuestBranches:
         """From here on use these descriptors, where the old ones are."""
         assert isinstance(self._spool, FileOutputSpool)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # they are above what code may open
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (hard, hard)
+        )  # they are above what code may open
         places = [(wire, self._line.write_fd), (spool, self._spool.fd)]
         if self._line.shared_buffers is not None:
             places.append((shared_buffers, self._line.shared_buffers.fd))
@@ -153,8 +163,8 @@ class GuestBranches:
 
 
 def _random_state() -> Any:
-    """The generator of ``random`` and where it is. A fork seeds it anew; a branch draws on from here, so that a run that
-    is repeated draws the same."""
+    """The generator of ``random`` and where it is. A fork seeds it anew; a branch draws on from
+    here, so that a run that is repeated draws the same."""
     generator = getattr(sys.modules.get("random"), "_inst", None)
     with contextlib.suppress(Exception):  # the session may have put anything there
         return generator and (generator, generator.getstate())

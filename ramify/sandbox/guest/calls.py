@@ -1,7 +1,7 @@
 """Calls from a cell's code to the host.
 
-Decides that any thread of a running cell may call, what it gets, and that it waits without half a frame on the wire.
-Leaves out what can be called: that is the host's.
+Decides that any thread of a running cell may call, what it gets, and that it waits without half a
+frame on the wire. Leaves out what can be called: that is the host's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from .values import CodecError, ValueEncoder
 
 
 class HostError(Exception):
-    """What a call to the host raises. ``kind`` names the class that the host meant; ``data`` holds its attributes."""
+    """What a call to the host raises. ``kind`` names the class that the host meant; ``data`` holds
+    its attributes."""
 
     def __init__(self, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -33,7 +34,9 @@ class HostCalls:
 
     __slots__ = ("_inbox", "_interrupts", "_last_id", "_line", "_output")
 
-    def __init__(self, line: GuestChannel, inbox: FrameInbox, interrupts: GuestInterrupts, output: CellOutput) -> None:
+    def __init__(
+        self, line: GuestChannel, inbox: FrameInbox, interrupts: GuestInterrupts, output: CellOutput
+    ) -> None:
         self._line = line
         self._inbox = inbox
         self._interrupts = interrupts
@@ -41,10 +44,13 @@ class HostCalls:
         self._last_id = 0
 
     def call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the host from any thread of a running cell. Raises HostError, TypeError for arguments that are not carried,
-        and ValueError for those that are over a limit."""
+        """Call the host from any thread of a running cell. Raises HostError, TypeError for
+        arguments that are not carried, and ValueError for those that are over a limit."""
         if not self._line.is_ours():
-            raise HostError("RuntimeError", f"{name}() was called in a forked process; call it in the session itself")
+            raise HostError(
+                "RuntimeError",
+                f"{name}() was called in a forked process; call it in the session itself",
+            )
         self._output.flush()
         ticket = FrameTicket()
         before = self._interrupts.enter()
@@ -73,6 +79,8 @@ class HostCalls:
             if not line.is_open:
                 raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
             self._last_id += 1
-            parts = line.frame({"op": "call", "id": self._last_id, "name": name, "value": value}, encoder)
+            parts = line.frame(
+                {"op": "call", "id": self._last_id, "name": name, "value": value}, encoder
+            )
             self._inbox.expect(self._last_id, ticket)
             line.write(parts)

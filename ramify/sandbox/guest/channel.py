@@ -1,7 +1,9 @@
-"""The guest's end of the wire: whole frames to the host from any thread, and the host's frames as they come.
+"""The guest's end of the wire: whole frames to the host from any thread, and the host's frames as
+they come.
 
-Decides what of a frame lies on the shelf, that frames do not mix, and whose the wire is: not a forked process's, and
-a running cell's only while it is open. Leaves out who waits for which frame (``inbox.py``).
+Decides what of a frame lies on the shelf, that frames do not mix, and whose the wire is: not a
+forked process's, and a running cell's only while it is open. Leaves out who waits for which frame
+(``inbox.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +15,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from .bounds import LimitError, check_blobs
-from .frames import FrameReader, check_size, frame, from_json, json_bytes, open_frame, split_blobs, write_all
+from .frames import (
+    FrameReader,
+    check_size,
+    frame,
+    from_json,
+    json_bytes,
+    open_frame,
+    split_blobs,
+    write_all,
+)
 from .values import Buffer, ValueDecoder, ValueEncoder, encoded
 
 _getpid = os.getpid
@@ -25,8 +36,11 @@ class GuestChannel:
 
     __slots__ = ("_poll", "_reader", "is_open", "pid", "sending", "shared_buffers", "write_fd")
 
-    def __init__(self, read_fd: int, write_fd: int, *, takes_fds: bool, shared_buffers: Any) -> None:
-        """``takes_fds``: it is a socket over which the host may hand descriptors. ``shelf``: a ``shelf.SharedMemoryBuffers``."""
+    def __init__(
+        self, read_fd: int, write_fd: int, *, takes_fds: bool, shared_buffers: Any
+    ) -> None:
+        """``takes_fds``: it is a socket over which the host may hand descriptors. ``shelf``: a
+        ``shelf.SharedMemoryBuffers``."""
         self._reader = FrameReader(read_fd, _receiver(read_fd) if takes_fds else None)
         self._poll = select.poll()
         self._poll.register(read_fd, select.POLLIN)
@@ -55,8 +69,11 @@ class GuestChannel:
 
     # -- to the host
 
-    def frame(self, header: dict[str, Any], encoder: ValueEncoder | None, blobs: Sequence[Buffer] = ()) -> list[Buffer]:
-        """The buffers of a frame, of which long ones may be on the shelf already. Raises LimitError."""
+    def frame(
+        self, header: dict[str, Any], encoder: ValueEncoder | None, blobs: Sequence[Buffer] = ()
+    ) -> list[Buffer]:
+        """The buffers of a frame, of which long ones may be on the shelf already. Raises
+        LimitError."""
         if encoder is not None:
             blobs = encoder.blobs
             if encoder.tags:
@@ -111,13 +128,15 @@ class GuestChannel:
         return header, blobs
 
     def _note_read(self, op: str, id: int) -> None:
-        """What we put on the shelf the host has read when it answers, or asks for the next thing; a fork is asked for
-        at any time."""
+        """What we put on the shelf the host has read when it answers, or asks for the next thing; a
+        fork is asked for at any time."""
         if op != "fork" and (op not in ("ret", "err") or id == self.shared_buffers.key):
             self.shared_buffers.is_free = True
 
     def value_of(self, header: dict[str, Any], blobs: list[memoryview]) -> Any:
-        return ValueDecoder(blobs).decode(header["value"]) if header.get("tags") else header["value"]
+        return (
+            ValueDecoder(blobs).decode(header["value"]) if header.get("tags") else header["value"]
+        )
 
     def take_fds(self) -> list[int]:
         """The descriptors that came along; they are the caller's."""

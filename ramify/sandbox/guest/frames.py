@@ -1,7 +1,7 @@
 """Frames: how a header and its blobs lie on a stream of bytes.
 
-Decides the layout, the largest frame, and how much is read or written at once. Leaves out what headers say (see the
-package) and how values become JSON (``values.py``).
+Decides the layout, the largest frame, and how much is read or written at once. Leaves out what
+headers say (see the package) and how values become JSON (``values.py``).
 
     frame = u32 length of the rest | u8 version | u32 header length | header (JSON) | blobs      (little endian)
 """
@@ -22,13 +22,15 @@ PREFIX = struct.Struct("<IBI")
 MAX_HEADER = 16 << 20
 """Bytes of a frame's JSON. Long text is not in it, so this is millions of small values."""
 MAX_FRAME = 256 << 20
-"""Bytes of a frame that a guest sends. Frames to a guest are bounded by its memory and by the prefix."""
+"""Bytes of a frame that a guest sends. Frames to a guest are bounded by its memory and by the
+prefix."""
 _CHUNK = 1 << 16
 U32 = struct.Struct("<I")
 _read, _write = os.read, os.write
 _readv: Any = getattr(os, "readv", None)
 _writev: Any = getattr(os, "writev", None)
-"""As they were when no cell had run yet. The latter two are not on Windows, where no guest runs but hosts need the rest."""
+"""As they were when no cell had run yet. The latter two are not on Windows, where no guest runs but
+hosts need the rest."""
 
 to_json: Callable[[Any], str] = json.JSONEncoder(
     ensure_ascii=False, separators=(",", ":"), check_circular=False, allow_nan=False
@@ -37,7 +39,8 @@ from_json = json.JSONDecoder().decode
 
 
 def json_bytes(header: Any) -> bytes:
-    """``header`` as JSON; half a surrogate pair, as an error's text may hold, becomes its escape as text."""
+    """``header`` as JSON; half a surrogate pair, as an error's text may hold, becomes its escape as
+    text."""
     text = to_json(header)
     try:
         return text.encode()
@@ -51,7 +54,8 @@ def check_size(header: bytes, blobs: Sequence[Any]) -> None:
     size = len(header) + sum(map(len, blobs))
     if len(header) > MAX_HEADER or size > MAX_FRAME:
         raise LimitError(
-            f"a value of {size:,} bytes: at most {MAX_FRAME:,} at once, {MAX_HEADER:,} of them outside long strings"
+            f"a value of {size:,} bytes: at most {MAX_FRAME:,} at once, {MAX_HEADER:,} of them "
+            "outside long strings"
         )
     check_blobs(len(blobs))
     if len(header) > MAX_NESTING:
@@ -88,7 +92,8 @@ def split_blobs(view: memoryview, start: int, lengths: Sequence[int]) -> list[me
 
 
 class FrameReader:
-    """Bytes from a descriptor -> frames. A long frame gets a buffer of its own and is read straight into it."""
+    """Bytes from a descriptor -> frames. A long frame gets a buffer of its own and is read straight
+    into it."""
 
     __slots__ = ("data", "fd", "fds", "have", "receive")
 

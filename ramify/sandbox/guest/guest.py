@@ -1,7 +1,7 @@
 """The guest itself: it answers the host until the host is gone.
 
-Decides what each request does, and what comes before and after a cell. Leaves out how each of it is done: see the
-package for who does what.
+Decides what each request does, and what comes before and after a cell. Leaves out how each of it is
+done: see the package for who does what.
 """
 
 from __future__ import annotations
@@ -29,9 +29,18 @@ class Guest:
     """A namespace and the wire to its host. Create and ``serve`` it in the same thread."""
 
     __slots__ = (
-        "_branches", "_calls", "_cells", "_inbox", "_interpreter", "_line", "_memory", "_owns_process", "interrupts",
-        "notebook", "output",
-    )  # fmt: skip
+        "_branches",
+        "_calls",
+        "_cells",
+        "_inbox",
+        "_interpreter",
+        "_line",
+        "_memory",
+        "_owns_process",
+        "interrupts",
+        "notebook",
+        "output",
+    )
 
     def __init__(
         self,
@@ -46,17 +55,22 @@ class Guest:
         shared_buffers: Any = None,
         take_wire: Any = None,
     ) -> None:
-        """``memory_limits``: bytes of address space in a cell, and the little more that the guest has for itself, so
-        that it can still speak when a cell has used up all it may have. ``can_fork``: the wire is a socket over which
-        the host may hand it what a branch needs. ``shelf``: a ``shelf.SharedMemoryBuffers``, where host and guest share one.
-        ``take_wire``: gets a new wire after a fork, where both processes need one."""
+        """``memory_limits``: bytes of address space in a cell, and the little more that the guest
+        has for itself, so that it can still speak when a cell has used up all it may have.
+        ``can_fork``: the wire is a socket over which the host may hand it what a branch needs.
+        ``shelf``: a ``shelf.SharedMemoryBuffers``, where host and guest share one. ``take_wire``:
+        gets a new wire after a fork, where both processes need one."""
         self.interrupts = GuestInterrupts()
-        self._line = GuestChannel(read_fd, write_fd, takes_fds=can_fork, shared_buffers=shared_buffers)
+        self._line = GuestChannel(
+            read_fd, write_fd, takes_fds=can_fork, shared_buffers=shared_buffers
+        )
         self.output = CellOutput(spool, self._line, self.interrupts, max_output_bytes)
         self._memory = MemoryLimit(memory_limits)
         self.notebook = GuestNotebook(self.interrupts, self._memory, owns_process=owns_process)
         self._branches = GuestBranches(self._line, spool, self.notebook, take_wire)
-        self._inbox = FrameInbox(self._line, self.interrupts, self._branches.fork, ends_process=owns_process)
+        self._inbox = FrameInbox(
+            self._line, self.interrupts, self._branches.fork, ends_process=owns_process
+        )
         self._calls = HostCalls(self._line, self._inbox, self.interrupts, self.output)
         self._owns_process = owns_process
         self._cells = 0
@@ -99,7 +113,9 @@ class Guest:
             return
         try:
             if op == "set":
-                self.notebook.bind(header["name"], self._line.value_of(header, blobs), header["reserved"])
+                self.notebook.bind(
+                    header["name"], self._line.value_of(header, blobs), header["reserved"]
+                )
             elif op == "context":
                 self.notebook.bind("context", unpack_value(blobs[0])[0], True)
             elif op == "install":
@@ -119,14 +135,22 @@ class Guest:
 
     def _send_failed(self, id: int, error: BaseException, message: str) -> None:
         kind = type(error).__name__
-        kind = "TypeError" if isinstance(error, CodecError) else "ValueError" if isinstance(error, LimitError) else kind
+        kind = (
+            "TypeError"
+            if isinstance(error, CodecError)
+            else "ValueError"
+            if isinstance(error, LimitError)
+            else kind
+        )
         self._line.send({"op": "failed", "id": id, "kind": kind, "message": cut(message, 20_000)})
 
     def _install(self, module: str, source: str) -> None:
         given = {
-            "call_host": self._calls.call_host, "HostError": HostError, "last_output": self.output.last_output,
+            "call_host": self._calls.call_host,
+            "HostError": HostError,
+            "last_output": self.output.last_output,
             "portable": portable_to_host,
-        }  # fmt: skip
+        }
         self.notebook.install(module, source, given)
 
     # -- a cell
@@ -168,16 +192,25 @@ class Guest:
             parts += output.take(final=True)
             line.is_open = False
             self._inbox.drop_calls()
-            done = {"op": "done", "id": id, "value": value, "restored": restored, "chars": output.chars}
+            done = {
+                "op": "done",
+                "id": id,
+                "value": value,
+                "restored": restored,
+                "chars": output.chars,
+            }
             try:
                 parts += line.frame({**done, "error": error, "note": note}, encoder)
-            except LimitError as limit:  # what the cell left for the host is too much: the cell says so
+            except (
+                LimitError
+            ) as limit:  # what the cell left for the host is too much: the cell says so
                 error = error or f"ValueError: {limit}"
                 parts += line.frame({**done, "error": error, "note": None}, None)
             line.write(parts)
 
     def _mend(self) -> None:
-        """Undo what a cell may have done to the interpreter that would break the next one, or us."""
+        """Undo what a cell may have done to the interpreter that would break the next one, or
+        us."""
         self._interpreter.mend_builtins()
         self.notebook.mend()
         if self._owns_process:

@@ -1,7 +1,8 @@
 """The host's frames, and the threads that wait for them.
 
-Decides who reads: one of those who wait reads for all, and when it has its own frame it hands over. Leaves out what
-frames are about, but for a fork, which is obeyed by whoever reads it, whatever else is waited for.
+Decides who reads: one of those who wait reads for all, and when it has its own frame it hands over.
+Leaves out what frames are about, but for a fork, which is obeyed by whoever reads it, whatever else
+is waited for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ DROPPED: Any = object()
 
 
 class FrameTicket:
-    """Someone waiting for a frame. ``wake`` is released when the frame is there, or when it is their turn to read."""
+    """Someone waiting for a frame. ``wake`` is released when the frame is there, or when it is
+    their turn to read."""
 
     __slots__ = ("frame", "wake")
 
@@ -36,14 +38,21 @@ class FrameTicket:
 
 
 class FrameInbox:
-    """Everyone who waits for a frame: callers of the host, each for its answer, and whoever obeys the host's requests."""
+    """Everyone who waits for a frame: callers of the host, each for its answer, and whoever obeys
+    the host's requests."""
 
     __slots__ = ("_calls", "_command", "_ends_process", "_fork", "_interrupts", "_leading", "_line")
 
     def __init__(
-        self, line: GuestChannel, interrupts: GuestInterrupts, fork: Callable[[int], None], *, ends_process: bool
+        self,
+        line: GuestChannel,
+        interrupts: GuestInterrupts,
+        fork: Callable[[int], None],
+        *,
+        ends_process: bool,
     ) -> None:
-        """``fork``: called with the number of a request to fork. ``ends_process``: with the stream's end."""
+        """``fork``: called with the number of a request to fork. ``ends_process``: with the
+        stream's end."""
         self._line = line
         self._interrupts = interrupts
         self._fork = fork

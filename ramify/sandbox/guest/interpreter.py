@@ -1,7 +1,7 @@
 """The interpreter that cells share with the guest.
 
-Decides what of it is put back after each cell, so that none can break the next one or us, and how much memory a cell
-may have. Leaves out the session's own names (``notebook.py``).
+Decides what of it is put back after each cell, so that none can break the next one or us, and how
+much memory a cell may have. Leaves out the session's own names (``notebook.py``).
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ class InterpreterState:
         if vars(builtins) != self._builtins:
             vars(builtins).update(self._builtins)
 
-    def mend_process(self, main: types.ModuleType, output: CellOutput, on_interrupt: Callable[..., None]) -> None:
-        """What belongs to a process, which must be the guest's own. ``main``: what is ``__main__`` in it."""
+    def mend_process(
+        self, main: types.ModuleType, output: CellOutput, on_interrupt: Callable[..., None]
+    ) -> None:
+        """What belongs to a process, which must be the guest's own. ``main``: what is ``__main__``
+        in it."""
         output.spool.attach()
         sys.stdout = sys.__stdout__ = output.stdout  # type: ignore[misc,assignment]
         sys.stderr = sys.__stderr__ = output.stderr  # type: ignore[misc,assignment]
@@ -53,8 +56,8 @@ class InterpreterState:
 
 
 class MemoryLimit:
-    """Address space: what a cell may have, and the little more that the guest has for itself, so that it can still speak
-    when a cell has used up its own."""
+    """Address space: what a cell may have, and the little more that the guest has for itself, so
+    that it can still speak when a cell has used up its own."""
 
     __slots__ = ("_limits",)
 

@@ -1,4 +1,5 @@
-"""When an interrupt may rise in the guest's thread: while a cell runs, and never with half a frame on the wire.
+"""When an interrupt may rise in the guest's thread: while a cell runs, and never with half a frame
+on the wire.
 
 Decides where KeyboardInterrupt waits and where it comes through. Leaves out who sends it.
 """
@@ -31,7 +32,8 @@ class GuestInterrupts:
         return self.is_live
 
     def enter(self) -> int:
-        """The depth before, for ``leave``. Levels are set, not counted, so that no interrupt can unbalance them."""
+        """The depth before, for ``leave``. Levels are set, not counted, so that no interrupt can
+        unbalance them."""
         if _get_ident() != self._main:
             return -1
         before = self._depth

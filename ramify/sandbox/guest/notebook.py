@@ -1,7 +1,8 @@
 """The live namespace of a session, and what it is to run a cell in it.
 
-Decides what a cell sees (a true ``__main__``, reserved names that come back, modules that the host has installed), its
-echo, its ``await`` and how its errors read. Leaves out what lies around a cell: the wire, output, the interpreter.
+Decides what a cell sees (a true ``__main__``, reserved names that come back, modules that the host
+has installed), its echo, its ``await`` and how its errors read. Leaves out what lies around a cell:
+the wire, output, the interpreter.
 """
 
 from __future__ import annotations
@@ -31,23 +32,38 @@ class GuestNotebook:
     """Names, and cells that run among them."""
 
     __slots__ = (
-        "_flags", "_interrupts", "_memory", "_modules", "_owns_process", "_reserved", "builtins", "evaluate", "hidden", "loop",
-        "module", "namespace",
-    )  # fmt: skip
+        "_flags",
+        "_interrupts",
+        "_memory",
+        "_modules",
+        "_owns_process",
+        "_reserved",
+        "builtins",
+        "evaluate",
+        "hidden",
+        "loop",
+        "module",
+        "namespace",
+    )
 
-    def __init__(self, interrupts: GuestInterrupts, memory: MemoryLimit, *, owns_process: bool) -> None:
+    def __init__(
+        self, interrupts: GuestInterrupts, memory: MemoryLimit, *, owns_process: bool
+    ) -> None:
         self._interrupts = interrupts
         self._memory = memory
         self._owns_process = owns_process
         self.module = types.ModuleType("__main__")
         self.namespace = vars(self.module)
         self.builtins: types.ModuleType = builtins
-        """What cells see as ``builtins``; a guest that shares its process may be given another one."""
+        """What cells see as ``builtins``; a guest that shares its process may be given another
+        one."""
         self.namespace["__builtins__"] = builtins
         self.loop: Any = None
-        """The event loop of cells with ``await`` at their top: once there, it lives as long as the session."""
+        """The event loop of cells with ``await`` at their top: once there, it lives as long as the
+        session."""
         self.evaluate: Callable[[str, str], Outcome] = self._evaluate
-        """How source is run under a name; an installed module may put another way here. What it raises is the cell's."""
+        """How source is run under a name; an installed module may put another way here. What it
+        raises is the cell's."""
         self.hidden: set[str] = set()
         """Files that tracebacks do not show, beside the guest's own."""
         self._flags = 0
@@ -77,7 +93,11 @@ class GuestNotebook:
     def restore_names(self) -> list[str]:
         """Bind the reserved names again that a cell has rebound; returns those."""
         namespace = self.namespace
-        changed = [name for name, value in self._reserved.items() if namespace.get(name, _MISSING) is not value]
+        changed = [
+            name
+            for name, value in self._reserved.items()
+            if namespace.get(name, _MISSING) is not value
+        ]
         for name in changed:
             namespace[name] = self._reserved[name]
         return changed
@@ -85,8 +105,8 @@ class GuestNotebook:
     # -- modules
 
     def install(self, module: str, source: str, given: Mapping[str, Any]) -> None:
-        """Execute ``source`` as ``module``, where it finds the names ``given`` and this ``notebook``; bind what its
-        ``__all__`` names."""
+        """Execute ``source`` as ``module``, where it finds the names ``given`` and this
+        ``notebook``; bind what its ``__all__`` names."""
         made = types.ModuleType(module if self._owns_process else f"{module}@{id(self)}")
         made.__dict__.update(given, namespace=self.namespace, notebook=self)
         name = f"<{module}>"
@@ -100,7 +120,8 @@ class GuestNotebook:
             self.bind(public, getattr(made, public), True)
 
     def after_cell(self, encoder: ValueEncoder, error: str | None) -> tuple[Any, str | None]:
-        """What the modules' ``after_cell`` say, encoded. They see the names as the cell left them."""
+        """What the modules' ``after_cell`` say, encoded. They see the names as the cell left
+        them."""
         notes: dict[str, Any] = {}
         for name, module in self._modules.items():
             hook = module.__dict__.get("after_cell")
@@ -166,7 +187,9 @@ class GuestNotebook:
     def describe(self, error: BaseException) -> str | None:
         """An error of a cell as text; None for an exit without one."""
         if isinstance(error, SystemExit):
-            return None if error.code in (None, 0) else cut(f"SystemExit: {error.code}", VALUE_CHARS)
+            return (
+                None if error.code in (None, 0) else cut(f"SystemExit: {error.code}", VALUE_CHARS)
+            )
         self._memory.allow_guest()
         if isinstance(error, MemoryError):
             error.__context__ = None  # the interpreter keeps few of them, and uses them again

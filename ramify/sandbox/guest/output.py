@@ -1,7 +1,8 @@
 """What cells print, on its way to the host.
 
-Decides when it goes out, and how much: up to its limit the host gets everything; then the newest, at most every 50 ms
-and at the cell's end. Leaves out how prints come here (``streams.py``) and where they lie until then (``spools.py``).
+Decides when it goes out, and how much: up to its limit the host gets everything; then the newest,
+at most every 50 ms and at the cell's end. Leaves out how prints come here (``streams.py``) and
+where they lie until then (``spools.py``).
 """
 
 from __future__ import annotations
@@ -27,9 +28,21 @@ class CellOutput:
     """The output of the cell that runs, and of the last one that ended."""
 
     __slots__ = (
-        "_count", "_ended", "_flushed", "_held", "_interrupts", "_kept", "_line", "_max_bytes", "_pending", "_sent", "chars",
-        "spool", "stderr", "stdout",
-    )  # fmt: skip
+        "_count",
+        "_ended",
+        "_flushed",
+        "_held",
+        "_interrupts",
+        "_kept",
+        "_line",
+        "_max_bytes",
+        "_pending",
+        "_sent",
+        "chars",
+        "spool",
+        "stderr",
+        "stdout",
+    )
 
     def __init__(
         self,
@@ -63,7 +76,8 @@ class CellOutput:
         self._ended = (self._kept, self.chars)
 
     def last_output(self) -> str:
-        """What the last cell that ended had printed, up to 16 times what the host keeps. In ``after_cell``: this cell."""
+        """What the last cell that ended had printed, up to 16 times what the host keeps. In
+        ``after_cell``: this cell."""
         kept, chars = self._ended
         return kept.text(chars)
 
@@ -95,7 +109,8 @@ class CellOutput:
             self._interrupts.leave(before)
 
     def take(self, final: bool) -> list[Buffer]:
-        """Take what was printed; the frames that the host gets of it now. ``GuestChannel.sending`` is held."""
+        """Take what was printed; the frames that the host gets of it now. ``GuestChannel.sending``
+        is held."""
         self._pending = 0
         parts: list[Buffer] = []
         for data in self.spool.take():
@@ -114,5 +129,11 @@ class CellOutput:
 
     def _out(self, data: bytes, skip: int, upto: int) -> list[Buffer]:
         self._sent += len(data)
-        header = {"op": "out", "skip": skip, "chars": self.chars, "upto": upto, "blobs": [len(data)]}
+        header = {
+            "op": "out",
+            "skip": skip,
+            "chars": self.chars,
+            "upto": upto,
+            "blobs": [len(data)],
+        }
         return self._line.frame(header, None, [data])

@@ -1,7 +1,7 @@
 """A value on its own, as it lies in a file: a context, a blob of a store.
 
-Decides its form, ``u32 header length | header | blobs``. Leaves out whose file it is (``sandbox/context.py``). Also
-checks ahead of a frame whether a host will take a value.
+Decides its form, ``u32 header length | header | blobs``. Leaves out whose file it is
+(``sandbox/context.py``). Also checks ahead of a frame whether a host will take a value.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .values import Buffer, CodecError, ProtocolError, ValueDecoder, ValueEncode
 
 
 def pack_value(value: Any) -> tuple[list[Buffer], int]:
-    """A value on its own (a context, a blob of a store): its buffers, to be written one after the other, and the
-    characters of its strings. The form is ``u32 header length | header | blobs``."""
+    """A value on its own (a context, a blob of a store): its buffers, to be written one after the
+    other, and the characters of its strings. The form is ``u32 header length | header | blobs``."""
     encoder = ValueEncoder()
     header: dict[str, Any] = {"value": encoder.encode(value), "chars": encoder.chars}
     if encoder.tags:
@@ -35,15 +35,17 @@ def unpack_value(data: Buffer) -> tuple[Any, int]:
     try:
         header = from_json(str(view[4:end], "utf-8"))
         blobs = split_blobs(view, end, header.get("blobs", ()))
-        value = ValueDecoder(blobs).decode(header["value"]) if header.get("tags") else header["value"]
+        value = (
+            ValueDecoder(blobs).decode(header["value"]) if header.get("tags") else header["value"]
+        )
         return value, header["chars"]
     except (ValueError, LookupError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"an encoded value with a broken header: {error}") from None
 
 
 def portable_to_host(value: Any) -> Any:
-    """A copy of ``value`` as the host would get it. Raises TypeError for what is not carried, and ValueError for a value
-    that is over a limit of ``bounds.py``."""
+    """A copy of ``value`` as the host would get it. Raises TypeError for what is not carried, and
+    ValueError for a value that is over a limit of ``bounds.py``."""
     encoder = ValueEncoder(bounded=True)
     try:
         data = encoder.encode(value)

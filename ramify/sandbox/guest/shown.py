@@ -1,7 +1,7 @@
 """Values and errors as text for whoever wrote the cell.
 
-Decides how long it may get, and that a traceback has the frames of the cell and of what it called, not the guest's.
-Leaves out what becomes of the text.
+Decides how long it may get, and that a traceback has the frames of the cell and of what it called,
+not the guest's. Leaves out what becomes of the text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def cut(text: str, limit: int) -> str:
 
 
 def safe_repr(value: Any) -> str:
-    """``repr(value)`` of bounded length; never raises an Exception, and does not copy a long string to show it."""
+    """``repr(value)`` of bounded length; never raises an Exception, and does not copy a long string
+    to show it."""
     kind = type(value)
     if kind in (str, bytes) and len(value) > VALUE_CHARS:
         half = VALUE_CHARS // 2
@@ -48,7 +49,8 @@ def text_of(error: BaseException) -> str:
 
 
 def show_error(error: BaseException, hidden: Collection[str] = ()) -> str:
-    """The traceback as the cell's author should see it: without frames of the guest and of ``hidden`` files."""
+    """The traceback as the cell's author should see it: without frames of the guest and of
+    ``hidden`` files."""
     shown = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
     seen: set[int] = set()
     stack = [shown]
@@ -58,7 +60,9 @@ def show_error(error: BaseException, hidden: Collection[str] = ()) -> str:
             continue
         seen.add(id(part))
         frames = [
-            entry for entry in part.stack or () if not (entry.filename.startswith(_HERE) or entry.filename in hidden)
+            entry
+            for entry in part.stack or ()
+            if not (entry.filename.startswith(_HERE) or entry.filename in hidden)
         ]
         part.stack = traceback.StackSummary.from_list(frames) if frames else None  # type: ignore[assignment]
         stack += [p for p in (part.__cause__, part.__context__) if p is not None]

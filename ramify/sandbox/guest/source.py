@@ -1,7 +1,8 @@
 """A cell's source, compiled.
 
-Decides what code in no file is called and where its lines are found, that a cell's last expression is its echo, and that
-modules to install are compiled once for all sessions of a process. Leaves out running it (``notebook.py``).
+Decides what code in no file is called and where its lines are found, that a cell's last expression
+is its echo, and that modules to install are compiled once for all sessions of a process. Leaves out
+running it (``notebook.py``).
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def remember_source(name: str, source: str) -> None:
 
 
 _COMPILING = threading.Lock()
-"""Python 3.11 counts how deep a tree is in one place for all threads: of two that make trees at once, one may be told
-that "AST constructor recursion depth mismatch". Sessions of one process are threads of it."""
+"""Python 3.11 counts how deep a tree is in one place for all threads: of two that make trees at
+once, one may be told that "AST constructor recursion depth mismatch". Sessions of one process are
+threads of it."""
 
 
 class CellCode:

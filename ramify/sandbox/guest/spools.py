@@ -1,7 +1,7 @@
 """Where what a session prints lies until the host has it.
 
-Decides that prints of Python, of C code and of other processes are in one true order where there is a file for them.
-Leaves out what goes to the host, and when (``output.py``).
+Decides that prints of Python, of C code and of other processes are in one true order where there is
+a file for them. Leaves out what goes to the host, and when (``output.py``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ _write = os.write
 
 
 class FileOutputSpool:
-    """Where descriptors 1 and 2 lead: a file without a name, in which all that is printed stands in its true order.
+    """Where descriptors 1 and 2 lead: a file without a name, in which all that is printed stands in
+    its true order.
 
-    What went to the host is cut off once it is long. Where the host holds the file too, nothing that a killed session
-    had printed is lost: it reads on from ``at``."""
+    What went to the host is cut off once it is long. Where the host holds the file too, nothing
+    that a killed session had printed is lost: it reads on from ``at``."""
 
     __slots__ = ("at", "fd")
 

@@ -1,7 +1,7 @@
 """``sys.stdout`` and ``sys.stderr`` of a session.
 
-Decides what a cell may do to them: they take text and bytes, cannot be closed, and always speak UTF-8. Leaves out where
-it goes.
+Decides what a cell may do to them: they take text and bytes, cannot be closed, and always speak
+UTF-8. Leaves out where it goes.
 """
 
 from __future__ import annotations

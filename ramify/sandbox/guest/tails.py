@@ -1,7 +1,8 @@
-"""What is kept of a stream that is longer than anybody wants it: its end, or its beginning and its end.
+"""What is kept of a stream that is longer than anybody wants it: its end, or its beginning and its
+end.
 
-Decides which bytes, and that no character is shown in halves. Leaves out whose stream it is: sessions keep what cells
-print, hosts what sessions send them of it.
+Decides which bytes, and that no character is shown in halves. Leaves out whose stream it is:
+sessions keep what cells print, hosts what sessions send them of it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class TailBuffer:
             self.lost += gone
 
     def take(self) -> tuple[bytes, int]:
-        """The tail, and how many bytes before it were lost since the last ``take``. It is empty afterwards."""
+        """The tail, and how many bytes before it were lost since the last ``take``. It is empty
+        afterwards."""
         whole = b"".join(self._parts)
         tail = whole[-self._limit :]
         lost = self.lost + len(whole) - len(tail)
@@ -76,7 +78,8 @@ class HeadTailBuffer:
             self._tail.add(data)
 
     def text(self, chars: int) -> str:
-        """What was kept, as text; a line between head and tail says how many of ``chars`` characters are not there."""
+        """What was kept, as text; a line between head and tail says how many of ``chars``
+        characters are not there."""
         tail = bytes(self._tail)
         if not self._tail.lost and len(tail) <= self._half:
             return (self._head + tail).decode("utf-8", "replace")
@@ -91,6 +94,10 @@ _CONTINUATION = bytes(range(0x80, 0xC0))
 def _whole(data: bytes) -> bytes:
     """``data`` without a character that was cut off at its end."""
     body = data.rstrip(_CONTINUATION)
-    if body and body[-1] >= 0xC0 and len(data) - len(body) < (1 if body[-1] < 0xE0 else 2 if body[-1] < 0xF0 else 3):
+    if (
+        body
+        and body[-1] >= 0xC0
+        and len(data) - len(body) < (1 if body[-1] < 0xE0 else 2 if body[-1] < 0xF0 else 3)
+    ):
         return body[:-1]
     return data

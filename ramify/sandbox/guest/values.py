@@ -1,9 +1,11 @@
-"""Values as they travel between host and session: JSON with tags, and long strings and bytes beside it.
+"""Values as they travel between host and session: JSON with tags, and long strings and bytes beside
+it.
 
-Decides what is carried, by exact type: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset,
-date, time, datetime, timedelta (a time zone as its offset), and OrderedDict, defaultdict and Counter as dict. Leaves out
-the bytes around them (``frames.py``, ``packed.py``) and how much there may be of them (``bounds.py``). What comes from
-the other end may be hostile: it decodes to a value of these types, or is a ProtocolError.
+Decides what is carried, by exact type: None, bool, int, float, complex, str, bytes, list, tuple,
+dict, set, frozenset, date, time, datetime, timedelta (a time zone as its offset), and OrderedDict,
+defaultdict and Counter as dict. Leaves out the bytes around them (``frames.py``, ``packed.py``) and
+how much there may be of them (``bounds.py``). What comes from the other end may be hostile: it
+decodes to a value of these types, or is a ProtocolError.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class ProtocolError(Exception):
 
 
 class CodecError(TypeError):
-    """A value that is not carried: ``what`` is wrong with it, and ``path`` is where it sits, innermost step first."""
+    """A value that is not carried: ``what`` is wrong with it, and ``path`` is where it sits,
+    innermost step first."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -50,7 +53,9 @@ class CodecError(TypeError):
 def type_name(kind: type) -> str:
     """As an error shows it: bare where everybody knows whose it is."""
     module = kind.__module__
-    return kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
+    return (
+        kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
+    )
 
 
 def _is_utf8(text: str) -> bool:
@@ -69,8 +74,9 @@ class ValueEncoder:
     __slots__ = ("_keys", "blobs", "chars", "defers", "tags")
 
     def __init__(self, defers: bool = False, *, bounded: bool = False) -> None:
-        """``defers``: ASCII text is put aside as it is, one byte a character, for whoever writes it piece by piece.
-        ``bounded``: the value is from a session, and LimitError is raised for what a host does not decode."""
+        """``defers``: ASCII text is put aside as it is, one byte a character, for whoever writes it
+        piece by piece. ``bounded``: the value is from a session, and LimitError is raised for what
+        a host does not decode."""
         self.defers = defers
         self._keys = KeyCheck() if bounded else None
         self.blobs: list[Any] = []
@@ -86,7 +92,9 @@ class ValueEncoder:
             if len(value) <= INLINE_CHARS and _is_utf8(value):
                 return value
             deferred = self.defers and value.isascii()
-            return self._tag("str", self._blob(value if deferred else value.encode("utf-8", "surrogatepass")))
+            return self._tag(
+                "str", self._blob(value if deferred else value.encode("utf-8", "surrogatepass"))
+            )
         if kind is int:
             if _MIN_INT <= value <= _MAX_INT:
                 return value
@@ -185,16 +193,22 @@ def _in_order(items: Any) -> list[Any]:
 
 def _show_key(key: Any) -> str:
     """A dict key for an error's path: short, and safe whatever the key's repr does."""
-    return repr(key)[:40] if type(key) in (str, int, float, bool, bytes, type(None)) else f"<{type_name(type(key))}>"
+    return (
+        repr(key)[:40]
+        if type(key) in (str, int, float, bool, bytes, type(None))
+        else f"<{type_name(type(key))}>"
+    )
 
 
 class ValueDecoder:
-    """JSON data with tags -> values. Every blob is used once, so that a small header cannot stand for a huge value."""
+    """JSON data with tags -> values. Every blob is used once, so that a small header cannot stand
+    for a huge value."""
 
     __slots__ = ("_keys", "blobs")
 
     def __init__(self, blobs: Sequence[Buffer], *, bounded: bool = False) -> None:
-        """``bounded``: the value is from a session, and what ``bounds.py`` does not allow is a ProtocolError."""
+        """``bounded``: the value is from a session, and what ``bounds.py`` does not allow is a
+        ProtocolError."""
         self.blobs: list[Buffer | None] = list(blobs)
         self._keys = KeyCheck() if bounded else None
 
@@ -214,7 +228,9 @@ class ValueDecoder:
             AttributeError,
             MemoryError,
         ) as error:
-            raise ProtocolError(f"a value that does not decode: {type(error).__name__}: {str(error)[:200]}") from None
+            raise ProtocolError(
+                f"a value that does not decode: {type(error).__name__}: {str(error)[:200]}"
+            ) from None
 
     def _decode(self, data: Any) -> Any:
         kind = type(data)
@@ -230,7 +246,9 @@ class ValueDecoder:
 
     def _take(self, index: Any) -> Buffer:
         if type(index) is not int or not 0 <= index < len(self.blobs) or self.blobs[index] is None:
-            raise ProtocolError(f"a value uses blob {index!r}, which is not there or was used before")
+            raise ProtocolError(
+                f"a value uses blob {index!r}, which is not there or was used before"
+            )
         blob, self.blobs[index] = self.blobs[index], None
         return blob
 
@@ -286,7 +304,8 @@ def encoded(blobs: Sequence[Any]) -> list[Buffer]:
 
 
 def portable(value: Any) -> Any:
-    """A copy of ``value`` as the other end would get it. Raises TypeError for what is not carried."""
+    """A copy of ``value`` as the other end would get it. Raises TypeError for what is not
+    carried."""
     encoder = ValueEncoder()
     try:
         data = encoder.encode(value)

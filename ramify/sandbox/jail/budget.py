@@ -1,8 +1,8 @@
 """How much memory all sessions of a sandbox use together, and what happens when it is too much.
 
-Decides what is counted (pages of a session's own, beyond those it was forked with), how often, and that the one that
-uses most is ended. Leaves out the limit of each session, which the kernel keeps: sixteen sessions may each stay within
-theirs and still be more than the machine has.
+Decides what is counted (pages of a session's own, beyond those it was forked with), how often, and
+that the one that uses most is ended. Leaves out the limit of each session, which the kernel keeps:
+sixteen sessions may each stay within theirs and still be more than the machine has.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class JailBudgetWatcher:
         if sum(used.values()) > self._limit:
             largest = max(used, key=lambda session: used[session])
             largest.kill(
-                f"all sessions together used {sum(used.values()) >> 20:,} MB of {self._limit >> 20:,} MB, "
+                f"all sessions together used {sum(used.values()) >> 20:,} MB of "
+                f"{self._limit >> 20:,} MB, "
                 f"this one most of it ({used[largest] >> 20:,} MB)"
             )
         pause_s = max(_EVERY_S, 20 * (time.perf_counter() - started))

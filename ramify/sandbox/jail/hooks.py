@@ -1,9 +1,11 @@
-"""What libraries do in every new process: left undone for the standard library's, which a session needs none of.
+"""What libraries do in every new process: left undone for the standard library's, which a session
+needs none of.
 
-Decides that sessions, forked from a process with one thread, do not each renew locks that nobody holds, list threads that
-are not there and draw a seed that they are given anyway: some two hundred pages that a session would otherwise write to,
-a fifth of the time of a fork. It also leaves a branch the random numbers of the session that it came from. What a user's
-packages ask for is done. Loaded before all else in the zygote. Standard library only.
+Decides that sessions, forked from a process with one thread, do not each renew locks that nobody
+holds, list threads that are not there and draw a seed that they are given anyway: some two hundred
+pages that a session would otherwise write to, a fifth of the time of a fork. It also leaves a
+branch the random numbers of the session that it came from. What a user's packages ask for is done.
+Loaded before all else in the zygote. Standard library only.
 """
 
 from __future__ import annotations

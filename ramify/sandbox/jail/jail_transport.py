@@ -1,7 +1,7 @@
 """The way to one session of the jail: a door of a process, and its requests for processes.
 
-Decides when descriptors are taken from a session: once, before it has run any code. Leaves out the answers
-(``notify.py``).
+Decides when descriptors are taken from a session: once, before it has run any code. Leaves out the
+answers (``notify.py``).
 """
 
 from __future__ import annotations
@@ -52,14 +52,19 @@ class JailTransport(ProcessTransport):
         asyncio.get_running_loop().add_reader(self._sock, self._first, received, lost)
 
     def _first(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
-        """The listener comes with the first byte, which the confined process sends before it is a guest."""
+        """The listener comes with the first byte, which the confined process sends before it is a
+        guest."""
         try:
             data, ancillary, _, _ = self._sock.recvmsg(1, socket.CMSG_SPACE(4))
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             data, ancillary = b"", []
-        fds = [fd for _, _, packed in ancillary for fd in array.array("i", packed[: len(packed) // 4 * 4])]
+        fds = [
+            fd
+            for _, _, packed in ancillary
+            for fd in array.array("i", packed[: len(packed) // 4 * 4])
+        ]
         asyncio.get_running_loop().remove_reader(self._sock)
         if data and len(fds) == 1:
             self.listener = ForkRequestListener(fds[0])
@@ -78,7 +83,9 @@ class JailTransport(ProcessTransport):
             try:
                 await self.link.ask({"op": "freeze", "pid": self._pid})
             except SandboxError as error:
-                raise SandboxError(f"the session cannot be forked: {error}; close the files that it writes") from None
+                raise SandboxError(
+                    f"the session cannot be forked: {error}; close the files that it writes"
+                ) from None
             self.is_frozen = True
 
     def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchTransport:
@@ -145,7 +152,8 @@ class JailBranchTransport(BranchTransport):
 
 
 class JailFork:
-    """One fork under way: the ends that the host hands to its two processes. A ``notify.GrantedFork``.
+    """One fork under way: the ends that the host hands to its two processes. A
+    ``notify.GrantedFork``.
 
     asked to fork ──> begin: old wire closed ──fork──┬─> origin asks: its new wire, moved
                                                      └─> branch asks: its wire, hello
@@ -153,7 +161,9 @@ class JailFork:
 
     __slots__ = ("_branch", "_moved", "_new", "_origin", "_taker", "old", "pid")
 
-    def __init__(self, origin: JailTransport | JailBranchTransport, pid: int, moved: Callable[[], None]) -> None:
+    def __init__(
+        self, origin: JailTransport | JailBranchTransport, pid: int, moved: Callable[[], None]
+    ) -> None:
         self.pid = pid
         self._origin, self._moved = origin, moved
         self._taker = -1
@@ -170,7 +180,9 @@ class JailFork:
     def transport(self) -> JailBranchTransport:
         """The host's end of the branch."""
         ours, _, files = self._branch
-        return JailBranchTransport(self._origin.caps, ours, self._origin.buffers, self._origin.link, files)
+        return JailBranchTransport(
+            self._origin.caps, ours, self._origin.buffers, self._origin.link, files
+        )
 
     def begin(self) -> None:
         """Nothing that comes by the wire which both will have is heard."""
@@ -178,7 +190,9 @@ class JailFork:
         stream.drain()
         stream.close()
         for ours, _, files in (self._branch, self._new):
-            ours.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files.given()))])
+            ours.sendmsg(
+                [b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files.given()))]
+            )
 
     def wire_for(self, pid: int) -> int:
         if pid == self.pid:
@@ -241,14 +255,16 @@ def watch_exit(transport: JailTransport | JailBranchTransport) -> None:
 
 
 def check_apart(origin: JailTransport | JailBranchTransport) -> None:
-    """Files of memory that both processes inherited are of no more use: nobody can write to them from here on."""
+    """Files of memory that both processes inherited are of no more use: nobody can write to them
+    from here on."""
     fork = origin.forking
     for fd in (fd for files in (fork.old if fork is not None else ()) for fd in files.given()):
         try:
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_WRITE)
         except OSError as error:
             raise SandboxError(
-                f"the session cannot be forked: it has mapped a file of its runtime ({error.strerror}), which a branch "
+                "the session cannot be forked: it has mapped a file of its runtime "
+                f"({error.strerror}), which a branch "
                 "would share: unmap it first"
             ) from None
 

@@ -1,10 +1,12 @@
-"""The host's answers when a session asks to create a process: no, except once when the host itself has asked for it. And
-when it aborts: it may send no signal, not even to itself, so the host sends SIGABRT to whoever asks, and to nobody else.
+"""The host's answers when a session asks to create a process: no, except once when the host itself
+has asked for it. And when it aborts: it may send no signal, not even to itself, so the host sends
+SIGABRT to whoever asks, and to nobody else.
 
-Decides that a grant is used up by one request, of the right process while it has one thread. All sessions of a tree ask
-at one listener, so each process has a grant of its own. Not here: who asks for a grant (``jail_transport.py``). A filter of system
-calls cannot do this alone: it knows no "once". After a fork both processes ask for a wire, and the host puts it into the
-one that asked: nothing that they have in common could bring it to one of them alone.
+Decides that a grant is used up by one request, of the right process while it has one thread. All
+sessions of a tree ask at one listener, so each process has a grant of its own. Not here: who asks
+for a grant (``jail_transport.py``). A filter of system calls cannot do this alone: it knows no
+"once". After a fork both processes ask for a wire, and the host puts it into the one that asked:
+nothing that they have in common could bring it to one of them alone.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from ramify.errors import SandboxError
 
 _RECEIVE, _SEND, _ADD_FD = 0xC0502100, 0xC0182101, 0x40182103
 _TAKE_WIRE = (180, 42)
-"""On x86-64 and aarch64: a number without a call, by which both processes of a fork ask for their wires."""
+"""On x86-64 and aarch64: a number without a call, by which both processes of a fork ask for their
+wires."""
 _REQUEST_BYTES = 80
 _CONTINUE = 1
 _EPERM = 1
 _TGKILL = (234, 131)
 """On x86-64 and aarch64; neither is a number by which processes are created."""
 _PATIENCE = 32
-"""Refusals at once; from there on each takes a little longer, so that a session cannot keep the host busy."""
+"""Refusals at once; from there on each takes a little longer, so that a session cannot keep the
+host busy."""
 _SLOWEST_S = 0.05
 
 
@@ -37,7 +41,8 @@ class GrantedFork(Protocol):
     """One fork, as the listener sees it."""
 
     def begin(self) -> None:
-        """The process that was asked to fork is about to, and can do nothing else until this returns."""
+        """The process that was asked to fork is about to, and can do nothing else until this
+        returns."""
 
     def wire_for(self, pid: int) -> int:
         """A descriptor of the wire of ``pid``, or -1 if there is none for it."""
@@ -128,7 +133,9 @@ class ForkRequestListener:
             self._answer(id, -_EPERM, 0)
             return
         try:
-            number = fcntl.ioctl(self._fd, _ADD_FD, bytearray(struct.pack("<QIIII", id, 0, wire, 0, os.O_CLOEXEC)))
+            number = fcntl.ioctl(
+                self._fd, _ADD_FD, bytearray(struct.pack("<QIIII", id, 0, wire, 0, os.O_CLOEXEC))
+            )
         except OSError as error:
             self._answer(id, -(error.errno or _EPERM), 0)
             return

@@ -1,8 +1,10 @@
-"""What the kernel offers to confine a process, one small function each: namespaces, mounts, Landlock, capabilities.
+"""What the kernel offers to confine a process, one small function each: namespaces, mounts,
+Landlock, capabilities.
 
-Decides how each system call is made (ctypes, no dependency) and what its failure says. Leaves out what is used when
-(``zygote.py``, ``confine.py``) and the filter of system calls (``seccomp.py``). Loaded in the zygote, so standard library
-only. The numbers below 400 differ by architecture and are therefore called through the C library.
+Decides how each system call is made (ctypes, no dependency) and what its failure says. Leaves out
+what is used when (``zygote.py``, ``confine.py``) and the filter of system calls (``seccomp.py``).
+Loaded in the zygote, so standard library only. The numbers below 400 differ by architecture and are
+therefore called through the C library.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def _argument(value: object) -> object:
 
 
 def prctl(option: int, value: int) -> None:
-    checked(_libc.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, (value, 0, 0, 0))), f"prctl {option}")
+    checked(
+        _libc.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, (value, 0, 0, 0))), f"prctl {option}"
+    )
 
 
 def unshare(flags: int, what: str) -> None:
@@ -73,7 +77,8 @@ _TAKE_WIRE = ctypes.c_long(_NFSSERVCTL.get(os.uname().machine, -1))
 
 
 def take_wire() -> int:
-    """After a fork: a socket to the host that only this process has, handed over by the host itself."""
+    """After a fork: a socket to the host that only this process has, handed over by the host
+    itself."""
     while True:
         try:
             return checked(_syscall(_TAKE_WIRE), "take a new wire")
@@ -81,11 +86,16 @@ def take_wire() -> int:
             continue
 
 
-# ------------------------------------------------------------------------------------------------ mounts
+# ------------------------------------------------------------------------------------------------
+# mounts
 
 
-def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    encoded = [text.encode() if text is not None else None for text in (source, target, kind, options)]
+def mount(
+    source: str | None, target: str, kind: str | None, flags: int, options: str | None = None
+) -> None:
+    encoded = [
+        text.encode() if text is not None else None for text in (source, target, kind, options)
+    ]
     result = _libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
     checked(result, f"mount {kind or source or 'flags'} on {target}")
 
@@ -95,10 +105,19 @@ def unmount(target: str) -> None:
 
 
 def make_read_only(target: str) -> None:
-    """A mount and all below it: no writing, no set-uid, no devices. Mount flags that are locked stay as they are."""
+    """A mount and all below it: no writing, no set-uid, no devices. Mount flags that are locked
+    stay as they are."""
     attributes = struct.pack("4Q", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     what = f"make {target} read-only (mount_setattr, Linux 5.12)"
-    syscall(_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, attributes, len(attributes), what=what)
+    syscall(
+        _MOUNT_SETATTR,
+        _AT_FDCWD,
+        target.encode(),
+        _AT_RECURSIVE,
+        attributes,
+        len(attributes),
+        what=what,
+    )
 
 
 def pivot(root: str) -> None:
@@ -110,11 +129,14 @@ def pivot(root: str) -> None:
 
 
 def memory_mount(options: dict[str, str]) -> int:
-    """A file system of memory that is mounted nowhere yet: a descriptor for ``place_mount`` and ``freeze_mount``."""
+    """A file system of memory that is mounted nowhere yet: a descriptor for ``place_mount`` and
+    ``freeze_mount``."""
     context = syscall(_FSOPEN, b"tmpfs", 1, what="fsopen tmpfs (Linux 5.2)")
     try:
         for name, value in options.items():
-            syscall(_FSCONFIG, context, 1, name.encode(), value.encode(), 0, what=f"fsconfig {name}")
+            syscall(
+                _FSCONFIG, context, 1, name.encode(), value.encode(), 0, what=f"fsconfig {name}"
+            )
         syscall(_FSCONFIG, context, 6, None, None, 0, what="fsconfig create")
         return syscall(_FSMOUNT, context, 1, MS_NOSUID | MS_NODEV | MS_NOEXEC, what="fsmount")
     finally:
@@ -126,8 +148,8 @@ def place_mount(fd: int, target: str) -> None:
 
 
 def freeze_mount(fd: int) -> None:
-    """Make the file system behind a mount read-only, wherever it is mounted. Denied (busy) while a file is open for
-    writing."""
+    """Make the file system behind a mount read-only, wherever it is mounted. Denied (busy) while a
+    file is open for writing."""
     context = syscall(_FSPICK, fd, b"", 1 | 8, what="fspick")
     try:
         syscall(_FSCONFIG, context, 0, b"ro", None, 0, what="fsconfig ro")
@@ -136,7 +158,8 @@ def freeze_mount(fd: int) -> None:
         os.close(context)
 
 
-# ------------------------------------------------------------------------------------------------ Landlock
+# ------------------------------------------------------------------------------------------------
+# Landlock
 
 _READ_FILE, _READ_DIR, _EXECUTE, _WRITE_FILE, _TRUNCATE = 1 << 2, 1 << 3, 1 << 0, 1 << 1, 1 << 14
 _FILE_RIGHTS = _READ_FILE | _WRITE_FILE | _TRUNCATE
@@ -146,7 +169,10 @@ _NO_WRITER_NEEDS = _EXECUTE | 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 15
 
 def landlock_version() -> int:
     """0 where there is none."""
-    return max(int(_syscall(ctypes.c_long(_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint(1))), 0)
+    return max(
+        int(_syscall(ctypes.c_long(_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint(1))),
+        0,
+    )
 
 
 def _rights(version: int) -> int:
@@ -161,9 +187,15 @@ class LandlockRules:
         """``listed``: folders of which the names may be read and no more."""
         self._rights = _rights(version)
         size = 24 if version >= 6 else 16 if version >= 4 else 8
-        self._attributes = struct.pack("3Q", self._rights, 3, 3)[:size]  # files; TCP; abstract sockets and signals
-        wanted = [(path, _READ_FILE | _READ_DIR) for path in readable] + [(path, _READ_DIR) for path in listed]
-        self._rules = [rule for path, rights in wanted if (rule := self._rule(path, rights)) is not None]
+        self._attributes = struct.pack("3Q", self._rights, 3, 3)[
+            :size
+        ]  # files; TCP; abstract sockets and signals
+        wanted = [(path, _READ_FILE | _READ_DIR) for path in readable] + [
+            (path, _READ_DIR) for path in listed
+        ]
+        self._rules = [
+            rule for path, rights in wanted if (rule := self._rule(path, rights)) is not None
+        ]
 
     @staticmethod
     def _rule_of(fd: int, rights: int) -> bytes:
@@ -178,9 +210,12 @@ class LandlockRules:
         return self._rule_of(fd, rights)
 
     def ruleset(self, writable: int) -> int:
-        """A descriptor for ``restrict``. ``writable``: one of a folder that may be written to, or -1."""
+        """A descriptor for ``restrict``. ``writable``: one of a folder that may be written to, or
+        -1."""
         size = len(self._attributes)
-        rules = syscall(_LANDLOCK_CREATE, self._attributes, size, 0, what="landlock_create_ruleset (Linux 5.13)")
+        rules = syscall(
+            _LANDLOCK_CREATE, self._attributes, size, 0, what="landlock_create_ruleset (Linux 5.13)"
+        )
         own = [] if writable < 0 else [self._rule_of(writable, self._rights & ~_NO_WRITER_NEEDS)]
         for rule in [*self._rules, *own]:
             syscall(_LANDLOCK_ADD, rules, 1, rule, 0, what="landlock_add_rule")
@@ -188,11 +223,13 @@ class LandlockRules:
 
 
 def restrict(rules: int) -> None:
-    """Put a ruleset into force on this process, for good. Needs no_new_privs. No mount can be changed afterwards."""
+    """Put a ruleset into force on this process, for good. Needs no_new_privs. No mount can be
+    changed afterwards."""
     syscall(_LANDLOCK_RESTRICT, rules, 0, what="landlock_restrict_self")
 
 
-# ------------------------------------------------------------------------------------------------ rights
+# ------------------------------------------------------------------------------------------------
+# rights
 
 _NO_CAPABILITIES = (struct.pack("Ii", 0x20080522, 0), bytes(24))
 
@@ -209,7 +246,8 @@ def become(uid: int) -> None:
 
 
 def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
-    """Name the one user and group that this process's new user namespace has. ``proc`` is a descriptor of /proc."""
+    """Name the one user and group that this process's new user namespace has. ``proc`` is a
+    descriptor of /proc."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside} {uid} 1"),

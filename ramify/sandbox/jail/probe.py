@@ -1,7 +1,9 @@
-"""Which tier this machine reaches, found by building the walls and letting a trial session attack them.
+"""Which tier this machine reaches, found by building the walls and letting a trial session attack
+them.
 
-Decides how the answer is had without an event loop, and that it is asked for once in a process. Leaves out the walls
-(``walls.py``). What a session may count on is what was tried, never what a version number promises.
+Decides how the answer is had without an event loop, and that it is asked for once in a process.
+Leaves out the walls (``walls.py``). What a session may count on is what was tried, never what a
+version number promises.
 """
 
 from __future__ import annotations
@@ -19,13 +21,21 @@ from ramify.sandbox.forkserver_channel import StartedForkServer, start_server
 from ramify.sandbox.guest.frames import open_frame
 
 MODULES = (
-    "jail/hooks", "shared_buffers", "guest", "forkserver",
-    "jail/primitives", "jail/seccomp", "jail/confine", "jail/walls", "jail/zygote",
-)  # fmt: skip
+    "jail/hooks",
+    "shared_buffers",
+    "guest",
+    "forkserver",
+    "jail/primitives",
+    "jail/seccomp",
+    "jail/confine",
+    "jail/walls",
+    "jail/zygote",
+)
 _WAIT_S = 30.0
 _REMEDIES = {
     "A": "for tier A allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-    "kernel.apparmor_restrict_unprivileged_userns=0; docker: --security-opt seccomp=unconfined), or run as root",
+    "kernel.apparmor_restrict_unprivileged_userns=0; docker: --security-opt seccomp=unconfined), "
+    "or run as root",
     "B": "for tier B use a kernel with Landlock (Linux 5.13 or later, lsm=landlock,…)",
     "C": "for tier C use a kernel with CONFIG_SECCOMP_FILTER on x86_64 or aarch64",
 }
@@ -53,8 +63,8 @@ def learn(server: StartedForkServer) -> None:
 
 
 def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedTier:
-    """The answer of a zygote that was started for the question. ``deny``: numbers of system calls to do without;
-    ``landlock``: the newest version of Landlock to use."""
+    """The answer of a zygote that was started for the question. ``deny``: numbers of system calls
+    to do without; ``landlock``: the newest version of Landlock to use."""
     if (deny, landlock) not in _found:
         poorer = {"deny": sorted(deny), "landlock": landlock}
         server = start_server({**EMPTY, **poorer, "probes": True, "reports": True}, MODULES)
@@ -69,15 +79,28 @@ def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedT
 
 
 EMPTY = {
-    "paths": [], "shown": [], "listed": [], "packages": [],
-    "folder": "", "memory_bytes": 1 << 30, "max_output_bytes": 1 << 16, "mounts": [],
-    "cpu_s": 60, "files_bytes": 1 << 20, "tiers": "ABC", "deny": [], "landlock": NEWEST, "probes": False, "reports": False,
-}  # fmt: skip
+    "paths": [],
+    "shown": [],
+    "listed": [],
+    "packages": [],
+    "folder": "",
+    "memory_bytes": 1 << 30,
+    "max_output_bytes": 1 << 16,
+    "mounts": [],
+    "cpu_s": 60,
+    "files_bytes": 1 << 20,
+    "tiers": "ABC",
+    "deny": [],
+    "landlock": NEWEST,
+    "probes": False,
+    "reports": False,
+}
 """A zygote's configuration, to be changed."""
 
 
 def read_walls(server: StartedForkServer) -> ProbedTier:
-    """The first frame of a zygote that reports. Blocks the milliseconds that it takes to build walls."""
+    """The first frame of a zygote that reports. Blocks the milliseconds that it takes to build
+    walls."""
     sock = server.control
     header = msgspec.json.decode(open_frame(memoryview(_receive(sock)))[0])
     if header["op"] == "walls":

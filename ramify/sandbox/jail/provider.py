@@ -1,8 +1,9 @@
-"""The provider ``jail``: sessions of full Python that reach no file, no network and no process, in milliseconds.
+"""The provider ``jail``: sessions of full Python that reach no file, no network and no process, in
+milliseconds.
 
-Decides which tier is taken and says what is missing, what each session is given, and how many are kept ready. Leaves
-out how sessions are had from a fork server (``process.py``), the walls (``walls.py``, ``confine.py``, ``seccomp.py``), and
-the budget of memory (``budget.py``).
+Decides which tier is taken and says what is missing, what each session is given, and how many are
+kept ready. Leaves out how sessions are had from a fork server (``process.py``), the walls
+(``walls.py``, ``confine.py``, ``seccomp.py``), and the budget of memory (``budget.py``).
 
     JailSandbox ──Link──> zygote in its walls ──┬─fork─> confined session <──SocketStream──> GuestSession
                     └──Link──> template ────────┴─fork─> confined session       asks for a process ──> Listener
@@ -35,8 +36,10 @@ from ramify.sandbox.process_transport import SessionMemoryFiles
 from ramify.sandbox.session import GuestSession
 
 _NOT_HERE = (
-    "sandbox 'jail' needs Linux and this is {platform}: run inside a container or WSL2, use provider 'docker', a cloud "
-    "one or 'monty' (--sandbox NAME), or accept no isolation: SandboxSpec(provider='process', allow_weaker=True), "
+    "sandbox 'jail' needs Linux and this is {platform}: run inside a container or WSL2, use "
+    "provider 'docker', a cloud "
+    "one or 'monty' (--sandbox NAME), or accept no isolation: SandboxSpec(provider='process', "
+    "allow_weaker=True), "
     "--sandbox process --allow-weaker"
 )
 _LATER_S = 0.002
@@ -51,9 +54,11 @@ WEAKER = {
 class JailSandbox(ProcessSandbox):
     """Implements ``base.Sandbox``."""
 
-    def __init__(self, spec: SandboxSpec, *, deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> None:
-        """``deny``: numbers of system calls to do without, and ``landlock``: the newest version of Landlock to use, both
-        as on a poorer kernel."""
+    def __init__(
+        self, spec: SandboxSpec, *, deny: frozenset[int] = frozenset(), landlock: int = NEWEST
+    ) -> None:
+        """``deny``: numbers of system calls to do without, and ``landlock``: the newest version of
+        Landlock to use, both as on a poorer kernel."""
         if sys.platform != "linux":
             raise SandboxError(_NOT_HERE.format(platform=sys.platform))
         check_mounts(spec.mounts)
@@ -71,9 +76,15 @@ class JailSandbox(ProcessSandbox):
         self._filling: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self.caps = SandboxCapabilities(
-            isolates_files=True, isolates_network=True, isolates_processes=True, limits_memory=True, interrupt=True,
-            kill=True, fork=True, shares_context=True,
-        )  # fmt: skip
+            isolates_files=True,
+            isolates_network=True,
+            isolates_processes=True,
+            limits_memory=True,
+            interrupt=True,
+            kill=True,
+            fork=True,
+            shares_context=True,
+        )
 
     def _is_whole(self) -> bool:
         """Nothing that this kernel has is left out."""
@@ -98,7 +109,9 @@ class JailSandbox(ProcessSandbox):
             f"tier {tier}; files: {files[tier]}; network: {spaces}; processes: {spaces}",
             f"seccomp: yes; Landlock: {f'version {landlock}' if landlock else 'no'}",
         ]
-        return lines + [f"no tier {stronger}: {why}" for stronger, why in self.reached.missing.items()]
+        return lines + [
+            f"no tier {stronger}: {why}" for stronger, why in self.reached.missing.items()
+        ]
 
     async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> Session:  # type: ignore[override]
         session = await super().open(context=context, seed=seed)
@@ -115,7 +128,9 @@ class JailSandbox(ProcessSandbox):
 
     # -- sessions kept ready
 
-    async def fork(self, link: ForkServerChannel, seed: str, *, early: bool = False) -> GuestSession:
+    async def fork(
+        self, link: ForkServerChannel, seed: str, *, early: bool = False
+    ) -> GuestSession:
         if early or link is not await self.base():
             return await super().fork(link, seed, early=early)
         session = await self._take(seed)
@@ -144,7 +159,8 @@ class JailSandbox(ProcessSandbox):
             self._filling = None
 
     def compiled(self) -> None:
-        """Those that are ready know nothing of it: they make room for better ones, once there is time."""
+        """Those that are ready know nothing of it: they make room for better ones, once there is
+        time."""
         old = [*self._ready]
         self._ready.clear()
         for session in old:
@@ -161,7 +177,12 @@ class JailSandbox(ProcessSandbox):
         self._budget.forget(session)
 
     def make_transport(
-        self, sock: socket.socket, link: ForkServerChannel, pid: int, pidfd: int, files: SessionMemoryFiles
+        self,
+        sock: socket.socket,
+        link: ForkServerChannel,
+        pid: int,
+        pidfd: int,
+        files: SessionMemoryFiles,
     ) -> JailTransport:
         return JailTransport(self.caps, sock, self.buffers, link, pid, pidfd, files)
 
@@ -181,22 +202,35 @@ def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
             raise ConfigError(f"sandbox mounts: there is no '{source}' on this machine")
         real = os.path.realpath(source)
         if real in _FORBIDDEN or real.startswith(("/proc/", "/sys/", "/dev/")):
-            raise ConfigError(f"sandbox mounts: '{source}' is not allowed: give a folder or file of your own data")
-        if not os.path.isabs(place) or os.path.normpath(place) != place or place in ("/", "/tmp", "/dev", "/proc"):
             raise ConfigError(
-                f"sandbox mounts: '{place}' is no place for '{source}': give an absolute path such as /data"
+                f"sandbox mounts: '{source}' is not allowed: give a folder or file of your own data"
+            )
+        if (
+            not os.path.isabs(place)
+            or os.path.normpath(place) != place
+            or place in ("/", "/tmp", "/dev", "/proc")
+        ):
+            raise ConfigError(
+                f"sandbox mounts: '{place}' is no place for '{source}': give an absolute path such "
+                "as /data"
             )
 
 
 def check_places(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> None:
-    """Without a file system of their own, sessions see a mount where it is, or not at all. Raises ConfigError."""
+    """Without a file system of their own, sessions see a mount where it is, or not at all. Raises
+    ConfigError."""
     if reached.tier == "A":
         return
     for source, place in mounts:
         if reached.tier == "C" or os.path.realpath(source) != place:
-            where = "" if reached.tier == "C" else f", only where it is: ({source!r}, {os.path.realpath(source)!r})"
+            where = (
+                ""
+                if reached.tier == "C"
+                else f", only where it is: ({source!r}, {os.path.realpath(source)!r})"
+            )
             raise ConfigError(
-                f"sandbox mounts: at tier {reached.tier}, which is what this machine reaches, '{source}' cannot be shown "
+                f"sandbox mounts: at tier {reached.tier}, which is what this machine reaches, "
+                f"'{source}' cannot be shown "
                 f"as '{place}'{where}"
             )
 
@@ -204,20 +238,36 @@ def check_places(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> No
 def check_memory(spec: SandboxSpec) -> None:
     """Raises ConfigError for what this machine does not have."""
     most, default = machine_bytes(), SandboxSpec().memory_bytes
-    for name, wanted in (("memory_bytes", spec.memory_bytes), ("all_memory_bytes", spec.all_memory_bytes)):
+    for name, wanted in (
+        ("memory_bytes", spec.memory_bytes),
+        ("all_memory_bytes", spec.all_memory_bytes),
+    ):
         if wanted > max(most, default):
-            raise ConfigError(f"sandbox {name} is {wanted:,}, more than the {most:,} bytes of this machine")
+            raise ConfigError(
+                f"sandbox {name} is {wanted:,}, more than the {most:,} bytes of this machine"
+            )
 
 
-def _start(spec: SandboxSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool) -> StartedForkServer:
+def _start(
+    spec: SandboxSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool
+) -> StartedForkServer:
     """``poorer``: what to do without."""
-    config = EMPTY | poorer | {
-        "paths": paths, "shown": readable(spec.packages), "listed": listed(spec.packages),
-        "packages": list(spec.packages), "memory_bytes": spec.memory_bytes,
-        "max_output_bytes": spec.max_output_bytes, "cpu_s": spec.cpu_s, "reports": reports,
-        "files_bytes": 0 if spec.rollback else spec.files_bytes,
-        "mounts": [[place, os.path.realpath(source)] for source, place in spec.mounts],
-    }  # fmt: skip
+    config = (
+        EMPTY
+        | poorer
+        | {
+            "paths": paths,
+            "shown": readable(spec.packages),
+            "listed": listed(spec.packages),
+            "packages": list(spec.packages),
+            "memory_bytes": spec.memory_bytes,
+            "max_output_bytes": spec.max_output_bytes,
+            "cpu_s": spec.cpu_s,
+            "reports": reports,
+            "files_bytes": 0 if spec.rollback else spec.files_bytes,
+            "mounts": [[place, os.path.realpath(source)] for source, place in spec.mounts],
+        }
+    )
     return start_server(config, MODULES)
 
 
@@ -229,7 +279,8 @@ _heard: set[SandboxSpec] = set()
 
 
 def launch(spec: SandboxSpec) -> None:
-    """Start the zygote that the next sandbox of ``spec`` will take, while the caller does other things."""
+    """Start the zygote that the next sandbox of ``spec`` will take, while the caller does other
+    things."""
     if sys.platform != "linux" or spec in _launched:
         return
     with _lock:
@@ -264,8 +315,8 @@ def _end(server: StartedForkServer) -> None:
 
 
 def open_provider(spec: SandboxSpec) -> Sandbox:
-    """What ``base.open_sandbox`` calls. Where there is no jail, whoever accepts weaker gets processes, with their
-    warning."""
+    """What ``base.open_sandbox`` calls. Where there is no jail, whoever accepts weaker gets
+    processes, with their warning."""
     try:
         return JailSandbox(spec)
     except SandboxError:

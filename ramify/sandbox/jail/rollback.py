@@ -1,7 +1,9 @@
-"""A session that survives a cell which has to be killed: it goes on from a fork kept before the cell.
+"""A session that survives a cell which has to be killed: it goes on from a fork kept before the
+cell.
 
-Decides when the fork is made and what the caller is told. Leaves out forking. A session that cannot be forked at the
-moment (threads are alive) runs its cell without one; if that cell is killed, the error says why nothing was kept.
+Decides when the fork is made and what the caller is told. Leaves out forking. A session that cannot
+be forked at the moment (threads are alive) runs its cell without one; if that cell is killed, the
+error says why nothing was kept.
 """
 
 from __future__ import annotations

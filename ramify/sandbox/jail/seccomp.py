@@ -1,8 +1,10 @@
-"""Which system calls a session may make: a list of what is allowed, turned into a filter for the kernel.
+"""Which system calls a session may make: a list of what is allowed, turned into a filter for the
+kernel.
 
-Decides the list for x86_64 and aarch64, what is looked at in the arguments, and that creating a process is a question
-put to the host. All else fails with EPERM, so that Python code sees an exception. Leaves out when it is installed
-(``confine.py``) and how the host answers (``notify.py``). Standard library only.
+Decides the list for x86_64 and aarch64, what is looked at in the arguments, and that creating a
+process is a question put to the host. All else fails with EPERM, so that Python code sees an
+exception. Leaves out when it is installed (``confine.py``) and how the host answers
+(``notify.py``). Standard library only.
 
     number ──search tree over the allowed numbers──> ALLOW | EPERM | a few steps that look at an argument
 """
@@ -69,11 +71,13 @@ EPERM, ENOTTY, ENOSYS, EAFNOSUPPORT = (0x50000 | number for number in (1, 25, 38
 
 _THREAD = 0x10000
 _PLAIN_FORK = 0x01200000 | 17
-"""What ``fork`` asks of ``clone``: the child's number written down and cleared, SIGCHLD at its end."""
+"""What ``fork`` asks of ``clone``: the child's number written down and cleared, SIGCHLD at its
+end."""
 _NEW_NAMESPACE = 0x7E020080
 _MAP_SHARED, _MAP_ANONYMOUS, _PROT_WRITE = 1, 0x20, 2
 _FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
-"""Not those that send signals or leases to others (F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY), nor F_ADD_SEALS."""
+"""Not those that send signals or leases to others (F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY), nor
+F_ADD_SEALS."""
 _F_SETFL, _O_ASYNC = 4, 0o20000
 _STREAM, _SEQPACKET = 1, 5
 _SIGABRT = 6
@@ -87,7 +91,8 @@ _RLIMIT_NOFILE, _RLIMIT_AS = 7, 9
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """``name=x86_64/aarch64`` words -> the numbers of ``machine``; without calls that it does not have."""
+    """``name=x86_64/aarch64`` words -> the numbers of ``machine``; without calls that it does not
+    have."""
     column, found = _COLUMN[machine], {}
     for word in table.split():
         name, _, both = word.partition("=")
@@ -102,9 +107,12 @@ def is_supported(machine: str) -> bool:
 
 
 def filter_for(machine: str, *, paths: bool, changes: bool) -> bytes:
-    """The filter of a session; without ``paths``, one in which no call can name a file, and without ``changes`` none can
-    alter one: Landlock does not know modes and times, nor before Linux 6.2 lengths."""
-    allowed = numbers(_ANYWHERE + (_WITH_PATHS if paths else "") + (_WITH_CHANGES if changes else ""), machine)
+    """The filter of a session; without ``paths``, one in which no call can name a file, and without
+    ``changes`` none can alter one: Landlock does not know modes and times, nor before Linux 6.2
+    lengths."""
+    allowed = numbers(
+        _ANYWHERE + (_WITH_PATHS if paths else "") + (_WITH_CHANGES if changes else ""), machine
+    )
     looked_at = numbers(_FILTERED + (_OPENING if paths else ""), machine)
     rules: dict[int, int | list[Step]] = dict.fromkeys(allowed.values(), ALLOW)
     rules |= {number: _STEPS[name] for name, number in looked_at.items()}
@@ -116,7 +124,8 @@ def denying(machine: str, calls: set[int], answer: int = EPERM) -> bytes:
     return assemble(machine, dict.fromkeys(calls, answer), ALLOW)
 
 
-# ------------------------------------------------------------------------------------------------ arguments
+# ------------------------------------------------------------------------------------------------
+# arguments
 
 
 def _argument(index: int, half: int = 0) -> Step:
@@ -136,19 +145,28 @@ def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[
 
 
 def _opening(flags: int) -> list[Step]:
-    """Landlock before Linux 6.2 does not know the right to empty a file: who asks for that must ask to write as well.
-    Access mode 3 opens a file for neither reading nor writing, so that Landlock sees nothing to deny at any version."""
+    """Landlock before Linux 6.2 does not know the right to empty a file: who asks for that must ask
+    to write as well. Access mode 3 opens a file for neither reading nor writing, so that Landlock
+    sees nothing to deny at any version."""
     return [
-        _argument(flags), (_AND, 0, 0, _O_ACCMODE), (_EQUAL, 0, 1, _O_ACCMODE), _end(EPERM),
-        (_EQUAL, 1, 0, 0), _end(ALLOW),
-        _argument(flags), (_ANY_BIT, 0, 1, _O_TRUNC), _end(EPERM), _end(ALLOW),
-    ]  # fmt: skip
+        _argument(flags),
+        (_AND, 0, 0, _O_ACCMODE),
+        (_EQUAL, 0, 1, _O_ACCMODE),
+        _end(EPERM),
+        (_EQUAL, 1, 0, 0),
+        _end(ALLOW),
+        _argument(flags),
+        (_ANY_BIT, 0, 1, _O_TRUNC),
+        _end(EPERM),
+        _end(ALLOW),
+    ]
 
 
 _STEPS: dict[str, int | list[Step]] = {
     "clone3": ENOSYS,  # its flags lie in memory; the C library falls back to clone
     "fork": NOTIFY,
-    "nfsservctl": NOTIFY,  # no kernel has it any more: both processes of a fork ask the host by it for their wires
+    # no kernel has it any more: both processes of a fork ask the host by it for their wires
+    "nfsservctl": NOTIFY,
     "clone": [
         _argument(0),
         (_ANY_BIT, 0, 1, _NEW_NAMESPACE), _end(EPERM),
@@ -162,7 +180,8 @@ _STEPS: dict[str, int | list[Step]] = {
         1, _FCNTL_COMMANDS,
         [(_EQUAL, 1, 0, _F_SETFL), _end(EPERM), _argument(2), (_ANY_BIT, 0, 1, _O_ASYNC), _end(EPERM), _end(ALLOW)],
     ),
-    "tgkill": [_argument(2), (_EQUAL, 0, 1, _SIGABRT), _end(NOTIFY), _end(EPERM)],  # what abort() ends itself by
+    # what abort() ends itself by
+    "tgkill": [_argument(2), (_EQUAL, 0, 1, _SIGABRT), _end(NOTIFY), _end(EPERM)],
     "prctl": _one_of(0, _PRCTL_OPTIONS, [_end(EPERM)]),
     "socketpair": [  # not datagrams: those of a pair can be sent to any other socket of the machine
         _argument(0), (_EQUAL, 1, 0, 1), _end(EAFNOSUPPORT),
@@ -175,8 +194,9 @@ _STEPS: dict[str, int | list[Step]] = {
         _argument(2), (_EQUAL, 0, 3, 0), _argument(2, 1), (_EQUAL, 0, 1, 0), _end(ALLOW),
         _argument(1), (_EQUAL, 0, 1, _RLIMIT_AS), _end(ALLOW), (_EQUAL, 0, 1, _RLIMIT_NOFILE), _end(ALLOW), _end(EPERM),
     ],
-    # Memory that is shared for writing would still be shared after a fork. Memory without a file could be made writable
-    # later (mprotect); a file that was opened for reading could not, and those that are open for writing see jail_transport.py.
+    # Memory that is shared for writing would still be shared after a fork. Memory without a file
+    # could be made writable later (mprotect); a file that was opened for reading could not, and
+    # those that are open for writing see jail_transport.py.
     "mmap": [
         _argument(3), (_ANY_BIT, 1, 0, _MAP_SHARED), _end(ALLOW),
         (_ANY_BIT, 0, 1, _MAP_ANONYMOUS), _end(EPERM),
@@ -185,16 +205,21 @@ _STEPS: dict[str, int | list[Step]] = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ the filter
+# ------------------------------------------------------------------------------------------------
+# the filter
 
 
 def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -> bytes:
     """Rules by number -> instructions for the kernel."""
     bodies: list[tuple[int, list[Step]]] = []
     head = [
-        (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT[machine]), _end(KILL),
-        (_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _X32), _end(KILL),
-    ]  # fmt: skip
+        (_LOAD, 0, 0, 4),
+        (_EQUAL, 1, 0, _AUDIT[machine]),
+        _end(KILL),
+        (_LOAD, 0, 0, 0),
+        (_AT_LEAST, 0, 1, _X32),
+        _end(KILL),
+    ]
     steps = head + _search(_ranges(rules, otherwise), bodies)
     starts = []
     for _, body in bodies:
@@ -206,7 +231,9 @@ def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -
     return b"".join(struct.pack("HBBI", *step) for step in steps)
 
 
-def _ranges(rules: dict[int, int | list[Step]], otherwise: int) -> list[tuple[int, int | list[Step]]]:
+def _ranges(
+    rules: dict[int, int | list[Step]], otherwise: int
+) -> list[tuple[int, int | list[Step]]]:
     """(first number, rule) of each stretch of numbers with one rule."""
     found: list[tuple[int, int | list[Step]]] = [(0, otherwise)]
     for number in sorted(rules):
@@ -218,8 +245,11 @@ def _ranges(rules: dict[int, int | list[Step]], otherwise: int) -> list[tuple[in
     return found
 
 
-def _search(ranges: list[tuple[int, int | list[Step]]], bodies: list[tuple[int, list[Step]]]) -> list[Step]:
-    """Find the stretch that a number is in by halving. A body is gone to by its negative number, set right later."""
+def _search(
+    ranges: list[tuple[int, int | list[Step]]], bodies: list[tuple[int, list[Step]]]
+) -> list[Step]:
+    """Find the stretch that a number is in by halving. A body is gone to by its negative number,
+    set right later."""
     if len(ranges) == 1:
         start, rule = ranges[0]
         if isinstance(rule, int):
@@ -244,9 +274,13 @@ class SeccompFilter:
         self._number = _SECCOMP[os.uname().machine]
 
     def install(self, *, listener: bool) -> int:
-        """On this process, for good. With ``listener``, the descriptor at which its questions arrive. Needs
-        no_new_privs."""
+        """On this process, for good. With ``listener``, the descriptor at which its questions
+        arrive. Needs no_new_privs."""
         flags = 8 if listener else 0
         return primitives.syscall(
-            self._number, 1, flags, ctypes.byref(self._program), what="seccomp filter (CONFIG_SECCOMP_FILTER)"
+            self._number,
+            1,
+            flags,
+            ctypes.byref(self._program),
+            what="seccomp filter (CONFIG_SECCOMP_FILTER)",
         )

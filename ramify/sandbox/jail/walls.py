@@ -1,7 +1,8 @@
-"""The walls around all sessions of a zygote, and which of them this machine can have: found out by building them.
+"""The walls around all sessions of a zygote, and which of them this machine can have: found out by
+building them.
 
-Decides what each tier consists of and tries the strongest first. Leaves out what each session adds (``confine.py``).
-Standard library only.
+Decides what each tier consists of and tries the strongest first. Leaves out what each session adds
+(``confine.py``). Standard library only.
 
     A   namespaces: no file of the host is there, no network, no other process is seen   + Landlock where there is
     B   Landlock: files are there and cannot be opened                                   no namespaces
@@ -35,8 +36,12 @@ _ROOT = "/tmp"
 _INSIDE = 1000
 _NOBODY, _FIRST_UID, _UIDS = 65534, 0x70000000, 0x0FFF0000
 _SPACES = (
-    primitives.NEWPID | primitives.NEWNET | primitives.NEWIPC | primitives.NEWUTS | primitives.NEWCGROUP
-)  # fmt: skip
+    primitives.NEWPID
+    | primitives.NEWNET
+    | primitives.NEWIPC
+    | primitives.NEWUTS
+    | primitives.NEWCGROUP
+)
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime")
 """Shared libraries and time zones."""
 
@@ -61,13 +66,15 @@ class ZygoteWalls(NamedTuple):
     """Version, 0 for none."""
     confinement: Any
     outer: bool
-    """Whether this process is the one that the host started, and so must end what it leaves behind."""
+    """Whether this process is the one that the host started, and so must end what it leaves
+    behind."""
 
 
 def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
-    """Put up the strongest walls of ``config["tiers"]``. Returns in the zygote, which may be another process than was
-    called; that one calls ``let_go`` and waits for the zygote's end. ``preload`` imports what sessions will want, inside
-    the walls if it can read it there. Raises Unreachable, and what ``preload`` raises."""
+    """Put up the strongest walls of ``config["tiers"]``. Returns in the zygote, which may be
+    another process than was called; that one calls ``let_go`` and waits for the zygote's end.
+    ``preload`` imports what sessions will want, inside the walls if it can read it there. Raises
+    Unreachable, and what ``preload`` raises."""
     missing: dict[str, str] = {}
     if not seccomp.is_supported(os.uname().machine):
         raise TierUnavailable({"A": f"no table of system calls for {os.uname().machine}"})
@@ -84,7 +91,8 @@ def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
     raise TierUnavailable(missing)
 
 
-# ------------------------------------------------------------------------------------------------ tier A
+# ------------------------------------------------------------------------------------------------
+# tier A
 
 
 def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> ZygoteWalls:
@@ -96,7 +104,9 @@ def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> Zyg
         try:
             walls = _enter_spaces(config, missing)
         except BaseException as error:  # noqa: BLE001  (told to the process that goes on without)
-            os.write(tells, str(getattr(error, "strerror", None) or error).encode()[:4000] or b"unknown")
+            os.write(
+                tells, str(getattr(error, "strerror", None) or error).encode()[:4000] or b"unknown"
+            )
             os._exit(1)
         os.close(tells)
         return walls
@@ -164,7 +174,8 @@ def _drop_root() -> None:
 
 
 def _go_on_as_first() -> None:
-    """Fork; the child, process 1 of its namespace, goes on, and all others in it end when it does."""
+    """Fork; the child, process 1 of its namespace, goes on, and all others in it end when it
+    does."""
     pid = os.fork()
     if pid:
         _wait_out(pid)
@@ -176,11 +187,12 @@ def _die_with_parent() -> None:
 
 
 def _build_root(readable: list[str], mounts: dict[str, str]) -> None:
-    """A file system of memory with read-only views of what sessions may see. ``mounts``: place in it -> folder of the
-    host."""
+    """A file system of memory with read-only views of what sessions may see. ``mounts``: place in
+    it -> folder of the host."""
     places = {path: path for path in readable} | mounts
     sources = {
-        place: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path)) for place, path in sorted(places.items())
+        place: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path))
+        for place, path in sorted(places.items())
     }
     primitives.mount(None, "/", None, primitives.MS_REC | primitives.MS_PRIVATE)
     null = os.open("/dev/null", os.O_PATH | os.O_CLOEXEC)
@@ -225,22 +237,33 @@ def scratch_in(shown: list[str]) -> str:
 
 def readable_paths(config: dict[str, Any]) -> list[str]:
     """What Python itself needs, and the packages asked for: real paths, none inside another."""
-    wanted = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_prefix, "lib")]
+    wanted = [
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        os.path.join(sys.base_prefix, "lib"),
+    ]
     wanted += [path for path in sys.path if path.startswith("/")] + config["shown"]
     wanted += _SYSTEM
     found = sorted({os.path.realpath(path) for path in wanted if path and os.path.exists(path)})
     return [path for path in found if not any(path.startswith(other + "/") for other in found)]
 
 
-# ------------------------------------------------------------------------------------------------ tiers B and C
+# ------------------------------------------------------------------------------------------------
+# tiers B and C
 
 
-def _no_spaces(config: dict[str, Any], missing: dict[str, str], tier: str, preload: Any) -> ZygoteWalls:
+def _no_spaces(
+    config: dict[str, Any], missing: dict[str, str], tier: str, preload: Any
+) -> ZygoteWalls:
     if tier == "B" and not _landlock(config):
         raise OSError(0, "no Landlock (Linux 5.13, and 'landlock' in /sys/kernel/security/lsm)")
     if config["mounts"] and tier == "C":
         raise OSError(0, "no files can be read at this tier, so nothing can be mounted")
-    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if os.path.isdir("/proc/self") else -1
+    proc = (
+        os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        if os.path.isdir("/proc/self")
+        else -1
+    )
     readable = [*readable_paths(config), *dict(config["mounts"]).values(), "/dev/null"]
     preload(tier == "C" or os.geteuid() == 0)
     if os.geteuid() == 0:
@@ -249,21 +272,32 @@ def _no_spaces(config: dict[str, Any], missing: dict[str, str], tier: str, prelo
     return _finish(tier, missing, config, proc, readable, own_user=False, outer=True)
 
 
-# ------------------------------------------------------------------------------------------------ all tiers
+# ------------------------------------------------------------------------------------------------
+# all tiers
 
 
 def _finish(
-    tier: str, missing: dict[str, str], config: dict[str, Any], proc: int, readable: list[str], *,
-    own_user: bool, outer: bool,
-) -> ZygoteWalls:  # fmt: skip
+    tier: str,
+    missing: dict[str, str],
+    config: dict[str, Any],
+    proc: int,
+    readable: list[str],
+    *,
+    own_user: bool,
+    outer: bool,
+) -> ZygoteWalls:
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
     version = _landlock(config) if tier in "AB" else 0
-    bounds = confine.JailLimits(config["cpu_s"], config["files_bytes"] if tier == "A" else 0, scratch_in(readable))
+    bounds = confine.JailLimits(
+        config["cpu_s"], config["files_bytes"] if tier == "A" else 0, scratch_in(readable)
+    )
     confinement = confine.JailConfinement(
         bounds,
-        own_user=own_user, paths=tier != "C", drops=own_user,
+        own_user=own_user,
+        paths=tier != "C",
+        drops=own_user,
         landlock=primitives.LandlockRules(readable, config["listed"], version) if version else None,
-    )  # fmt: skip
+    )
     walls = ZygoteWalls(tier, missing, proc, version, confinement, outer)
     _try_out(walls)
     return walls
@@ -294,9 +328,16 @@ def _try_out(walls: ZygoteWalls) -> None:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status:
         names = [
-            name for number, name in enumerate(_ATTACK_NAMES) if status > 0 and status != 100 and status >> number & 1
+            name
+            for number, name in enumerate(_ATTACK_NAMES)
+            if status > 0 and status != 100 and status >> number & 1
         ]
-        raise OSError(0, f"a trial session could {', '.join(names)}" if names else "a trial session did not start")
+        raise OSError(
+            0,
+            f"a trial session could {', '.join(names)}"
+            if names
+            else "a trial session did not start",
+        )
 
 
 def _succeeds(attack: Any) -> bool:

@@ -1,8 +1,9 @@
-"""The zygote: the fork server inside the walls. Every session and template of a jail is forked from it.
+"""The zygote: the fork server inside the walls. Every session and template of a jail is forked from
+it.
 
-Decides when it builds its walls, what it tells the host of them, and what a session of it is given. Leaves out what
-any fork server does (``forkserver.py``) and the walls themselves. Runs in a process of its own, started with an empty
-environment. Standard library only.
+Decides when it builds its walls, what it tells the host of them, and what a session of it is given.
+Leaves out what any fork server does (``forkserver.py``) and the walls themselves. Runs in a process
+of its own, started with an empty environment. Standard library only.
 
     host:    config{tiers,…}                       besides what ``forkserver.py`` takes:  freeze{id,pid}
     zygote:  walls{tier,missing,landlock} | failed{message}, then ready | failed{message}
@@ -29,15 +30,76 @@ else:
     walls = sys.modules["ramify_jail_walls"]
 
 MORE = (
-    "abc", "argparse", "array", "ast", "asyncio", "base64", "binascii", "calendar", "cmath", "codecs", "colorsys",
-    "concurrent.futures", "configparser", "contextlib", "contextvars", "ctypes", "email.message", "fileinput", "fnmatch",
-    "getpass", "glob", "graphlib", "gzip", "html.parser", "http.client", "ipaddress", "json", "keyword", "locale",
-    "logging", "math", "mimetypes", "numbers", "optparse", "pathlib", "pickle", "platform", "queue", "re", "reprlib",
-    "sched", "secrets", "selectors", "shelve", "shlex", "shutil", "signal", "socket", "struct", "sysconfig", "tarfile",
-    "timeit", "tokenize", "types", "unicodedata", "unittest", "urllib.parse", "urllib.request", "weakref", "zipfile",
-    "xml.etree.ElementTree", "zlib", "zoneinfo", "encodings.idna", "encodings.latin_1", "encodings.ascii",
-    "encodings.cp1252", "encodings.utf_16", "_strptime",
-)  # fmt: skip
+    "abc",
+    "argparse",
+    "array",
+    "ast",
+    "asyncio",
+    "base64",
+    "binascii",
+    "calendar",
+    "cmath",
+    "codecs",
+    "colorsys",
+    "concurrent.futures",
+    "configparser",
+    "contextlib",
+    "contextvars",
+    "ctypes",
+    "email.message",
+    "fileinput",
+    "fnmatch",
+    "getpass",
+    "glob",
+    "graphlib",
+    "gzip",
+    "html.parser",
+    "http.client",
+    "ipaddress",
+    "json",
+    "keyword",
+    "locale",
+    "logging",
+    "math",
+    "mimetypes",
+    "numbers",
+    "optparse",
+    "pathlib",
+    "pickle",
+    "platform",
+    "queue",
+    "re",
+    "reprlib",
+    "sched",
+    "secrets",
+    "selectors",
+    "shelve",
+    "shlex",
+    "shutil",
+    "signal",
+    "socket",
+    "struct",
+    "sysconfig",
+    "tarfile",
+    "timeit",
+    "tokenize",
+    "types",
+    "unicodedata",
+    "unittest",
+    "urllib.parse",
+    "urllib.request",
+    "weakref",
+    "zipfile",
+    "xml.etree.ElementTree",
+    "zlib",
+    "zoneinfo",
+    "encodings.idna",
+    "encodings.latin_1",
+    "encodings.ascii",
+    "encodings.cp1252",
+    "encodings.utf_16",
+    "_strptime",
+)
 """Imported ahead of time where sessions cannot read the standard library."""
 
 
@@ -56,7 +118,9 @@ class Zygote(forkserver.ForkServer):
     def forked(self, given: confine.PreparedSession) -> None:
         given.drop_rules()
 
-    def enter(self, given: confine.PreparedSession, fds: list[int]) -> tuple[list[int], tuple[int, int]]:
+    def enter(
+        self, given: confine.PreparedSession, fds: list[int]
+    ) -> tuple[list[int], tuple[int, int]]:
         os.setsid()
         confinement, proc = self._walls.confinement, self._walls.proc
         mapped = forkserver.mapped_bytes(proc if proc >= 0 else None)
@@ -89,7 +153,8 @@ class Zygote(forkserver.ForkServer):
         self.control.send({"op": "frozen", "id": id})
 
     def end_strays(self) -> None:
-        """A session can start nothing but branches, which the host ends; at the host's end they go like all else."""
+        """A session can start nothing but branches, which the host ends; at the host's end they go
+        like all else."""
         if self.is_ending and self._walls.outer:
             super().end_strays()
 
@@ -104,7 +169,9 @@ def main(control_fd: int) -> None:
         _live(control, config)
     except (forkserver.PackageNotImportable, walls.TierUnavailable) as error:
         missing = getattr(error, "missing", None)
-        control.send({"op": "failed", "message": str(error), **({"missing": missing} if missing else {})})
+        control.send(
+            {"op": "failed", "message": str(error), **({"missing": missing} if missing else {})}
+        )
     except OSError:
         pass  # the host went away while we started
 
@@ -123,11 +190,20 @@ def _live(control: Any, config: dict[str, Any]) -> None:
 
     built = walls.build(config, control.sock.close, preload)
     if config["reports"]:
-        control.send({"op": "walls", "tier": built.tier, "missing": built.missing, "landlock": built.landlock})
+        control.send(
+            {
+                "op": "walls",
+                "tier": built.tier,
+                "missing": built.missing,
+                "landlock": built.landlock,
+            }
+        )
     if config["probes"]:
         return
     forkserver.settle(built.proc if built.proc >= 0 else None)
-    control.send({"op": "ready", "tier": built.tier, "missing": built.missing, "landlock": built.landlock})
+    control.send(
+        {"op": "ready", "tier": built.tier, "missing": built.missing, "landlock": built.landlock}
+    )
     Zygote(control, config, built).serve()
 
 

@@ -1,1 +1,2 @@
-"""The ledger family: questions about rows of users, labels and quantities, from hundreds to millions of characters."""
+"""The ledger family: questions about rows of users, labels and quantities, from hundreds to
+millions of characters."""

@@ -1,4 +1,5 @@
-"""A demonstrator: how somebody who knows the ledger, more or less, goes about a question, one reply of code after another.
+"""A demonstrator: how somebody who knows the ledger, more or less, goes about a question, one reply
+of code after another.
 
     print(context[:70])                                                     look, so that the format is known
     R=[l.split(',') for l in context.splitlines()[1:]]                      one document: parse, ask, show
@@ -11,9 +12,10 @@
     r=sum(A)
     print(r)
 
-``EXPERT`` is always right. ``NOISY`` has habits that are wrong as often as they are right, each independent of what is
-there, so that a policy that imitates it knows every skill and has yet to learn when to use which. Replies are code as the
-scaffold ``tiny`` takes it. Leaves out who runs them: ``ledger_demos.py`` in this process, the engine through ``LedgerDemonstrator``.
+``EXPERT`` is always right. ``NOISY`` has habits that are wrong as often as they are right, each
+independent of what is there, so that a policy that imitates it knows every skill and has yet to
+learn when to use which. Replies are code as the scaffold ``tiny`` takes it. Leaves out who runs
+them: ``ledger_demos.py`` in this process, the engine through ``LedgerDemonstrator``.
 """
 
 from __future__ import annotations
@@ -46,10 +48,11 @@ class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
     knows_header: float = 1.0
     """Skips the first line exactly where it is a header; otherwise by a coin."""
     mistakes: Mapping[Kind, float] = {}
-    """Asks in the wrong way: counts the label in the whole text, forgets the filter, compares numbers as text, takes the
-    first for the latest."""
+    """Asks in the wrong way: counts the label in the whole text, forgets the filter, compares
+    numbers as text, takes the first for the latest."""
     repairs: float = 1.0
-    """Looks again, or tries the other way with the header, after an error; otherwise it gives up."""
+    """Looks again, or tries the other way with the header, after an error; otherwise it gives
+    up."""
     recurses: float = 1.0
     """Gives each of several documents to a child."""
     delegates_whole: float = 0.0
@@ -62,13 +65,20 @@ class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
 
 EXPERT = LedgerDemonstratorHabits()
 NOISY = LedgerDemonstratorHabits(
-    looks=0.6, knows_header=0.0, mistakes=dict.fromkeys(KINDS, 0.5), repairs=0.5,
-    recurses=0.6, delegates_whole=0.1, asks_children_wrong=0.2, combines_wrong=0.25,
-)  # fmt: skip
+    looks=0.6,
+    knows_header=0.0,
+    mistakes=dict.fromkeys(KINDS, 0.5),
+    repairs=0.5,
+    recurses=0.6,
+    delegates_whole=0.1,
+    asks_children_wrong=0.2,
+    combines_wrong=0.25,
+)
 
 
 class CallScene(msgspec.Struct, frozen=True):
-    """What one call faces: its question, the formats of the documents in its context, and what separates them."""
+    """What one call faces: its question, the formats of the documents in its context, and what
+    separates them."""
 
     asked: LedgerQuestion
     formats: tuple[RowFormat, ...]
@@ -108,11 +118,13 @@ class DemonstratedCall:
         return [CallScene(self._child_asked, scene.formats)] if self._strategy != "direct" else []
 
     def reply(self, observation: str | None) -> str:
-        """The next reply, after ``observation``; the first after None. Raises StopIteration once it has answered."""
+        """The next reply, after ``observation``; the first after None. Raises StopIteration once it
+        has answered."""
         self._has_raised = observation is not None and bool(_RAISED.search(observation))
         return next(self._replies)
 
-    # --- what it will do ---------------------------------------------------------------------------------------
+    # --- what it will do
+    # ---------------------------------------------------------------------------------------
 
     def _does(self, share: float) -> bool:
         return self._rng.random() < share
@@ -121,15 +133,24 @@ class DemonstratedCall:
         if not self._scene.mark:
             return "direct"
         drawn = self._rng.random() - self._habits.recurses
-        return "recurse" if drawn < 0 else "whole" if drawn < self._habits.delegates_whole else "direct"
+        return (
+            "recurse"
+            if drawn < 0
+            else "whole"
+            if drawn < self._habits.delegates_whole
+            else "direct"
+        )
 
     def _choose_child_question(self) -> LedgerQuestion:
         asked = self._scene.asked
         other = [kind for kind in COMBINED if kind != asked.kind]
-        kind = self._rng.choice(other) if self._does(self._habits.asks_children_wrong) else asked.kind
+        kind = (
+            self._rng.choice(other) if self._does(self._habits.asks_children_wrong) else asked.kind
+        )
         return LedgerQuestion(kind, asked.about)
 
-    # --- what it says ------------------------------------------------------------------------------------------
+    # --- what it says
+    # ------------------------------------------------------------------------------------------
 
     def _go(self) -> Iterator[str]:
         if self._has_looked:
@@ -161,7 +182,11 @@ class DemonstratedCall:
 
     def _ask_children(self) -> Iterator[str]:
         right = "max" if self._scene.asked.kind == "max" else "sum"
-        put_together = {"max": "sum", "sum": "max"}[right] if self._does(self._habits.combines_wrong) else right
+        put_together = (
+            {"max": "sum", "sum": "max"}[right]
+            if self._does(self._habits.combines_wrong)
+            else right
+        )
         question = f'"{self._child_asked.text}"'
         parts = f"P=context[4:].split('\\n{self._mark}\\n')"
         yield f"{parts}\nA=rlm_query_batched([{question}]*len(P),P)\nr={put_together}(A)\nprint(r)"
@@ -170,8 +195,8 @@ class DemonstratedCall:
 
 
 def _asking(asked: LedgerQuestion, form: RowFormat, mistaken: bool) -> str:
-    """The expression for the answer over the rows ``R``. Columns are named in the one place that all kinds share, so
-    that there is one skill of reading a format, and not one for each kind."""
+    """The expression for the answer over the rows ``R``. Columns are named in the one place that
+    all kinds share, so that there is one skill of reading a format, and not one for each kind."""
     rows = f"for {','.join(NAMES_OF[field] for field in form.columns)} in R"
     label, user = f"if l=='{asked.about}'", f"if u=='{asked.about}'"
     number = "q" if mistaken else "int(q)"
@@ -188,16 +213,20 @@ def _asking(asked: LedgerQuestion, form: RowFormat, mistaken: bool) -> str:
             return f"[q {rows} {user}][{'0' if mistaken else '-1'}]"
 
 
-# --- through the engine ----------------------------------------------------------------------------------------------
+# --- through the engine
+# ----------------------------------------------------------------------------------------------
 
 
 class LedgerDemonstrator:
-    """A ``Client`` that demonstrates ``item`` to the engine under the scaffold ``tiny``; one run at a time."""
+    """A ``Client`` that demonstrates ``item`` to the engine under the scaffold ``tiny``; one run at
+    a time."""
 
     window = 1 << 20
     price: Price | None = None
 
-    def __init__(self, item: Item, habits: LedgerDemonstratorHabits = EXPERT, seed: int = 0) -> None:
+    def __init__(
+        self, item: Item, habits: LedgerDemonstratorHabits = EXPERT, seed: int = 0
+    ) -> None:
         self.name = "demonstrator:ledger"
         self._item, self._habits, self._seed = item, habits, seed
         self._courses = {"0": DemonstratedCall(scene_of(item), habits, seed_of(item, seed, "0"))}
@@ -208,7 +237,9 @@ class LedgerDemonstrator:
         try:
             code = course.reply(None if len(request.messages) == 1 else last.content)
         except StopIteration:
-            raise Refused(f"{self.name}: call {request.affinity} has answered; there is no more to say") from None
+            raise Refused(
+                f"{self.name}: call {request.affinity} has answered; there is no more to say"
+            ) from None
         return Reply(Message("assistant", code), Usage(len(last.content), len(code), calls=1))
 
     async def close(self) -> None:
@@ -218,7 +249,9 @@ class LedgerDemonstrator:
         if call not in self._courses:
             parent, _, number = call.rpartition(".")
             scene = self._course(parent).children[int(number)]
-            self._courses[call] = DemonstratedCall(scene, self._habits, seed_of(self._item, self._seed, call))
+            self._courses[call] = DemonstratedCall(
+                scene, self._habits, seed_of(self._item, self._seed, call)
+            )
         return self._courses[call]
 
 

@@ -1,8 +1,10 @@
-"""Demonstrations without a session: the demonstrator's own code is run right here, thousands a second.
+"""Demonstrations without a session: the demonstrator's own code is run right here, thousands a
+second.
 
-The code is ours and the contexts are generated, so nothing needs a sandbox. What each call is told first and shown of
-each cell are the engine's rules, passed in as its scaffold; conversations are those that the engine would have had (a
-test compares them). Leaves out everything that the demonstrator does not do: echoes, tools, limits, failing children.
+The code is ours and the contexts are generated, so nothing needs a sandbox. What each call is told
+first and shown of each cell are the engine's rules, passed in as its scaffold; conversations are
+those that the engine would have had (a test compares them). Leaves out everything that the
+demonstrator does not do: echoes, tools, limits, failing children.
 
     play(item, NOISY, seed=0, scaffold=SCAFFOLDS["tiny"])  ->  [root's conversation, first child's, …]
 """
@@ -19,7 +21,13 @@ import msgspec
 
 from ramify.errors import RamifyError
 from ramify.tasks.base import Item
-from ramify.tasks.ledger.demos import CallScene, DemonstratedCall, LedgerDemonstratorHabits, scene_of, seed_of
+from ramify.tasks.ledger.demos import (
+    CallScene,
+    DemonstratedCall,
+    LedgerDemonstratorHabits,
+    scene_of,
+    seed_of,
+)
 from ramify.tasks.ledger.ledger_rows import Row, solve
 from ramify.tasks.ledger.task import LedgerQuestion, documents_of
 from ramify.tasks.scoring import exact
@@ -46,7 +54,8 @@ class LedgerDemonstration(msgspec.Struct, frozen=True):
     """First message, reply, observation, reply, … to the reply that answers."""
     answer: Any
     correct: bool
-    """Whether the answer is right for what this very call was asked. False also where that cannot be told."""
+    """Whether the answer is right for what this very call was asked. False also where that cannot
+    be told."""
 
 
 def play(
@@ -64,15 +73,20 @@ def demonstrations(
 
 
 class _FinalCalled(Exception):
-    """Ends a cell of ours where the real FINAL would go on; the demonstrator's have nothing after it."""
+    """Ends a cell of ours where the real FINAL would go on; the demonstrator's have nothing after
+    it."""
 
 
 class _Play:
-    def __init__(self, item: Item, habits: LedgerDemonstratorHabits, seed: int, rules: LedgerScaffold) -> None:
+    def __init__(
+        self, item: Item, habits: LedgerDemonstratorHabits, seed: int, rules: LedgerScaffold
+    ) -> None:
         self._item, self._habits, self._seed, self._rules = item, habits, seed, rules
         self._conversations: list[LedgerDemonstration] = []
         documents = documents_of(item)
-        self._rows = {item.context[each.start : each.end]: [each] for each in documents} | {item.context: documents}
+        self._rows = {item.context[each.start : each.end]: [each] for each in documents} | {
+            item.context: documents
+        }
 
     def run(self) -> list[LedgerDemonstration]:
         self._call("0", scene_of(self._item), self._item.question, self._item.context)
@@ -92,7 +106,9 @@ class _Play:
             observation = self._rules.report(cell)
             messages.append(Message("user", observation))
         correct = self._is_right(question, context, session.answer)
-        self._conversations.append(LedgerDemonstration(self._item.id, id, tuple(messages), session.answer, correct))
+        self._conversations.append(
+            LedgerDemonstration(self._item.id, id, tuple(messages), session.answer, correct)
+        )
         return session.answer
 
     def _children(self, id: str, course: DemonstratedCall, context: str) -> Any:
@@ -102,11 +118,14 @@ class _Play:
             scenes = course.children
             if [scene.asked.text for scene in scenes] != prompts:
                 raise RamifyError(
-                    f"item {self._item.id}, call {id}: {prompts} asked, but {len(scenes)} scenes are known"
+                    f"item {self._item.id}, call {id}: {prompts} asked, but {len(scenes)} scenes "
+                    "are known"
                 )
             return [
                 self._call(f"{id}.{index}", scene, prompt, part)
-                for index, (scene, prompt, part) in enumerate(zip(scenes, prompts, contexts, strict=True))
+                for index, (scene, prompt, part) in enumerate(
+                    zip(scenes, prompts, contexts, strict=True)
+                )
             ]
 
         return rlm_query_batched
@@ -117,7 +136,9 @@ class _Play:
         asked, documents = LedgerQuestion.read(question), self._rows.get(context)
         if asked is None or documents is None:
             return False
-        rows: list[Row] = [row for document in documents for row in document.rows(self._item.context)]
+        rows: list[Row] = [
+            row for document in documents for row in document.rows(self._item.context)
+        ]
         return exact(answer, Item(question, gold=solve(rows, asked.kind, asked.about))) == 1.0
 
 
@@ -133,9 +154,12 @@ class _Namespace:
         self.answer: Any = None
         self._printed: list[str] = []
         self._names: dict[str, Any] = {
-            "context": context, "print": self._print, "FINAL": self._final, "rlm_query_batched": rlm_query_batched,
+            "context": context,
+            "print": self._print,
+            "FINAL": self._final,
+            "rlm_query_batched": rlm_query_batched,
             "rlm_query": lambda prompt, part: rlm_query_batched([prompt], [part])[0],
-        }  # fmt: skip
+        }
 
     def run(self, code: str) -> Cell:
         self._printed = []

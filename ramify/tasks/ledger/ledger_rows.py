@@ -1,4 +1,5 @@
-"""Rows of a ledger: made at random so that habits which are nearly right go wrong, written in a format, read again, asked.
+"""Rows of a ledger: made at random so that habits which are nearly right go wrong, written in a
+format, read again, asked.
 
     Row = (user, label, quantity)        Format(",", order=(2, 0, 1), header=True):    qty,user,label
                                                                                        17,bavo,red
@@ -22,9 +23,13 @@ COMBINED: tuple[Kind, ...] = ("count", "sum", "max")
 FIELDS = ("user", "label", "qty")
 LABELS = ("red", "blue", "green", "gold", "pink", "gray")
 LOOKALIKES = {
-    "red": ("fred", "jared"), "blue": ("bluey", "bluet"), "green": ("greene", "greeny"), "gold": ("goldie", "marigold"),
-    "pink": ("pinkie", "pinky"), "gray": ("grayson", "mcgray"),
-}  # fmt: skip
+    "red": ("fred", "jared"),
+    "blue": ("bluey", "bluet"),
+    "green": ("greene", "greeny"),
+    "gold": ("goldie", "marigold"),
+    "pink": ("pinkie", "pinky"),
+    "gray": ("grayson", "mcgray"),
+}
 """Users whose name holds a label, so that counting a label in the text counts too many."""
 SEPARATORS = (",", ";", "|", ":", "/", "~", "&", "^")
 ORDERS = ((0, 1, 2), (2, 0, 1), (1, 2, 0))
@@ -73,7 +78,9 @@ class RowFormat(msgspec.Struct, frozen=True):
         fields = (users, labels, map(str, quantities))
         columns = [fields[field] for field in self.columns]
         lines = map(self.separator.join, zip(*columns, strict=True))
-        first = [self.separator.join(FIELDS[field] for field in self.columns)] if self.header else []
+        first = (
+            [self.separator.join(FIELDS[field] for field in self.columns)] if self.header else []
+        )
         return "\n".join([*first, *lines])
 
     def read(self, text: str) -> list[Row]:
@@ -84,13 +91,18 @@ class RowFormat(msgspec.Struct, frozen=True):
         return [(part[user], part[label], int(part[quantity])) for part in parts]
 
 
-FORMATS = tuple(RowFormat(s, o, header) for s in SEPARATORS for o in ORDERS for header in (False, True))
-HELD_OUT_FORMATS = tuple(each for each in FORMATS if (each.separator, each.order) == HELD_OUT_FORMAT)
+FORMATS = tuple(
+    RowFormat(s, o, header) for s in SEPARATORS for o in ORDERS for header in (False, True)
+)
+HELD_OUT_FORMATS = tuple(
+    each for each in FORMATS if (each.separator, each.order) == HELD_OUT_FORMAT
+)
 KNOWN_FORMATS = tuple(each for each in FORMATS if each not in HELD_OUT_FORMATS)
 
 
 def solve(rows: list[Row], kind: Kind, about: str) -> int | str:
-    """The right answer: to ``top`` a user, to every other kind a number. Raises ValueError where there is none."""
+    """The right answer: to ``top`` a user, to every other kind a number. Raises ValueError where
+    there is none."""
     if kind == "top":
         return max(rows, key=operator.itemgetter(2))[0]
     field = 0 if kind == "latest" else 1
@@ -104,10 +116,12 @@ def solve(rows: list[Row], kind: Kind, about: str) -> int | str:
     return max(found) if kind == "max" else found[-1]
 
 
-def make_rows(rng: random.Random, kind: Kind, about: str, header: bool, num: int, scale: int = 1) -> list[Row]:
-    """``num`` rows over which the question can be answered and the usual mistakes show: a label occurs in names, the
-    greatest text is not the greatest number, the first row matters where a header is expected and not there. Quantities
-    are below ``scale`` times ``highest_quantity``."""
+def make_rows(
+    rng: random.Random, kind: Kind, about: str, header: bool, num: int, scale: int = 1
+) -> list[Row]:
+    """``num`` rows over which the question can be answered and the usual mistakes show: a label
+    occurs in names, the greatest text is not the greatest number, the first row matters where a
+    header is expected and not there. Quantities are below ``scale`` times ``highest_quantity``."""
     if num < 4:
         raise ValueError(f"a ledger of {num} rows: give at least 4")
     while True:

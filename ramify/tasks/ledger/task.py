@@ -1,4 +1,5 @@
-"""Questions over ledgers, as a task: single documents, and several that each have a format of their own.
+"""Questions over ledgers, as a task: single documents, and several that each have a format of their
+own.
 
     ledger()                                    one document of 20 to 60 rows
     ledger(chars=10_000_000)                    one document of ten million characters; the same questions
@@ -12,9 +13,10 @@
     qty;user;label
     5;kilu;red
 
-Besides the three usual splits there are ``test_formats``, written in a format that no other split has, and
-``test_names``, about users that no other split asks about. A call below the root has a reward of its own where it was
-asked a question of the family about a context whose rows are known: its own right answer follows from them.
+Besides the three usual splits there are ``test_formats``, written in a format that no other split
+has, and ``test_names``, about users that no other split asks about. A call below the root has a
+reward of its own where it was asked a question of the family about a context whose rows are known:
+its own right answer follows from them.
 """
 
 from __future__ import annotations
@@ -54,11 +56,17 @@ from ramify.types.trajectory import Call, ContextRef, Trajectory
 MARKS = ("###", "===", "---")
 """What separates documents; the same throughout a context."""
 QUESTIONS: dict[Kind, str] = {
-    "count": "count rows of '{}'", "sum": "sum qty of '{}'", "max": "max qty of '{}'", "top": "user with top qty",
+    "count": "count rows of '{}'",
+    "sum": "sum qty of '{}'",
+    "max": "max qty of '{}'",
+    "top": "user with top qty",
     "latest": "latest qty of '{}'",
-}  # fmt: skip
+}
 ALL = " in all docs"
-_ASKED = {kind: re.compile(re.escape(text).replace(r"\{\}", r"(\w{1,20})")) for kind, text in QUESTIONS.items()}
+_ASKED = {
+    kind: re.compile(re.escape(text).replace(r"\{\}", r"(\w{1,20})"))
+    for kind, text in QUESTIONS.items()
+}
 _TEXT_CHARS = 11.3
 """Of a row, on average, without its quantity: name, label, two separators, newline."""
 
@@ -116,7 +124,9 @@ class _Recipe(msgspec.Struct, frozen=True):
         kind = rng.choice(self.kinds)
         asked = LedgerQuestion(kind, self._about(rng, kind))
         form = rng.choice(self.formats)
-        rows = make_rows(rng, kind, asked.about, form.header, self._num_rows(rng, self.rows, 1), self._scale(rng))
+        rows = make_rows(
+            rng, kind, asked.about, form.header, self._num_rows(rng, self.rows, 1), self._scale(rng)
+        )
         text = form.write(rows)
         return _item(asked, text, rows, [LedgerDocument(0, len(text), form)], kind)
 
@@ -129,7 +139,12 @@ class _Recipe(msgspec.Struct, frozen=True):
         for _ in range(num):
             form = rng.choice(self.formats)
             own = make_rows(
-                rng, kind, asked.about, form.header, self._num_rows(rng, self.doc_rows, num), self._scale(rng)
+                rng,
+                kind,
+                asked.about,
+                form.header,
+                self._num_rows(rng, self.doc_rows, num),
+                self._scale(rng),
             )
             start = sum(map(len, parts)) + len(parts)
             parts.append(form.write(own))
@@ -156,11 +171,23 @@ class _Recipe(msgspec.Struct, frozen=True):
 
 
 def _item(
-    asked: LedgerQuestion, text: str, rows: list[Row], documents: list[LedgerDocument], kind: str, mark: str = ""
-) -> Item:  # fmt: skip
+    asked: LedgerQuestion,
+    text: str,
+    rows: list[Row],
+    documents: list[LedgerDocument],
+    kind: str,
+    mark: str = "",
+) -> Item:
     gold = solve(rows, asked.kind, asked.about)
     about = {"documents": msgspec.to_builtins(documents), "mark": mark}
-    return Item(asked.text, text, gold, kind, wrong=gold + 1 if isinstance(gold, int) else None, metadata=about)
+    return Item(
+        asked.text,
+        text,
+        gold,
+        kind,
+        wrong=gold + 1 if isinstance(gold, int) else None,
+        metadata=about,
+    )
 
 
 def ledger(
@@ -175,16 +202,25 @@ def ledger(
 ) -> SimpleTask:
     """The family as a task.
 
-    ``multi`` is the share of items with several documents, whose number is drawn from ``docs``; ``kinds`` those that are
-    asked (over several documents only count, sum and max); ``rows`` and ``doc_rows`` bound the rows of a single document
-    and of each of several. ``chars`` sets the length of the whole context instead, to within some percent. Raises
-    ConfigError for what leaves nothing to ask."""
+    ``multi`` is the share of items with several documents, whose number is drawn from ``docs``;
+    ``kinds`` those that are asked (over several documents only count, sum and max); ``rows`` and
+    ``doc_rows`` bound the rows of a single document and of each of several. ``chars`` sets the
+    length of the whole context instead, to within some percent. Raises ConfigError for what leaves
+    nothing to ask."""
     recipe = _Recipe(multi, _kinds(kinds, multi), rows, docs, doc_rows, chars)
-    for name, (low, high), least in (("rows", rows, 4), ("doc_rows", doc_rows, 4), ("docs", docs, 2)):
+    for name, (low, high), least in (
+        ("rows", rows, 4),
+        ("doc_rows", doc_rows, 4),
+        ("docs", docs, 2),
+    ):
         if not least <= low <= high:
-            raise ConfigError(f"ledger: {name}=({low}, {high}); give at least {least}, the smaller first")
+            raise ConfigError(
+                f"ledger: {name}=({low}, {high}); give at least {least}, the smaller first"
+            )
     if chars is not None and chars < 200 * (docs[1] if multi else 1):
-        raise ConfigError(f"ledger: chars={chars} holds no question; give at least 200 for each document")
+        raise ConfigError(
+            f"ledger: chars={chars} holds no question; give at least 200 for each document"
+        )
     name = "ledger"
     splits: dict[str, Sequence[Item]] = {**generated(name, recipe.make, seed=seed)}
     other = msgspec.structs.replace(recipe, formats=HELD_OUT_FORMATS)
@@ -201,14 +237,19 @@ def _kinds(given: Sequence[str], multi: float) -> tuple[Kind, ...]:
             raise ConfigError(f"ledger: unknown kind '{kind}': {nearest(kind, KINDS)}")
     if not given or not 0 <= multi <= 1:
         raise ConfigError(
-            f"ledger: kinds={list(given)}, multi={multi}; give at least one kind, and a share from 0 to 1"
+            f"ledger: kinds={list(given)}, multi={multi}; give at least one kind, and a share from "
+            "0 to 1"
         )
     if multi and not set(given) & set(COMBINED):
-        raise ConfigError(f"ledger: none of {list(given)} can be asked over several documents; {list(COMBINED)} can")
+        raise ConfigError(
+            f"ledger: none of {list(given)} can be asked over several documents; {list(COMBINED)} "
+            "can"
+        )
     return cast(tuple[Kind, ...], tuple(given))
 
 
-# --- scoring -------------------------------------------------------------------------------------------------------
+# --- scoring
+# -------------------------------------------------------------------------------------------------------
 
 
 def documents_of(item: Item) -> list[LedgerDocument]:
@@ -219,8 +260,16 @@ def documents_of(item: Item) -> list[LedgerDocument]:
 def score(item: Item, trajectory: Trajectory) -> Score:
     """``correct``, of the whole and of each call whose right answer is known."""
     known = _KnownRows(item, trajectory)
-    calls = {call.id: {"correct": right} for call in trajectory.calls if (right := known.right(call)) is not None}
-    children = [rewards["correct"] for id, rewards in calls.items() if trajectory.call(id).parent is not None]
+    calls = {
+        call.id: {"correct": right}
+        for call in trajectory.calls
+        if (right := known.right(call)) is not None
+    }
+    children = [
+        rewards["correct"]
+        for id, rewards in calls.items()
+        if trajectory.call(id).parent is not None
+    ]
     metrics = {"children_correct": sum(children) / len(children)} if children else {}
     return Score({"correct": exact(trajectory.answer, item)}, calls, metrics)
 
@@ -237,7 +286,9 @@ class _KnownRows:
     def right(self, call: Call) -> float | None:
         """Whether ``call`` answered right what it was asked; None where that cannot be told."""
         asked = LedgerQuestion.read(call.question)
-        index = self._index(call.context) if asked is not None and call.context is not None else None
+        index = (
+            self._index(call.context) if asked is not None and call.context is not None else None
+        )
         if asked is None or index is None:
             return None
         try:
@@ -254,7 +305,9 @@ class _KnownRows:
         for index, document in enumerate(self._documents):
             extra = given.chars - (document.end - document.start)
             for before in range(extra + 1) if 0 <= extra <= 2 else ():
-                part = "\n" * before + context[document.start : document.end] + "\n" * (extra - before)
+                part = (
+                    "\n" * before + context[document.start : document.end] + "\n" * (extra - before)
+                )
                 if self._digest(part) == given.digest:
                     return index
         return None

@@ -1,1 +1,2 @@
-"""Named-operation programs: problems that need a tool, for policies of a few hundred thousand parameters."""
+"""Named-operation programs: problems that need a tool, for policies of a few hundred thousand
+parameters."""

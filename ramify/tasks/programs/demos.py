@@ -1,14 +1,16 @@
-"""A weak demonstrator of programs: it half knows the words, mends what an error names, and takes every hint that it gets.
+"""A weak demonstrator of programs: it half knows the words, mends what an error names, and takes
+every hint that it gets.
 
     78@w18@9@w9@6                     knows w18, takes w9 for one of its false friends
     78@w18@f5@9@w9@f20@6              TypeError: not @w9@f20 but @w9@f4
     78@w18@f5@9@w9@f4@6               17
     FINAL(17)
 
-In half of the demonstrations the problem comes with a hint, of one to three rules, which the demonstrator follows; half of
-those hints are wrong on purpose. A policy that imitates it can only tell what comes next from the hint itself, so it
-learns to read hints rather than to know what they would say. Of a demonstration with a wrong hint only the first program
-is kept: it would go on to learn the wrong from its errors. Conversations are those that the engine would have had.
+In half of the demonstrations the problem comes with a hint, of one to three rules, which the
+demonstrator follows; half of those hints are wrong on purpose. A policy that imitates it can only
+tell what comes next from the hint itself, so it learns to read hints rather than to know what they
+would say. Of a demonstration with a wrong hint only the first program is kept: it would go on to
+learn the wrong from its errors. Conversations are those that the engine would have had.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
     """How weak the demonstrator is; all shares."""
 
     knows: float = 0.5
-    """Of words that it takes for what they are, drawn anew for each problem; the others for one of three false friends."""
+    """Of words that it takes for what they are, drawn anew for each problem; the others for one of
+    three false friends."""
     remembers_import: float = 0.5
     hinted: float = 0.5
     """Of demonstrations that come with a hint."""
@@ -82,11 +85,21 @@ def demonstrate(
 
 class _Demonstration:
     def __init__(
-        self, item: Item, habits: ProgramDemonstratorHabits, rng: random.Random, rules: ProgramScaffold
+        self,
+        item: Item,
+        habits: ProgramDemonstratorHabits,
+        rng: random.Random,
+        rules: ProgramScaffold,
     ) -> None:
         problem = ProgramProblem.read(item.question)
         assert problem is not None, item.question
-        self._item, self._habits, self._rng, self._rules, self._problem = item, habits, rng, rules, problem
+        self._item, self._habits, self._rng, self._rules, self._problem = (
+            item,
+            habits,
+            rng,
+            rules,
+            problem,
+        )
         self._library: ProgramLibrary = library(item.metadata["secret"])
         self._believed = {word: self._belief(word) for word, _ in problem.steps}
         self._imports: dict[int, None] = {}
@@ -94,11 +107,16 @@ class _Demonstration:
         self._question = rules.first_message(item.question, "")
 
     def run(self) -> ProgramDemonstration:
-        hinted, is_wrong = self._rng.random() < self._habits.hinted, self._rng.random() < self._habits.counterfactual
+        hinted, is_wrong = (
+            self._rng.random() < self._habits.hinted,
+            self._rng.random() < self._habits.counterfactual,
+        )
         if hinted:
             self._take(self._hint(is_wrong))
         if self._remembers:
-            self._imports.update(dict.fromkeys(each for each in IMPORTED if each in self._believed.values()))
+            self._imports.update(
+                dict.fromkeys(each for each in IMPORTED if each in self._believed.values())
+            )
         messages = [Message("user", self._question)]
         if hinted and is_wrong:
             return self._ended([*messages, Message("assistant", self._program().text)], None)
@@ -122,7 +140,9 @@ class _Demonstration:
         return self._rng.choice(self._library.false_friends(word))
 
     def _hint(self, is_wrong: bool) -> list[HintRule]:
-        words = self._rng.sample([word for word, _ in self._problem.steps], self._rng.randint(1, MAX_RULES))
+        words = self._rng.sample(
+            [word for word, _ in self._problem.steps], self._rng.randint(1, MAX_RULES)
+        )
         if is_wrong:
             return [HintRule(word, self._rng.randrange(NUM_WORDS)) for word in words]
         rules = [HintRule(word, self._library.right[word]) for word in words]

@@ -1,8 +1,10 @@
-"""The sandbox of programs for training: cells that are programs or answers to the letter are worked out in this process.
+"""The sandbox of programs for training: cells that are programs or answers to the letter are worked
+out in this process.
 
-Nothing that a model wrote is ever executed here. A cell is read by the grammar of ``program_library.py`` and worked out by plain
-arithmetic; what the grammar does not know is answered with one line that says so. On programs it says what any other
-sandbox does where they run as Python (a test compares them), without a process for each session. Named by its module:
+Nothing that a model wrote is ever executed here. A cell is read by the grammar of
+``program_library.py`` and worked out by plain arithmetic; what the grammar does not know is
+answered with one line that says so. On programs it says what any other sandbox does where they run
+as Python (a test compares them), without a process for each session. Named by its module:
 ``SandboxSpec(provider="ramify.tasks.programs.evaluator", allow_weaker=True)``.
 """
 
@@ -12,7 +14,13 @@ import re
 from typing import Any
 
 from ramify.errors import HostCallError, SandboxError
-from ramify.sandbox.base import Answer, CellResult, PreparedContext, SandboxCapabilities, SandboxSpec
+from ramify.sandbox.base import (
+    Answer,
+    CellResult,
+    PreparedContext,
+    SandboxCapabilities,
+    SandboxSpec,
+)
 from ramify.tasks.programs.program_library import Program, ProgramLibrary, RuleViolation
 from ramify.tasks.programs.vocabulary import NO_PROGRAM
 from ramify.types.trajectory import Cell
@@ -43,19 +51,28 @@ class ProgramSession:
         self._cells += 1
         final = _ANSWER.fullmatch(code)
         if final is not None:
-            return CellResult(Cell(code), {"prelude": {"cell": self._cells, "final": int(final[1])}})
+            return CellResult(
+                Cell(code), {"prelude": {"cell": self._cells, "final": int(final[1])}}
+            )
         value, error = self._work_out(code)
         return CellResult(Cell(code, value=value, error=error), {"prelude": {"cell": self._cells}})
 
     def _work_out(self, code: str) -> tuple[str | None, str | None]:
         """(what is echoed, what is raised)"""
         if self._library is None:
-            raise SandboxError("the sandbox of programs was opened for another task: it needs the library installed")
+            raise SandboxError(
+                "the sandbox of programs was opened for another task: it needs the library "
+                "installed"
+            )
         program = Program.read(code)
         if program is None:
             return None, NO_PROGRAM
         found = self._library.run(program)
-        return (None, self._library.message(program, found)) if isinstance(found, RuleViolation) else (str(found), None)
+        return (
+            (None, self._library.message(program, found))
+            if isinstance(found, RuleViolation)
+            else (str(found), None)
+        )
 
     async def install(self, module: str, source: str) -> None:
         if module != "ops":
@@ -63,10 +80,14 @@ class ProgramSession:
         try:
             self._library = ProgramLibrary.of_source(source)
         except ValueError as error:
-            raise SandboxError(f"the sandbox of programs works with their library alone: {error}") from None
+            raise SandboxError(
+                f"the sandbox of programs works with their library alone: {error}"
+            ) from None
 
     async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
-        raise SandboxError(f"the sandbox of programs holds no variables, and '{name}' was to be one: use another")
+        raise SandboxError(
+            f"the sandbox of programs holds no variables, and '{name}' was to be one: use another"
+        )
 
     async def get(self, name: str) -> Any:
         raise HostCallError("NameError", f"name '{name}' is not defined")
@@ -95,9 +116,13 @@ class ProgramSandbox:
     caps = _CAPS
     warning: str | None = None
 
-    async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> ProgramSession:
+    async def open(
+        self, *, context: PreparedContext | None = None, seed: str = ""
+    ) -> ProgramSession:
         if context is not None:
-            raise SandboxError("the sandbox of programs holds no context: use another for this task")
+            raise SandboxError(
+                "the sandbox of programs holds no context: use another for this task"
+            )
         return ProgramSession()
 
     async def close(self) -> None:

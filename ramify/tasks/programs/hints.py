@@ -1,10 +1,12 @@
-"""Bridge thoughts of programs: the one to three rules that would have helped, and where they may be had from.
+"""Bridge thoughts of programs: the one to three rules that would have helped, and where they may be
+had from.
 
     TypeError: not @w9@f20 but @w9@f4       from_errors: what the tool said, and nothing else         ->  use @w9@f4
     a program that took f7 for w40          from_facts: what only who knows the library can tell      ->  use @w40@f31
 
-A hint states rules that hold for every problem, never the answer of one. What follows from errors the policy has seen
-itself: a teacher who is shown the hint knows nothing that the policy could not have learnt there.
+A hint states rules that hold for every problem, never the answer of one. What follows from errors
+the policy has seen itself: a teacher who is shown the hint knows nothing that the policy could not
+have learnt there.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ class HintRule(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        return f"from ops import f{self.function};" if self.word is None else f"@w{self.word}@f{self.function}"
+        return (
+            f"from ops import f{self.function};"
+            if self.word is None
+            else f"@w{self.word}@f{self.function}"
+        )
 
 
 def hint_text(rules: Iterable[HintRule]) -> str:
@@ -57,13 +63,20 @@ def from_errors(observed: Iterable[str]) -> list[HintRule]:
     return list(rules)[:MAX_RULES]
 
 
-def from_facts(problem: ProgramProblem, said: Sequence[str], library: ProgramLibrary) -> list[HintRule]:
-    """The rules that the first program among ``said`` breaks, silently or not, ``MAX_RULES`` at most."""
+def from_facts(
+    problem: ProgramProblem, said: Sequence[str], library: ProgramLibrary
+) -> list[HintRule]:
+    """The rules that the first program among ``said`` breaks, silently or not, ``MAX_RULES`` at
+    most."""
     program = next(filter(None, map(Program.read, said)), None)
     if program is None:
         return []
     asked = {word for word, _ in problem.steps}
-    wrong = [step for step in program.steps if step.word in asked and step.function != library.right[step.word]]
+    wrong = [
+        step
+        for step in program.steps
+        if step.word in asked and step.function != library.right[step.word]
+    ]
     rules = [HintRule(step.word, library.right[step.word]) for step in wrong]
     needed = {library.right[word] for word in asked} & set(IMPORTED) - set(program.imports)
     return [*rules, *(HintRule(None, function) for function in sorted(needed))][:MAX_RULES]

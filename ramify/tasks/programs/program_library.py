@@ -1,4 +1,5 @@
-"""The library that programs call: words, the functions that they stand for, and what the library says of a wrong call.
+"""The library that programs call: words, the functions that they stand for, and what the library
+says of a wrong call.
 
     50@w3@5@w9@2            a problem: begin with 50, do w3 with operand 5, then w9 with operand 2
     50@w3@f7@5@w9@f0@2      a program for it, which names the function that each word stands for; real Python
@@ -9,8 +10,9 @@
     a function that was not imported         ImportError: from ops import f10;
     a wrong function for any other word      another number, and no word of it
 
-Which word stands for which function is a secret that all problems share: what a policy has to learn. Functions are affine
-maps mod 97. Written so that each error names the rule that was broken in the very tokens of a program that keeps it.
+Which word stands for which function is a secret that all problems share: what a policy has to
+learn. Functions are affine maps mod 97. Written so that each error names the rule that was broken
+in the very tokens of a program that keeps it.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Program(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         imports = "".join(f"from ops import f{number};" for number in self.imports)
-        return f"{imports}{self.start}" + "".join(f"@w{s.word}@f{s.function}@{s.operand}" for s in self.steps)
+        return f"{imports}{self.start}" + "".join(
+            f"@w{s.word}@f{s.function}@{s.operand}" for s in self.steps
+        )
 
     @classmethod
     def read(cls, text: str) -> Program | None:
@@ -65,7 +69,9 @@ class Program(msgspec.Struct, frozen=True):
             return None
         steps = tuple(ProgramStep(*map(int, each)) for each in _STEP.findall(found["steps"]))
         imports = tuple(map(int, _IMPORT.findall(found["imports"])))
-        known = all(s.word < NUM_WORDS and s.function < NUM_WORDS for s in steps) and set(imports) <= set(IMPORTED)
+        known = all(s.word < NUM_WORDS and s.function < NUM_WORDS for s in steps) and set(
+            imports
+        ) <= set(IMPORTED)
         return cls(int(found["start"]), steps, imports) if known else None
 
 
@@ -86,12 +92,17 @@ class ProgramProblem(msgspec.Struct, frozen=True):
         found = _ASKED.match(text)
         if found is None:
             return None
-        return cls(int(found[1]), tuple((int(w), int(n)) for w, n in re.findall(r"@w(\d{1,2})@(\d)", found[2])))
+        return cls(
+            int(found[1]),
+            tuple((int(w), int(n)) for w, n in re.findall(r"@w(\d{1,2})@(\d)", found[2])),
+        )
 
     def program(self, functions: dict[int, int], imports: tuple[int, ...] = ()) -> Program:
         """The program that takes ``functions`` (word -> function) for right."""
         return Program(
-            self.start, tuple(ProgramStep(word, functions[word], operand) for word, operand in self.steps), imports
+            self.start,
+            tuple(ProgramStep(word, functions[word], operand) for word, operand in self.steps),
+            imports,
         )
 
 
@@ -174,7 +185,10 @@ def library(secret: int = 0) -> ProgramLibrary:
     """The library whose secret is drawn from ``secret``."""
     rng = random.Random(f"programs/library/{secret}")
     right = rng.sample(range(NUM_WORDS), NUM_WORDS)
-    maps = [(rng.randrange(1, MODULUS), rng.randrange(1, MODULUS), rng.randrange(MODULUS)) for _ in range(NUM_WORDS)]
+    maps = [
+        (rng.randrange(1, MODULUS), rng.randrange(1, MODULUS), rng.randrange(MODULUS))
+        for _ in range(NUM_WORDS)
+    ]
     return ProgramLibrary(secret, tuple(right), tuple(maps))
 
 
@@ -223,6 +237,8 @@ globals().update({{f"w{{n}}": _Word(n) for n in _numbers}}, **{{f"f{{n}}": _Func
 __all__ = [f"w{{n}}" for n in _numbers] + [f"f{{n}}" for n in _numbers if n not in {imported}]
 """
 NOT_IMPORTED = (
-    "".join(f'f{number} = "f{number}"\n' for number in IMPORTED) + f"__all__ = {[f'f{n}' for n in IMPORTED]}\n"
+    "".join(f'f{number} = "f{number}"\n' for number in IMPORTED)
+    + f"__all__ = {[f'f{n}' for n in IMPORTED]}\n"
 )
-"""A second module: under the names of what has to be imported, as long as it is not, stands nothing that can be called."""
+"""A second module: under the names of what has to be imported, as long as it is not, stands nothing
+that can be called."""

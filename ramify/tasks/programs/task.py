@@ -3,9 +3,10 @@
     programs()             six words each
     programs(steps=8)      eight
 
-Every problem can be made again from its split and index; what ``train`` shares with ``test`` is the library's secret, and
-no problem. ``correct`` is the only reward. Metrics say how a rollout went: ``malformed`` (share of its turns that were no
-program and no answer), ``code_turns``, ``raised`` (share of its programs that raised).
+Every problem can be made again from its split and index; what ``train`` shares with ``test`` is the
+library's secret, and no problem. ``correct`` is the only reward. Metrics say how a rollout went:
+``malformed`` (share of its turns that were no program and no answer), ``code_turns``, ``raised``
+(share of its programs that raised).
 """
 
 from __future__ import annotations
@@ -35,23 +36,32 @@ _ANSWER = re.compile(r"FINAL\(\d{1,2}\)")
 
 
 def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
-    """The task. ``steps`` is the number of words in a problem, all different; ``secret`` draws the library. Raises
-    ConfigError for what leaves nothing to ask."""
+    """The task. ``steps`` is the number of words in a problem, all different; ``secret`` draws the
+    library. Raises ConfigError for what leaves nothing to ask."""
     if not 1 <= steps <= NUM_WORDS:
-        raise ConfigError(f"programs: steps={steps}; a problem has 1 to {NUM_WORDS} different words")
+        raise ConfigError(
+            f"programs: steps={steps}; a problem has 1 to {NUM_WORDS} different words"
+        )
     known = library(secret)
 
     def make(rng: random.Random) -> Item:
         words = rng.sample(range(NUM_WORDS), steps)
-        problem = ProgramProblem(rng.randrange(MODULUS), tuple((word, rng.randint(1, MAX_OPERAND)) for word in words))
+        problem = ProgramProblem(
+            rng.randrange(MODULUS), tuple((word, rng.randint(1, MAX_OPERAND)) for word in words)
+        )
         gold = known.solve(problem)
-        return Item(problem.text, gold=gold, wrong=(gold + 1) % MODULUS, metadata={"secret": secret})
+        return Item(
+            problem.text, gold=gold, wrong=(gold + 1) % MODULUS, metadata={"secret": secret}
+        )
 
     async def begin(item: Item) -> TaskStart:
         return TaskStart(on_session=_Opening(known))
 
     return SimpleTask(
-        "programs", generated(f"programs-{secret}-{steps}", make, seed=seed), WholeTrajectoryReward(score), begin=begin
+        "programs",
+        generated(f"programs-{secret}-{steps}", make, seed=seed),
+        WholeTrajectoryReward(score),
+        begin=begin,
     )
 
 
@@ -70,7 +80,11 @@ def score(item: Item, trajectory: Trajectory) -> Score:
     """``correct``, and how it went."""
     cells = [cell for call in trajectory.calls for turn in call.turns for cell in turn.cells]
     written = [cell for cell in cells if Program.read(cell.code) is not None]
-    strange = [cell for cell in cells if Program.read(cell.code) is None and not _ANSWER.fullmatch(cell.code)]
+    strange = [
+        cell
+        for cell in cells
+        if Program.read(cell.code) is None and not _ANSWER.fullmatch(cell.code)
+    ]
     metrics = {
         "malformed": _share(strange, cells),
         "code_turns": float(len(written)),

@@ -1,5 +1,5 @@
-"""The words of programs: what a word-level tokenizer of them knows. A problem, its program and what the library says of it
-are written in the same ones, so that taking a hint is copying.
+"""The words of programs: what a word-level tokenizer of them knows. A problem, its program and what
+the library says of it are written in the same ones, so that taking a hint is copying.
 
     50 @w3 @5      50 @w3 @f7 @5      TypeError: not  @w3 @f7  but  @w3 @f12      hint: use  @w3 @f12      FINAL( 42 )
 """
@@ -14,11 +14,20 @@ USE = "use "
 """What a hint begins with."""
 NO_PROGRAM = "SyntaxError: no program"
 WORDS = (
-    *(str(number) for number in range(MODULUS)), *(f"@{operand}" for operand in range(1, MAX_OPERAND + 1)),
-    *(f"@w{number}" for number in range(NUM_WORDS)), *(f"@f{number}" for number in range(NUM_WORDS)),
-    *(f"from ops import f{number};" for number in IMPORTED), "FINAL(", ")", HINT, USE, "TypeError: not ", " but ",
-    "ImportError: ", NO_PROGRAM,
-)  # fmt: skip
+    *(str(number) for number in range(MODULUS)),
+    *(f"@{operand}" for operand in range(1, MAX_OPERAND + 1)),
+    *(f"@w{number}" for number in range(NUM_WORDS)),
+    *(f"@f{number}" for number in range(NUM_WORDS)),
+    *(f"from ops import f{number};" for number in IMPORTED),
+    "FINAL(",
+    ")",
+    HINT,
+    USE,
+    "TypeError: not ",
+    " but ",
+    "ImportError: ",
+    NO_PROGRAM,
+)
 
 
 def answer(number: int) -> str:

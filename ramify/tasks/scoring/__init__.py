@@ -1,4 +1,5 @@
-"""Scores of an answer against the gold, by name. Each is called with (answer, item) and gives a number from 0 to 1."""
+"""Scores of an answer against the gold, by name. Each is called with (answer, item) and gives a
+number from 0 to 1."""
 
 from __future__ import annotations
 
@@ -12,9 +13,23 @@ from ramify.tasks.scoring.unit_tests import UnitTestScore, unit_tests
 from ramify.tasks.simple import AnswerReward
 
 __all__ = [
-    "SCORERS", "IntervalF1Score", "MathScore", "NumericScore", "UnitTestScore", "boxed_math", "choice", "exact", "f1", "interval_f1",
-    "last_number", "line_f1", "math_answer", "normalised", "numeric", "unit_tests",
-]  # fmt: skip
+    "SCORERS",
+    "IntervalF1Score",
+    "MathScore",
+    "NumericScore",
+    "UnitTestScore",
+    "boxed_math",
+    "choice",
+    "exact",
+    "f1",
+    "interval_f1",
+    "last_number",
+    "line_f1",
+    "math_answer",
+    "normalised",
+    "numeric",
+    "unit_tests",
+]
 
 SCORERS: dict[str, AnswerReward] = {
     "boxed_math": boxed_math,

@@ -1,4 +1,5 @@
-"""Answers and golds as text, within bounds: an answer is whatever a model's code gave, of any type and size."""
+"""Answers and golds as text, within bounds: an answer is whatever a model's code gave, of any type
+and size."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _ARTICLES = {"a", "an", "the"}
 
 
 def as_text(value: Any) -> str | None:
-    """``value`` as a person would write it, without blanks at its ends; None for nothing and for what is too long.
+    """``value`` as a person would write it, without blanks at its ends; None for nothing and for
+    what is too long.
 
     >>> as_text(" 7 "), as_text(7), as_text(7.5), as_text(True), as_text(["a", 1]), as_text(None)
     ('7', '7', '7.5', 'True', '["a",1]', None)
@@ -42,8 +44,8 @@ def _as_json(value: Any) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Words of ``text`` as question answering compares them (SQuAD, Rajpurkar et al. 2016): without case, punctuation
-    and articles.
+    """Words of ``text`` as question answering compares them (SQuAD, Rajpurkar et al. 2016): without
+    case, punctuation and articles.
 
     >>> words("The U.S.A., 1,000 times!")
     ['u', 's', '1', '000', 'times']

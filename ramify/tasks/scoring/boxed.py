@@ -13,7 +13,8 @@ _OPENINGS = ("\\boxed", "\\fbox")
 
 
 def last_boxed(text: str, tail_chars: int | None = TAIL_CHARS) -> str | None:
-    r"""What the last whole box holds that begins in the last ``tail_chars`` characters (None: anywhere); None for none.
+    r"""What the last whole box holds that begins in the last ``tail_chars`` characters (None:
+    anywhere); None for none.
 
     >>> last_boxed(r"\boxed{1} or \boxed{ \frac{1}{2} }")
     '\\frac{1}{2}'
@@ -36,7 +37,11 @@ def _boxes(text: str) -> list[tuple[int, int]]:
             index += 2  # escaped: a sign, no brace
             continue
         if text[index] == "{":
-            is_box = any(text[:index].rstrip().endswith(opening) for opening in _OPENINGS) if index else False
+            is_box = (
+                any(text[:index].rstrip().endswith(opening) for opening in _OPENINGS)
+                if index
+                else False
+            )
             open_braces.append(index + 1 if is_box else -1)
         elif text[index] == "}" and open_braces:
             start = open_braces.pop()

@@ -1,7 +1,7 @@
 """One of several options: by its letter, its number from 1 on, or its text.
 
-An item has them in ``metadata["choices"]``, and its gold is a letter, an index from 0 on, or the text of the right one.
-An answer that names two options names none.
+An item has them in ``metadata["choices"]``, and its gold is a letter, an index from 0 on, or the
+text of the right one. An answer that names two options names none.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ MAX_CHARS = 2000
 
 
 def choice(answer: Any, item: Item) -> float:
-    """1 where the answer names the right option: ``"B"``, ``"(b)"``, ``2``, ``"The answer is B."``, or the option's text."""
+    """1 where the answer names the right option: ``"B"``, ``"(b)"``, ``2``, ``"The answer is B."``,
+    or the option's text."""
     choices = item.metadata.get("choices")
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= 26:
         raise ConfigError(
-            f"item {item.id}: choice needs 2 to 26 options in metadata['choices']; it has {choices!r:.80}"
+            f"item {item.id}: choice needs 2 to 26 options in metadata['choices']; it has "
+            f"{choices!r:.80}"
         )
     right = _gold(item, choices)
     return float(named(answer, choices) == right)
@@ -37,7 +39,11 @@ def named(answer: Any, choices: Sequence[Any]) -> int | None:
     if text is None or len(text) > MAX_CHARS:
         return None
     said = words(text)
-    by_text = [index for index, option in enumerate(choices) if said and words(as_text(option) or "") == said]
+    by_text = [
+        index
+        for index, option in enumerate(choices)
+        if said and words(as_text(option) or "") == said
+    ]
     if len(by_text) == 1:
         return by_text[0]
     alone = _ALONE.fullmatch(text)
@@ -53,7 +59,13 @@ def _index(sign: str, num: int) -> int | None:
 
 
 def _gold(item: Item, choices: Sequence[Any]) -> int:
-    gold = item.gold if isinstance(item.gold, int) and not isinstance(item.gold, bool) else named(item.gold, choices)
+    gold = (
+        item.gold
+        if isinstance(item.gold, int) and not isinstance(item.gold, bool)
+        else named(item.gold, choices)
+    )
     if gold is None or not 0 <= gold < len(choices):
-        raise ConfigError(f"item {item.id}: its gold {item.gold!r:.40} is none of its {len(choices)} choices")
+        raise ConfigError(
+            f"item {item.id}: its gold {item.gold!r:.40} is none of its {len(choices)} choices"
+        )
     return gold

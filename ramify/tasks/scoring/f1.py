@@ -1,6 +1,8 @@
-"""How many words answer and gold share: the harmonic mean of precision and recall over bags of words.
+"""How many words answer and gold share: the harmonic mean of precision and recall over bags of
+words.
 
-F1 = 2·shared / (words of the answer + words of the gold), as SQuAD has it (Rajpurkar et al. 2016); the best over golds.
+F1 = 2·shared / (words of the answer + words of the gold), as SQuAD has it (Rajpurkar et al. 2016);
+the best over golds.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ def f1(answer: Any, item: Item) -> float:
     said = as_text(answer)
     if said is None:
         return 0.0
-    return max(_f1(Counter(words(said)), Counter(words(as_text(gold) or ""))) for gold in accepted(item.gold))
+    return max(
+        _f1(Counter(words(said)), Counter(words(as_text(gold) or "")))
+        for gold in accepted(item.gold)
+    )
 
 
 def _f1(said: Counter[str], gold: Counter[str]) -> float:

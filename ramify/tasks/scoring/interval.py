@@ -1,6 +1,7 @@
 """How well intervals cover intervals: spans of time, ranges of lines or of characters.
 
-F1 = 2·|P ∩ G| / (|P| + |G|), where P and G are the unions of what was said and of what is right; lengths, not counts.
+F1 = 2·|P ∩ G| / (|P| + |G|), where P and G are the unions of what was said and of what is right;
+lengths, not counts.
 
     said [0, 10], right [5, 15]: overlap 5, lengths 10 and 10: 0.5
 """
@@ -20,7 +21,9 @@ from ramify.tasks.scoring.answer_text import as_text
 
 Span = tuple[float, float]
 MAX_SPANS = 10_000
-_PAIR = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?)\s*(?:-|–|—|to|\.\.|,|:)\s*(-?\d{1,15}(?:\.\d{1,15})?)")
+_PAIR = re.compile(
+    r"(-?\d{1,15}(?:\.\d{1,15})?)\s*(?:-|–|—|to|\.\.|,|:)\s*(-?\d{1,15}(?:\.\d{1,15})?)"
+)
 
 
 class IntervalF1Score(msgspec.Struct, frozen=True):
@@ -32,7 +35,9 @@ class IntervalF1Score(msgspec.Struct, frozen=True):
     def __call__(self, answer: Any, item: Item) -> float:
         gold = spans(item.gold)
         if gold is None:
-            raise ConfigError(f"item {item.id}: its gold {item.gold!r:.60} is no list of intervals [start, end]")
+            raise ConfigError(
+                f"item {item.id}: its gold {item.gold!r:.60} is no list of intervals [start, end]"
+            )
         said = spans(answer)
         if said is None:
             return 0.0
@@ -53,8 +58,8 @@ class IntervalF1Score(msgspec.Struct, frozen=True):
 
 
 def spans(value: Any) -> list[Span] | None:
-    """The intervals that ``value`` says: a pair, a list of pairs, or text as ``"3-7, 10 to 12"``; None where it says
-    something else, or an interval ends before it begins."""
+    """The intervals that ``value`` says: a pair, a list of pairs, or text as ``"3-7, 10 to 12"``;
+    None where it says something else, or an interval ends before it begins."""
     if isinstance(value, str):
         text = as_text(value)
         value = [(float(a), float(b)) for a, b in _PAIR.findall(text)] if text is not None else None
@@ -66,7 +71,11 @@ def spans(value: Any) -> list[Span] | None:
         value = [value]
     found = []
     for each in value:
-        if not isinstance(each, list | tuple) or len(each) != 2 or not all(_is_number(end) for end in each):
+        if (
+            not isinstance(each, list | tuple)
+            or len(each) != 2
+            or not all(_is_number(end) for end in each)
+        ):
             return None
         if each[1] < each[0]:
             return None

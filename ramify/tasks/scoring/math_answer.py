@@ -2,8 +2,9 @@ r"""The same mathematical value: ``\frac{1}{2}``, ``0.5`` and ``\boxed{1/2}``; g
 
     answer ── last box, near the end ── same text? same whole number? ── else math-verify, in a process of its own
 
-Most golds are whole numbers, which are compared here. The rest goes to ``math-verify`` (extra ``math``) in a process that
-is killed where it takes too long: what a model wrote may send a computer algebra system on a walk of hours.
+Most golds are whole numbers, which are compared here. The rest goes to ``math-verify`` (extra
+``math``) in a process that is killed where it takes too long: what a model wrote may send a
+computer algebra system on a walk of hours.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class MathScore(msgspec.Struct, frozen=True):
 
     def __call__(self, answer: Any, item: Item) -> float:
         said = self.read(answer)
-        return float(said is not None and any(self._is_same(as_text(gold), said) for gold in accepted(item.gold)))
+        return float(
+            said is not None
+            and any(self._is_same(as_text(gold), said) for gold in accepted(item.gold))
+        )
 
     def read(self, answer: Any) -> str | None:
         """The expression that ``answer`` says; None where it says none."""
@@ -93,7 +97,8 @@ class _Workers:
         self._idle: list[subprocess.Popen[str]] = []
 
     def same(self, gold: str, answer: str, timeout_s: float) -> bool:
-        """False where it takes longer. Raises ConfigError without the extra, RamifyError where no process starts."""
+        """False where it takes longer. Raises ConfigError without the extra, RamifyError where no
+        process starts."""
         with self._room:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
@@ -124,23 +129,32 @@ class _Workers:
 def _started() -> subprocess.Popen[str]:
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            "an answer that is no whole number needs math-verify to be compared: pip install 'ramify[math]'"
+            "an answer that is no whole number needs math-verify to be compared: pip install "
+            "'ramify[math]'"
         )
     path = Path(__file__).with_name("math_worker.py")
     worker = subprocess.Popen(
-        [sys.executable, "-P", str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, encoding="utf-8",
-    )  # fmt: skip
+        [sys.executable, "-P", str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        encoding="utf-8",
+    )
     if _line(worker, _START_S) != "ready\n":
         _end(worker)
-        raise RamifyError("the process that compares mathematical answers did not start: is math-verify whole?")
+        raise RamifyError(
+            "the process that compares mathematical answers did not start: is math-verify whole?"
+        )
     return worker
 
 
 def _line(worker: subprocess.Popen[str], timeout_s: float) -> str:
     """The next line that ``worker`` says; empty where it says none in time."""
     assert worker.stdout is not None
-    poll = select.poll()  # not select: it takes no descriptor above 1023, and a host of many sessions has more
+    poll = (
+        select.poll()
+    )  # not select: it takes no descriptor above 1023, and a host of many sessions has more
     poll.register(worker.stdout, select.POLLIN)
     return worker.stdout.readline() if poll.poll(timeout_s * 1000) else ""
 

@@ -1,9 +1,10 @@
-"""A process that compares mathematical expressions, a line of JSON each: started by ``math_answer.py``, never imported.
+"""A process that compares mathematical expressions, a line of JSON each: started by
+``math_answer.py``, never imported.
 
     {"gold": "\\frac{1}{2}", "answer": "0.5"}  ->  {"same": true}
 
-It knows the standard library and ``math-verify`` alone. Whoever started it kills it when an answer takes too long: a
-simplification can run for hours, and no signal reaches it inside a library.
+It knows the standard library and ``math-verify`` alone. Whoever started it kills it when an answer
+takes too long: a simplification can run for hours, and no signal reaches it inside a library.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def main() -> None:
         for form_gold, form_answer in zip(_forms(gold), _forms(answer), strict=True):
             golds = parse(form_gold, parsing_timeout=None)
             answers = parse(form_answer, parsing_timeout=None)
-            if golds and answers and verify(golds, answers, timeout_seconds=None):  # the gold comes first: it matters
+            if (
+                golds and answers and verify(golds, answers, timeout_seconds=None)
+            ):  # the gold comes first: it matters
                 return True
         return False
 

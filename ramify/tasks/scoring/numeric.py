@@ -30,7 +30,12 @@ class NumericScore(msgspec.Struct, frozen=True):
     def __call__(self, answer: Any, item: Item) -> float:
         said = self.read(answer)
         golds = [self.read(gold) for gold in accepted(item.gold)]
-        return float(any(said is not None and gold is not None and self._is_same(said, gold) for gold in golds))
+        return float(
+            any(
+                said is not None and gold is not None and self._is_same(said, gold)
+                for gold in golds
+            )
+        )
 
     def read(self, value: Any) -> int | float | None:
         """The number that ``value`` is or says; None where it says none, or several."""

@@ -2,9 +2,10 @@ r"""An answer graded by a model, point by point, along a rubric.
 
     rubric.messages(question, answer, gold) ── a model ── "… \boxed{1, 0, 2}" ── rubric.read ──> 0.5
 
-The last box must hold one whole number from 0 to ``scale`` for each criterion, and nothing else; any other reply is no
-grade (None), never half of one. Decides the question and its reading. Leaves out who asks: a training run asks through the
-pool of its rollouts (``train/signals/outcome.py``); ``RubricScore`` asks a client of its own, for tasks that are evaluated.
+The last box must hold one whole number from 0 to ``scale`` for each criterion, and nothing else;
+any other reply is no grade (None), never half of one. Decides the question and its reading. Leaves
+out who asks: a training run asks through the pool of its rollouts (``train/signals/outcome.py``);
+``RubricScore`` asks a client of its own, for tasks that are evaluated.
 """
 
 from __future__ import annotations
@@ -47,9 +48,14 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.criteria or self.scale < 1:
             raise ConfigError("a rubric needs at least one criterion, and a scale of at least 1")
-        if self.weights and (len(self.weights) != len(self.criteria) or min(self.weights) < 0 or not sum(self.weights)):
+        if self.weights and (
+            len(self.weights) != len(self.criteria)
+            or min(self.weights) < 0
+            or not sum(self.weights)
+        ):
             raise ConfigError(
-                f"a rubric of {len(self.criteria)} criteria has {len(self.weights)} weights: give one each, not negative, "
+                f"a rubric of {len(self.criteria)} criteria has {len(self.weights)} weights: give "
+                "one each, not negative, "
                 "not all 0"
             )
 
@@ -58,15 +64,26 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         text = as_text(answer) or "(no answer was given)"
         if len(text) > self.max_chars:
             half = self.max_chars // 2
-            text = f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
-        example = ", ".join(str(self.scale if index % 2 == 0 else 0) for index in range(len(self.criteria)))
+            text = (
+                f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
+            )
+        example = ", ".join(
+            str(self.scale if index % 2 == 0 else 0) for index in range(len(self.criteria))
+        )
         criteria = "\n".join(f"{number}. {each}" for number, each in enumerate(self.criteria, 1))
-        gold = f"\n\nThe right answer:\n{as_text(item.gold)}" if self.shows_gold and as_text(item.gold) else ""
+        gold = (
+            f"\n\nThe right answer:\n{as_text(item.gold)}"
+            if self.shows_gold and as_text(item.gold)
+            else ""
+        )
         asked = f"The question:\n{item.question}{gold}\n\nCriteria:\n{criteria}\n\nThe answer to grade:\n{text}"
-        return Message("system", _ABOUT.format(scale=self.scale, example=example)), Message("user", asked)
+        return Message("system", _ABOUT.format(scale=self.scale, example=example)), Message(
+            "user", asked
+        )
 
     def read(self, reply: str) -> float | None:
-        """The grade in ``reply``, from 0 to 1; None where it is not in the form that was asked for."""
+        """The grade in ``reply``, from 0 to 1; None where it is not in the form that was asked
+        for."""
         box = last_boxed(reply, None)
         signs = [] if box is None else [sign.strip() for sign in box.split(",")]
         if len(signs) != len(self.criteria) or not all(_GRADE.fullmatch(sign) for sign in signs):
@@ -75,23 +92,28 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if max(marks) > self.scale:
             return None
         weights = self.weights or (1.0,) * len(marks)
-        return sum(w * mark for w, mark in zip(weights, marks, strict=True)) / (sum(weights) * self.scale)
+        return sum(w * mark for w, mark in zip(weights, marks, strict=True)) / (
+            sum(weights) * self.scale
+        )
 
 
 class RubricScore(msgspec.Struct, frozen=True):
-    """A rubric as a score of a task. The client is made and closed for each answer, on a loop of the score's own thread."""
+    """A rubric as a score of a task. The client is made and closed for each answer, on a loop of
+    the score's own thread."""
 
     rubric: Rubric
     connect: Callable[[], Client]
     sampling: Sampling = Sampling(2048, temperature=0.0)
 
     def __call__(self, answer: Any, item: Item) -> float:
-        """Raises RamifyError where the judge gave no grade: no reward then, rather than a wrong one."""
+        """Raises RamifyError where the judge gave no grade: no reward then, rather than a wrong
+        one."""
         text = asyncio.run(self._ask(Request(self.rubric.messages(item, answer), self.sampling)))
         grade = self.rubric.read(text)
         if grade is None:
             raise RamifyError(
-                f"item {item.id}: the judge's reply holds no grades in the form asked for: …{text[-80:]!r}"
+                f"item {item.id}: the judge's reply holds no grades in the form asked for: "
+                f"…{text[-80:]!r}"
             )
         return grade
 

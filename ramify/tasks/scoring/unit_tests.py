@@ -2,10 +2,11 @@
 
     metadata["tests"]: ["assert add(2, 3) == 5", {"input": "2 3", "output": "5"}, …]
 
-An ``assert`` is run after the program in its session; a test of input and output runs the program anew, and what it prints
-is compared here, outside. A program shares its session with the asserts on it, and one that means to can bend them; where
-that matters, give tests of input and output, whose right answers the session never sees. Each test has a session of its
-own. Decides nothing of how code is confined: that is the sandbox's.
+An ``assert`` is run after the program in its session; a test of input and output runs the program
+anew, and what it prints is compared here, outside. A program shares its session with the asserts on
+it, and one that means to can bend them; where that matters, give tests of input and output, whose
+right answers the session never sees. Each test has a session of its own. Decides nothing of how
+code is confined: that is the sandbox's.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class UnitTestScore(msgspec.Struct, frozen=True):
                     return False
                 return (await self._run(session.run, test)).cell.error is None
             await session.set("__given__", test["input"])
-            await self._run(session.run, "import io, sys\nsys.stdin = io.StringIO(__given__)\ndel __given__")
+            await self._run(
+                session.run, "import io, sys\nsys.stdin = io.StringIO(__given__)\ndel __given__"
+            )
             ran = await self._run(session.run, program)
             return ran.cell.error is None and _same_output(ran.cell.stdout, test["output"])
         except (SessionDied, HostCallError):  # it was killed, or fell over: its own doing
@@ -78,7 +81,8 @@ class UnitTestScore(msgspec.Struct, frozen=True):
 
 
 def code_of(answer: Any) -> str | None:
-    """The program in ``answer``: its last fenced block, or all of it where there is none; None where it is no Python."""
+    """The program in ``answer``: its last fenced block, or all of it where there is none; None
+    where it is no Python."""
     text = as_text(answer)
     if text is None:
         return None
@@ -94,12 +98,15 @@ def code_of(answer: Any) -> str | None:
 def _tests(item: Item) -> Sequence[str | Mapping[str, str]]:
     tests = item.metadata.get("tests")
     if not isinstance(tests, list | tuple) or not tests:
-        raise ConfigError(f"item {item.id}: unit tests are a list in metadata['tests']; it has {tests!r:.60}")
+        raise ConfigError(
+            f"item {item.id}: unit tests are a list in metadata['tests']; it has {tests!r:.60}"
+        )
     for each in tests:
         is_pair = isinstance(each, Mapping) and {"input", "output"} <= each.keys()
         if not isinstance(each, str) and not is_pair:
             raise ConfigError(
-                f"item {item.id}: a test is code that asserts, or {{'input': …, 'output': …}}; this is {each!r:.60}"
+                f"item {item.id}: a test is code that asserts, or {{'input': …, 'output': …}}; "
+                f"this is {each!r:.60}"
             )
     return tests
 
@@ -117,8 +124,8 @@ async def _nobody(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 class _Bench:
-    """One event loop in one thread, with the sandboxes of all tests: scores are asked for from many threads, and a jail
-    takes a tenth of a second to open."""
+    """One event loop in one thread, with the sandboxes of all tests: scores are asked for from many
+    threads, and a jail takes a tenth of a second to open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -130,7 +137,9 @@ class _Bench:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name="ramify unit tests", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever, name="ramify unit tests", daemon=True
+                )
                 self._thread.start()
                 atexit.register(self.close)
             loop = self._loop

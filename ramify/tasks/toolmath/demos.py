@@ -9,9 +9,9 @@ r"""ReTool's demonstrations (JoeYing/ReTool-SFT) as conversations of our own pro
     tool        <interpreter>…</interpreter>        given, never learnt
     assistant   So \boxed{5040}
 
-A row is one text with everything in it; here it is cut into what the model says and what comes back, so that only the
-former is learnt. Rows that do not have this form (tags that do not match, no answer, code that nothing came back for) are
-left out, and the caller is told how many.
+A row is one text with everything in it; here it is cut into what the model says and what comes
+back, so that only the former is learnt. Rows that do not have this form (tags that do not match, no
+answer, code that nothing came back for) are left out, and the caller is told how many.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ TOOL_NAME = "code_interpreter"
 """As the engine's protocol calls it."""
 _QUESTION = re.compile(r"\*+user question:\*+\s*", re.IGNORECASE)
 _FORM = re.compile(r"\s*Remember to place the final answer.*\Z", re.DOTALL)
-_ROUND = re.compile(r"<code>\s*(?P<code>.*?)\s*</code>\s*<interpreter>\n?(?P<shown>.*?)\n?</interpreter>", re.DOTALL)
+_ROUND = re.compile(
+    r"<code>\s*(?P<code>.*?)\s*</code>\s*<interpreter>\n?(?P<shown>.*?)\n?</interpreter>", re.DOTALL
+)
 _FENCE = re.compile(r"\A```(?:python|py)?[ \t]*\n(.*?)\n?```\Z", re.DOTALL)
 _ANSWER = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
 _TAG = re.compile(r"</?(?:code|interpreter|answer)>")
@@ -61,9 +63,13 @@ class ToolMathDemonstration(msgspec.Struct, frozen=True):
 
 
 def demonstrations(
-    source: Any, rules: ToolMathScaffold, num: int | None = None, say: Callable[[str], None] = lambda _: None
+    source: Any,
+    rules: ToolMathScaffold,
+    num: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[list[ToolMathDemonstration]]:
-    """The demonstrations of a file, its first ``num`` rows. Raises ConfigError where no row has the form."""
+    """The demonstrations of a file, its first ``num`` rows. Raises ConfigError where no row has the
+    form."""
     rows = rows_of(source)
     most = len(rows) if num is None else min(num, len(rows))
     left_out, first = 0, ""
@@ -75,7 +81,10 @@ def demonstrations(
     if left_out == most:
         raise ConfigError(f"none of {most} rows is a demonstration of ReTool's form; {first}")
     if left_out:
-        say(f"{left_out} of {most} demonstrations are left out, since they have another form; the first, {first}")
+        say(
+            f"{left_out} of {most} demonstrations are left out, since they have another form; the "
+            f"first, {first}"
+        )
 
 
 def conversation(row: Mapping[str, Any], rules: ToolMathScaffold) -> tuple[Message, ...]:
@@ -86,7 +95,11 @@ def conversation(row: Mapping[str, Any], rules: ToolMathScaffold) -> tuple[Messa
         raise ValueError("it needs a message of the user and one of the assistant")
     system = rules.system_prompt(depth=0, children=False, tools="", limits="")
     first = Message("user", rules.first_message(asked(question), ""))
-    return (*([Message("system", system)] if system else []), first, *_turns(solution, rules.native_tools))
+    return (
+        *([Message("system", system)] if system else []),
+        first,
+        *_turns(solution, rules.native_tools),
+    )
 
 
 def _messages(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -108,7 +121,9 @@ def asked(text: str) -> str:
 def _turns(solution: str, native: bool) -> Iterator[Message]:
     end = 0
     for number, found in enumerate(_ROUND.finditer(solution)):
-        yield from _round(solution[end : found.start()], found["code"], found["shown"], f"call_{number}", native)
+        yield from _round(
+            solution[end : found.start()], found["code"], found["shown"], f"call_{number}", native
+        )
         end = found.end()
     conclusion = _ANSWER.sub(lambda found: found[1], solution[end:]).strip()
     if not last_boxed(conclusion, None):

@@ -5,9 +5,9 @@ r"""Rows of public sets of mathematical problems, as they are published, as item
     Maxwell-Jia/AIME_2024                         Problem, Answer
     yentinglin/aime_2025, HuggingFaceH4/aime_2024 problem, answer
 
-What a set itself says about the form of the answer ("The last line of your response should be … Answer: $Answer") is cut
-off, since it would teach another form than the one that is scored. Which columns a row has decides how it is read; a row
-that fits none is an error that names its columns.
+What a set itself says about the form of the answer ("The last line of your response should be …
+Answer: $Answer") is cut off, since it would teach another form than the one that is scored. Which
+columns a row has decides how it is read; a row that fits none is an error that names its columns.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ from ramify.tasks.base import Item
 QUESTIONS = ("prompt", "problem", "Problem", "question")
 GOLDS = ("reward_model", "label", "answer", "Answer", "expected_answer", "solution_answer")
 _INSTRUCTIONS = (
-    re.compile(r"\ASolve the following math problem step by step\. The last line of your response should be .*?\n\n", re.S),
+    re.compile(
+        r"\ASolve the following math problem step by step\. The last line of your response should be .*?\n\n",
+        re.S,
+    ),
     re.compile(r"\n\nRemember to put your answer on its own line after \"Answer:\"\.?\s*\Z"),
-    re.compile(r"\n*(?:Please reason step by step, and |Let's think step by step and )?"
-               r"(?:put|output) (?:your|the) final answer within \\boxed\{\}\.?\s*\Z", re.IGNORECASE),
-)  # fmt: skip
+    re.compile(
+        r"\n*(?:Please reason step by step, and |Let's think step by step and )?"
+        r"(?:put|output) (?:your|the) final answer within \\boxed\{\}\.?\s*\Z",
+        re.IGNORECASE,
+    ),
+)
 
 
 def item_of(row: Mapping[str, Any]) -> Item:
@@ -33,7 +39,10 @@ def item_of(row: Mapping[str, Any]) -> Item:
     question, gold = _question(row), _gold(row)
     if question is None or gold is None:
         missing = "problem" if question is None else "answer"
-        raise ValueError(f"no {missing} was found among its columns {', '.join(map(str, row))}; known are {_known()}")
+        raise ValueError(
+            f"no {missing} was found among its columns {', '.join(map(str, row))}; known are "
+            f"{_known()}"
+        )
     kind = str(row.get("data_source") or "")
     return Item(question, gold=gold, kind=kind, wrong=_other(gold))
 

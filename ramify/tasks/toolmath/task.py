@@ -1,12 +1,14 @@
-r"""The math agent's task: problems from files of the user's, whole Python in a session, the answer in the last box.
+r"""The math agent's task: problems from files of the user's, whole Python in a session, the answer
+in the last box.
 
     toolmath(train="dapo-math-17k.parquet", test="aime-2024.parquet")
     toolmath(test="aime-2025.jsonl")                                    to evaluate on
 
-Meant for the scaffolds ``retool`` (tags) and ``retool_native`` (native calls). ``correct`` is the only reward: shaping and
-marks for single turns are signals of a training run, never of the task, since pass@k, avg@k and majority@k count what is
-right and nothing else. A problem that a set repeats is taken once. Without a validation file a part of the training file
-is held out, by the hash of the problem.
+Meant for the scaffolds ``retool`` (tags) and ``retool_native`` (native calls). ``correct`` is the
+only reward: shaping and marks for single turns are signals of a training run, never of the task,
+since pass@k, avg@k and majority@k count what is right and nothing else. A problem that a set
+repeats is taken once. Without a validation file a part of the training file is held out, by the
+hash of the problem.
 """
 
 from __future__ import annotations
@@ -31,17 +33,27 @@ HELD_OUT = 1 / 64
 """Share of the training file that is the validation stream, where no file is given for it."""
 
 
-def toolmath(*, train: Any = "", validation: Any = "", test: Any = "", verifier: str = "auto") -> SimpleTask:
-    """The task. Each of ``train``, ``validation`` and ``test`` is a ``.jsonl`` or ``.parquet`` file, or a list of rows, in
-    one of the forms of ``problem_rows.py``. ``verifier`` is a score by name, or ``auto``: whole numbers as such, everything else by
-    math-verify where it is installed, otherwise to the letter. Raises ConfigError, SourceError."""
+def toolmath(
+    *, train: Any = "", validation: Any = "", test: Any = "", verifier: str = "auto"
+) -> SimpleTask:
+    """The task. Each of ``train``, ``validation`` and ``test`` is a ``.jsonl`` or ``.parquet``
+    file, or a list of rows, in one of the forms of ``problem_rows.py``. ``verifier`` is a score by
+    name, or ``auto``: whole numbers as such, everything else by math-verify where it is installed,
+    otherwise to the letter. Raises ConfigError, SourceError."""
     given = {"train": train, "validation": validation, "test": test}
-    splits = {split: _once(split, rows_of(source)) for split, source in given.items() if _is_given(source)}
+    splits = {
+        split: _once(split, rows_of(source)) for split, source in given.items() if _is_given(source)
+    }
     if not splits:
-        raise ConfigError("toolmath needs problems: give train, validation or test, a .jsonl or .parquet file each")
+        raise ConfigError(
+            "toolmath needs problems: give train, validation or test, a .jsonl or .parquet file "
+            "each"
+        )
     if "train" in splits and "validation" not in splits:
         splits |= _divided(splits["train"])
-    return SimpleTask("toolmath", splits, WholeTrajectoryReward(_ToolMathScore(_verifier(verifier))))
+    return SimpleTask(
+        "toolmath", splits, WholeTrajectoryReward(_ToolMathScore(_verifier(verifier)))
+    )
 
 
 class _ToolMathScore:
@@ -56,18 +68,22 @@ class _ToolMathScore:
 
 
 def usage(trajectory: Trajectory) -> dict[str, float]:
-    """What a rollout did with its tool: ``tool_calls`` (cells that ran), ``tool_errors`` and ``tool_silent`` (shares of
-    them that raised or showed nothing), ``used_tool``, ``malformed`` (replies that were neither code nor an answer),
-    ``truncated`` (whether a limit ended it, or a reply was cut off)."""
+    """What a rollout did with its tool: ``tool_calls`` (cells that ran), ``tool_errors`` and
+    ``tool_silent`` (shares of them that raised or showed nothing), ``used_tool``, ``malformed``
+    (replies that were neither code nor an answer), ``truncated`` (whether a limit ended it, or a
+    reply was cut off)."""
     turns = [turn for call in trajectory.calls for turn in call.turns]
     cells = [cell for turn in turns for cell in turn.cells]
     cut = any(call.stop is not None and call.stop.is_truncated() for call in trajectory.calls)
     return {
         "tool_calls": float(len(cells)),
         "tool_errors": sum(cell.error is not None for cell in cells) / max(1, len(cells)),
-        "tool_silent": sum(not (cell.error or cell.stdout or cell.value) for cell in cells) / max(1, len(cells)),
+        "tool_silent": sum(not (cell.error or cell.stdout or cell.value) for cell in cells)
+        / max(1, len(cells)),
         "used_tool": float(bool(cells)),
-        "malformed": float(sum(not turn.cells for turn in turns) - (trajectory.answer is not None and _ends(turns))),
+        "malformed": float(
+            sum(not turn.cells for turn in turns) - (trajectory.answer is not None and _ends(turns))
+        ),
         "truncated": float(cut or any(turn.reply.finish == "length" for turn in turns)),
     }
 
@@ -78,14 +94,16 @@ def _ends(turns: Sequence[Turn]) -> bool:
 
 
 def auto(answer: Any, item: Item) -> float:
-    """1 where ``answer`` is the gold: the same text or whole number; the same value where math-verify is installed."""
+    """1 where ``answer`` is the gold: the same text or whole number; the same value where
+    math-verify is installed."""
     said, gold = whole(answer), whole(item.gold)
     if exact(answer, item) or (said is not None and said == gold):
         return 1.0
     if said is not None and gold is not None:
         return 0.0
     return float(
-        bool(importlib.util.find_spec("math_verify")) and as_score(math_answer(answer, item)).rewards["correct"]
+        bool(importlib.util.find_spec("math_verify"))
+        and as_score(math_answer(answer, item)).rewards["correct"]
     )
 
 
@@ -104,7 +122,9 @@ def _verifier(name: str) -> AnswerReward:
     if name == "auto":
         return auto
     if name not in SCORERS:
-        raise ConfigError(f"toolmath: unknown verifier '{name}': {nearest(name, ['auto', *SCORERS])}")
+        raise ConfigError(
+            f"toolmath: unknown verifier '{name}': {nearest(name, ['auto', *SCORERS])}"
+        )
     return SCORERS[name]
 
 
@@ -123,12 +143,19 @@ def _once(split: str, rows: Sequence[Any]) -> DatasetItems:
 
 def _divided(train: DatasetItems) -> dict[str, DatasetItems]:
     """``train`` less what is held out, and that as ``validation``."""
-    held = [index for index in range(len(train)) if int.from_bytes(_key(train[index])[:8], "big") < HELD_OUT * 2**64]
+    held = [
+        index
+        for index in range(len(train))
+        if int.from_bytes(_key(train[index])[:8], "big") < HELD_OUT * 2**64
+    ]
     held = held or [len(train) - 1] * (len(train) > 1)
     if not held:
         return {}
     kept = [index for index in range(len(train)) if index not in set(held)]
-    return {"train": train.some("toolmath/train", kept), "validation": train.some("toolmath/validation", held)}
+    return {
+        "train": train.some("toolmath/train", kept),
+        "validation": train.some("toolmath/validation", held),
+    }
 
 
 def _key(item: Item) -> bytes:

@@ -1,5 +1,6 @@
-"""One algorithm, one file. ``ALGORITHMS`` names them; ``module:name`` of one's own does as well, and so does whatever a
-recipe registers (see ``train/registry.py``). What each does to a known batch is in ``docs/algorithms.md``.
+"""One algorithm, one file. ``ALGORITHMS`` names them; ``module:name`` of one's own does as well,
+and so does whatever a recipe registers (see ``train/registry.py``). What each does to a known batch
+is in ``docs/algorithms.md``.
 """
 
 from ramify.train.registry import Registry

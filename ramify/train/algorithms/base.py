@@ -1,10 +1,12 @@
-"""What an algorithm is: it looks at scored groups and writes per-token streams on what was sampled; the trainer is blind.
+"""What an algorithm is: it looks at scored groups and writes per-token streams on what was sampled;
+the trainer is blind.
 
     [Group] ── algorithm.stamp(groups, task's weights) ──> Stamping: [Stamped], denominators, metrics
 
-An algorithm is a small struct in a file of its own; its fields are its options. It reads a whole step's groups at once,
-so that every statistic is global. One that needs more says so (``needs``): a greedy rollout beside each group, numbers that
-only the trainer can compute of its rows, or what it remembers of the steps before:
+An algorithm is a small struct in a file of its own; its fields are its options. It reads a whole
+step's groups at once, so that every statistic is global. One that needs more says so (``needs``): a
+greedy rollout beside each group, numbers that only the trainer can compute of its rows, or what it
+remembers of the steps before:
 
     [Sequence] with the streams it needs ── algorithm.finish(rows) ──> advantages on them, for the whole step at once
     algorithm with memory=… ── stamp ──> Stamping.memory, which goes into the checkpoint and to the next step
@@ -35,7 +37,8 @@ class AssignedStep(msgspec.Struct):
     no_signal: str = ""
     """Why there is nothing to learn, in a sentence; empty where there is."""
     notes: list[str] = msgspec.field(default_factory=list)
-    """What a person should know besides, in sentences: which rollout had a reward that is no number."""
+    """What a person should know besides, in sentences: which rollout had a reward that is no
+    number."""
     memory: dict[str, float] = msgspec.field(default_factory=dict)
     """What the algorithm remembers after this step."""
 
@@ -56,26 +59,30 @@ class Algorithm(Protocol):
 
     @property
     def has_group_baseline(self) -> bool:
-        """Whether rollouts are judged against others of the same task, so that a group of one teaches nothing."""
+        """Whether rollouts are judged against others of the same task, so that a group of one
+        teaches nothing."""
         ...
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
-        """The streams of one optimizer step. ``weights`` weigh the task's rewards by name. With ``every_token`` tokens
-        whose advantage is 0 are stamped too, since the loss has a term that acts on each: a KL, an entropy."""
+        """The streams of one optimizer step. ``weights`` weigh the task's rewards by name. With
+        ``every_token`` tokens whose advantage is 0 are stamped too, since the loss has a term that
+        acts on each: a KL, an entropy."""
         ...
 
 
 def needs_of(algorithm: Any) -> AlgorithmNeeds:
     """What ``algorithm`` needs, or the one within it that has the baseline (``outcome``)."""
-    found: AlgorithmNeeds = getattr(algorithm, "needs", None) or _of_inner(algorithm, needs_of, AlgorithmNeeds())
+    found: AlgorithmNeeds = getattr(algorithm, "needs", None) or _of_inner(
+        algorithm, needs_of, AlgorithmNeeds()
+    )
     return found
 
 
 def finish(algorithm: Any, rows: Sequence[Row]) -> dict[str, float]:
-    """Put onto ``rows``, those of a whole step, what only now can be computed; what was measured. Rows whose algorithm has
-    nothing to add stay as they are."""
+    """Put onto ``rows``, those of a whole step, what only now can be computed; what was measured.
+    Rows whose algorithm has nothing to add stay as they are."""
     if not needs_of(algorithm).streams:
         return {}
     own = getattr(algorithm, "finish", None)

@@ -1,4 +1,5 @@
-"""Dr.GRPO (2503.20783): what a rollout did better than the mean of its group, undivided. The default.
+"""Dr.GRPO (2503.20783): what a rollout did better than the mean of its group, undivided. The
+default.
 
 rewards 1, 0, 0, 0: advantages 0.75, -0.25, -0.25, -0.25
 """
@@ -13,7 +14,14 @@ from ramify.train.signals.baseline import mean
 from ramify.types.trajectory import Group
 
 
-class DrGRPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="dr_grpo"):
+class DrGRPO(
+    GroupOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="dr_grpo",
+):
     """Implements ``Algorithm``."""
 
     def assign_advantages(

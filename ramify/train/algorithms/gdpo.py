@@ -1,8 +1,8 @@
-"""GDPO (2601.05242): each named reward is compared within the group on its own, then they are weighed and added, and the sum
-normalised over the step.
+"""GDPO (2601.05242): each named reward is compared within the group on its own, then they are
+weighed and added, and the sum normalised over the step.
 
-rewards correct 1, 0 and short 0, 0.1 with weights 1 and 0.5: each pair is ±0.707, so that the sums are 0.354, -0.354. Added
-before the comparison the small reward would have had next to no say.
+rewards correct 1, 0 and short 0, 0.1 with weights 1 and 0.5: each pair is ±0.707, so that the sums
+are 0.354, -0.354. Added before the comparison the small reward would have had next to no say.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from ramify.train.signals.rollout_trees import tree_of
 from ramify.types.trajectory import Group
 
 
-class GDPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="gdpo"):
+class GDPO(
+    GroupOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="gdpo",
+):
     """Implements ``Algorithm``. The task's weights are those of the sum."""
 
     normalise: bool = True
@@ -26,7 +33,9 @@ class GDPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.length_weight or self.overlong_buffer:
-            raise ConfigError("gdpo compares each reward on its own: let the task score length as one of them")
+            raise ConfigError(
+                "gdpo compares each reward on its own: let the task score length as one of them"
+            )
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False

@@ -1,11 +1,13 @@
-"""The shape that nearly all estimators share: rollouts of one task are compared, each call gets a number, each token a
-weight. They differ in the baseline, so that all options of credit, length and weight go with each.
+"""The shape that nearly all estimators share: rollouts of one task are compared, each call gets a
+number, each token a weight. They differ in the baseline, so that all options of credit, length and
+weight go with each.
 
     scored group ── length ──> rewards ── judge: credit(baseline) ──> a number per call ── weight ──> streams per token
 
-Decides which rollouts count (one without a reward, or with one that is no number, is named and left out; its group goes on),
-which groups teach nothing, and that whatever is normalised over a step is so before weights. Leaves out what is done with
-the streams: the loss, clipping and the anchor are the trainer's.
+Decides which rollouts count (one without a reward, or with one that is no number, is named and left
+out; its group goes on), which groups teach nothing, and that whatever is normalised over a step is
+so before weights. Leaves out what is done with the streams: the loss, clipping and the anchor are
+the trainer's.
 """
 
 from __future__ import annotations
@@ -21,8 +23,21 @@ from ramify.train.algorithms.base import AlgorithmNeeds, AssignedStep
 from ramify.train.signals import filters
 from ramify.train.signals.baseline import Baseline
 from ramify.train.signals.credit import CREDITS, CreditNode, Numbers
-from ramify.train.signals.length import LengthLimits, Overlong, RolloutLength, length_penalty, soft_overlong
-from ramify.train.signals.rollout_trees import length_of, num_sampled, sampled, tree_of, was_cut_off, why_unscored
+from ramify.train.signals.length import (
+    LengthLimits,
+    Overlong,
+    RolloutLength,
+    length_penalty,
+    soft_overlong,
+)
+from ramify.train.signals.rollout_trees import (
+    length_of,
+    num_sampled,
+    sampled,
+    tree_of,
+    was_cut_off,
+    why_unscored,
+)
 from ramify.train.signals.weight import ALSO, Reduction, Share, Weights
 from ramify.train.signals.weight import weights as token_weights
 from ramify.train.token_credit import AssignedRollout, Stamps, TokenCredit
@@ -53,8 +68,8 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     overlong: Overlong = "punish"
     """A cut-off call counts as what it scored, or carries no loss (``mask``)."""
     max_rollout_tokens: int = 0
-    """Sampled tokens of a rollout at which the soft punishment is full, and the constant of ``reduction=constant``; 0:
-    no punishment."""
+    """Sampled tokens of a rollout at which the soft punishment is full, and the constant of
+    ``reduction=constant``; 0: no punishment."""
     overlong_buffer: int = 0
     """Tokens before ``max_rollout_tokens`` over which the punishment grows from 0 to -1."""
     length_weight: float = 0.0
@@ -62,17 +77,21 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     normalise: bool = False
     """Bring the advantages of all tokens of a step to mean 0 and standard deviation 1."""
     kl_reward: float = 0.0
-    """What each token is charged of its k1 to the reference policy (o - ref), taken off its advantage and those of the
-    tokens before it in its call; 0: nothing. ``loss.kl_beta`` is the KL in the loss."""
+    """What each token is charged of its k1 to the reference policy (o - ref), taken off its
+    advantage and those of the tokens before it in its call; 0: nothing. ``loss.kl_beta`` is the KL
+    in the loss."""
 
     def __post_init__(self) -> None:
         CREDITS.of(self.credit)
         if ALSO.get(self.reduction, self.reduction) == "constant" and self.max_rollout_tokens < 1:
             raise ConfigError(
-                f"reduction={self.reduction} divides by max_rollout_tokens: give it, the most that a rollout samples"
+                f"reduction={self.reduction} divides by max_rollout_tokens: give it, the most that "
+                "a rollout samples"
             )
         if min(self.gamma_tree, self.length_weight, self.overlong_buffer, self.kl_reward) < 0:
-            raise ConfigError("gamma_tree, length_weight, overlong_buffer and kl_reward cannot be negative")
+            raise ConfigError(
+                "gamma_tree, length_weight, overlong_buffer and kl_reward cannot be negative"
+            )
 
     @property
     def has_group_baseline(self) -> bool:
@@ -80,7 +99,9 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def needs(self) -> AlgorithmNeeds:
-        return AlgorithmNeeds(streams=frozenset({"old_logprobs", "ref_logprobs"} if self.kl_reward else ()))
+        return AlgorithmNeeds(
+            streams=frozenset({"old_logprobs", "ref_logprobs"} if self.kl_reward else ())
+        )
 
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
         """The KL in the reward, and what had to wait for it."""
@@ -105,7 +126,8 @@ def assigned_rollout(
     baseline: Baseline,
     every_token: bool,
 ) -> AssignedStep:
-    """The streams of one step: the whole of every algorithm that has a baseline over a group and nothing else."""
+    """The streams of one step: the whole of every algorithm that has a baseline over a group and
+    nothing else."""
 
     def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
         found: Sequence[Numbers] = CREDITS.of(options.credit)(trees, baseline, options.gamma_tree)
@@ -124,22 +146,29 @@ def judged(
     gamma: float = 1.0,
     has_baseline: bool = True,
 ) -> AssignedStep:
-    """The streams of one step, by what ``judge`` says of each call. ``gamma``: what a token gets of its call's number is
-    discounted by it, once for each token that was sampled after. ``has_baseline``: numbers of 0 teach nothing."""
+    """The streams of one step, by what ``judge`` says of each call. ``gamma``: what a token gets of
+    its call's number is discounted by it, once for each token that was sampled after.
+    ``has_baseline``: numbers of 0 teach nothing."""
     usable = [_usable(group) for group in groups]
     rollouts = [_rollouts(group, task_weights, options, judge) for group in usable]
     with_signal = [
-        group for group in rollouts if not has_baseline or filters.has_signal([each.numbers for each in group])
+        group
+        for group in rollouts
+        if not has_baseline or filters.has_signal([each.numbers for each in group])
     ]
     kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
     counts = [[_counts(each, options) for each in group] for group in kept]
-    weights, denominator = token_weights(counts, options.reduction, options.share, max(options.max_rollout_tokens, 1))
+    weights, denominator = token_weights(
+        counts, options.reduction, options.share, max(options.max_rollout_tokens, 1)
+    )
     spread = [
         [_spread(each.numbers, count, gamma) for each, count in zip(group, counted, strict=True)]
         for group, counted in zip(kept, counts, strict=True)
     ]
     if options.normalise and not options.kl_reward:
-        row_math.whiten_all([values for group in spread for each in group for values in each.values()])
+        row_math.whiten_all(
+            [values for group in spread for each in group for values in each.values()]
+        )
     every_token = every_token or options.normalise or bool(options.kl_reward) or not has_baseline
     stamped_ones = [
         _stamp(rollout, weight, values, every_token)
@@ -163,7 +192,8 @@ def _usable(group: Group) -> Group:
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:
-    """Which rollouts had no reward, or one that is no number; the first by name, further ones counted."""
+    """Which rollouts had no reward, or one that is no number; the first by name, further ones
+    counted."""
     found = [
         f"{each.id} is left out of its group: it {why}"
         for group in groups
@@ -171,29 +201,42 @@ def _notes(groups: Sequence[Group]) -> list[str]:
         if (why := why_unscored(each))
     ]
     more = len(found) - _MOST_NAMED
-    return [*found[:_MOST_NAMED], f"{more} further rollouts are left out likewise"] if more > 1 else found
+    return (
+        [*found[:_MOST_NAMED], f"{more} further rollouts are left out likewise"]
+        if more > 1
+        else found
+    )
 
 
-def _rollouts(group: Group, task_weights: Mapping[str, float], options: GroupOptions, judge: Judge) -> list[_Rollout]:
+def _rollouts(
+    group: Group, task_weights: Mapping[str, float], options: GroupOptions, judge: Judge
+) -> list[_Rollout]:
     trajectories = group.trajectories
     trees = [tree_of(trajectory, task_weights) for trajectory in trajectories]
     lengths = [length_of(trajectory) for trajectory in trajectories]
     roots = [next(iter(tree)) for tree in trees]
-    rewards = _for_length([tree[root].reward for tree, root in zip(trees, roots, strict=True)], lengths, options)
+    rewards = _for_length(
+        [tree[root].reward for tree, root in zip(trees, roots, strict=True)], lengths, options
+    )
     for tree, root, reward in zip(trees, roots, rewards, strict=True):
         tree[root] = tree[root]._replace(reward=reward)
     numbers = judge(group, trees) if trees else []
     return [_Rollout(*each) for each in zip(trajectories, trees, numbers, strict=True)]
 
 
-def _for_length(rewards: list[float], lengths: Sequence[RolloutLength], options: GroupOptions) -> list[float]:
+def _for_length(
+    rewards: list[float], lengths: Sequence[RolloutLength], options: GroupOptions
+) -> list[float]:
     """Rewards with what length takes off them."""
     if options.length_weight and lengths:
         most = LengthLimits(*(max(1, *(each[index] for each in lengths)) for index in range(3)))
         rewards = length_penalty(rewards, lengths, most, options.length_weight)
     if options.max_rollout_tokens and options.overlong_buffer:
         limit, buffer = options.max_rollout_tokens, options.overlong_buffer
-        rewards = [r + soft_overlong(n.output, limit, buffer) for r, n in zip(rewards, lengths, strict=True)]
+        rewards = [
+            r + soft_overlong(n.output, limit, buffer)
+            for r, n in zip(rewards, lengths, strict=True)
+        ]
     return rewards
 
 
@@ -211,12 +254,19 @@ def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, int]:
     """Call id -> tokens that may carry loss."""
     trajectory = rollout.trajectory
     cut_off = was_cut_off(trajectory.root)
-    return {call.id: num_sampled(call) if _is_trained(call, options, cut_off) else 0 for call in trajectory.calls}
+    return {
+        call.id: num_sampled(call) if _is_trained(call, options, cut_off) else 0
+        for call in trajectory.calls
+    }
 
 
 def _spread(numbers: Numbers, counts: Mapping[str, int], gamma: float) -> dict[str, list[float]]:
     """Call id -> the advantage of each of its tokens that may carry loss."""
-    return {id: [numbers[id] * gamma ** (num - 1 - index) for index in range(num)] for id, num in counts.items() if num}
+    return {
+        id: [numbers[id] * gamma ** (num - 1 - index) for index in range(num)]
+        for id, num in counts.items()
+        if num
+    }
 
 
 def _stamp(
@@ -225,7 +275,8 @@ def _stamp(
     values: Mapping[str, list[float]],
     every_token: bool,
 ) -> AssignedRollout:
-    """Streams for every turn that has both a weight and an advantage, or that has a weight alone."""
+    """Streams for every turn that has both a weight and an advantage, or that has a weight
+    alone."""
     credits: Stamps = {}
     for call in rollout.trajectory.calls:
         weight, start = weights[call.id], 0
@@ -238,11 +289,15 @@ def _stamp(
 
 
 def _metrics(
-    groups: Sequence[Group], by_group: Sequence[Sequence[_Rollout]], with_signal: Sequence[Sequence[_Rollout]]
+    groups: Sequence[Group],
+    by_group: Sequence[Sequence[_Rollout]],
+    with_signal: Sequence[Sequence[_Rollout]],
 ) -> dict[str, float]:
     rollouts = [each for group in by_group for each in group]
     rewards = [next(iter(each.tree.values())).reward for each in rollouts]
-    children = [node.reward for each in rollouts for node in each.tree.values() if node.parent is not None]
+    children = [
+        node.reward for each in rollouts for node in each.tree.values() if node.parent is not None
+    ]
     found = {
         "reward": sum(rewards) / len(rewards) if rewards else 0.0,
         "groups_with_signal": float(len(with_signal)),
@@ -257,14 +312,19 @@ def _metrics(
 
 def _zero_variance(groups: Sequence[Sequence[_Rollout]]) -> float:
     """The share of groups whose rollouts all came to the same reward."""
-    rewards = [[next(iter(each.tree.values())).reward for each in group] for group in groups if group]
+    rewards = [
+        [next(iter(each.tree.values())).reward for each in group] for group in groups if group
+    ]
     return sum(min(each) == max(each) for each in rewards) / len(rewards) if rewards else 0.0
 
 
 def _no_signal(
-    groups: Sequence[Group], usable: Sequence[Group], with_signal: Sequence[object], assigned_rollout: Sequence[AssignedRollout],
+    groups: Sequence[Group],
+    usable: Sequence[Group],
+    with_signal: Sequence[object],
+    assigned_rollout: Sequence[AssignedRollout],
     has_baseline: bool,
-) -> str:  # fmt: skip
+) -> str:
     if assigned_rollout:
         return ""
     if not any(group.trajectories for group in usable):
@@ -274,4 +334,6 @@ def _no_signal(
         return "no group has two rollouts, so none has anything to be compared with"
     if not with_signal:
         return f"in each of {len(groups)} groups all rollouts did equally well"
-    return "all calls with an advantage were masked, or came without token ids and log-probabilities"
+    return (
+        "all calls with an advantage were masked, or came without token ids and log-probabilities"
+    )

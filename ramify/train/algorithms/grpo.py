@@ -1,7 +1,9 @@
-"""GRPO (2402.03300): what a rollout did better than the mean of its group, in units of the group's standard deviation.
+"""GRPO (2402.03300): what a rollout did better than the mean of its group, in units of the group's
+standard deviation.
 
-rewards 1, 0, 0, 0: std 0.5, advantages 1.5, -0.5, -0.5, -0.5. The division makes rare successes and rare failures loud;
-on small policies it made training unstable (see ``docs/learning.md``), so it is not the default.
+rewards 1, 0, 0, 0: std 0.5, advantages 1.5, -0.5, -0.5, -0.5. The division makes rare successes and
+rare failures loud; on small policies it made training unstable (see ``docs/learning.md``), so it is
+not the default.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from ramify.train.signals.baseline import mean_std
 from ramify.types.trajectory import Group
 
 
-class GRPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="grpo"):
+class GRPO(
+    GroupOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="grpo",
+):
     """Implements ``Algorithm``."""
 
     def assign_advantages(

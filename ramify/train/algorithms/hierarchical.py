@@ -1,7 +1,8 @@
-"""Hierarchical GRPO: a call is compared with the attempts at the same sub-task, a root with the roots of its group.
+"""Hierarchical GRPO: a call is compared with the attempts at the same sub-task, a root with the
+roots of its group.
 
-roots 1 and 0; both ask "north", which is answered with 1 and 0 (γ of the tree 0): advantages 0.5, -0.5 of either. A sub-task
-that only one call tried teaches that call nothing.
+roots 1 and 0; both ask "north", which is answered with 1 and 0 (γ of the tree 0): advantages 0.5,
+-0.5 of either. A sub-task that only one call tried teaches that call nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from ramify.types.trajectory import Group
 
 
 class Hierarchical(
-    GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="hierarchical"
+    GroupOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="hierarchical",
 ):
     """Implements ``Algorithm``."""
 

@@ -1,7 +1,8 @@
 """MaxRL (2602.02710): what a rollout did better than the mean of its group, in units of that mean.
 
-rewards 1, 0, 0, 0: advantages 3, -1, -1, -1. With rewards of 0 and 1 it follows the gradient of the log of the pass rate: the
-rarer a success, the louder. A group whose mean is not positive teaches nothing.
+rewards 1, 0, 0, 0: advantages 3, -1, -1, -1. With rewards of 0 and 1 it follows the gradient of the
+log of the pass rate: the rarer a success, the louder. A group whose mean is not positive teaches
+nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from ramify.train.signals.baseline import mean_ratio
 from ramify.types.trajectory import Group
 
 
-class MaxRL(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="maxrl"):
+class MaxRL(
+    GroupOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="maxrl",
+):
     """Implements ``Algorithm``."""
 
     def assign_advantages(

@@ -1,7 +1,8 @@
-"""OPO (2505.23585): what a rollout did better than the mean of its group, each counted by its length.
+"""OPO (2505.23585): what a rollout did better than the mean of its group, each counted by its
+length.
 
-rewards 1, 0 of 1 and 3 tokens: advantages 0.75, -0.25. Long rollouts have large gradients, so that they weigh in the baseline
-of least variance.
+rewards 1, 0 of 1 and 3 tokens: advantages 0.75, -0.25. Long rollouts have large gradients, so that
+they weigh in the baseline of least variance.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from ramify.train.signals.baseline import by_length
 from ramify.types.trajectory import Group
 
 
-class OPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="opo"):
+class OPO(
+    GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="opo"
+):
     """Implements ``Algorithm``."""
 
     def assign_advantages(

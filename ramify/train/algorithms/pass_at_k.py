@@ -1,6 +1,7 @@
 """GRPO for pass@k: only the best of a group learns, by how far it was ahead of the second.
 
-rewards 1, 0, 0, 0: std 0.5, advantages 2, 0, 0, 0. Two that are equally good: all 0. It asks that one attempt succeed, not all.
+rewards 1, 0, 0, 0: std 0.5, advantages 2, 0, 0, 0. Two that are equally good: all 0. It asks that
+one attempt succeed, not all.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from ramify.train.signals.baseline import best_alone
 from ramify.types.trajectory import Group
 
 
-class PassAtK(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="pass_at_k"):
+class PassAtK(
+    GroupOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="pass_at_k",
+):
     """Implements ``Algorithm``."""
 
     def assign_advantages(

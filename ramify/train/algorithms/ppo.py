@@ -1,10 +1,12 @@
-"""PPO with a critic (1707.06347): generalised advantage estimation along the sampled tokens of each call.
+"""PPO with a critic (1707.06347): generalised advantage estimation along the sampled tokens of each
+call.
 
     stamp   each call's return (its own reward, and γ_tree of its parent's) on its last sampled token: the stream ``rewards``
     finish  δ_t = r_t + γ V_{t+1} - V_t,   Â_t = δ_t + γλ Â_{t+1},   returns Â + V,   then Â is normalised over the step
 
-t + 1 is the next token that was *sampled* in the call: neither γ nor λ decays over what tools print. Nothing comes after the
-last one. A call of 2 tokens that came to 1, V = 0.2, 0.6, γ = 1, λ = 0.5: δ = 0.4, 0.4, Â = 0.6, 0.4, returns 0.8, 1.
+t + 1 is the next token that was *sampled* in the call: neither γ nor λ decays over what tools
+print. Nothing comes after the last one. A call of 2 tokens that came to 1, V = 0.2, 0.6, γ = 1, λ =
+0.5: δ = 0.4, 0.4, Â = 0.6, 0.4, returns 0.8, 1.
 
 There is no group: one attempt at each item is enough. The critic is ``rl.critic``'s to say.
 """
@@ -26,7 +28,9 @@ from ramify.types.sequence import TokenSequence as Row
 from ramify.types.trajectory import Group
 
 
-class PPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ppo"):
+class PPO(
+    GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ppo"
+):
     """Implements ``Algorithm``."""
 
     gamma: float = 1.0
@@ -55,10 +59,14 @@ class PPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, t
 
         def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
             for trajectory, tree in zip(group.trajectories, trees, strict=True):
-                came_to.update({(trajectory.id, id): R for id, R in returns_of(tree, self.gamma_tree).items()})
+                came_to.update(
+                    {(trajectory.id, id): R for id, R in returns_of(tree, self.gamma_tree).items()}
+                )
             return [dict.fromkeys(tree, 0.0) for tree in trees]
 
-        later = msgspec.structs.replace(self, normalise=False)  # there is nothing to be normalised before ``finish``
+        later = msgspec.structs.replace(
+            self, normalise=False
+        )  # there is nothing to be normalised before ``finish``
         found = judged(groups, weights, later, judge, True, has_baseline=False)
         for rollout in found.rollouts:
             last = dict(sorted(rollout.credits))

@@ -1,10 +1,12 @@
-"""RAE, role-conditioned advantage estimation (SPIRAL, 2506.24119): what a call came to more than calls of its role have come to
-lately, by a running mean for each role, which is kept from step to step.
+"""RAE, role-conditioned advantage estimation (SPIRAL, 2506.24119): what a call came to more than
+calls of its role have come to lately, by a running mean for each role, which is kept from step to
+step.
 
     A = R(call) - b(role, depth)        b <- decay b + (1 - decay) mean of R over the step
 
-decay 0.95, b = 0.4, returns 1 and 0: advantages 0.6, -0.4, and b becomes 0.405. All calls of a step are held against the mean
-from before it, so that their order does not matter. One attempt at each item is enough.
+decay 0.95, b = 0.4, returns 1 and 0: advantages 0.6, -0.4, and b becomes 0.405. All calls of a step
+are held against the mean from before it, so that their order does not matter. One attempt at each
+item is enough.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ from ramify.train.signals.credit import CreditNode, Numbers, returns_of
 from ramify.types.trajectory import Group
 
 
-class RAE(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="rae"):
+class RAE(
+    GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="rae"
+):
     """Implements ``Algorithm``."""
 
     decay: float = 0.95
     memory: dict[str, float] = msgspec.field(default_factory=dict)
-    """Role -> running mean that the run begins with; ``rlm@0`` is the root, ``rlm@1`` its children, ``lm@1`` plain calls.
-    0 for others."""
+    """Role -> running mean that the run begins with; ``rlm@0`` is the root, ``rlm@1`` its children,
+    ``lm@1`` plain calls. 0 for others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,7 +58,9 @@ class RAE(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, t
         }
         return found
 
-    def _held_against(self, tree: Mapping[str, CreditNode], came_to: dict[str, list[float]]) -> Numbers:
+    def _held_against(
+        self, tree: Mapping[str, CreditNode], came_to: dict[str, list[float]]
+    ) -> Numbers:
         found: Numbers = {}
         for call, value in returns_of(tree, self.gamma_tree).items():
             role = f"{tree[call].role}@{tree[call].depth}"

@@ -1,8 +1,9 @@
-"""REINFORCE++ (2501.03262): what a call came to, passed back along its tokens, normalised over all tokens of the step.
+"""REINFORCE++ (2501.03262): what a call came to, passed back along its tokens, normalised over all
+tokens of the step.
 
-A call of 3 tokens that came to 1, another of 1 token that came to 0, γ = 0.5: returns 0.25, 0.5, 1 | 0, their mean 0.4375 and
-standard deviation 0.427: advantages -0.439, 0.146, 1.317, -1.024. There is no group: rollouts of all tasks are compared, so
-that one attempt at each is enough.
+A call of 3 tokens that came to 1, another of 1 token that came to 0, γ = 0.5: returns 0.25, 0.5, 1
+| 0, their mean 0.4375 and standard deviation 0.427: advantages -0.439, 0.146, 1.317, -1.024. There
+is no group: rollouts of all tasks are compared, so that one attempt at each is enough.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ from ramify.types.trajectory import Group
 
 
 class ReinforcePP(
-    GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="reinforce_pp"
+    GroupOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="reinforce_pp",
 ):
     """Implements ``Algorithm``."""
 
     gamma: float = 1.0
-    """Discount from one sampled token to the one before; tokens that were given between them do not count."""
+    """Discount from one sampled token to the one before; tokens that were given between them do not
+    count."""
     normalise: bool = True
 
     def __post_init__(self) -> None:
@@ -42,7 +49,9 @@ class ReinforcePP(
         def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
             return [returns_of(tree, self.gamma_tree) for tree in trees]
 
-        return judged(groups, weights, self, judge, every_token, gamma=self.gamma, has_baseline=False)
+        return judged(
+            groups, weights, self, judge, every_token, gamma=self.gamma, has_baseline=False
+        )
 
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
         return row_math.add_kl(rows, self.kl_reward, self.gamma, normalise=self.normalise)

@@ -1,7 +1,8 @@
-"""REINFORCE++ with a baseline (2501.03262): what a rollout did better than the mean of its group, normalised over the step.
+"""REINFORCE++ with a baseline (2501.03262): what a rollout did better than the mean of its group,
+normalised over the step.
 
-rewards 1, 0 | 1, 1, a token each: 0.5, -0.5 | 0, 0, then divided by their standard deviation 0.408: ±1.225 | 0, 0. Groups in
-which all did equally well stay in: they are among what is normalised.
+rewards 1, 0 | 1, 1, a token each: 0.5, -0.5 | 0, 0, then divided by their standard deviation 0.408:
+±1.225 | 0, 0. Groups in which all did equally well stay in: they are among what is normalised.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from ramify.types.trajectory import Group
 
 
 class ReinforcePPBaseline(
-    GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="reinforce_pp_baseline"
+    GroupOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="reinforce_pp_baseline",
 ):
     """Implements ``Algorithm``."""
 

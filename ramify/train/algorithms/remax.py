@@ -1,7 +1,9 @@
-"""ReMax (2310.10505): what a rollout came to more than the policy's likeliest answer to the same item.
+"""ReMax (2310.10505): what a rollout came to more than the policy's likeliest answer to the same
+item.
 
-rewards 1, 0 beside a greedy rollout of 0.25: advantages 0.75, -0.25. The greedy rollout is made beside each group, at
-temperature 0, and nothing is learnt from it; a group whose greedy rollout failed is left out, and said. One attempt is enough.
+rewards 1, 0 beside a greedy rollout of 0.25: advantages 0.75, -0.25. The greedy rollout is made
+beside each group, at temperature 0, and nothing is learnt from it; a group whose greedy rollout
+failed is left out, and said. One attempt is enough.
 """
 
 from __future__ import annotations
@@ -17,8 +19,16 @@ from ramify.train.signals.rollout_trees import tree_of, why_unscored
 from ramify.types.trajectory import Group
 
 
-class ReMax(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="remax"):
-    """Implements ``Algorithm``. Every call has its root's advantage: children of a greedy root are not those of another."""
+class ReMax(
+    GroupOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="remax",
+):
+    """Implements ``Algorithm``. Every call has its root's advantage: children of a greedy root are
+    not those of another."""
 
     @property
     def has_group_baseline(self) -> bool:
@@ -34,11 +44,15 @@ class ReMax(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True,
         def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
             assert group.greedy is not None
             baseline = next(iter(tree_of(group.greedy, weights).values())).reward
-            return [dict.fromkeys(tree, next(iter(tree.values())).reward - baseline) for tree in trees]
+            return [
+                dict.fromkeys(tree, next(iter(tree.values())).reward - baseline) for tree in trees
+            ]
 
         kept = [group for group in groups if not _why_not(group)]
         found = judged(kept, weights, self, judge, every_token)
-        found.notes += [f"item {group.task} is left out: {why}" for group in groups if (why := _why_not(group))]
+        found.notes += [
+            f"item {group.task} is left out: {why}" for group in groups if (why := _why_not(group))
+        ]
         return found
 
 

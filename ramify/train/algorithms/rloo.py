@@ -13,7 +13,14 @@ from ramify.train.signals.baseline import leave_one_out
 from ramify.types.trajectory import Group
 
 
-class RLOO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="rloo"):
+class RLOO(
+    GroupOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="rloo",
+):
     """Implements ``Algorithm``."""
 
     def assign_advantages(

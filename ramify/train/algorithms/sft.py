@@ -1,7 +1,9 @@
-"""Supervised fine-tuning: cross-entropy on what was said in trajectories, good ones alone where they are scored.
+"""Supervised fine-tuning: cross-entropy on what was said in trajectories, good ones alone where
+they are scored.
 
-With ``min_reward`` it is rejection sampling (RAFT, STaR): of stored or freshly sampled trajectories those that reached
-the reward are learnt from, the others are left out. Each token weighs the same (``reduction=token``) or each trajectory.
+With ``min_reward`` it is rejection sampling (RAFT, STaR): of stored or freshly sampled trajectories
+those that reached the reward are learnt from, the others are left out. Each token weighs the same
+(``reduction=token``) or each trajectory.
 
     rewards 1, 0, 1 with min_reward=1: the first and the third are learnt from
 """
@@ -20,7 +22,14 @@ from ramify.train.token_credit import AssignedRollout, Stamps, TokenCredit
 from ramify.types.trajectory import Call, Group, Trajectory
 
 
-class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="sft"):
+class SFT(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="sft",
+):
     """Implements ``Algorithm``."""
 
     min_reward: float | None = None
@@ -41,7 +50,10 @@ class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
-        kept = [[each for each in group.trajectories if self._is_good(each, weights)] for group in groups]
+        kept = [
+            [each for each in group.trajectories if self._is_good(each, weights)]
+            for group in groups
+        ]
         counts = [[self._counts(each, weights) for each in group] for group in kept]
         per_token, denominator = token_weights(counts, self.reduction, self.share)
         rollouts = [
@@ -52,9 +64,13 @@ class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
         rollouts = [rollout for rollout in rollouts if rollout.credits]
         num = sum(len(group.trajectories) for group in groups)
         no_signal = (
-            "" if rollouts else f"none of {num} trajectories is to be learnt from (min_reward={self.min_reward})"
+            ""
+            if rollouts
+            else f"none of {num} trajectories is to be learnt from (min_reward={self.min_reward})"
         )
-        return AssignedStep(rollouts, {"ce": denominator}, {"kept": len(rollouts) / num if num else 0.0}, no_signal)
+        return AssignedStep(
+            rollouts, {"ce": denominator}, {"kept": len(rollouts) / num if num else 0.0}, no_signal
+        )
 
     def _is_good(self, trajectory: Trajectory, weights: Mapping[str, float]) -> bool:
         if self.min_reward is None:
@@ -63,7 +79,9 @@ class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     def _counts(self, trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, int]:
         return {
-            call.id: sum(num for _, num in _said(call)) if self._is_learnt(trajectory, call, weights) else 0
+            call.id: sum(num for _, num in _said(call))
+            if self._is_learnt(trajectory, call, weights)
+            else 0
             for call in trajectory.calls
         }
 
@@ -73,11 +91,16 @@ class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
         if call.kind == "judge" or not (self.children if call.kind == "rlm" else self.llm_calls):
             return False
         own = trajectory.call_rewards.get(call.id)
-        return own is None or self.min_call_reward is None or total(own, weights) >= self.min_call_reward
+        return (
+            own is None
+            or self.min_call_reward is None
+            or total(own, weights) >= self.min_call_reward
+        )
 
 
 def _said(call: Call) -> list[tuple[int, int]]:
-    """(index, number of tokens) of each turn whose reply has token ids; log-probabilities are not needed here."""
+    """(index, number of tokens) of each turn whose reply has token ids; log-probabilities are not
+    needed here."""
     return [
         (index, len(turn.reply.token_ids))
         for index, turn in enumerate(call.turns)

@@ -1,7 +1,9 @@
-"""Arithmetic over the rows of a step: what goes along a call from token to token, and what is taken over all of them.
+"""Arithmetic over the rows of a step: what goes along a call from token to token, and what is taken
+over all of them.
 
-A call's sampled tokens are one line, whatever was given between them (observations, prompts of later turns) and into however
-many rows they were put: what is discounted is discounted from one sampled token to the next.
+A call's sampled tokens are one line, whatever was given between them (observations, prompts of
+later turns) and into however many rows they were put: what is discounted is discounted from one
+sampled token to the next.
 
     row a   . . x x . .      row b, the same call, its history cut   . . x      one line of three tokens: x x x
 
@@ -37,7 +39,9 @@ class CallTokens(NamedTuple):
 
     def read(self, name: str) -> Doubles:
         """[N] a stream, or ``advantages``. TrainError where a row has no such stream."""
-        return np.concatenate([_column(row, name)[tokens].astype(np.float64) for row, tokens in self.parts])
+        return np.concatenate(
+            [_column(row, name)[tokens].astype(np.float64) for row, tokens in self.parts]
+        )
 
     def write(self, name: str, values: Doubles) -> None:
         """Into the rows; 0 where the stream is new and nothing is said."""
@@ -69,7 +73,8 @@ def to_go(rewards: Doubles, gamma: float) -> Doubles:
 
 
 def gae(rewards: Doubles, values: Doubles, gamma: float, lam: float) -> Doubles:
-    """Â_t = δ_t + γλ Â_{t+1}, δ_t = r_t + γ V_{t+1} - V_t; nothing comes after the last token (1506.02438)."""
+    """Â_t = δ_t + γλ Â_{t+1}, δ_t = r_t + γ V_{t+1} - V_t; nothing comes after the last token
+    (1506.02438)."""
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
     return to_go(deltas, gamma * lam)
 
@@ -86,15 +91,18 @@ def whiten_all(parts: Sequence[list[float]]) -> None:
     """The same over all numbers of ``parts``, in place."""
     if not parts:
         return
-    fresh, start = whiten(np.concatenate([np.asarray(part, np.float64) for part in parts])).tolist(), 0
+    fresh, start = (
+        whiten(np.concatenate([np.asarray(part, np.float64) for part in parts])).tolist(),
+        0,
+    )
     for part in parts:
         part[:] = fresh[start : start + len(part)]
         start += len(part)
 
 
 def add_kl(rows: Sequence[Row], beta: float, gamma: float, *, normalise: bool) -> dict[str, float]:
-    """Charge each token β (o - ref), and the tokens before it in its call; then normalise over the step. What the mean of
-    o - ref is."""
+    """Charge each token β (o - ref), and the tokens before it in its call; then normalise over the
+    step. What the mean of o - ref is."""
     charges: list[Doubles] = []
     calls = list(lines(rows))
     for line in calls:
@@ -123,6 +131,7 @@ def _column(row: Row, name: str) -> npt.NDArray[np.float32]:
         return row.advantages
     if name not in row.streams:
         raise TrainError(
-            f"sequence {row.name} has no stream '{name}', which the algorithm needs to finish its advantages"
+            f"sequence {row.name} has no stream '{name}', which the algorithm needs to finish its "
+            "advantages"
         )
     return row.streams[name]

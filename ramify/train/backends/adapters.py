@@ -1,11 +1,13 @@
-"""Low-rank adapters by ``peft`` where a model is spread over ranks: base weights stay as they are, A and B are trained.
+"""Low-rank adapters by ``peft`` where a model is spread over ranks: base weights stay as they are,
+A and B are trained.
 
     inject(model, lora)          on the meta device, before the model is spread
     begin(...)                   A random by seed, B zero: the numbers that ``train/lora.py`` begins with
     without(model)               the base model: a reference that costs no memory
     save(folder, lora, tensors)  as peft and inference servers load them
 
-Only A and B differ from the base, so that only they are optimised, checkpointed, and sent between ranks for a weight sync.
+Only A and B differ from the base, so that only they are optimised, checkpointed, and sent between
+ranks for a weight sync.
 """
 
 from __future__ import annotations
@@ -41,12 +43,17 @@ def need_peft() -> None:
 
 
 def chosen(model: nn.Module, lora: AdapterSpec) -> list[str]:
-    """Names of the matrices that get an adapter, in the model's order. Raises ConfigError where there are none."""
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    """Names of the matrices that get an adapter, in the model's order. Raises ConfigError where
+    there are none."""
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     found = [name for name, module in linear.items() if is_chosen(name, module, lora.targets)]
     if not found:
         names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        raise ConfigError(f"lora.targets={lora.targets}: no linear module is called so; there are {names}")
+        raise ConfigError(
+            f"lora.targets={lora.targets}: no linear module is called so; there are {names}"
+        )
     return found
 
 
@@ -59,7 +66,9 @@ def inject(model: nn.Module, lora: AdapterSpec, names: Sequence[str]) -> None:
     inject_adapter_in_model(_config(lora, names), model, low_cpu_mem_usage=True)
 
 
-def begin(lora: AdapterSpec, names: Sequence[str], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+def begin(
+    lora: AdapterSpec, names: Sequence[str], shapes: Mapping[str, torch.Size]
+) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of every A and B at first; ``shapes``: of the matrices ``names``."""
     generator = torch.Generator().manual_seed(lora.seed)
     for name in names:
@@ -98,12 +107,17 @@ def without(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def save(folder: Path, lora: AdapterSpec, names: Sequence[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def save(
+    folder: Path, lora: AdapterSpec, names: Sequence[str], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
     """adapter_config.json and adapter_model.safetensors."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    renamed = {f"base_model.model.{name.replace('.default', '')}": tensor.contiguous() for name, tensor in tensors}
+    renamed = {
+        f"base_model.model.{name.replace('.default', '')}": tensor.contiguous()
+        for name, tensor in tensors
+    }
     save_file(renamed, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     _config(lora, names).save_pretrained(folder)
 

@@ -4,9 +4,9 @@
     backend.forward_backward(batches, loss)                       adds to the gradient, batch by batch
     backend.optim_step()                                          clips, steps, clears it; the policy is a version newer
 
-A backend owns the weights, the optimizer and the random states, and decides where they live; it knows nothing of rewards,
-rollouts or recipes. Every loss is a sum over entries divided by the denominators of the whole step, so that it comes out
-the same however the step is cut into batches.
+A backend owns the weights, the optimizer and the random states, and decides where they live; it
+knows nothing of rewards, rollouts or recipes. Every loss is a sum over entries divided by the
+denominators of the whole step, so that it comes out the same however the step is cut into batches.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """How weights are moved along the gradient."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """``muon`` orthogonalises the momentum of matrices (2502.16982); embeddings, the output matrix and norms stay with
-    AdamW."""
+    """``muon`` orthogonalises the momentum of matrices (2502.16982); embeddings, the output matrix
+    and norms stay with AdamW."""
     lr: float = 1e-3
     """Peak learning rate; of Muon's matrices too, whose update is scaled to the size of AdamW's."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -57,7 +57,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     warmup_steps: int = 0
     """Steps over which the rate rises to ``lr``, linearly; the first has ``lr / warmup_steps``."""
     num_steps: int = 0
-    """Steps after which ``final_fraction`` is reached; 0: the length of the stage, which fills it in."""
+    """Steps after which ``final_fraction`` is reached; 0: the length of the stage, which fills it
+    in."""
     final_fraction: float = 0.1
 
     def __post_init__(self) -> None:
@@ -65,15 +66,20 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(f"optim.lr={self.lr} must be a positive number")
         if self.schedule != "constant" and 0 < self.num_steps <= self.warmup_steps:
             raise ConfigError(
-                f"optim.schedule={self.schedule} over {self.num_steps} steps needs more than the {self.warmup_steps} of warm-up"
+                f"optim.schedule={self.schedule} over {self.num_steps} steps needs more than the "
+                f"{self.warmup_steps} of warm-up"
             )
         if min(self.weight_decay, self.max_grad_norm, self.warmup_steps, self.final_fraction) < 0:
-            raise ConfigError("optim: weight_decay, max_grad_norm, warmup_steps, final_fraction cannot be negative")
+            raise ConfigError(
+                "optim: weight_decay, max_grad_norm, warmup_steps, final_fraction cannot be "
+                "negative"
+            )
 
     def lr_at(self, step: int) -> float:
         """The learning rate of step ``step``, from 0.
 
-        lr=1, linear, warmup_steps=2, num_steps=6, final_fraction=0: 0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0, …"""
+        lr=1, linear, warmup_steps=2, num_steps=6, final_fraction=0: 0.5, 1, 1, 0.75, 0.5, 0.25, 0,
+        0, …"""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -86,15 +92,17 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the backend ``fsdp`` spreads a model over processes, its ranks; changes the loss only by rounding."""
+    """How the backend ``fsdp`` spreads a model over processes, its ranks; changes the loss only by
+    rounding."""
 
     ranks: int = 0
     """0: as many as torchrun started; without it one for each GPU of this machine, on a CPU one."""
     replicas: int = 1
     """The model stands so many times, each time spread over ``ranks / replicas`` ranks (HSDP)."""
     gather: Literal["layer", "step"] = "layer"
-    """layer: a layer's weights are put together for its forward and its backward pass, and gradients added up over ranks
-    after each batch. step: once per optimizer step, which sends less and holds all weights and a whole gradient."""
+    """layer: a layer's weights are put together for its forward and its backward pass, and
+    gradients added up over ranks after each batch. step: once per optimizer step, which sends less
+    and holds all weights and a whole gradient."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """In which gradients are added up over ranks, where products are bf16."""
     offload: bool = False
@@ -111,15 +119,20 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def __post_init__(self) -> None:
         if self.ranks < 0 or self.replicas < 1:
             raise ConfigError(
-                f"compute.shard: ranks={self.ranks} cannot be negative, replicas={self.replicas} must be at least 1"
+                f"compute.shard: ranks={self.ranks} cannot be negative, replicas={self.replicas} "
+                "must be at least 1"
             )
         if self.ranks % self.replicas:
             raise ConfigError(
-                f"compute.shard: {self.ranks} ranks do not fit a mesh of {self.replicas} replicas: {self.ranks} = "
+                f"compute.shard: {self.ranks} ranks do not fit a mesh of {self.replicas} replicas: "
+                f"{self.ranks} = "
                 f"{self.replicas} x {self.ranks // self.replicas} + {self.ranks % self.replicas}"
             )
         if not self.timeout_s > 0 or not 0 <= self.port < 65536:
-            raise ConfigError(f"compute.shard: timeout_s={self.timeout_s} must be positive, port={self.port} a port")
+            raise ConfigError(
+                f"compute.shard: timeout_s={self.timeout_s} must be positive, port={self.port} a "
+                "port"
+            )
 
 
 class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -130,8 +143,9 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     shard: ShardSpec = ShardSpec()
     """Of the backend ``fsdp``."""
     max_tokens: int = 0
-    """Of a batch; larger trees are cut. 0: as many as fit into 4 GiB of activations on a CPU, two fifths of a GPU's
-    memory. On a CPU trees are put together up to 4096 tokens only: more at once leave the cache."""
+    """Of a batch; larger trees are cut. 0: as many as fit into 4 GiB of activations on a CPU, two
+    fifths of a GPU's memory. On a CPU trees are put together up to 4096 tokens only: more at once
+    leave the cache."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of matrix products; weights, log-probabilities and losses are fp32. auto: that of
     the engine (``policy.dtype``): fp32 on a CPU, and on a GPU as the checkpoint is stored."""
@@ -172,12 +186,13 @@ class TrainedModel(Protocol):
         ...
 
     def with_critic(self, optim: OptimizerSpec, own: OptimizerSpec | None) -> Backend:
-        """As ``backend``, with a critic: a value head on the policy's own layers, or where ``own`` says how that is stepped a
-        model of its own, which begins as a copy of the policy."""
+        """As ``backend``, with a critic: a value head on the policy's own layers, or where ``own``
+        says how that is stepped a model of its own, which begins as a copy of the policy."""
         ...
 
     def reference(self, folder: Path, is_base: bool) -> ReferenceModel:
-        """The policy that was saved in ``folder``; ``is_base`` says that nothing had been trained then."""
+        """The policy that was saved in ``folder``; ``is_base`` says that nothing had been trained
+        then."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -189,7 +204,8 @@ class TrainedModel(Protocol):
         ...
 
     def release_memory(self) -> None:
-        """Give back to the devices what is kept of their memory and holds nothing, for others who share them."""
+        """Give back to the devices what is kept of their memory and holds nothing, for others who
+        share them."""
         ...
 
     def close(self) -> None:
@@ -211,20 +227,24 @@ class Backend(Protocol):
         ...
 
     def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
-        """Add the gradient of ``loss`` over ``batches`` to what has been gathered; the loss and its metrics.
+        """Add the gradient of ``loss`` over ``batches`` to what has been gathered; the loss and its
+        metrics.
 
-        Raises TrainError where the loss is not finite: it names the sequence and the file that the batch was put in.
+        Raises TrainError where the loss is not finite: it names the sequence and the file that the
+        batch was put in.
         """
         ...
 
     def optim_step(self) -> dict[str, float]:
-        """Clip the gradient, step, and clear it: ``grad_norm`` (before clipping) and ``lr``. One version newer.
+        """Clip the gradient, step, and clear it: ``grad_norm`` (before clipping) and ``lr``. One
+        version newer.
 
         Raises TrainError where the gradient is not finite; the weights stay as they were."""
         ...
 
     def check_gradient(self) -> None:
-        """Raises the TrainError that ``optim_step`` would, and clears the gradient as that does; else changes nothing."""
+        """Raises the TrainError that ``optim_step`` would, and clears the gradient as that does;
+        else changes nothing."""
         ...
 
     def clear_gradient(self) -> None:
@@ -232,17 +252,19 @@ class Backend(Protocol):
         ...
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        """For each batch, [E]: log-probabilities of its entries under the policy as it is now, at the temperature and
-        within the kept sets that they were sampled with. ``pack.attach`` brings them back to the sequences."""
+        """For each batch, [E]: log-probabilities of its entries under the policy as it is now, at
+        the temperature and within the kept sets that they were sampled with. ``pack.attach`` brings
+        them back to the sequences."""
         ...
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
-        """For each batch, [E]: what the critic expects a call to come to, before the entry's token is sampled. Raises
-        ConfigError where there is no critic."""
+        """For each batch, [E]: what the critic expects a call to come to, before the entry's token
+        is sampled. Raises ConfigError where there is no critic."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name -> parameter, under Hugging Face's names; views, valid until the next ``optim_step``."""
+        """Name -> parameter, under Hugging Face's names; views, valid until the next
+        ``optim_step``."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -250,11 +272,11 @@ class Backend(Protocol):
         ...
 
     def save(self, folder: Path) -> Callable[[], None] | None:
-        """Write weights, optimizer and random states, as they are now, into ``folder``, which is made. Where that goes on
-        while the caller does, what is returned waits for its end."""
+        """Write weights, optimizer and random states, as they are now, into ``folder``, which is
+        made. Where that goes on while the caller does, what is returned waits for its end."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Go on as the backend that wrote ``folder`` would have, bit by bit. Raises ConfigError where it does not fit:
-        the first difference is named."""
+        """Go on as the backend that wrote ``folder`` would have, bit by bit. Raises ConfigError
+        where it does not fit: the first difference is named."""
         ...

@@ -1,11 +1,13 @@
-"""The backend ``fsdp``: one model over several processes, seen from rank 0, where the one loop of a run is.
+"""The backend ``fsdp``: one model over several processes, seen from rank 0, where the one loop of a
+run is.
 
     batches of a step ── dealt out, the longest first ──> rank 0  rank 1  …      each: forward, backward, rounds alike
     what was measured, log-probabilities, tensors    <──  rank 0  rank 1  …
 
-A verb goes to all ranks with each one's batches. Losses are divided by the counts of the whole step and gradients are sums
-over ranks, so that both are those of ``single``. Decides who computes what, and how weights come and go; leaves out how
-they lie (``sharding.py``), what a rank does (``rank.py``), and ranks that fail (``rank_group.py``).
+A verb goes to all ranks with each one's batches. Losses are divided by the counts of the whole step
+and gradients are sums over ranks, so that both are those of ``single``. Decides who computes what,
+and how weights come and go; leaves out how they lie (``sharding.py``), what a rank does
+(``rank.py``), and ranks that fail (``rank_group.py``).
 """
 
 from __future__ import annotations
@@ -53,11 +55,17 @@ class FsdpRanks:
     """The ranks of a run, and the models that lie over them."""
 
     def __init__(
-        self, compute: ComputeSpec, device: str = "cpu", *, dumps: Path | None = None, hosts: Launcher | None = None
+        self,
+        compute: ComputeSpec,
+        device: str = "cpu",
+        *,
+        dumps: Path | None = None,
+        hosts: Launcher | None = None,
     ) -> None:
-        """Starts the ranks, on ``hosts`` where given, or joins those of torchrun. Batches whose loss is not finite, and the
-        stacks of ranks that stand still, are written into ``dumps``. Raises ConfigError, before anything is started, where
-        ``compute.shard`` does not fit this machine."""
+        """Starts the ranks, on ``hosts`` where given, or joins those of torchrun. Batches whose
+        loss is not finite, and the stacks of ranks that stand still, are written into ``dumps``.
+        Raises ConfigError, before anything is started, where ``compute.shard`` does not fit this
+        machine."""
         self.compute, self.device = compute, device
         self.dumps = dumps or Path()
         self._joined = launch.join(compute.shard, device, self.dumps, hosts)
@@ -75,12 +83,18 @@ class FsdpRanks:
         return self._joined.rank
 
     def spread(
-        self, config: Any, source: Source, lora: AdapterSpec | None = None, compute: ComputeSpec | None = None, *,
+        self,
+        config: Any,
+        source: Source,
+        lora: AdapterSpec | None = None,
+        compute: ComputeSpec | None = None,
+        *,
         critic: bool = False,
-    ) -> FsdpModel:  # fmt: skip
-        """A model of a Hugging Face configuration, its weights from ``source``; ``compute`` where it is to be otherwise than
-        that of the ranks, whose number stays; ``critic``: with a value head, which begins at 0 everywhere. Raises
-        ConfigError that names the first tensor that does not fit."""
+    ) -> FsdpModel:
+        """A model of a Hugging Face configuration, its weights from ``source``; ``compute`` where
+        it is to be otherwise than that of the ranks, whose number stays; ``critic``: with a value
+        head, which begins at 0 everywhere. Raises ConfigError that names the first tensor that does
+        not fit."""
         check_source(config, source)
         self._num_models += 1
         compute = decided(compute or self.compute, stored_dtype(config, self.device), self.device)
@@ -92,16 +106,24 @@ class FsdpRanks:
 
 
 class FsdpTrainedModel:
-    """Implements ``TrainedModel``. The policy in this process is the engine's, which is renewed at each publication."""
+    """Implements ``TrainedModel``. The policy in this process is the engine's, which is renewed at
+    each publication."""
 
     is_here = False
 
     def __init__(
-        self, policy: Policy, compute: ComputeSpec, dumps: Path, *, lora: AdapterSpec | None = None, source: Source,
-        critic: bool = False, hosts: Launcher | None = None,
-    ) -> None:  # fmt: skip
-        """``policy`` says which model, and which tokenizer; its weights may change later on. ``critic``: with a value head
-        on it, for ``with_critic``."""
+        self,
+        policy: Policy,
+        compute: ComputeSpec,
+        dumps: Path,
+        *,
+        lora: AdapterSpec | None = None,
+        source: Source,
+        critic: bool = False,
+        hosts: Launcher | None = None,
+    ) -> None:
+        """``policy`` says which model, and which tokenizer; its weights may change later on.
+        ``critic``: with a value head on it, for ``with_critic``."""
         compute = decided(compute, policy.dtype, policy.device.type)
         self._ranks = FsdpRanks(compute, policy.device.type, dumps=dumps, hosts=hosts)
         try:
@@ -113,7 +135,8 @@ class FsdpTrainedModel:
 
     @staticmethod
     def check(compute: ComputeSpec, device: str, *, elsewhere: bool = False) -> None:
-        """Raises ConfigError where the ranks cannot be had; ``elsewhere``: where not all are on this machine."""
+        """Raises ConfigError where the ranks cannot be had; ``elsewhere``: where not all are on
+        this machine."""
         launch.check(compute.shard, device, elsewhere=elsewhere)
 
     def backend(self, optim: OptimizerSpec) -> FsdpBackend:
@@ -124,7 +147,9 @@ class FsdpTrainedModel:
         if own is None:
             self._backend = self._model.backend(optim, critic=True)
             return self._backend
-        model = self._ranks.spread(self._model.config, dict(self.weights()), self._model.lora, critic=True)
+        model = self._ranks.spread(
+            self._model.config, dict(self.weights()), self._model.lora, critic=True
+        )
         return SeparateCritic(self.backend(optim), model.backend(own, critic=True))
 
     def reference(self, folder: Path, is_base: bool) -> ShardedReference | FsdpBackend:
@@ -150,7 +175,8 @@ class FsdpTrainedModel:
 
 
 def check_source(config: Any, source: Source) -> None:
-    """Raises ConfigError that names the first tensor of ``source`` that the model of ``config`` has otherwise."""
+    """Raises ConfigError that names the first tensor of ``source`` that the model of ``config`` has
+    otherwise."""
     folder = source if isinstance(source, Path) else None
     weights = read_weights(folder) if folder is not None else source
     assert not isinstance(weights, Path)
@@ -172,13 +198,23 @@ class FsdpModel:
 
     def __init__(self, ranks: FsdpRanks, key: str, what: FsdpModelParts) -> None:
         config, source, lora, compute, critic = what
-        self.ranks, self.key, self.config, self.lora, self.compute = ranks, key, config, lora, compute
+        self.ranks, self.key, self.config, self.lora, self.compute = (
+            ranks,
+            key,
+            config,
+            lora,
+            compute,
+        )
         folder = str(source.resolve()) if isinstance(source, Path) else ""
         ranks.rank_group.call(
-            "make", key, RankModelSpec(config, compute, folder, lora, str(ranks.dumps.resolve()), critic)
+            "make",
+            key,
+            RankModelSpec(config, compute, folder, lora, str(ranks.dumps.resolve()), critic),
         )
         made = ranks.own.model(key)
-        self._shapes: dict[str, torch.Size] = {name: each.shape for name, each in made.sharded.parameters.items()}
+        self._shapes: dict[str, torch.Size] = {
+            name: each.shape for name, each in made.sharded.parameters.items()
+        }
         self._adapted: list[str] = made.names
         self._buffers: dict[str, Tensor] = made.sharded.buffers
         self._named = {*self.shapes, *self._buffers}
@@ -187,23 +223,30 @@ class FsdpModel:
             self._put(source)
         if lora is not None:
             found = (
-                read_weights(source) if isinstance(source, Path) else {n: each.clone() for n, each in source.items()}
+                read_weights(source)
+                if isinstance(source, Path)
+                else {n: each.clone() for n, each in source.items()}
             )
-            self._base = {name: nn.Parameter(found[name].float(), requires_grad=False) for name in self.shapes}
+            self._base = {
+                name: nn.Parameter(found[name].float(), requires_grad=False) for name in self.shapes
+            }
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every parameter of the policy, as the model without adapters has it."""
         policy = {name: shape for name, shape in self._shapes.items() if not is_of_critic(name)}
-        return {adapters.plain(n): tuple(s) for n, s in policy.items() if not adapters.is_adapter(n)}
+        return {
+            adapters.plain(n): tuple(s) for n, s in policy.items() if not adapters.is_adapter(n)
+        }
 
     def backend(self, optim: OptimizerSpec | None = None, *, critic: bool = False) -> FsdpBackend:
-        """From here on the model is trained by a fresh optimizer; its value head too, where it was made with one."""
+        """From here on the model is trained by a fresh optimizer; its value head too, where it was
+        made with one."""
         return FsdpBackend(self, optim or OptimizerSpec(), critic)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name -> whole tensor, one after another, on the CPU. Of a model with adapters only these come from the ranks, and
-        are added to the weights that it began with."""
+        """Name -> whole tensor, one after another, on the CPU. Of a model with adapters only these
+        come from the ranks, and are added to the weights that it began with."""
         if self.lora is None:
             yield from self._gathered(list(self.shapes))
             return
@@ -224,22 +267,27 @@ class FsdpModel:
         yield from self._gathered([name for name in self._shapes if adapters.is_adapter(name)])
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Name -> whole gradient as it has been gathered so far, of all that is trained; for looking at it."""
+        """Name -> whole gradient as it has been gathered so far, of all that is trained; for
+        looking at it."""
         trained = self.ranks.own.of(self.key).trained[0]
         yield from self._gathered(list(trained), gradients=True)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take over whole tensors of this process, one at a time."""
         if self.lora is not None:
-            raise ConfigError("a model with adapters keeps the base that it began with: it takes no other weights")
+            raise ConfigError(
+                "a model with adapters keeps the base that it began with: it takes no other weights"
+            )
         check_weights(on_meta(self.config), weights, "the update")
         self._put(weights)
 
     def export(self, folder: Path, dtype: torch.dtype | None = None, tokenizer: Any = None) -> None:
-        """Write the model as a plain Hugging Face folder, one tensor at a time, in ``dtype`` (fp32 where not given). With
-        adapters it holds the sums, and ``adapter`` in it the adapters as peft has them."""
+        """Write the model as a plain Hugging Face folder, one tensor at a time, in ``dtype`` (fp32
+        where not given). With adapters it holds the sums, and ``adapter`` in it the adapters as
+        peft has them."""
         weights = ExportedWeights(
-            {**self.shapes, **{name: tuple(each.shape) for name, each in self._buffers.items()}}, dtype
+            {**self.shapes, **{name: tuple(each.shape) for name, each in self._buffers.items()}},
+            dtype,
         )
         export(folder, self.config, weights, itertools.chain(self.weights(), self._buffers.items()))
         if tokenizer is not None:
@@ -274,7 +322,11 @@ class FsdpModel:
     def _gathered(self, names: list[str], gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
         empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}
         for group in _groups(empty):
-            yield from zip(group, self.ranks.rank_group.call("gather", self.key, group, gradients)[0], strict=True)
+            yield from zip(
+                group,
+                self.ranks.rank_group.call("gather", self.key, group, gradients)[0],
+                strict=True,
+            )
 
 
 class FsdpBackend:
@@ -302,7 +354,9 @@ class FsdpBackend:
         tally = LossTally()
         if batches:
             _, each = self._shares(batches)
-            for measured in self._call("add", each=[(part, loss, idle(batches[0])) for part in each]):
+            for measured in self._call(
+                "add", each=[(part, loss, idle(batches[0])) for part in each]
+            ):
                 tally.merge(measured)
         return tally.metrics()
 
@@ -355,7 +409,8 @@ class FsdpBackend:
         return None
 
     def load(self, folder: Path) -> None:
-        """As ``Backend.load``, bit by bit on as many ranks as wrote it; on another number sums are rounded otherwise."""
+        """As ``Backend.load``, bit by bit on as many ranks as wrote it; on another number sums are
+        rounded otherwise."""
         try:
             state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
         except FileNotFoundError:
@@ -364,7 +419,10 @@ class FsdpBackend:
         shapes = self._own.trained[0]
         shards.check(folder, {name: tuple(each.shape) for name, each in shapes.items()})
         if there["kind"] != here:
-            raise ConfigError(f"{folder} is of another optimizer: optim.kind is {there['kind']} there and {here} here")
+            raise ConfigError(
+                f"{folder} is of another optimizer: optim.kind is {there['kind']} there and {here} "
+                "here"
+            )
         random = [shards.RandomState(*each) for each in state["random"]]
         self._call("load", str(folder.resolve()), state["num_steps"], random)
         self._steps = state["num_steps"]
@@ -390,7 +448,9 @@ class FsdpBackend:
             check_window(batch, self._model.policy.window)
         shares = dealt(batches, self._size)
         rounds = max(map(len, shares))
-        return shares, [[batches[index] for index in each] + [None] * (rounds - len(each)) for each in shares]
+        return shares, [
+            [batches[index] for index in each] + [None] * (rounds - len(each)) for each in shares
+        ]
 
     @property
     def _own(self) -> Any:
@@ -400,7 +460,9 @@ class FsdpBackend:
     def _size(self) -> int:
         return self._model.ranks.rank_group.size
 
-    def _call(self, verb: str, *shared: Any, each: Many[tuple[Any, ...]] | None = None) -> list[Any]:
+    def _call(
+        self, verb: str, *shared: Any, each: Many[tuple[Any, ...]] | None = None
+    ) -> list[Any]:
         return self._model.ranks.rank_group.call(verb, self._model.key, *shared, each=each)
 
 

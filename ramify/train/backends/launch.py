@@ -3,9 +3,9 @@
     ramify train R compute.backend=fsdp compute.shard.ranks=2              this process is rank 0, and starts the others
     torchrun --nproc-per-node 2 -m ramify train R compute.backend=fsdp     each process is a rank; all but rank 0 follow
 
-Decides what must be true before any process starts (ranks that fit the mesh, GPUs, gloo and NCCL, a port), and which
-process is which rank. Leaves out what they do together (``rank_group.py``). Ranks on several machines need ``torchrun`` there,
-and a file system that all see for checkpoints.
+Decides what must be true before any process starts (ranks that fit the mesh, GPUs, gloo and NCCL, a
+port), and which process is which rank. Leaves out what they do together (``rank_group.py``). Ranks
+on several machines need ``torchrun`` there, and a file system that all see for checkpoints.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class RankInfo(NamedTuple):
         if any(name not in os.environ for name in _TORCHRUN):
             return None
         rank, size, address, port = (os.environ[name] for name in _TORCHRUN)
-        return cls(int(rank), int(size), int(os.environ.get("LOCAL_RANK", rank)), address, int(port))
+        return cls(
+            int(rank), int(size), int(os.environ.get("LOCAL_RANK", rank)), address, int(port)
+        )
 
 
 def follow_if_told() -> None:
@@ -64,7 +66,8 @@ def follow_if_told() -> None:
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started this process anew, after an attempt that was checked and began."""
+    """Whether torchrun has started this process anew, after an attempt that was checked and
+    began."""
     world = RankInfo.of_environment()
     if world is None or world.rank:
         return False
@@ -74,8 +77,8 @@ def is_restarted() -> bool:
 
 
 def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
-    """How many ranks there are to be. ``elsewhere``: not all on this machine, so that its GPUs do not count. Raises
-    ConfigError where that cannot be, before anything is started."""
+    """How many ranks there are to be. ``elsewhere``: not all on this machine, so that its GPUs do
+    not count. Raises ConfigError where that cannot be, before anything is started."""
     import torch
     import torch.distributed as dist
 
@@ -86,21 +89,35 @@ def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
     size = shard.ranks or (world.size if world is not None else max(1, num_gpus))
     if world is not None and elsewhere:
         raise ConfigError(
-            "torchrun started this process, and the run's placement would start ranks, too: leave one of them out"
+            "torchrun started this process, and the run's placement would start ranks, too: leave "
+            "one of them out"
         )
     if world is not None and size != world.size:
-        raise ConfigError(f"compute.shard.ranks={size}, but torchrun started {world.size}: leave ranks out")
+        raise ConfigError(
+            f"compute.shard.ranks={size}, but torchrun started {world.size}: leave ranks out"
+        )
     check_mesh(size, shard.replicas)
     if shard.offload and device == "cpu":
-        raise ConfigError("compute.shard.offload moves weights from a GPU to main memory; this run has no GPU")
+        raise ConfigError(
+            "compute.shard.offload moves weights from a GPU to main memory; this run has no GPU"
+        )
     if not dist.is_available() or not dist.is_gloo_available():
-        raise ConfigError("the backend fsdp needs torch.distributed with gloo, which this build of torch does not have")
+        raise ConfigError(
+            "the backend fsdp needs torch.distributed with gloo, which this build of torch does "
+            "not have"
+        )
     if device == "cuda" and not dist.is_nccl_available():
-        raise ConfigError("the backend fsdp on GPUs needs NCCL, which this build of torch does not have")
+        raise ConfigError(
+            "the backend fsdp on GPUs needs NCCL, which this build of torch does not have"
+        )
     if device == "cuda" and world is None and not elsewhere and size > num_gpus:
-        raise ConfigError(f"compute.shard.ranks={size} does not fit this machine, which has {num_gpus} GPUs")
+        raise ConfigError(
+            f"compute.shard.ranks={size} does not fit this machine, which has {num_gpus} GPUs"
+        )
     if dist.is_initialized():
-        raise ConfigError("torch.distributed is in use already in this process: one run at a time can have ranks")
+        raise ConfigError(
+            "torch.distributed is in use already in this process: one run at a time can have ranks"
+        )
     if world is None:
         _check_port(shard.port)
     return size
@@ -132,9 +149,9 @@ def _unfinished(processes: Sequence[RankProcess]) -> Iterator[None]:
 
 
 def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = None) -> JoinedRanks:
-    """Start the other ranks, on ``hosts`` where they are not all to be on this machine, or find those that torchrun started.
-    Raises ConfigError as ``check``, TrainError where one does
-    not come up."""
+    """Start the other ranks, on ``hosts`` where they are not all to be on this machine, or find
+    those that torchrun started. Raises ConfigError as ``check``, TrainError where one does not come
+    up."""
     from torch._C._distributed_c10d import TCPStore
 
     from ramify.train.backends.rank import RankModels
@@ -147,12 +164,16 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
     with _unfinished(processes):
         if world is None:
             here = "127.0.0.1" if hosts is None else hosts.address
-            store = TCPStore(here, shard.port, size, True, timedelta(seconds=_START_S), wait_for_workers=False)
+            store = TCPStore(
+                here, shard.port, size, True, timedelta(seconds=_START_S), wait_for_workers=False
+            )
             world = RankInfo(0, size, 0, here, store.port)
             for other in range(1, size):
                 told = _environment(other, world, shard.timeout_s, device)
                 processes.append(
-                    ChildProcess(_COMMAND, environment=told) if hosts is None else _placed(hosts, told, other, stacks)
+                    ChildProcess(_COMMAND, environment=told)
+                    if hosts is None
+                    else _placed(hosts, told, other, stacks)
                 )
         else:
             store = _store(world)
@@ -179,7 +200,10 @@ def follow(world: RankInfo) -> NoReturn:
     from ramify.train.backends.rank import RankModels
     from ramify.train.backends.rank_group import RankHeartbeat, follow
 
-    device, timeout_s = os.environ.get(_DEVICE, ""), float(os.environ.get(_TIMEOUT, ShardSpec().timeout_s))
+    device, timeout_s = (
+        os.environ.get(_DEVICE, ""),
+        float(os.environ.get(_TIMEOUT, ShardSpec().timeout_s)),
+    )
     store = _store(world)
     name = come(store, world.rank, _behind(timeout_s))
     if not device:
@@ -197,7 +221,8 @@ def follow(world: RankInfo) -> NoReturn:
     os._exit(0)  # what is left to tidy up takes longer than some runs
 
 
-# --- how ranks find each other -----------------------------------------------------------------------------------------
+# --- how ranks find each other
+# -----------------------------------------------------------------------------------------
 
 
 def _environment(rank: int, world: RankInfo, timeout_s: float, device: str) -> dict[str, str]:
@@ -207,10 +232,15 @@ def _environment(rank: int, world: RankInfo, timeout_s: float, device: str) -> d
     package = str(Path(__file__).parents[3])
     return {
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // world.size)),
-        "RANK": str(rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(rank), "MASTER_ADDR": world.address,
-        "MASTER_PORT": str(world.port), _TIMEOUT: str(timeout_s), _DEVICE: device,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": world.address,
+        "MASTER_PORT": str(world.port),
+        _TIMEOUT: str(timeout_s),
+        _DEVICE: device,
         "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
-    }  # fmt: skip
+    }
 
 
 _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
@@ -243,11 +273,17 @@ def _store(world: RankInfo) -> Any:
     is_host = world.rank == 0 and not _is_agents()
     try:
         return TCPStore(
-            world.address, world.port, world.size, is_host, timedelta(seconds=_START_S), wait_for_workers=False
+            world.address,
+            world.port,
+            world.size,
+            is_host,
+            timedelta(seconds=_START_S),
+            wait_for_workers=False,
         )
     except Exception as error:
         raise TrainError(
-            f"rank {world.rank} cannot reach {world.address}:{world.port}: {str(error).splitlines()[0]}"
+            f"rank {world.rank} cannot reach {world.address}:{world.port}: "
+            f"{str(error).splitlines()[0]}"
         ) from error
 
 
@@ -267,14 +303,18 @@ def _enter(store: Any, name: str, world: RankInfo, device: str, timeout_s: float
         torch.cuda.set_device(world.local_rank)
     with _on_this_machine(world):
         dist.init_process_group(
-            backend, store=PrefixStore(f"ramify/{name}", store), rank=world.rank, world_size=world.size,
+            backend,
+            store=PrefixStore(f"ramify/{name}", store),
+            rank=world.rank,
+            world_size=world.size,
             timeout=timedelta(seconds=_behind(timeout_s)),
-        )  # fmt: skip
+        )
 
 
 @contextlib.contextmanager
 def _on_this_machine(world: RankInfo) -> Iterator[None]:
-    """gloo asks for this host's name, which need not lead anywhere; ranks of one machine meet at the loopback."""
+    """gloo asks for this host's name, which need not lead anywhere; ranks of one machine meet at
+    the loopback."""
     name = "GLOO_SOCKET_IFNAME"
     if name in os.environ or world.address != "127.0.0.1" or not sys.platform.startswith("linux"):
         yield
@@ -287,7 +327,8 @@ def _on_this_machine(world: RankInfo) -> Iterator[None]:
 
 
 def _links(world: RankInfo, size: int, link: Any) -> list[Any]:
-    """Rank 0's connections to the others; where and with which key they are to call is told over the process group."""
+    """Rank 0's connections to the others; where and with which key they are to call is told over
+    the process group."""
     import torch.distributed as dist
 
     if size == 1:
@@ -304,11 +345,16 @@ def _links(world: RankInfo, size: int, link: Any) -> list[Any]:
             try:
                 peer, _ = server.accept()
             except (TimeoutError, BlockingIOError):
-                raise TrainError(f"a rank did not come back to rank 0 within {_START_S:g} s") from None
+                raise TrainError(
+                    f"a rank did not come back to rank 0 within {_START_S:g} s"
+                ) from None
             if joined := authenticate(peer, key):
                 connection, (rank, kind, place) = joined
                 found[rank, kind], places[rank] = connection, place
-    return [link(rank, found[rank, "talk"], found[rank, "watch"], places[rank]) for rank in range(1, size)]
+    return [
+        link(rank, found[rank, "talk"], found[rank, "watch"], places[rank])
+        for rank in range(1, size)
+    ]
 
 
 def _connected(world: RankInfo) -> tuple[Connection, Connection]:
@@ -339,7 +385,8 @@ def _check_port(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise ConfigError(
-                f"compute.shard.port={port} cannot be had ({error.strerror}): another run may have it; leave it out for a "
+                f"compute.shard.port={port} cannot be had ({error.strerror}): another run may have "
+                "it; leave it out for a "
                 "free one"
             ) from None
 

@@ -1,10 +1,12 @@
-"""Muon: the momentum of a matrix, made orthogonal, is its step (Jordan 2024; scaled as AdamW's: 2502.16982).
+"""Muon: the momentum of a matrix, made orthogonal, is its step (Jordan 2024; scaled as AdamW's:
+2502.16982).
 
     M ← βM + (1-β)G        U = orthogonal(βM + (1-β)G)        W ← (1 - lr·decay) W - lr · 0.2 √max(rows, columns) · U
 
-``orthogonal`` is five Newton–Schulz steps, which bring all singular values to about 1. The same as ``torch.optim.Muon``
-but in two things: the products are in fp32 on a CPU, where most are many times slower in bf16 (a step of the smallest
-policy took 0.6 s of which 0.04 are needed), and matrices of one shape are worked on together.
+``orthogonal`` is five Newton–Schulz steps, which bring all singular values to about 1. The same as
+``torch.optim.Muon`` but in two things: the products are in fp32 on a CPU, where most are many times
+slower in bf16 (a step of the smallest policy took 0.6 s of which 0.04 are needed), and matrices of
+one shape are worked on together.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ class Muon(torch.optim.Optimizer):
     """For matrices alone."""
 
     def __init__(
-        self, matrices: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+        self,
+        matrices: Iterable[Tensor],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
@@ -42,7 +48,9 @@ class Muon(torch.optim.Optimizer):
     def _step(self, parameters: list[Tensor], group: dict[str, Any], scale: float) -> None:
         updates = self._orthogonal([self._momentum(each, group["momentum"]) for each in parameters])
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(parameters, list(updates.to(parameters[0].dtype)), alpha=-group["lr"] * scale)
+        torch._foreach_add_(
+            parameters, list(updates.to(parameters[0].dtype)), alpha=-group["lr"] * scale
+        )
 
     def _orthogonal(self, matrices: list[Tensor]) -> Tensor:
         return orthogonal(torch.stack(matrices))

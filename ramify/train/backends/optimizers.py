@@ -35,7 +35,9 @@ class CombinedOptimizer:
             adamw.append({"params": inside, "weight_decay": optim.weight_decay})
         groups = [group for group in adamw if group["params"]]
         if groups:
-            self._all.append(torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True))
+            self._all.append(
+                torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+            )
 
     def step(self, lr: float) -> None:
         for optimizer in self._all:

@@ -4,7 +4,8 @@
     values             the critic's
     all else           the policy's
 
-Decides how the two are stepped and saved together. A critic on the policy's own trunk is ``SingleBackend(critic=True)``.
+Decides how the two are stepped and saved together. A critic on the policy's own trunk is
+``SingleBackend(critic=True)``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class SeparateCritic:
             for batch in batches
             if "rl" in batch.denominators
         ]
-        learnt = self._critic.forward_backward(reinforced, LossSpec(policy=CriticOnlyLoss(), value=loss.value))
+        learnt = self._critic.forward_backward(
+            reinforced, LossSpec(policy=CriticOnlyLoss(), value=loss.value)
+        )
         return {**measured, "value_loss": learnt.get("value_loss", 0.0)}
 
     def optim_step(self) -> dict[str, float]:
@@ -97,7 +100,11 @@ class SeparateCritic:
         self._policy.load_weights(weights)
 
     def save(self, folder: Path) -> Callable[[], None] | None:
-        waits = [each for each in (self._policy.save(folder), self._critic.save(folder / _FOLDER)) if each is not None]
+        waits = [
+            each
+            for each in (self._policy.save(folder), self._critic.save(folder / _FOLDER))
+            if each is not None
+        ]
 
         def wait() -> None:
             for each in waits:

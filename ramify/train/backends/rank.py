@@ -5,11 +5,12 @@
                                ├── gather, put
                                └── save, load
 
-Rank 0 is told by its own process, the others over a connection (``rank_group.py``). A verb either succeeds on every rank, or
-raises an error of ours on every rank, and then the next verb may follow; any other exception ends all ranks.
+Rank 0 is told by its own process, the others over a connection (``rank_group.py``). A verb either
+succeeds on every rank, or raises an error of ours on every rank, and then the next verb may follow;
+any other exception ends all ranks.
 
-Every rank runs as many batches as the one with the most: one that has none left computes ``idle`` ones, a token without
-weight, so that it takes part in what all must do together.
+Every rank runs as many batches as the one with the most: one that has none left computes ``idle``
+ones, a token without weight, so that it takes part in what all must do together.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class RankModelSpec(NamedTuple):
 class _Model:
     """One model of this rank."""
 
-    def __init__(self, making: RankModelSpec, model: nn.Module, names: list[str], sharded: ShardedLayout) -> None:
+    def __init__(
+        self, making: RankModelSpec, model: nn.Module, names: list[str], sharded: ShardedLayout
+    ) -> None:
         self.making, self.model, self.names, self.sharded = making, model, names, sharded
         self.policy = Policy(model, None, None, making.config, 0, "sharded")  # type: ignore[arg-type]
         self.single: SingleBackend | None = None
@@ -69,7 +72,9 @@ class _Model:
 class RankModels:
     """The models of one rank, by name."""
 
-    def __init__(self, index: int, size: int, device: torch.device, timeout_s: float, pulse: RankHeartbeat) -> None:
+    def __init__(
+        self, index: int, size: int, device: torch.device, timeout_s: float, pulse: RankHeartbeat
+    ) -> None:
         self.index, self.size, self.device, self._pulse = index, size, device, pulse
         self._models: dict[str, _Model] = {}
         self._saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -88,10 +93,12 @@ class RankModels:
         """The backend of a model, on this rank."""
         return self._models[key].backend
 
-    # --- verbs: models -------------------------------------------------------------------------------------------
+    # --- verbs: models
+    # -------------------------------------------------------------------------------------------
 
     def make(self, key: str, making: RankModelSpec) -> None:
-        """Make a model, spread; without values but for adapters, where it does not come from a folder."""
+        """Make a model, spread; without values but for adapters, where it does not come from a
+        folder."""
         model = on_meta(making.config)
         names: list[str] = []
         if making.lora is not None:
@@ -110,7 +117,11 @@ class RankModels:
             values = {name: found[adapters.plain(name)] for name in self._base(made)}
         if making.lora is not None:
             values |= dict(adapters.begin(making.lora, names, sizes))
-        values |= {name: torch.zeros(each.shape) for name, each in sharded.parameters.items() if is_of_critic(name)}
+        values |= {
+            name: torch.zeros(each.shape)
+            for name, each in sharded.parameters.items()
+            if is_of_critic(name)
+        }
         sharded.fill(values)
 
     def put(self, key: str, named: list[tuple[str, Tensor | None]]) -> None:
@@ -135,17 +146,24 @@ class RankModels:
         self._models.pop(key, None)
 
     def stage(self, key: str, optim: OptimizerSpec, critic: bool) -> None:
-        """From here on the model is trained by a fresh optimizer, its value head too where ``critic``."""
+        """From here on the model is trained by a fresh optimizer, its value head too where
+        ``critic``."""
         made = self._models[key]
         compute = made.making.compute
         dumps = Path(made.making.dumps) / (f"rank-{self.index}" if self.index else "")
         plain = ComputeSpec(
-            max_tokens=compute.max_tokens, precision="fp32", recompute=compute.recompute, max_logits=compute.max_logits,
+            max_tokens=compute.max_tokens,
+            precision="fp32",
+            recompute=compute.recompute,
+            max_logits=compute.max_logits,
             share=compute.share,
-        )  # fmt: skip
-        made.single = SingleBackend(made.policy, optim, plain, dumps=dumps, spread=made.sharded, critic=critic)
+        )
+        made.single = SingleBackend(
+            made.policy, optim, plain, dumps=dumps, spread=made.sharded, critic=critic
+        )
 
-    # --- verbs: learning -----------------------------------------------------------------------------------------
+    # --- verbs: learning
+    # -----------------------------------------------------------------------------------------
 
     def add(self, key: str, batches: list[Batch | None], loss: LossSpec, idle: Batch) -> LossTally:
         """Add the gradient of ``batches``; None is where others have one and this rank has not."""
@@ -167,11 +185,15 @@ class RankModels:
     def clear_gradient(self, key: str) -> None:
         self.of(key).clear_gradient()
 
-    def logprobs(self, key: str, batches: list[Batch | None], idle: Batch, base: bool) -> list[Floats]:
+    def logprobs(
+        self, key: str, batches: list[Batch | None], idle: Batch, base: bool
+    ) -> list[Floats]:
         """[E] of each batch that is one; ``base``: of the model without its adapters."""
         made = self._models[key]
         with adapters.without(made.model) if base else nullcontext():
-            found = [made.backend.logprobs([idle if batch is None else batch])[0] for batch in batches]
+            found = [
+                made.backend.logprobs([idle if batch is None else batch])[0] for batch in batches
+            ]
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
 
     def values(self, key: str, batches: list[Batch | None], idle: Batch) -> list[Floats]:
@@ -180,7 +202,8 @@ class RankModels:
         found = [backend.values([idle if batch is None else batch])[0] for batch in batches]
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
 
-    # --- verbs: checkpoints --------------------------------------------------------------------------------------
+    # --- verbs: checkpoints
+    # --------------------------------------------------------------------------------------
 
     def save(self, key: str, folder: str, asynchronous: bool) -> shards.RandomState:
         """Write this rank's rows; ``wait`` until that is over, where it goes on by itself."""
@@ -190,7 +213,8 @@ class RankModels:
         return shards.random_state(self.device)
 
     def wait(self) -> None:
-        """Until the last ``save`` is over on all ranks. Raises StoreError where it failed on any."""
+        """Until the last ``save`` is over on all ranks. Raises StoreError where it failed on
+        any."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
@@ -207,7 +231,9 @@ class RankModels:
     def _base(self, made: _Model) -> list[str]:
         """Names of what a checkpoint of the model without adapters holds."""
         everything = [*made.sharded.parameters, *made.sharded.buffers]
-        return [name for name in everything if not adapters.is_adapter(name) and not is_of_critic(name)]
+        return [
+            name for name in everything if not adapters.is_adapter(name) and not is_of_critic(name)
+        ]
 
 
 def is_of_critic(name: str) -> bool:
@@ -217,17 +243,27 @@ def is_of_critic(name: str) -> bool:
 
 def idle(batch: Batch) -> Batch:
     """A batch of one token without weight, otherwise like ``batch``."""
-    streams: dict[str, Any] = {name: np.zeros_like(column[:1]) for name, column in batch.streams.items()}
+    streams: dict[str, Any] = {
+        name: np.zeros_like(column[:1]) for name, column in batch.streams.items()
+    }
     streams["temperature"] = np.ones_like(batch.streams["temperature"][:1])
     zero = np.zeros(1, np.int64)
     return Batch(
-        token_ids=zero, positions=zero, segments=[type(batch.segments[0])(0, 1, -1)], sources=zero, targets=zero,
-        streams=streams, denominators=batch.denominators, sequences={0: "idle"}, owners=np.zeros((1, 2), np.int64),
-    )  # fmt: skip
+        token_ids=zero,
+        positions=zero,
+        segments=[type(batch.segments[0])(0, 1, -1)],
+        sources=zero,
+        targets=zero,
+        streams=streams,
+        denominators=batch.denominators,
+        sequences={0: "idle"},
+        owners=np.zeros((1, 2), np.int64),
+    )
 
 
 def dealt(batches: Many[Batch], num_ranks: int) -> list[list[int]]:
-    """Rank -> which batches are its: the longest first, each to the rank that has the fewest tokens so far."""
+    """Rank -> which batches are its: the longest first, each to the rank that has the fewest tokens
+    so far."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for index in sorted(range(len(batches)), key=lambda index: (-len(batches[index]), index)):

@@ -6,13 +6,15 @@
     watch      ── "ping", each second ─────────────────> watch: answers from a thread of its own
                <─ how often it got on, what it is doing
 
-The one loop of training runs in rank 0 and knows of no ranks: it would otherwise have to run everywhere, with the same
-rollouts, the same clock and the same decisions on each. Others carry verbs out, and hold nothing that a run decides.
+The one loop of training runs in rank 0 and knows of no ranks: it would otherwise have to run
+everywhere, with the same rollouts, the same clock and the same decisions on each. Others carry
+verbs out, and hold nothing that a run decides.
 
-A rank that ends is noticed by its connection, one that stands still by this: nobody gets on for ``timeout_s`` while a verb
-is carried out. Then every rank's stack is asked for; those that wait inside torch.distributed wait for another one, and
-the others are named. Whoever waits for a rank that is gone is released, since all others are ended, and with them their
-connections. What is sent here is pickled, between processes that one user started and that prove it with a key.
+A rank that ends is noticed by its connection, one that stands still by this: nobody gets on for
+``timeout_s`` while a verb is carried out. Then every rank's stack is asked for; those that wait
+inside torch.distributed wait for another one, and the others are named. Whoever waits for a rank
+that is gone is released, since all others are ended, and with them their connections. What is sent
+here is pickled, between processes that one user started and that prove it with a key.
 """
 
 from __future__ import annotations
@@ -118,22 +120,27 @@ class RankGroup:
         timeout_s: float,
         stacks: Path,
     ) -> None:
-        """``own``: the object whose methods are the verbs, on this rank. ``stacks``: a folder for the stacks of ranks when
-        one stands still."""
+        """``own``: the object whose methods are the verbs, on this rank. ``stacks``: a folder for
+        the stacks of ranks when one stands still."""
         self.size = 1 + len(links)
         self._own, self._pulse, self._links, self.processes = own, pulse, links, processes
         self._lock = threading.Lock()
         self._watch = _Watch(pulse, links, processes, timeout_s, stacks)
 
-    def call(self, verb: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Carry ``verb`` out on every rank, with ``shared`` arguments and after them those that ``each`` has for a rank.
-        The values, by rank. Raises what the ranks raise; TrainError, from then on always, where one is lost."""
+    def call(
+        self, verb: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None
+    ) -> list[Any]:
+        """Carry ``verb`` out on every rank, with ``shared`` arguments and after them those that
+        ``each`` has for a rank. The values, by rank. Raises what the ranks raise; TrainError, from
+        then on always, where one is lost."""
         with self._lock:
             self._watch.check()
             with self._pulse.doing(verb):
                 for link in self._links:
                     with contextlib.suppress(OSError):  # the watch finds out why
-                        link.talk.send_bytes(pickle.dumps((verb, (*shared, *(each[link.rank] if each else ())))))
+                        link.talk.send_bytes(
+                            pickle.dumps((verb, (*shared, *(each[link.rank] if each else ()))))
+                        )
                 try:
                     ended = [carried_out(self._own, verb, (*shared, *(each[0] if each else ())))]
                 except Exception as error:  # noqa: BLE001 (another rank may be the cause)
@@ -203,7 +210,8 @@ class _Watch:
             raise TrainError(self._reason)
 
     def lose(self, why: str, rank: int, grace_s: float = 0.0) -> NoReturn:
-        """Rank ``rank`` is lost; within ``grace_s`` it may turn out that another one was the cause. Ends all others."""
+        """Rank ``rank`` is lost; within ``grace_s`` it may turn out that another one was the cause.
+        Ends all others."""
         until = time.monotonic() + grace_s
         while not self._reason and time.monotonic() < until and self._links:
             if other := self._told() or self._dead():
@@ -241,7 +249,9 @@ class _Watch:
     def _run(self) -> None:
         last, quiet_s = list(self._counts), 0.0
         while not self._closing.wait(self._beat_s) and not self._reason:
-            quiet_s += self._beat_s  # counted in waits, so that a process that was stopped for a while has not waited
+            quiet_s += (
+                self._beat_s
+            )  # counted in waits, so that a process that was stopped for a while has not waited
             for link in self._links:
                 self._send(link, "ping")
             self._read()
@@ -266,7 +276,9 @@ class _Watch:
         until = time.monotonic() + _GRACE_S
         while time.monotonic() < until and any(self._may_answer(link.rank) for link in self._links):
             time.sleep(0.05)  # the watching thread reads
-        found = [(link.rank, self._answers.get(link.rank, "it did not answer\n")) for link in self._links]
+        found = [
+            (link.rank, self._answers.get(link.rank, "it did not answer\n")) for link in self._links
+        ]
         return "\n".join(f"rank {rank}{self._place(rank)}\n{stack}" for rank, stack in found)
 
     def _send(self, link: RankConnection, word: str) -> None:
@@ -314,15 +326,23 @@ class _Watch:
             self._read()
         stacks = {0: self._pulse.stack(), **self._answers}
         zero_variance = [link.rank for link in self._links if link.rank not in stacks]
-        waits = {rank for rank, stack in stacks.items() if _waits(stack) or (self._pulse.waits and not rank)}
+        waits = {
+            rank
+            for rank, stack in stacks.items()
+            if _waits(stack) or (self._pulse.waits and not rank)
+        }
         working = [rank for rank in stacks if rank not in waits]
         least = min(self._counts)
         behind = [rank for rank, count in enumerate(self._counts) if count == least]
         named = zero_variance or (working if waits and working else behind)
         path = self._write(stacks, zero_variance)
-        told = "; ".join(f"rank {rank}{self._place(rank)} {self._state(rank, stacks.get(rank, ''))}" for rank in named)
+        told = "; ".join(
+            f"rank {rank}{self._place(rank)} {self._state(rank, stacks.get(rank, ''))}"
+            for rank in named
+        )
         self._give_up(
-            f"no rank got on for {self._timeout_s:g} s in '{verb}'. {told}. The stacks of all ranks are in {path}",
+            f"no rank got on for {self._timeout_s:g} s in '{verb}'. {told}. The stacks of all "
+            f"ranks are in {path}",
             named,
         )
 
@@ -337,8 +357,14 @@ class _Watch:
     def _write(self, stacks: dict[int, str], zero_variance: Sequence[int]) -> Path:
         self._stacks.mkdir(parents=True, exist_ok=True)
         path = self._stacks / "stalled-ranks.txt"
-        parts = [f"rank {rank}, {self._counts[rank]} ticks\n{stack}" for rank, stack in sorted(stacks.items())]
-        parts += [f"rank {rank} did not answer{_process_state(self._pid(rank))}\n" for rank in zero_variance]
+        parts = [
+            f"rank {rank}, {self._counts[rank]} ticks\n{stack}"
+            for rank, stack in sorted(stacks.items())
+        ]
+        parts += [
+            f"rank {rank} did not answer{_process_state(self._pid(rank))}\n"
+            for rank in zero_variance
+        ]
         path.write_text("\n".join(parts))
         return path
 
@@ -357,7 +383,9 @@ class _Watch:
             for connection in (link.talk, link.watch):
                 _shut(connection)
         if 0 in culprits:  # nobody else can end what this process does
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._pulse.thread), ctypes.py_object(TrainError))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._pulse.thread), ctypes.py_object(TrainError)
+            )
 
     def _pid(self, rank: int) -> int:
         return self._processes[rank - 1].pid if self._processes and rank else 0
@@ -378,10 +406,15 @@ def _told(verb: str, error: Exception) -> str:
     return f"in '{verb}', {type(error).__name__}: {first}"
 
 
-def follow(own: Any, pulse: RankHeartbeat, talk: Connection, watch: Connection, rank: int, timeout_s: float) -> None:
-    """Carry out what rank 0 says, until it says that this was all. A process whose rank 0 is gone ends."""
+def follow(
+    own: Any, pulse: RankHeartbeat, talk: Connection, watch: Connection, rank: int, timeout_s: float
+) -> None:
+    """Carry out what rank 0 says, until it says that this was all. A process whose rank 0 is gone
+    ends."""
     stop = threading.Event()
-    answering = threading.Thread(target=_answer, args=(pulse, watch, rank, timeout_s, stop), daemon=True)
+    answering = threading.Thread(
+        target=_answer, args=(pulse, watch, rank, timeout_s, stop), daemon=True
+    )
     answering.start()
     try:
         while True:
@@ -406,7 +439,9 @@ def follow(own: Any, pulse: RankHeartbeat, talk: Connection, watch: Connection, 
         faulthandler.cancel_dump_traceback_later()
 
 
-def _answer(pulse: RankHeartbeat, watch: Connection, rank: int, timeout_s: float, stop: threading.Event) -> None:
+def _answer(
+    pulse: RankHeartbeat, watch: Connection, rank: int, timeout_s: float, stop: threading.Event
+) -> None:
     beat_s = min(1.0, timeout_s / 10)
     quiet = 0.0
     while not stop.is_set():
@@ -421,7 +456,11 @@ def _answer(pulse: RankHeartbeat, watch: Connection, rank: int, timeout_s: float
             word = pickle.loads(watch.recv_bytes())
             if word.startswith("end: "):
                 _end(rank, word.removeprefix("end: "))
-            watch.send_bytes(pickle.dumps(("stack", pulse.stack()) if word == "stack" else ("count", pulse.count)))
+            watch.send_bytes(
+                pickle.dumps(
+                    ("stack", pulse.stack()) if word == "stack" else ("count", pulse.count)
+                )
+            )
         except (EOFError, OSError):
             if stop.wait(_GRACE_S):
                 return

@@ -2,8 +2,9 @@
 
     rows of every matrix ── all to all ── whole matrices, each on one rank ── orthogonal ── all to all ── rows
 
-Momentum and the step itself go by rows; only the orthogonal part needs a matrix whole, and matrix i of a shape is whole
-on rank i modulo the ranks, so that the work is shared and nothing is computed twice.
+Momentum and the step itself go by rows; only the orthogonal part needs a matrix whole, and matrix i
+of a shape is whole on rank i modulo the ranks, so that the work is shared and nothing is computed
+twice.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class ShardedMuon(Muon):
         updates = _orthogonal(rows, spread[0].device_mesh, spread[0].shape[0])
         local = [each.to_local() for each in spread]
         torch._foreach_mul_(local, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(local, [each.to(local[0].dtype) for each in updates], alpha=-group["lr"] * scale)
+        torch._foreach_add_(
+            local, [each.to(local[0].dtype) for each in updates], alpha=-group["lr"] * scale
+        )
 
     def _rows(self, parameter: Any, beta: float) -> Tensor:
         """As ``_momentum``, of this rank's rows; the state is spread as the parameter is."""
@@ -43,7 +46,8 @@ class ShardedMuon(Muon):
 
 
 def _orthogonal(rows: list[Tensor], mesh: Any, num_rows: int) -> list[Tensor]:
-    """``rows``: this rank's of each of some matrices with ``num_rows`` rows. Those of their orthogonal forms."""
+    """``rows``: this rank's of each of some matrices with ``num_rows`` rows. Those of their
+    orthogonal forms."""
     group = mesh.get_group(mesh.ndim - 1)
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     columns = rows[0].shape[1]
@@ -57,7 +61,7 @@ def _orthogonal(rows: list[Tensor], mesh: Any, num_rows: int) -> list[Tensor]:
     pieces = [
         part.view(owned[rank], height, columns)
         for part, height in zip(torch.split(parts, here), heights, strict=True)
-    ]  # fmt: skip
+    ]
     whole = torch.cat(pieces, 1)
     done = orthogonal(whole) if owned[rank] else whole
     back = torch.cat([piece.flatten() for piece in torch.split(done.to(rows[0].dtype), heights, 1)])

@@ -1,4 +1,5 @@
-"""One model over a mesh of ranks, by FSDP2 (``fully_shard``): made on the meta device, so that no rank ever holds it whole.
+"""One model over a mesh of ranks, by FSDP2 (``fully_shard``): made on the meta device, so that no
+rank ever holds it whole.
 
     on_meta ── adapters ── fully_shard: each layer, then the rest ── memory for this rank's rows ── fill, tensor by tensor
 
@@ -7,9 +8,10 @@
                                │      3 4 5      every tensor; gradients are added up along rows, then over replicas
                                v
 
-Gradients are sums over ranks and not means: losses are divided by counts of the whole step before. Decides where tensors
-lie, in which precision they travel, and when they are put together. Leaves out what is computed (``single.py``) and who
-says when (``rank_group.py``). Mixed precision, offloading and NCCL need GPUs; gloo on CPUs goes through the same calls.
+Gradients are sums over ranks and not means: losses are divided by counts of the whole step before.
+Decides where tensors lie, in which precision they travel, and when they are put together. Leaves
+out what is computed (``single.py``) and who says when (``rank_group.py``). Mixed precision,
+offloading and NCCL need GPUs; gloo on CPUs goes through the same calls.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ramify.errors import ConfigError
@@ -49,13 +57,15 @@ def mesh_of(device: torch.device, num_ranks: int, replicas: int) -> DeviceMesh:
 def check_mesh(num_ranks: int, replicas: int) -> None:
     if num_ranks % replicas:
         raise ConfigError(
-            f"compute.shard: {num_ranks} ranks do not fit a mesh of {replicas} replicas: {num_ranks} = {replicas} x "
+            f"compute.shard: {num_ranks} ranks do not fit a mesh of {replicas} replicas: "
+            f"{num_ranks} = {replicas} x "
             f"{num_ranks // replicas} + {num_ranks % replicas}"
         )
 
 
 def on_meta(config: Any) -> nn.Module:
-    """The model of a Hugging Face configuration without its weights; what it computes by itself (rotations) is there."""
+    """The model of a Hugging Face configuration without its weights; what it computes by itself
+    (rotations) is there."""
     if unsupported(config) is None:
         with torch.device("meta"):
             return DenseModel(config).eval()
@@ -67,15 +77,22 @@ def on_meta(config: Any) -> nn.Module:
 
 
 class ShardedLayout:
-    """Implements ``WeightLayout`` for ``model``, whose parameters from then on are this rank's rows of each."""
+    """Implements ``WeightLayout`` for ``model``, whose parameters from then on are this rank's rows
+    of each."""
 
     muon = ShardedMuon
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, device: torch.device, compute: ComputeSpec, tick: Callable[[], None]
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        device: torch.device,
+        compute: ComputeSpec,
+        tick: Callable[[], None],
     ) -> None:
-        """``model`` is on the meta device, and its values are undefined afterwards: ``put`` or ``fill`` them. ``tick`` is
-        called as layers are entered, by which others see that this rank gets on."""
+        """``model`` is on the meta device, and its values are undefined afterwards: ``put`` or
+        ``fill`` them. ``tick`` is called as layers are entered, by which others see that this rank
+        gets on."""
         self.device, self._mesh = device, mesh
         self._shard = shard = compute.shard
         layers = layers_of(model)
@@ -83,8 +100,9 @@ class ShardedLayout:
             _compile(model, layers)
         self._root = _Root(model)
         everywhere: dict[str, Any] = {
-            "mesh": mesh, "offload_policy": CPUOffloadPolicy() if shard.offload else OffloadPolicy(),
-        }  # fmt: skip
+            "mesh": mesh,
+            "offload_policy": CPUOffloadPolicy() if shard.offload else OffloadPolicy(),
+        }
         options = {"mp_policy": self._precision(compute), **everywhere}
         for layer in layers:
             fully_shard(layer, reshard_after_forward=shard.gather == "layer", **options)
@@ -93,17 +111,22 @@ class ShardedLayout:
         if head is not None:  # what a critic says is fp32, as on one device
             fully_shard(head, reshard_after_forward=shard.gather == "layer", **everywhere)
         fully_shard(self._root, **options)
-        self._sharded: list[FSDPModule] = [each for each in self._root.modules() if isinstance(each, FSDPModule)]
+        self._sharded: list[FSDPModule] = [
+            each for each in self._root.modules() if isinstance(each, FSDPModule)
+        ]
         for each in self._sharded:
             each.set_gradient_divide_factor(1.0)
             each.set_force_sum_reduction_for_comms(True)
         _give_memory(self._root, torch.device("cpu") if shard.offload else device, device)
         self.parameters = dict(model.named_parameters())
         """Name -> this rank's rows."""
-        self.buffers = {name: each for name, each in model.state_dict().items() if name not in _names(model)}
+        self.buffers = {
+            name: each for name, each in model.state_dict().items() if name not in _names(model)
+        }
         """Name -> tensor, whole on every rank: what a checkpoint holds besides parameters."""
 
-    # --- Spread --------------------------------------------------------------------------------------------------
+    # --- Spread
+    # --------------------------------------------------------------------------------------------------
 
     def run(self, work: Callable[[], T]) -> T:
         found = cast(T, self._root(work))
@@ -117,15 +140,21 @@ class ShardedLayout:
         return bool(flag)
 
     def norm(self, tensors: Many[Tensor]) -> float:
-        total = squares([_local(each) for each in tensors]) if tensors else torch.zeros((), dtype=torch.float64)
+        total = (
+            squares([_local(each) for each in tensors])
+            if tensors
+            else torch.zeros((), dtype=torch.float64)
+        )
         total = total.to(self.device)
         dist.all_reduce(total, group=self._mesh.get_group(self._mesh.ndim - 1))
         return float(total.sqrt())
 
-    # --- when weights are put together -----------------------------------------------------------------------------
+    # --- when weights are put together
+    # -----------------------------------------------------------------------------
 
     def expect(self, is_last: bool) -> None:
-        """The next backward pass is the last of this call, after which gradients are added up over ranks; or is not."""
+        """The next backward pass is the last of this call, after which gradients are added up over
+        ranks; or is not."""
         if self._shard.gather == "step":
             for each in self._sharded:
                 each.set_requires_gradient_sync(is_last, recurse=False)
@@ -133,11 +162,13 @@ class ShardedLayout:
             cast(FSDPModule, self._root).set_is_last_backward(is_last)
 
     def let_go(self) -> None:
-        """Keep this rank's rows alone. What a forward pass put together would outlive a change of the weights."""
+        """Keep this rank's rows alone. What a forward pass put together would outlive a change of
+        the weights."""
         for each in self._sharded:
             each.reshard()
 
-    # --- weights ---------------------------------------------------------------------------------------------------
+    # --- weights
+    # ---------------------------------------------------------------------------------------------------
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
         """Take this rank's rows out of whole tensors, of which only those rows are read."""
@@ -156,7 +187,9 @@ class ShardedLayout:
             whole.copy_(tensor)
         with torch.no_grad():
             if isinstance(mine, DTensor):
-                spread = distribute_tensor(whole, mine.device_mesh, mine.placements, src_data_rank=0)
+                spread = distribute_tensor(
+                    whole, mine.device_mesh, mine.placements, src_data_rank=0
+                )
                 _local(mine).copy_(_local(spread))
             else:
                 dist.broadcast(whole, 0)
@@ -171,19 +204,25 @@ class ShardedLayout:
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Of this rank: as ``torch.chunk`` cuts, which is how FSDP2 does."""
-        num, index = self._mesh.size(self._mesh.ndim - 1), self._mesh.get_local_rank(self._mesh.ndim - 1)
+        num, index = (
+            self._mesh.size(self._mesh.ndim - 1),
+            self._mesh.get_local_rank(self._mesh.ndim - 1),
+        )
         size = -(-tensor.shape[0] // num)
         return tensor[min(index * size, tensor.shape[0]) : min((index + 1) * size, tensor.shape[0])]
 
     def _precision(self, compute: ComputeSpec) -> MixedPrecisionPolicy:
         if compute.precision != "bf16":
             return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[compute.shard.reduce])
+        return MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[compute.shard.reduce]
+        )
 
 
 class _Root(nn.Module):
-    """The model, called with what is to be computed: so that one forward pass of FSDP is whatever the caller does with the
-    model, its output matrix included, and names of parameters stay the model's own."""
+    """The model, called with what is to be computed: so that one forward pass of FSDP is whatever
+    the caller does with the model, its output matrix included, and names of parameters stay the
+    model's own."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -200,7 +239,9 @@ def _give_memory(root: nn.Module, parameters: torch.device, buffers: torch.devic
         for name, old in module._parameters.items():
             if old is not None:
                 if old not in fresh:
-                    fresh[old] = nn.Parameter(torch.empty_like(old, device=parameters), requires_grad=old.requires_grad)
+                    fresh[old] = nn.Parameter(
+                        torch.empty_like(old, device=parameters), requires_grad=old.requires_grad
+                    )
                 module._parameters[name] = fresh[old]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -209,7 +250,8 @@ def _give_memory(root: nn.Module, parameters: torch.device, buffers: torch.devic
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that modules register meanwhile lose their values at once; buffers keep theirs, which no checkpoint has."""
+    """Parameters that modules register meanwhile lose their values at once; buffers keep theirs,
+    which no checkpoint has."""
     register = nn.Module.register_parameter
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -233,9 +275,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _compile(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Each layer's forward pass, for any number of tokens. Attention walks a forest that is another in every batch."""
+    """Each layer's forward pass, for any number of tokens. Attention walks a forest that is another
+    in every batch."""
     if not isinstance(model, DenseModel):
-        raise ConfigError("compute.shard.compile is for Llama, Mistral, Qwen2 and Qwen3, which run as Dense")
+        raise ConfigError(
+            "compute.shard.compile is for Llama, Mistral, Qwen2 and Qwen3, which run as Dense"
+        )
     for layer in layers:
         layer.forward = _CompiledModule(layer.forward)
 
@@ -248,7 +293,13 @@ class _CompiledModule:
         self._attended = disable(lambda *arguments: self._attend(*arguments))
 
     def __call__(
-        self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, index: int, attend: Any, rows_N: Tensor | None = None
+        self,
+        h_TD: Tensor,
+        cos_T1d: Tensor,
+        sin_T1d: Tensor,
+        index: int,
+        attend: Any,
+        rows_N: Tensor | None = None,
     ) -> Tensor:
         self._attend = attend
         return self._forward(h_TD, cos_T1d, sin_T1d, index, self._attended, rows_N)

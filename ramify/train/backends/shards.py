@@ -3,8 +3,9 @@
     FOLDER/shards/__0_0.distcp, __1_0.distcp, .metadata      weights.NAME, optim.NAME.exp_avg, …
     FOLDER/trainer.pt                                        steps, options, random states; written by rank 0 (``fsdp.py``)
 
-What was written by some ranks is read by any other number. Only what is trained is held: of a model with adapters these.
-Decides names and what must fit; leaves out when a checkpoint is whole (``train/checkpoint.py``).
+What was written by some ranks is read by any other number. Only what is trained is held: of a model
+with adapters these. Decides names and what must fit; leaves out when a checkpoint is whole
+(``train/checkpoint.py``).
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class CheckpointWrite:
     def __init__(self, work: Callable[[], object], in_background: bool) -> None:
         self._work = work
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="ramify-shards") if in_background else None
+        self._thread = (
+            threading.Thread(target=self._run, name="ramify-shards") if in_background else None
+        )
         if self._thread is not None:
             self._thread.start()
         else:
@@ -52,7 +55,9 @@ class CheckpointWrite:
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
-            raise StoreError(f"a rank's shards cannot be written: {_reason(self._error)}") from self._error
+            raise StoreError(
+                f"a rank's shards cannot be written: {_reason(self._error)}"
+            ) from self._error
 
     def _run(self) -> None:
         try:
@@ -62,18 +67,28 @@ class CheckpointWrite:
 
 
 def save(
-    folder: Path, weights: Mapping[str, Any], optimizers: CombinedOptimizer, group: Any, in_background: bool
+    folder: Path,
+    weights: Mapping[str, Any],
+    optimizers: CombinedOptimizer,
+    group: Any,
+    in_background: bool,
 ) -> CheckpointWrite:
     """Write this rank's share, as it is now: from a copy, where it goes on in the background."""
     state = _state(weights, _moments(weights, optimizers))
     if in_background:
-        state = {kind: {name: _copied(each) for name, each in part.items()} for kind, part in state.items()}
+        state = {
+            kind: {name: _copied(each) for name, each in part.items()}
+            for kind, part in state.items()
+        }
     return CheckpointWrite(
-        lambda: write_shards(state, checkpoint_id=folder / FOLDER, process_group=group), in_background
+        lambda: write_shards(state, checkpoint_id=folder / FOLDER, process_group=group),
+        in_background,
     )
 
 
-def load(folder: Path, weights: Mapping[str, Any], optimizers: CombinedOptimizer, group: Any) -> None:
+def load(
+    folder: Path, weights: Mapping[str, Any], optimizers: CombinedOptimizer, group: Any
+) -> None:
     """Read this rank's share, of a checkpoint that ``check`` has found to fit."""
     found = sizes(folder)
     parameters = {name: each.detach() for name, each in weights.items()}
@@ -83,11 +98,16 @@ def load(folder: Path, weights: Mapping[str, Any], optimizers: CombinedOptimizer
         for key in (each.removeprefix(prefix) for each in found if each.startswith(prefix)):
             is_number = not found[prefix + key]
             moment[key] = (
-                torch.zeros((), device=weights[name].device) if is_number else torch.zeros_like(parameters[name])
+                torch.zeros((), device=weights[name].device)
+                if is_number
+                else torch.zeros_like(parameters[name])
             )
     read_shards(_state(parameters, moments), checkpoint_id=folder / FOLDER, process_group=group)
     owners = {
-        parameter: each for each in optimizers.each for group in each.param_groups for parameter in group["params"]
+        parameter: each
+        for each in optimizers.each
+        for group in each.param_groups
+        for parameter in group["params"]
     }
     for name, moment in moments.items():
         owners[weights[name]].state.pop(weights[name], None)
@@ -100,22 +120,36 @@ def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     try:
         metadata = FileSystemReader(folder / FOLDER).read_metadata()
     except FileNotFoundError:
-        raise ConfigError(f"{folder} holds no state of ranks: it has no {FOLDER}/.metadata") from None
-    return {name: tuple(getattr(each, "size", ())) for name, each in metadata.state_dict_metadata.items()}
+        raise ConfigError(
+            f"{folder} holds no state of ranks: it has no {FOLDER}/.metadata"
+        ) from None
+    return {
+        name: tuple(getattr(each, "size", ()))
+        for name, each in metadata.state_dict_metadata.items()
+    }
 
 
 def check(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ConfigError with the first tensor that the checkpoint has otherwise than ``shapes``, of what is trained."""
+    """Raises ConfigError with the first tensor that the checkpoint has otherwise than ``shapes``,
+    of what is trained."""
     prefix = f"{_WEIGHTS}."
-    there = {name.removeprefix(prefix): size for name, size in sizes(folder).items() if name.startswith(prefix)}
+    there = {
+        name.removeprefix(prefix): size
+        for name, size in sizes(folder).items()
+        if name.startswith(prefix)
+    }
     for name in sorted(there.keys() | shapes.keys()):
         saved, ours = there.get(name), shapes.get(name)
         if saved != ours:
-            raise ConfigError(f"{folder} is of another model: '{name}' is {saved} there and {ours} here")
+            raise ConfigError(
+                f"{folder} is of another model: '{name}' is {saved} there and {ours} here"
+            )
 
 
 def random_state(device: torch.device) -> RandomState:
-    return RandomState(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+    return RandomState(
+        torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    )
 
 
 def set_random_state(device: torch.device, state: RandomState) -> None:
@@ -124,14 +158,22 @@ def set_random_state(device: torch.device, state: RandomState) -> None:
         torch.cuda.set_rng_state(state.cuda, device)
 
 
-def _moments(weights: Mapping[str, Any], optimizers: CombinedOptimizer) -> dict[str, dict[str, Tensor]]:
+def _moments(
+    weights: Mapping[str, Any], optimizers: CombinedOptimizer
+) -> dict[str, dict[str, Tensor]]:
     """Name -> what its optimizer remembers of it."""
-    states = {parameter: state for each in optimizers.each for parameter, state in each.state.items()}
+    states = {
+        parameter: state for each in optimizers.each for parameter, state in each.state.items()
+    }
     return {name: dict(states.get(parameter, {})) for name, parameter in weights.items()}
 
 
-def _state(weights: Mapping[str, Any], moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Any]]:
-    optim = {f"{name}.{key}": each for name, moment in moments.items() for key, each in moment.items()}
+def _state(
+    weights: Mapping[str, Any], moments: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, dict[str, Any]]:
+    optim = {
+        f"{name}.{key}": each for name, moment in moments.items() for key, each in moment.items()
+    }
     return {_WEIGHTS: {name: each.detach() for name, each in weights.items()}, _OPTIM: optim}
 
 

@@ -3,9 +3,10 @@
     forward_backward   for each batch:  trunk ── hidden states of entries ── head ── loss ── backward
     optim_step         clip ── AdamW, or Muon and AdamW ── clear
 
-Decides how bf16 products are made of fp32 weights (which precision: ``precision.py``), whether activations are computed again
-in the backward pass, and what happens to a loss that is not finite. Gradients add up over batches, so that the size of a batch
-changes memory and not the step. Leaves out what a loss is (``loss.py``) and how attention goes (``models/trunk.py``).
+Decides how bf16 products are made of fp32 weights (which precision: ``precision.py``), whether
+activations are computed again in the backward pass, and what happens to a loss that is not finite.
+Gradients add up over batches, so that the size of a batch changes memory and not the step. Leaves
+out what a loss is (``loss.py``) and how attention goes (``models/trunk.py``).
 
 Legend: T tokens, E entries, D width, k teacher tokens per entry.
 """
@@ -48,7 +49,8 @@ from ramify.types.sequence import Batch, Floats
 _STATE = "backend.pt"
 VALUE_HEAD = "value_head"
 Wanted = Literal["no", "value", "gradient", "values alone"]
-"""Of entries: log-probabilities without entropy, with, with its gradient; or what a critic says and nothing else."""
+"""Of entries: log-probabilities without entropy, with, with its gradient; or what a critic says and
+nothing else."""
 _FILL_TOKENS = 4096
 LEAST_TOKENS = 1024
 """A batch may have, whatever the memory."""
@@ -58,13 +60,20 @@ class SingleBackend:
     """Implements ``Backend``."""
 
     def __init__(
-        self, policy: Policy, optim: OptimizerSpec | None = None, compute: ComputeSpec | None = None, *, dumps: Path | None = None,
-        critic: bool = False, spread: WeightLayout | None = None,
-    ) -> None:  # fmt: skip
-        """``policy``'s weights are trained in place, in fp32: lower ones are converted. Batches whose loss is not finite
-        are written into ``dumps``, by default the working directory. ``critic``: with a value head on the trunk, which
-        begins at 0 everywhere. ``spread``: how the weights lie over ranks, of which this is one; None where they are all
-        here. There the value head lies with them, in the model (``VALUE_HEAD``)."""
+        self,
+        policy: Policy,
+        optim: OptimizerSpec | None = None,
+        compute: ComputeSpec | None = None,
+        *,
+        dumps: Path | None = None,
+        critic: bool = False,
+        spread: WeightLayout | None = None,
+    ) -> None:
+        """``policy``'s weights are trained in place, in fp32: lower ones are converted. Batches
+        whose loss is not finite are written into ``dumps``, by default the working directory.
+        ``critic``: with a value head on the trunk, which begins at 0 everywhere. ``spread``: how
+        the weights lie over ranks, of which this is one; None where they are all here. There the
+        value head lies with them, in the model (``VALUE_HEAD``)."""
         self._policy, self._optim = policy, optim or OptimizerSpec()
         self._spread = spread or SingleProcessLayout(policy.device)
         self._device = self._spread.device
@@ -90,7 +99,9 @@ class SingleBackend:
     def packing(self) -> PackingSpec:
         max_tokens = self._compute.max_tokens or self._most_tokens()
         fill_tokens = _FILL_TOKENS if self._device.type == "cpu" else 0
-        return PackingSpec(max_tokens, self._compute.share and self._trunk.shares, self._cost, fill_tokens)
+        return PackingSpec(
+            max_tokens, self._compute.share and self._trunk.shares, self._cost, fill_tokens
+        )
 
     @property
     def version(self) -> int:
@@ -136,13 +147,15 @@ class SingleBackend:
         self._trained.zero_grad(set_to_none=True)
 
     def _gradients(self) -> tuple[list[Tensor], float]:
-        """What has been gathered, and its norm. Raises TrainError, and clears it, where that is not finite."""
+        """What has been gathered, and its norm. Raises TrainError, and clears it, where that is not
+        finite."""
         gradients = [p.grad for p in self._trained.parameters() if p.grad is not None]
         norm = self._spread.norm(gradients)
         if not math.isfinite(norm):
             self.clear_gradient()
             raise TrainError(
-                f"the gradient of step {self._num_steps + 1} is not finite, though its loss is; the weights are as before "
+                f"the gradient of step {self._num_steps + 1} is not finite, though its loss is; "
+                "the weights are as before "
                 "the step: lower optim.lr, or try compute.precision=fp32"
             )
         return gradients, norm
@@ -152,8 +165,9 @@ class SingleBackend:
             return [self._entries(batch, "no").logprobs.cpu().numpy() for batch in batches]
 
     def scores(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
-        """For each batch ``logprobs`` [E]; ``candidates`` [E, k], the log-probabilities of its stream ``teacher_ids``, where
-        it has one; and with ``top`` the likeliest tokens of each entry, ``top_ids`` and ``top`` [E, top]."""
+        """For each batch ``logprobs`` [E]; ``candidates`` [E, k], the log-probabilities of its
+        stream ``teacher_ids``, where it has one; and with ``top`` the likeliest tokens of each
+        entry, ``top_ids`` and ``top`` [E, top]."""
         found = []
         with torch.no_grad(), self._trunk.scope():
             for batch in batches:
@@ -219,19 +233,24 @@ class SingleBackend:
     @property
     def trained(self) -> tuple[dict[str, nn.Parameter], CombinedOptimizer]:
         """What changes: name -> parameter, and what steps them."""
-        return {name: each for name, each in self._model.named_parameters() if each.requires_grad}, self._optimizers
+        return {
+            name: each for name, each in self._model.named_parameters() if each.requires_grad
+        }, self._optimizers
 
     def go_on_from(self, num_steps: int) -> None:
         """Weights and optimizer have been set to those of a backend that had made so many steps."""
         self._num_steps = num_steps
 
-    # --- one batch -----------------------------------------------------------------------------------------------
+    # --- one batch
+    # -----------------------------------------------------------------------------------------------
 
     def _entries(self, batch: Batch, entropy: Wanted) -> LossEntries:
         check_window(batch, self._policy.window)
         heartbeat()
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
-        logprobs, entropies, values = self._spread.run(lambda: self._computed(batch, streams, entropy))
+        logprobs, entropies, values = self._spread.run(
+            lambda: self._computed(batch, streams, entropy)
+        )
         _, sequences = np.unique(batch.owners[:, 0], return_inverse=True)
         return LossEntries(
             logprobs=logprobs[:, 0],
@@ -246,30 +265,47 @@ class SingleBackend:
     def _computed(
         self, batch: Batch, streams: Mapping[str, Tensor], entropy: Wanted
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log-probabilities [E, j], entropies [E], values [E, 1] where there is a critic), all that needs the weights."""
+        """(log-probabilities [E, j], entropies [E], values [E, 1] where there is a critic), all
+        that needs the weights."""
         with self._autocast():
-            rows, places = (self._tensor(each) for each in np.unique(batch.sources, return_inverse=True))
+            rows, places = (
+                self._tensor(each) for each in np.unique(batch.sources, return_inverse=True)
+            )
             tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
             h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
             if entropy == "values alone":
-                logprobs, entropies = h_ED.new_zeros(len(h_ED), 1, dtype=torch.float32), h_ED.new_zeros(0)
+                logprobs, entropies = (
+                    h_ED.new_zeros(len(h_ED), 1, dtype=torch.float32),
+                    h_ED.new_zeros(0),
+                )
             else:
                 asked = self._asked(batch, streams, entropy)
                 num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
                 max_logits = max_logits or logits_at_once(self._device.type == "cuda")
-                logprobs, entropies = entry_logprobs(h_ED, self._trunk.logits, asked, num_ids, max_logits)
-        return logprobs, entropies, None if self._value_head is None else self._value_head(h_ED.float())
+                logprobs, entropies = entry_logprobs(
+                    h_ED, self._trunk.logits, asked, num_ids, max_logits
+                )
+        return (
+            logprobs,
+            entropies,
+            None if self._value_head is None else self._value_head(h_ED.float()),
+        )
 
     def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
-        """Log-probabilities of each entry's token, of its candidates where it has some, and of its ``num`` likeliest, at the
-        entry's temperature."""
-        temperature, targets = self._tensor(batch.streams["temperature"]), self._tensor(batch.targets)[:, None]
+        """Log-probabilities of each entry's token, of its candidates where it has some, and of its
+        ``num`` likeliest, at the entry's temperature."""
+        temperature, targets = (
+            self._tensor(batch.streams["temperature"]),
+            self._tensor(batch.targets)[:, None],
+        )
         wanted = targets
         if "teacher_ids" in batch.streams:
             wanted = torch.cat([targets, self._tensor(batch.streams["teacher_ids"]).long()], 1)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         with self._autocast():
-            rows, places = (self._tensor(each) for each in np.unique(batch.sources, return_inverse=True))
+            rows, places = (
+                self._tensor(each) for each in np.unique(batch.sources, return_inverse=True)
+            )
             tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
             h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
             size = max(1, (1 << 22) // self._policy.config.vocab_size)
@@ -283,40 +319,61 @@ class SingleBackend:
         return found if wanted is targets else {**found, "candidates": logprobs[:, 1:]}
 
     def _asked(
-        self, batch: Batch, streams: Mapping[str, Tensor], entropy: Literal["no", "value", "gradient"]
+        self,
+        batch: Batch,
+        streams: Mapping[str, Tensor],
+        entropy: Literal["no", "value", "gradient"],
     ) -> HeadRequest:
         targets = self._tensor(batch.targets)[:, None]
         if "teacher_ids" in streams:
             targets = torch.cat([targets, streams["teacher_ids"].long()], 1)
-        temperature = streams["temperature"] if bool((batch.streams["temperature"] != 1).any()) else None
+        temperature = (
+            streams["temperature"] if bool((batch.streams["temperature"] != 1).any()) else None
+        )
         kept = None
         if batch.kept is not None and len(batch.kept.ids):
             kept = (self._tensor(batch.kept.offsets), self._tensor(batch.kept.ids))
         return HeadRequest(targets, temperature, kept, entropy)
 
-    def _fail(self, batch: Batch, entries: LossEntries, loss: LossSpec, is_finite: bool) -> NoReturn:
+    def _fail(
+        self, batch: Batch, entries: LossEntries, loss: LossSpec, is_finite: bool
+    ) -> NoReturn:
         """Write the batch down, name the first sequence whose loss is not finite, and stop."""
         self._trained.zero_grad(set_to_none=True)
         if is_finite:
-            raise RemoteRankError(f"the loss of step {self._num_steps + 1} is not finite on another rank")
+            raise RemoteRankError(
+                f"the loss of step {self._num_steps + 1} is not finite on another rank"
+            )
         bad = ~torch.isfinite(losses.per_entry(loss, entries).detach())
-        index, token = batch.owners[int(bad.int().argmax())].tolist() if bool(bad.any()) else batch.owners[0].tolist()
+        index, token = (
+            batch.owners[int(bad.int().argmax())].tolist()
+            if bool(bad.any())
+            else batch.owners[0].tolist()
+        )
         self._dumps.mkdir(parents=True, exist_ok=True)
         path = self._dumps / f"not-finite-step-{self._num_steps + 1}.npz"
-        arrays = {name: getattr(batch, name) for name in ("token_ids", "positions", "sources", "targets", "owners")}
+        arrays = {
+            name: getattr(batch, name)
+            for name in ("token_ids", "positions", "sources", "targets", "owners")
+        }
         segments = np.array([[each.start, each.end, each.parent] for each in batch.segments])
         names = np.array([f"{index} {name}" for index, name in batch.sequences.items()])
         logprobs = entries.logprobs.detach().cpu().numpy()
-        np.savez(path, segments=segments, sequences=names, logprobs=logprobs, **arrays, **batch.streams)  # type: ignore[arg-type]
+        np.savez(
+            path, segments=segments, sequences=names, logprobs=logprobs, **arrays, **batch.streams
+        )  # type: ignore[arg-type]
         raise TrainError(
-            f"the loss of step {self._num_steps + 1} is not finite at {int(bad.sum())} entries, the first of them token "
-            f"{token} of sequence {batch.sequences[index]}; the batch is in {path}, the weights are as before the step"
+            f"the loss of step {self._num_steps + 1} is not finite at {int(bad.sum())} entries, "
+            "the first of them token "
+            f"{token} of sequence {batch.sequences[index]}; the batch is in {path}, the weights "
+            "are as before the step"
         )
 
     def _tensor(self, array: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
-    # --- precision and memory ------------------------------------------------------------------------------------
+    # --- precision and memory
+    # ------------------------------------------------------------------------------------
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._compute.precision != "bf16":
@@ -326,28 +383,38 @@ class SingleBackend:
     def _most_tokens(self) -> int:
         """Whose activations fit."""
         is_cuda = self._device.type == "cuda"
-        room = activation_room(torch.cuda.get_device_properties(self._device).total_memory if is_cuda else 0)
+        room = activation_room(
+            torch.cuda.get_device_properties(self._device).total_memory if is_cuda else 0
+        )
         config = self._policy.config
         mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        token = activation_bytes(config.hidden_size, mlp, config.num_hidden_layers, self._compute.recompute)
+        token = activation_bytes(
+            config.hidden_size, mlp, config.num_hidden_layers, self._compute.recompute
+        )
         return max(LEAST_TOKENS, room // token)
 
     def _check_fit(self, folder: Path, state: dict[str, Any]) -> None:
-        """ConfigError with the first difference between this backend and the one that wrote ``state``."""
+        """ConfigError with the first difference between this backend and the one that wrote
+        ``state``."""
         saved, ours = state["weights"], dict(self.weights())
         for name in sorted(saved.keys() | ours.keys()):
             shapes = [tuple(each[name].shape) if name in each else None for each in (saved, ours)]
             if shapes[0] != shapes[1]:
-                raise ConfigError(f"{folder} is of another model: '{name}' is {shapes[0]} there and {shapes[1]} here")
+                raise ConfigError(
+                    f"{folder} is of another model: '{name}' is {shapes[0]} there and {shapes[1]} "
+                    "here"
+                )
         if (self._value_head is not None) != bool(state.get("value_head")):
             raise ConfigError(
-                f"{folder} is of a backend {'without' if self._value_head is not None else 'with'} a critic"
+                f"{folder} is of a backend {'without' if self._value_head is not None else 'with'} "
+                "a critic"
             )
         there = msgspec.json.decode(state["optim"])
         here = msgspec.json.decode(msgspec.json.encode(self._optim))
         if there["kind"] != here["kind"]:
             raise ConfigError(
-                f"{folder} is of another optimizer: optim.kind is {there['kind']} there and {here['kind']} here"
+                f"{folder} is of another optimizer: optim.kind is {there['kind']} there and "
+                f"{here['kind']} here"
             )
 
 
@@ -361,8 +428,8 @@ def logits_at_once(is_cuda: bool) -> int:
 
 
 def activation_bytes(width: int, mlp: int, layers: int, recompute: bool) -> int:
-    """That a token holds until its backward pass: about ten vectors of the model's width and four of the MLP's per layer, or
-    one per layer where the rest is computed again."""
+    """That a token holds until its backward pass: about ten vectors of the model's width and four
+    of the MLP's per layer, or one per layer where the rest is computed again."""
     return 4 * layers * (width if recompute else 10 * width + 4 * mlp)
 
 
@@ -372,7 +439,8 @@ def check_window(batch: Batch, window: int) -> None:
     if longest > window:
         names = ", ".join(sorted(batch.sequences.values())[:3])
         raise ConfigError(
-            f"a path of {longest} tokens does not fit the policy's window of {window}; it is one of: {names}"
+            f"a path of {longest} tokens does not fit the policy's window of {window}; it is one "
+            f"of: {names}"
         )
 
 
@@ -408,8 +476,8 @@ def _trained(model: nn.Module, value_head: nn.Module | None) -> nn.Module:
 
 
 class _Speed(NamedTuple):
-    """Rough speeds of a device, from which it follows when sharing pays. Measured on one CPU core; a GPU's are data-sheet
-    values, where all stretches of one level are one call."""
+    """Rough speeds of a device, from which it follows when sharing pays. Measured on one CPU core;
+    a GPU's are data-sheet values, where all stretches of one level are one call."""
 
     products: float
     """FLOP per second of matrix products."""
@@ -425,10 +493,12 @@ _SPEEDS = {"cpu": _Speed(5e10, 3.5e10, 5e-4, 1.2e-8), "cuda": _Speed(2e14, 1e14,
 
 
 def _cost(model: nn.Module, config: Any, device: str) -> ComputeCost:
-    """In units of the 6 FLOP per weight of the layers that a token costs forward and backward. A pair costs 14 FLOP per
-    layer and element of the heads: two products forward, five backward."""
+    """In units of the 6 FLOP per weight of the layers that a token costs forward and backward. A
+    pair costs 14 FLOP per layer and element of the heads: two products forward, five backward."""
     speed = _SPEEDS.get(device, _SPEEDS["cuda"])
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() >= 2 and "embed" not in name)
+    matrices = sum(
+        p.numel() for name, p in model.named_parameters() if p.dim() >= 2 and "embed" not in name
+    )
     token_s = 6 * max(1, matrices) / speed.products
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -441,7 +511,8 @@ def _cost(model: nn.Module, config: Any, device: str) -> ComputeCost:
 
 
 def _recompute_layers(model: nn.Module, wanted: bool) -> None:
-    """Let each layer keep its input alone, or no longer, where an earlier backend of the model did so."""
+    """Let each layer keep its input alone, or no longer, where an earlier backend of the model did
+    so."""
     layers = layers_of(model)
     if wanted and not layers:
         raise ConfigError("compute.recompute needs a model whose layers stand in a ModuleList")

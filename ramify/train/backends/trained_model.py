@@ -1,4 +1,5 @@
-"""A model that is trained in this process, on one device: the policy's own, which the engine may sample from."""
+"""A model that is trained in this process, on one device: the policy's own, which the engine may
+sample from."""
 
 from __future__ import annotations
 
@@ -36,16 +37,19 @@ class LocalTrainedModel:
 
     @staticmethod
     def check(compute: ComputeSpec, device: str) -> None:
-        """Raises ConfigError where several ranks are told of, or were started: all but one would wait for nothing."""
+        """Raises ConfigError where several ranks are told of, or were started: all but one would
+        wait for nothing."""
         started = RankInfo.of_environment()
         if started is not None and started.size > 1:
             raise ConfigError(
-                f"torchrun started {started.size} processes, and compute.backend=single trains in one: set "
+                f"torchrun started {started.size} processes, and compute.backend=single trains in "
+                "one: set "
                 "compute.backend=fsdp"
             )
         if compute.shard.ranks > 1:
             raise ConfigError(
-                f"compute.shard.ranks={compute.shard.ranks}, and compute.backend=single trains in one process: set "
+                f"compute.shard.ranks={compute.shard.ranks}, and compute.backend=single trains in "
+                "one process: set "
                 "compute.backend=fsdp, or leave ranks out"
             )
 
@@ -53,9 +57,13 @@ class LocalTrainedModel:
         self._backend = SingleBackend(self._policy, optim, self._compute, dumps=self._dumps)
         return self._backend
 
-    def with_critic(self, optim: OptimizerSpec, own: OptimizerSpec | None) -> SingleBackend | SeparateCritic:
+    def with_critic(
+        self, optim: OptimizerSpec, own: OptimizerSpec | None
+    ) -> SingleBackend | SeparateCritic:
         if own is None:
-            self._backend = SingleBackend(self._policy, optim, self._compute, dumps=self._dumps, critic=True)
+            self._backend = SingleBackend(
+                self._policy, optim, self._compute, dumps=self._dumps, critic=True
+            )
             return self._backend
         copied = dataclasses.replace(self._policy, model=copy.deepcopy(self._policy.model))
         critic = SingleBackend(copied, own, self._compute, dumps=self._dumps, critic=True)
@@ -82,7 +90,8 @@ class LocalTrainedModel:
 
 
 class AdapterFreeReference:
-    """The model without its adapters, as a reference: no other one is held. Asked in the thread that trains."""
+    """The model without its adapters, as a reference: no other one is held. Asked in the thread
+    that trains."""
 
     def __init__(self, model: nn.Module, trained: SingleBackend) -> None:
         self._model, self._trained = model, trained

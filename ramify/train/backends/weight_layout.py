@@ -1,5 +1,5 @@
-"""What is otherwise where a model's weights lie over several ranks: the seam between ``single.py``, which computes, and
-``sharding.py``, which knows where weights are.
+"""What is otherwise where a model's weights lie over several ranks: the seam between ``single.py``,
+which computes, and ``sharding.py``, which knows where weights are.
 
 ``SingleProcessLayout`` is for one device that holds them all: everything is as it is.
 """
@@ -32,7 +32,8 @@ class WeightLayout(Protocol):
         ...
 
     def run(self, work: Callable[[], T]) -> T:
-        """``work`` with the weights at hand. Every rank enters and leaves it together with the others."""
+        """``work`` with the weights at hand. Every rank enters and leaves it together with the
+        others."""
         ...
 
     def agree(self, is_well: bool) -> bool:
@@ -63,6 +64,11 @@ class SingleProcessLayout:
 
 
 def squares(tensors: Many[Tensor]) -> Tensor:
-    """The sum of all squares, in fp64. In fp32 it would be rounded as the tensors happen to lie: with it the factor that
-    gradients are scaled by, and after twenty steps the gradient differs by 2e-5."""
-    return torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]).square().sum()
+    """The sum of all squares, in fp64. In fp32 it would be rounded as the tensors happen to lie:
+    with it the factor that gradients are scaled by, and after twenty steps the gradient differs by
+    2e-5."""
+    return (
+        torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors])
+        .square()
+        .sum()
+    )

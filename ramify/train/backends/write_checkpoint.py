@@ -1,9 +1,10 @@
-"""A Hugging Face folder written tensor by tensor: no more than one of them is held, however large the model.
+"""A Hugging Face folder written tensor by tensor: no more than one of them is held, however large
+the model.
 
     config.json      model.safetensors, or model-00001-of-00003.safetensors … and model.safetensors.index.json
 
-The format is a length, a JSON header with names, types, shapes and places, and the values one after another: since shapes
-are known beforehand, the header comes first and values follow as they come.
+The format is a length, a JSON header with names, types, shapes and places, and the values one after
+another: since shapes are known beforehand, the header comes first and values follow as they come.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def export(
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int = _MAX_BYTES,
 ) -> None:
-    """Write a model's configuration and weights into ``folder``, which is made. ValueError where ``tensors`` come otherwise
-    than ``weights`` says."""
+    """Write a model's configuration and weights into ``folder``, which is made. ValueError where
+    ``tensors`` come otherwise than ``weights`` says."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = weights.dtype or torch.float32
     parts = _parts(weights.shapes, dtype.itemsize, max_bytes)
@@ -51,11 +52,14 @@ def export(
                 found, tensor = next(coming)
                 if (found, tuple(tensor.shape)) != (name, weights.shapes[name]):
                     raise ValueError(
-                        f"'{found}' {tuple(tensor.shape)} came, where '{name}' {weights.shapes[name]} was to"
+                        f"'{found}' {tuple(tensor.shape)} came, where '{name}' "
+                        f"{weights.shapes[name]} was to"
                     )
                 file.write(_bytes(tensor, dtype))
     if len(parts) > 1:
-        places = {name: _name(index, len(parts)) for index, part in enumerate(parts) for name in part}
+        places = {
+            name: _name(index, len(parts)) for index, part in enumerate(parts) for name in part
+        }
         total = sum(math.prod(shape) for shape in weights.shapes.values()) * dtype.itemsize
         told = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(told, indent=2) + "\n")

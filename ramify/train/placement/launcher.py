@@ -1,9 +1,11 @@
-"""What starts a run's processes where they have their seats: the one interface that ranks, engines and runners need of it.
+"""What starts a run's processes where they have their seats: the one interface that ranks, engines
+and runners need of it.
 
     hosts.start(Member("trainer", 1), command, environment, log)   ->   Started: is it alive, what did it say, end it
 
-Without one, processes are started on this machine (``backends/launch.py``, ``inference/http/engine_process.py``);
-``ray_launcher.py`` has the one by Ray. What processes say to each other, and who leads, is the same in either case.
+Without one, processes are started on this machine (``backends/launch.py``,
+``inference/http/engine_process.py``); ``ray_launcher.py`` has the one by Ray. What processes say to
+each other, and who leads, is the same in either case.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ class Launcher(Protocol):
     def start(
         self, member: SlotMember, command: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> LaunchedProcess:
-        """``environment`` is added to that of its machine; ``log`` gets all that it writes. Raises ConfigError where the
-        command is not there."""
+        """``environment`` is added to that of its machine; ``log`` gets all that it writes. Raises
+        ConfigError where the command is not there."""
         ...
 
     def address_of(self, member: SlotMember) -> str:
@@ -72,8 +74,8 @@ class Launcher(Protocol):
         ...
 
     def renew(self, member: SlotMember) -> None:
-        """See to it that the member has a seat, where its own is gone another one, perhaps on another machine. May take its
-        time. Raises ConfigError where there is none."""
+        """See to it that the member has a seat, where its own is gone another one, perhaps on
+        another machine. May take its time. Raises ConfigError where there is none."""
         ...
 
     def close(self) -> None:
@@ -85,9 +87,17 @@ class PlacedProcess:
     """Implements ``LaunchedProcess``, by what keeps it."""
 
     def __init__(
-        self, ask: Callable[..., Any], name: str, pid: int, host: str, log: Path, *, is_here: bool = True
+        self,
+        ask: Callable[..., Any],
+        name: str,
+        pid: int,
+        host: str,
+        log: Path,
+        *,
+        is_here: bool = True,
     ) -> None:
-        """``ask`` carries out a verb of ``Keeper``, and returns None where that is gone, and with it the process."""
+        """``ask`` carries out a verb of ``Keeper``, and returns None where that is gone, and with
+        it the process."""
         self._ask, self._name, self._log = ask, name, log
         self.pid = pid if is_here else 0
         self.where = f"process {pid} on {host}"
@@ -119,15 +129,24 @@ class PlacedProcess:
         self.wait()
 
     def said(self) -> str:
-        return str(self._ask("said", self._name) or f"nothing that can be read from here ({self._log})")
+        return str(
+            self._ask("said", self._name) or f"nothing that can be read from here ({self._log})"
+        )
 
 
 class PlacedEngine:
-    """An engine on its seat: as ``inference.http.process.EngineProcess``. Started again where its seat then is, perhaps at
-    another address."""
+    """An engine on its seat: as ``inference.http.process.EngineProcess``. Started again where its
+    seat then is, perhaps at another address."""
 
     def __init__(
-        self, hosts: Launcher, spec: InferenceSpec, index: int, checkpoint: Path, dtype: str, window: int, log: Path
+        self,
+        hosts: Launcher,
+        spec: InferenceSpec,
+        index: int,
+        checkpoint: Path,
+        dtype: str,
+        window: int,
+        log: Path,
     ) -> None:
         self._hosts, self._member, self.log = hosts, SlotMember("inference", index), log
         self._spec, self._what = spec, (checkpoint.resolve(), dtype, window)

@@ -16,7 +16,8 @@ from ramify.train.placement.placement_slots import SlotMember
 
 
 class LocalLauncher:
-    """Implements ``Launcher``. Processes are started in a thread of its own, which lasts: with it they end."""
+    """Implements ``Launcher``. Processes are started in a thread of its own, which lasts: with it
+    they end."""
 
     address = "127.0.0.1"
 
@@ -29,7 +30,9 @@ class LocalLauncher:
     ) -> PlacedProcess:
         """As ``Launcher.start``."""
         name = f"{member.role}-{member.number}"
-        told = self._ask("start", name, list(command), dict(environment), str(log), sys.executable, os.getcwd())
+        told = self._ask(
+            "start", name, list(command), dict(environment), str(log), sys.executable, os.getcwd()
+        )
         if isinstance(told, str):
             raise ConfigError(f"{member.role} {member.number} cannot be started: {told}")
         return PlacedProcess(self._ask, name, told, os.uname().nodename, log)

@@ -1,6 +1,8 @@
-"""What sits on a seat: it starts the processes of the seat, says how they are, and takes them with it when it ends.
+"""What sits on a seat: it starts the processes of the seat, says how they are, and takes them with
+it when it ends.
 
-One per seat, in a process of its own that a cluster's software starts. Needs nothing of it, and nothing heavy.
+One per seat, in a process of its own that a cluster's software starts. Needs nothing of it, and
+nothing heavy.
 """
 
 from __future__ import annotations
@@ -36,10 +38,17 @@ class NodeAgent:
         }
 
     def start(
-        self, name: str, command: list[str], environment: dict[str, str], log: str, python: str, folder: str
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str],
+        log: str,
+        python: str,
+        folder: str,
     ) -> int | str:
-        """Start ``command``, which may begin with ``python``, the interpreter of who asks: that of this machine is meant;
-        in ``folder``, where that is there. Its process id; why not, where it cannot be started."""
+        """Start ``command``, which may begin with ``python``, the interpreter of who asks: that of
+        this machine is meant; in ``folder``, where that is there. Its process id; why not, where it
+        cannot be started."""
         if command[0] == python:
             command = [sys.executable, *command[1:]]
         if name in self._children:

@@ -1,16 +1,19 @@
-"""Seats on a cluster of Ray: one that runs already is joined, otherwise one is started here and ended with the run.
+"""Seats on a cluster of Ray: one that runs already is joined, otherwise one is started here and
+ended with the run.
 
     pool ── placement group, a bundle for each of its nodes (PACK or SPREAD) ── seat ── keeper ── process, process
                                                                                         (actor)   (rank 1, engine 1)
 
-Ray says where seats are, which GPUs they have and that they stay; an actor on each starts the processes, which speak to each
-other as they do without Ray. So a rank is the same program wherever it stands, an engine may be any server, and a process
-ends with its keeper, whatever ended that. The run itself is the first rank, on the first seat, which is on its own node.
-A keeper that is gone is replaced once somebody wants to start something on its seat: where its node is gone, too, Ray moves
+Ray says where seats are, which GPUs they have and that they stay; an actor on each starts the
+processes, which speak to each other as they do without Ray. So a rank is the same program wherever
+it stands, an engine may be any server, and a process ends with its keeper, whatever ended that. The
+run itself is the first rank, on the first seat, which is on its own node. A keeper that is gone is
+replaced once somebody wants to start something on its seat: where its node is gone, too, Ray moves
 the bundle to another one that has room.
 
-Before anything is asked for, versions of Ray and Python are compared and bundles are held against the nodes that there are.
-What a run writes must be seen by all nodes at the same path. Ray is imported here and nowhere else, when it is asked for.
+Before anything is asked for, versions of Ray and Python are compared and bundles are held against
+the nodes that there are. What a run writes must be seen by all nodes at the same path. Ray is
+imported here and nowhere else, when it is asked for.
 """
 
 from __future__ import annotations
@@ -48,9 +51,11 @@ _HERE = 0.001
 class RayLauncher:
     """Implements ``Launcher``."""
 
-    def __init__(self, spec: PlacementSpec, placement_slots: Sequence[PlacementSlot], *, num_gpus: int = 0) -> None:
-        """Joins or starts the cluster and takes the seats; ``num_gpus``: of this machine, where a cluster is started. Raises
-        ConfigError where they cannot be had."""
+    def __init__(
+        self, spec: PlacementSpec, placement_slots: Sequence[PlacementSlot], *, num_gpus: int = 0
+    ) -> None:
+        """Joins or starts the cluster and takes the seats; ``num_gpus``: of this machine, where a
+        cluster is started. Raises ConfigError where they cannot be had."""
         self._ray = imported()
         self._spec, self._placement_slots = spec, list(placement_slots)
         self._address = spec.address or os.environ.get(ADDRESS, "")
@@ -86,7 +91,9 @@ class RayLauncher:
         index = self._seat_of(member)
         name = f"{member.role}-{member.number}"
         about, ask = self._about[index], partial(self._asked, self._keepers[index])
-        share = self._placement_slots[index].share(member, self._spec.role(member.role).gpus, about["gpus"])
+        share = self._placement_slots[index].share(
+            member, self._spec.role(member.role).gpus, about["gpus"]
+        )
         if share != about["gpus"]:
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(share), **environment}
         arguments = name, list(command), dict(environment), str(log), sys.executable, os.getcwd()
@@ -95,7 +102,9 @@ class RayLauncher:
         except TrainError as error:
             raise ConfigError(f"{member.role} {member.number} cannot be started: {error}") from None
         if isinstance(told, str):
-            raise ConfigError(f"{member.role} {member.number} cannot be started on {about['host']}: {told}")
+            raise ConfigError(
+                f"{member.role} {member.number} cannot be started on {about['host']}: {told}"
+            )
         is_here = about["address"] == self._own
         return PlacedProcess(ask, name, told, about["host"], log, is_here=is_here)
 
@@ -118,13 +127,16 @@ class RayLauncher:
             if self._asked(self._keepers[index], "about") is not None:
                 return
             with contextlib.suppress(Exception):
-                self._ray.kill(self._keepers[index])  # one that only does not answer would keep the seat
+                self._ray.kill(
+                    self._keepers[index]
+                )  # one that only does not answer would keep the seat
             keeper, about = self._kept_again(index)
             self._keepers[index], self._about[index] = keeper, about
             self._is_apart = self._is_apart or about["address"] != self._own
 
     def close(self) -> None:
-        """End what was started, give the seats back, and leave the cluster or end it. Idempotent."""
+        """End what was started, give the seats back, and leave the cluster or end it.
+        Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
@@ -155,7 +167,9 @@ class RayLauncher:
         if not self._is_open:
             raise TrainError("the cluster was left")
         try:
-            return self._ray.get(getattr(self._keepers[index], verb).remote(*arguments), timeout=_ASK_S)
+            return self._ray.get(
+                getattr(self._keepers[index], verb).remote(*arguments), timeout=_ASK_S
+            )
         except (self._ray.exceptions.RayError, TimeoutError) as error:
             about = self._about[index] if index < len(self._about) else {"host": "its node"}
             first = str(error).strip().partition("\n")[0]
@@ -165,30 +179,47 @@ class RayLauncher:
 
     def _seat_of(self, member: SlotMember) -> int:
         return next(
-            index for index, placement_slot in enumerate(self._placement_slots) if member in placement_slot.members
+            index
+            for index, placement_slot in enumerate(self._placement_slots)
+            if member in placement_slot.members
         )
 
-    # --- cluster and seats -------------------------------------------------------------------------------------------
+    # --- cluster and seats
+    # -------------------------------------------------------------------------------------------
 
     def _join(self, num_gpus: int) -> None:
         ray = self._ray
         if ray.is_initialized():
-            raise ConfigError("this process is in a cluster of Ray already: one run at a time can be")
+            raise ConfigError(
+                "this process is in a cluster of Ray already: one run at a time can be"
+            )
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         logging.getLogger("ray").setLevel(logging.ERROR)
-        options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": "ramify"}
+        options: dict[str, Any] = {
+            "log_to_driver": False,
+            "configure_logging": False,
+            "namespace": "ramify",
+        }
         if self._address:
             options |= {"address": self._address}
         else:
-            # Sockets lie in there, whose paths are short: the system's folder for temporary files may be too deep.
+            # Sockets lie in there, whose paths are short: the system's folder for temporary files
+            # may be too deep.
             root = tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
             self._folder = tempfile.mkdtemp(prefix="ray", dir=root)
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray writes one into the home folder
+            os.environ.setdefault(
+                "RAY_AUTH_TOKEN", secrets.token_hex(32)
+            )  # or Ray writes one into the home folder
             options |= {
-                "address": "local", "num_cpus": os.cpu_count(), "num_gpus": num_gpus, "include_dashboard": False,
-                "_temp_dir": self._folder, "_node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20,
+                "address": "local",
+                "num_cpus": os.cpu_count(),
+                "num_gpus": num_gpus,
+                "include_dashboard": False,
+                "_temp_dir": self._folder,
+                "_node_ip_address": "127.0.0.1",
+                "object_store_memory": 80 << 20,
                 "_system_config": {"prestart_worker_first_driver": False},
-            }  # fmt: skip
+            }
         self._began = time.monotonic()
         until = self._began + self._spec.start_s
         with _own_handlers():
@@ -197,29 +228,35 @@ class RayLauncher:
                     ray.init(**options)
                     return
                 except Exception as error:  # noqa: BLE001 (Ray raises this class itself)
-                    is_slow = "timed out during startup" in str(error)  # after 30 s, which a busy machine may take
+                    is_slow = "timed out during startup" in str(
+                        error
+                    )  # after 30 s, which a busy machine may take
                     if not is_slow or time.monotonic() > until:
                         raise ConfigError(self._refusal(str(error))) from None
 
     def _refusal(self, said: str) -> str:
-        where = f"the cluster of Ray at {self._address}" if self._address else "a cluster of Ray on this machine"
+        where = (
+            f"the cluster of Ray at {self._address}"
+            if self._address
+            else "a cluster of Ray on this machine"
+        )
         told = " ".join(said.split())[:300]
         if "ersion mismatch" in said:
             return (
-                f"{where} runs other versions than this process ({told}): install the same versions of Ray and Python on all "
+                f"{where} runs other versions than this process ({told}): install the same "
+                "versions of Ray and Python on all "
                 f"nodes; here are ray {self._ray.__version__} and Python {sys.version.split()[0]}"
             )
         if "timed out during startup" in said:
             tried_s = time.monotonic() - self._began
-            told += (
-                f"; it was tried for {tried_s:.0f} s: give it longer (placement.start_s), or this machine less to do"
-            )
+            told += f"; it was tried for {tried_s:.0f} s: give it longer (placement.start_s), or this machine less to do"
         return f"{where} cannot be {'joined' if self._address else 'started'}: {told}"
 
     def _nodes(self) -> list[SlotResources]:
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         return [
-            SlotResources(each.get("GPU", 0.0), each.get("CPU", 0.0), each.get("memory", 0.0) / 1e9) for each in alive
+            SlotResources(each.get("GPU", 0.0), each.get("CPU", 0.0), each.get("memory", 0.0) / 1e9)
+            for each in alive
         ]
 
     def _take(self) -> None:
@@ -238,15 +275,25 @@ class RayLauncher:
             self._groups.append(group)
             if not group.wait(max(1.0, until - time.monotonic())):
                 raise ConfigError(
-                    f"the cluster has not given the seats of pool '{pool or 'any'}' within {self._spec.start_s:g} s: it was "
-                    f"asked for {asked} and has {ray.available_resources()} left; others may hold the rest"
+                    f"the cluster has not given the seats of pool '{pool or 'any'}' within "
+                    f"{self._spec.start_s:g} s: it was "
+                    f"asked for {asked} and has {ray.available_resources()} left; others may hold "
+                    "the rest"
                 )
-            self._places |= {index: (group, bundle) for bundle, (_, members) in enumerate(nodes) for index in members}
+            self._places |= {
+                index: (group, bundle)
+                for bundle, (_, members) in enumerate(nodes)
+                for index in members
+            }
         self._keepers += [self._keeper(index) for index in range(len(self._placement_slots))]
         try:
-            self._about = ray.get([keeper.about.remote() for keeper in self._keepers], timeout=self._spec.start_s)
+            self._about = ray.get(
+                [keeper.about.remote() for keeper in self._keepers], timeout=self._spec.start_s
+            )
         except (ray.exceptions.RayError, TimeoutError) as error:
-            raise ConfigError(f"a seat's process did not start: {str(error).strip().partition(chr(10))[0]}") from None
+            raise ConfigError(
+                f"a seat's process did not start: {str(error).strip().partition(chr(10))[0]}"
+            ) from None
         self._is_apart = any(each["address"] != self._own for each in self._about)
         self._check_first()
 
@@ -261,20 +308,26 @@ class RayLauncher:
         return make.remote()
 
     def _kept_again(self, index: int) -> tuple[Any, dict[str, Any]]:
-        """Another keeper for a seat whose own is gone, and what it says of its place. Raises ConfigError."""
+        """Another keeper for a seat whose own is gone, and what it says of its place. Raises
+        ConfigError."""
         ray, until = self._ray, time.monotonic() + self._spec.start_s
         where = f"seat {index}, which was on {self._about[index]['host']} ({self._about[index]['address']})"
         while self._is_open and time.monotonic() < until:
             keeper = self._keeper(index)
             try:
-                return keeper, ray.get(keeper.about.remote(), timeout=max(0.0, until - time.monotonic()))
+                return keeper, ray.get(
+                    keeper.about.remote(), timeout=max(0.0, until - time.monotonic())
+                )
             except ray.exceptions.GetTimeoutError:
                 ray.kill(keeper)
-            except ray.exceptions.RayError:  # put where the cluster does not know yet that the node is gone
+            except (
+                ray.exceptions.RayError
+            ):  # put where the cluster does not know yet that the node is gone
                 time.sleep(_AGAIN_S)
         needs = self._placement_slots[index].needs
         raise ConfigError(
-            f"{where}, is gone, and no node of the cluster gave its {needs.gpus:g} GPUs and {needs.cpus:g} CPUs within "
+            f"{where}, is gone, and no node of the cluster gave its {needs.gpus:g} GPUs and "
+            f"{needs.cpus:g} CPUs within "
             f"{self._spec.start_s:g} s (placement.start_s)"
         )
 
@@ -288,7 +341,8 @@ class RayLauncher:
         mine = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")
         if given and given[0] != mine[0]:
             raise ConfigError(
-                f"the cluster gave GPU {given[0]} of this node to the first rank, which is this process and computes on GPU "
+                f"the cluster gave GPU {given[0]} of this node to the first rank, which is this "
+                "process and computes on GPU "
                 f"{mine[0]}: start it with CUDA_VISIBLE_DEVICES={','.join(given)}"
             )
 
@@ -303,8 +357,11 @@ def imported() -> Any:
     return ray
 
 
-def bundles(placement_slots: Sequence[PlacementSlot]) -> dict[str, list[tuple[SlotResources, list[int]]]]:
-    """Pool -> for each of its nodes what its seats take together, and which they are. Seats of no pool stand alone."""
+def bundles(
+    placement_slots: Sequence[PlacementSlot],
+) -> dict[str, list[tuple[SlotResources, list[int]]]]:
+    """Pool -> for each of its nodes what its seats take together, and which they are. Seats of no
+    pool stand alone."""
     found: dict[str, dict[int, tuple[SlotResources, list[int]]]] = {}
     for index, placement_slot in enumerate(placement_slots):
         nodes = found.setdefault(placement_slot.pool, {})
@@ -315,7 +372,9 @@ def bundles(placement_slots: Sequence[PlacementSlot]) -> dict[str, list[tuple[Sl
 
 
 def check_bundles(
-    asked: Mapping[str, Sequence[tuple[SlotResources, object]]], nodes: Sequence[SlotResources], where: str
+    asked: Mapping[str, Sequence[tuple[SlotResources, object]]],
+    nodes: Sequence[SlotResources],
+    where: str,
 ) -> None:
     """Raises ConfigError, with the sums, where they cannot all stand on ``nodes``."""
     each = [(pool, needs) for pool, found in asked.items() for needs, _ in found]
@@ -325,13 +384,15 @@ def check_bundles(
         if sum(wants) > sum(has) + 1e-9:
             terms = " + ".join(f"{value:g}" for value in wants if value)
             raise ConfigError(
-                f"placement: the seats do not fit {where}: {terms} = {sum(wants):g} {unit}, and it has "
+                f"placement: the seats do not fit {where}: {terms} = {sum(wants):g} {unit}, and it "
+                "has "
                 f"{' + '.join(f'{value:g}' for value in has) or 0} = {sum(has):g}"
             )
     for pool, needs in each:
         if not any(needs.fits(node) for node in nodes):
             raise ConfigError(
-                f"placement: no node of {where} has room for one of pool '{pool or 'any'}', which takes {needs.gpus:g} GPUs, "
+                f"placement: no node of {where} has room for one of pool '{pool or 'any'}', which "
+                f"takes {needs.gpus:g} GPUs, "
                 f"{needs.cpus:g} CPUs and {needs.memory_gb:g} GB; the largest has {max(nodes)}"
             )
 

@@ -1,11 +1,13 @@
-"""A process that rolls out: its own sandboxes, its own connections to the engines, and the scores of its rollouts.
+"""A process that rolls out: its own sandboxes, its own connections to the engines, and the scores
+of its rollouts.
 
     run ── Ask: item, name, seed, version ──> runner: ``evaluate.attempt`` ──> engines, over HTTP
         <── trajectory (as it is stored), and what engines were given ──
 
-Started by the run (``rollout_workers.py``), to which it connects with the key that it was given. Decides nothing: what a rollout
-samples follows from what it is asked, wherever it runs. What is asked is pickled, by the run that started it. What comes back
-is not, since code of models may have run here: it is decoded as what it has to be.
+Started by the run (``rollout_workers.py``), to which it connects with the key that it was given.
+Decides nothing: what a rollout samples follows from what it is asked, wherever it runs. What is
+asked is pickled, by the run that started it. What comes back is not, since code of models may have
+run here: it is decoded as what it has to be.
 """
 
 from __future__ import annotations
@@ -76,8 +78,8 @@ class WorkerMessage(NamedTuple):
     """What a runner says."""
 
     kind: str
-    """``ready``, ``said``, ``done``, ``broke`` (a bug), ``failed`` (it cannot begin) or ``gone``: the address of an engine that
-    does not answer."""
+    """``ready``, ``said``, ``done``, ``broke`` (a bug), ``failed`` (it cannot begin) or ``gone``:
+    the address of an engine that does not answer."""
     id: int = 0
     data: bytes = b""
     """A trajectory as JSON; else text."""
@@ -86,7 +88,8 @@ class WorkerMessage(NamedTuple):
 
 
 def heard(connection: Connection) -> WorkerMessage:
-    """What a runner says next. Raises EOFError where it has ended, MsgspecError for anything else."""
+    """What a runner says next. Raises EOFError where it has ended, MsgspecError for anything
+    else."""
     return msgspec.msgpack.decode(connection.recv_bytes(), type=WorkerMessage)
 
 
@@ -117,7 +120,8 @@ class _RolloutWorker:
         self._rolling: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
-        """Roll out what is asked until nothing more will be. Raises RamifyError where that cannot begin."""
+        """Roll out what is asked until nothing more will be. Raises RamifyError where that cannot
+        begin."""
         from ramify.tasks.base import task_of
 
         spec = self._spec
@@ -135,10 +139,17 @@ class _RolloutWorker:
         policy = load(spec.checkpoint, getattr(torch, spec.dtype), "meta")
         self._engines = HttpEngines(policy, spec.inference, name=spec.name, say=self._say)
         await self._engines.start(
-            Path(), lambda folder: None, gone=lambda url: self._tell(WorkerMessage("gone", data=url.encode()))
+            Path(),
+            lambda folder: None,
+            gone=lambda url: self._tell(WorkerMessage("gone", data=url.encode())),
         )
         self._seen = AuditedClient(self._engines)
-        self._rlm = RLM(self._seen, limits=spec.limits, scaffold=scaffold_of(spec.scaffold), sandbox=spec.sandbox)
+        self._rlm = RLM(
+            self._seen,
+            limits=spec.limits,
+            scaffold=scaffold_of(spec.scaffold),
+            sandbox=spec.sandbox,
+        )
         try:
             async with self._rlm:
                 await self._rlm.prepare()
@@ -176,12 +187,23 @@ class _RolloutWorker:
         self._engines.follow(ask.version)
         try:
             trajectory = await attempt(
-                self._rlm, self._task, ask.item, name=ask.name, sampling=ask.sampling, metadata={"rollout": ask.name},
-                grace_s=self._spec.grace_s, on_stall=self._say, direct=self._spec.direct,
-            )  # fmt: skip
-            self._tell(WorkerMessage("done", ask.id, msgspec.json.encode(trajectory), self._seen.take()))
+                self._rlm,
+                self._task,
+                ask.item,
+                name=ask.name,
+                sampling=ask.sampling,
+                metadata={"rollout": ask.name},
+                grace_s=self._spec.grace_s,
+                on_stall=self._say,
+                direct=self._spec.direct,
+            )
+            self._tell(
+                WorkerMessage("done", ask.id, msgspec.json.encode(trajectory), self._seen.take())
+            )
         except Exception as error:  # noqa: BLE001 -- raised by the run
-            self._tell(WorkerMessage("broke", ask.id, f"{error!r}\n{traceback.format_exc()}".encode()))
+            self._tell(
+                WorkerMessage("broke", ask.id, f"{error!r}\n{traceback.format_exc()}".encode())
+            )
         finally:
             self._rolling.pop(ask.id, None)
 
@@ -194,6 +216,8 @@ class _RolloutWorker:
 
 
 if __name__ == "__main__":
-    from ramify.train.placement.rollout_worker import main as begin  # what is pickled is of the module, not of __main__
+    from ramify.train.placement.rollout_worker import (
+        main as begin,
+    )  # what is pickled is of the module, not of __main__
 
     begin()

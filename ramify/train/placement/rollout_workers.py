@@ -1,13 +1,15 @@
-"""Rollouts in processes of their own: each attempt goes to the runner with least to do, and comes back as a trajectory.
+"""Rollouts in processes of their own: each attempt goes to the runner with least to do, and comes
+back as a trajectory.
 
     Rollouts ── attempt(item, name, sampling) ──> Runners ── runner 0  runner 1 …      (``rollout_worker.py``)
 
-Seeds, groups and their order stay with who asks (``train/rollout.py``), so that a group is the same wherever it is rolled out.
-A runner that ends is named and started again, a few times in a row; what it was at is begun again by others, or by it: with the
-same seeds that is the same rollout. When none is left and none is expected, whoever asks is told why.
+Seeds, groups and their order stay with who asks (``train/rollout.py``), so that a group is the same
+wherever it is rolled out. A runner that ends is named and started again, a few times in a row; what
+it was at is begun again by others, or by it: with the same seeds that is the same rollout. When
+none is left and none is expected, whoever asks is told why.
 
-Engines are looked after by the run, which gives them their weights: a runner that gets no answer from one says so, and is told
-whenever it changes which of them may be asked.
+Engines are looked after by the run, which gives them their weights: a runner that gets no answer
+from one says so, and is told whenever it changes which of them may be asked.
 """
 
 from __future__ import annotations
@@ -94,8 +96,11 @@ class _Worker:
         self._words: queue.SimpleQueue[object] = queue.SimpleQueue()
         threading.Thread(target=self._write, daemon=True, name="ramify to a runner").start()
 
-    def send(self, word: RolloutWorkerSpec | RolloutRequest | AvailableEngines | int | None) -> None:
-        """Say it, in order, without waiting: a runner that stands still takes nothing. None is the last."""
+    def send(
+        self, word: RolloutWorkerSpec | RolloutRequest | AvailableEngines | int | None
+    ) -> None:
+        """Say it, in order, without waiting: a runner that stands still takes nothing. None is the
+        last."""
         self._words.put(word)
 
     def _write(self) -> None:
@@ -111,12 +116,27 @@ class RolloutWorkers:
     """Implements ``RolloutSource``. Belongs to one event loop; ``start`` comes first."""
 
     def __init__(
-        self, hosts: Launcher, num: int, spec: RolloutWorkerSpec, out: Path, engines: EngineHealth, *,
-        seen: Callable[[Sequence[int]], None], say: Callable[[str], None], start_s: float = 120.0, restarts: int = 3,
-    ) -> None:  # fmt: skip
-        """``seen`` is given the hashes of what went through engines; ``restarts``: how often a runner may end without having
-        brought a rollout in between."""
-        self._hosts, self._num, self._spec, self._out, self._engines = hosts, num, spec, out, engines
+        self,
+        hosts: Launcher,
+        num: int,
+        spec: RolloutWorkerSpec,
+        out: Path,
+        engines: EngineHealth,
+        *,
+        seen: Callable[[Sequence[int]], None],
+        say: Callable[[str], None],
+        start_s: float = 120.0,
+        restarts: int = 3,
+    ) -> None:
+        """``seen`` is given the hashes of what went through engines; ``restarts``: how often a
+        runner may end without having brought a rollout in between."""
+        self._hosts, self._num, self._spec, self._out, self._engines = (
+            hosts,
+            num,
+            spec,
+            out,
+            engines,
+        )
         self._seen, self._say, self._start_s, self._restarts = seen, say, start_s, restarts
         self._key = secrets.token_bytes(32)
         self._alive: list[_Worker] = []
@@ -147,7 +167,8 @@ class RolloutWorkers:
         self._keep(self._watch())
 
     async def attempt(self, item: Item, name: str, sampling: Sampling) -> Trajectory:
-        """One rollout, by the runner with least to do. Raises TrainError where none is left, and what is a bug."""
+        """One rollout, by the runner with least to do. Raises TrainError where none is left, and
+        what is a bug."""
         ask = RolloutRequest(next(self._ids), item, name, sampling, self._engines.version)
         future: asyncio.Future[Trajectory] = self._loop.create_future()
         self._wanted[ask.id] = future
@@ -177,31 +198,41 @@ class RolloutWorkers:
         for one in rollout_workers:
             one.connection.close()
 
-    # --- bringing one up ---------------------------------------------------------------------------------------------
+    # --- bringing one up
+    # ---------------------------------------------------------------------------------------------
 
     async def _bring(self, number: int) -> None:
-        """Start runner ``number``, and return once it can roll out. Raises ConfigError where it cannot."""
+        """Start runner ``number``, and return once it can roll out. Raises ConfigError where it
+        cannot."""
         until = time.monotonic() + self._start_s
         while not self._engines.answering:
             if time.monotonic() > until:
-                raise ConfigError(f"runner {number} has no engine to ask within {self._start_s:g} s")
+                raise ConfigError(
+                    f"runner {number} has no engine to ask within {self._start_s:g} s"
+                )
             await asyncio.sleep(_POLL_S)
         with socket.create_server((self._hosts.address, 0), backlog=1) as server:
             server.setblocking(False)
-            process = await asyncio.to_thread(self._started, number, "{}:{}".format(*server.getsockname()))
+            process = await asyncio.to_thread(
+                self._started, number, "{}:{}".format(*server.getsockname())
+            )
             self._processes[number] = process
             one = _Worker(number, process, await self._joined(server, number, process))
         urls = one.told = self._engines.answering
         inference = msgspec.structs.replace(self._spec.inference, urls=urls)
         one.send(msgspec.structs.replace(self._spec, inference=inference))
         ready = self._loop.create_future()
-        threading.Thread(target=self._read, args=(one, ready), daemon=True, name="ramify runners").start()
+        threading.Thread(
+            target=self._read, args=(one, ready), daemon=True, name="ramify runners"
+        ).start()
         try:
             async with asyncio.timeout(self._start_s):
                 await ready
         except TimeoutError:
             one.send(None)
-            raise ConfigError(f"runner {number} ({process.where}) did not begin within {self._start_s:g} s") from None
+            raise ConfigError(
+                f"runner {number} ({process.where}) did not begin within {self._start_s:g} s"
+            ) from None
         one.told = ()  # the next look tells it which engines there are now
         self._alive.append(one)
         waiting, self._waiting = self._waiting, []
@@ -212,10 +243,15 @@ class RolloutWorkers:
         package = str(Path(__file__).parents[3])
         names = {self._spec.inference.key_variable, *self._spec.variables}
         told = {
-            AT: at, KEY: self._key.hex(), NUMBER: str(number), "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
+            AT: at,
+            KEY: self._key.hex(),
+            NUMBER: str(number),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [package, os.environ.get("PYTHONPATH", "")])
+            ),
             **{name: os.environ[name] for name in names if name in os.environ},
-        }  # fmt: skip
+        }
         command = [sys.executable, "-m", "ramify.train.placement.rollout_worker"]
         log = self._out.resolve() / "runners" / f"runner-{number}.log"
         member = SlotMember("rollouts", number)
@@ -224,7 +260,9 @@ class RolloutWorkers:
             self._hosts.renew(member)
         return self._hosts.start(member, command, told, log)
 
-    async def _joined(self, server: socket.socket, number: int, process: LaunchedProcess) -> Connection:
+    async def _joined(
+        self, server: socket.socket, number: int, process: LaunchedProcess
+    ) -> Connection:
         """The runner's connection, once it has come back with the key. Raises ConfigError."""
         until = time.monotonic() + self._start_s
         while True:
@@ -235,7 +273,9 @@ class RolloutWorkers:
                 status = await asyncio.to_thread(process.poll)
                 if status is not None:
                     said = await asyncio.to_thread(process.said)
-                    raise ConfigError(f"runner {number} ended with status {status} before it began: {said}") from None
+                    raise ConfigError(
+                        f"runner {number} ended with status {status} before it began: {said}"
+                    ) from None
                 if time.monotonic() > until:
                     raise ConfigError(
                         f"runner {number} did not come back to the run within {self._start_s:g} s"
@@ -267,7 +307,8 @@ class RolloutWorkers:
         self._tries[number] += 1
         return self._tries[number] <= self._restarts
 
-    # --- looking after them ------------------------------------------------------------------------------------------
+    # --- looking after them
+    # ------------------------------------------------------------------------------------------
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -275,7 +316,8 @@ class RolloutWorkers:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self) -> None:
-        """Tell them which engines may be asked, and find those that ended without a word, as with their machine."""
+        """Tell them which engines may be asked, and find those that ended without a word, as with
+        their machine."""
         while True:
             urls = self._engines.answering
             for one in list(self._alive):
@@ -290,7 +332,8 @@ class RolloutWorkers:
         await self._engines.look_after(url, f"runner {one.number}")
         one.told = ()
 
-    # --- what they say -----------------------------------------------------------------------------------------------
+    # --- what they say
+    # -----------------------------------------------------------------------------------------------
 
     def _read(self, one: _Worker, ready: asyncio.Future[None]) -> None:
         """In a thread of its own, as long as it speaks."""
@@ -335,7 +378,8 @@ class RolloutWorkers:
         self._why.append(why)
         back = "it is started again" if self._may_try(one.number) else "it is given up"
         self._say(
-            f"{self._why[-1]}; {len(one.asks)} rollouts are begun again, {len(self._alive)} others are there; {back}"
+            f"{self._why[-1]}; {len(one.asks)} rollouts are begun again, {len(self._alive)} others "
+            f"are there; {back}"
         )
         if self._tries[one.number] <= self._restarts:
             self._coming[one.number] = asyncio.ensure_future(self._replace(one.number))
@@ -361,7 +405,9 @@ class RolloutWorkers:
         for ask in waiting:
             wanted = self._wanted.get(ask.id)
             if wanted is not None and not wanted.done():
-                wanted.set_exception(TrainError(f"no runner of rollouts is left: {'; '.join(self._why[-_TOLD:])}"))
+                wanted.set_exception(
+                    TrainError(f"no runner of rollouts is left: {'; '.join(self._why[-_TOLD:])}")
+                )
 
 
 def _why(one: _Worker) -> str:

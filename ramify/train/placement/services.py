@@ -1,12 +1,14 @@
-"""Servers that a run asks besides its engines, for judgements or rewards: started on their seats, found by a variable.
+"""Servers that a run asks besides its engines, for judgements or rewards: started on their seats,
+found by a variable.
 
     run, runners ── variable: http://… ──▶ service                           on this machine
                                      └───▶ a door on this machine ──▶ service   on another one
 
-Whoever asks them reads an environment variable, as for any server that somebody else started, and reads it once: so the address
-stays as long as the run. One that ends is started again, aloud, at the same port; behind a door it may be on another machine
-then. Decides that a service is there once it can be connected to; leaves out what it says, and what a judge that is away for
-seconds costs (who asks it decides).
+Whoever asks them reads an environment variable, as for any server that somebody else started, and
+reads it once: so the address stays as long as the run. One that ends is started again, aloud, at
+the same port; behind a door it may be on another machine then. Decides that a service is there once
+it can be connected to; leaves out what it says, and what a judge that is away for seconds costs
+(who asks it decides).
 """
 
 from __future__ import annotations
@@ -34,12 +36,20 @@ class RunServices:
     """Belongs to one run, and to its event loop."""
 
     def __init__(
-        self, hosts: Launcher, services: Mapping[str, ServiceSpec], out: Path, *, restarts: int = 3,
+        self,
+        hosts: Launcher,
+        services: Mapping[str, ServiceSpec],
+        out: Path,
+        *,
+        restarts: int = 3,
         say: Callable[[str], None] = print,
-    ) -> None:  # fmt: skip
-        """``restarts``: how often one is started again without having been there for its ``start_s`` in between."""
+    ) -> None:
+        """``restarts``: how often one is started again without having been there for its
+        ``start_s`` in between."""
         self._hosts, self._say, self._restarts = hosts, say, restarts
-        self._all = [_RunningService(hosts, name, service, out) for name, service in services.items()]
+        self._all = [
+            _RunningService(hosts, name, service, out) for name, service in services.items()
+        ]
         self._watching: list[asyncio.Task[None]] = []
         self._before: dict[str, str | None] = {}
         """Variable -> what it was."""
@@ -157,10 +167,13 @@ class _RunningService:
                 return
             if (status := await asyncio.to_thread(process.poll)) is not None:
                 said = await asyncio.to_thread(process.said)
-                raise ConfigError(f"{self.told} ended with status {status} before it could be asked: {said}")
+                raise ConfigError(
+                    f"{self.told} ended with status {status} before it could be asked: {said}"
+                )
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"{self.told} cannot be connected to at {self._host}:{self._port} after {self.service.start_s:g} s"
+                    f"{self.told} cannot be connected to at {self._host}:{self._port} after "
+                    f"{self.service.start_s:g} s"
                 )
             await asyncio.sleep(_POLL_S)
 

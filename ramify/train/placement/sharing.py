@@ -1,10 +1,12 @@
-"""Whether the trainer and the engines that a run starts are on the same GPUs, and who has their memory when.
+"""Whether the trainer and the engines that a run starts are on the same GPUs, and who has their
+memory when.
 
     rollouts ── engines: weights, keys and values      the trainer keeps weights and optimizer, and nothing else
     learning ── the trainer: gradients, activations    engines sleep
     rollouts ── …
 
-Told by the recipe and by what this process may see of the machine; of engines that run already (``urls``) it is not known.
+Told by the recipe and by what this process may see of the machine; of engines that run already
+(``urls``) it is not known.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
 
 
 def sleeping(run: Run, device: str) -> InferenceSpec | None:
-    """``run.inference`` with ``sleep`` decided: "learn" or "never". ``device``: the trainer's kind, cpu or cuda. Raises
-    ConfigError where engines would have to sleep and to answer at the same time."""
+    """``run.inference`` with ``sleep`` decided: "learn" or "never". ``device``: the trainer's kind,
+    cpu or cuda. Raises ConfigError where engines would have to sleep and to answer at the same
+    time."""
     spec = run.inference
     if spec is None or spec.sleep == "never":
         return spec
@@ -32,15 +35,18 @@ def sleeping(run: Run, device: str) -> InferenceSpec | None:
     staleness = run.rl.sample.max_staleness if run.rl is not None else 0
     if why and staleness:
         raise ConfigError(
-            f"{why}, so that engines sleep while the trainer learns, and with rl.sample.max_staleness={staleness} they are "
-            "asked meanwhile: set max_staleness to 0, give engines GPUs of their own, or, where both fit at once (`ramify "
+            f"{why}, so that engines sleep while the trainer learns, and with "
+            f"rl.sample.max_staleness={staleness} they are "
+            "asked meanwhile: set max_staleness to 0, give engines GPUs of their own, or, where "
+            "both fit at once (`ramify "
             "cluster plan` has the sums), set inference.sleep=never"
         )
     return msgspec.structs.replace(spec, sleep="learn" if why else "never")
 
 
 def shared(run: Run, device: str) -> str:
-    """What puts engines that the run starts on the trainer's GPUs, in words; empty where nothing does."""
+    """What puts engines that the run starts on the trainer's GPUs, in words; empty where nothing
+    does."""
     inference, spec = run.inference, run.placement or PlacementSpec()
     if inference is None or inference.urls or device != "cuda":
         return ""
@@ -59,7 +65,11 @@ def shared(run: Run, device: str) -> str:
 def _on_this_machine(run: Run, inference: InferenceSpec) -> str:
     """Where each process says itself which GPUs it takes."""
     told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = [each.strip() for each in told.split(",") if each.strip()] if told else [str(index) for index in range(64)]
+    seen = (
+        [each.strip() for each in told.split(",") if each.strip()]
+        if told
+        else [str(index) for index in range(64)]
+    )
     first = int(run.policy.device.partition(":")[2] or 0)
     num = 1
     if run.compute.backend == "fsdp":

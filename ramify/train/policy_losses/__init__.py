@@ -1,5 +1,5 @@
-"""One formula, one file. ``POLICY_LOSSES`` names them; ``module:name`` of one's own does as well, and so does whatever a
-recipe registers:
+"""One formula, one file. ``POLICY_LOSSES`` names them; ``module:name`` of one's own does as well,
+and so does whatever a recipe registers:
 
     @POLICY_LOSSES.register("mine")
     class Mine(Formula, frozen=True, kw_only=True, tag="mine"): …
@@ -40,7 +40,7 @@ __all__ = [
     "RolloutIs",
     "Sapo",
     "ratio",
-]  # fmt: skip
+]
 
 POLICY_LOSSES = Registry(
     "policy loss",

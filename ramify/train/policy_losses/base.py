@@ -1,14 +1,15 @@
-"""What a policy loss is: what one sampled token adds to the loss, from its log-probabilities and its advantage.
+"""What a policy loss is: what one sampled token adds to the loss, from its log-probabilities and
+its advantage.
 
     now  l    under the policy that is trained, with gradient          r = exp(clamp(l - o, ±20))
     old  o    under the policy at the step's start; the sampler's      rho = exp(clamp(l - m, ±20))
               where no old pass was made                               p = exp(l), q = exp(m)
     sampler m when the token was sampled                               A  advantage;  sg  stop-gradient
 
-Each class of this room is one formula and its options; each returns a loss per token, which ``loss.py`` weighs and sums.
-A formula that looks at more than its own token says how far it looks: over the token's whole sequence (``whole``: then no
-sequence may be split), or over all tokens of the optimizer step, of which it chooses some before any is learnt from
-(``choose``).
+Each class of this room is one formula and its options; each returns a loss per token, which
+``loss.py`` weighs and sums. A formula that looks at more than its own token says how far it looks:
+over the token's whole sequence (``whole``: then no sequence may be split), or over all tokens of
+the optimizer step, of which it chooses some before any is learnt from (``choose``).
 
 Legend: E entries of a batch, N tokens of an optimizer step.
 """
@@ -21,7 +22,9 @@ import msgspec
 
 from ramify.errors import ConfigError
 
-if TYPE_CHECKING:  # methods of tensors are all that is needed: a configuration is read without torch
+if (
+    TYPE_CHECKING
+):  # methods of tensors are all that is needed: a configuration is read without torch
     import numpy as np
     import numpy.typing as npt
     from torch import Tensor
@@ -31,7 +34,9 @@ if TYPE_CHECKING:  # methods of tensors are all that is needed: a configuration 
 _MAX_LOG_RATIO = 20.0
 
 
-class LossFormula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name"):
+class LossFormula(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name"
+):
     """How a formula is stored, and how far it looks. Its tag is its name."""
 
     reads: ClassVar[frozenset[str]] = frozenset()
@@ -75,13 +80,16 @@ class LossTokens(NamedTuple):
     chosen: Tensor | None = None
     """Whether ``choose`` chose the token."""
     staleness: Tensor | None = None
-    """How many versions older than the policy at the step's start the one was that sampled the token."""
+    """How many versions older than the policy at the step's start the one was that sampled the
+    token."""
 
     @property
     def sequences(self) -> SequenceSums:
         """Raises ConfigError where it is not known which tokens are of one sequence."""
         if self.whole is None:
-            raise ConfigError("a loss over whole sequences was given tokens without their sequences")
+            raise ConfigError(
+                "a loss over whole sequences was given tokens without their sequences"
+            )
         return self.whole
 
 
@@ -92,11 +100,13 @@ class LossStep(NamedTuple):
     old: Doubles
     advantages: Doubles
     keys: npt.NDArray[np.uint64]
-    """A random number per token, from its sequence's name and its place in it: the same in whatever order they come."""
+    """A random number per token, from its sequence's name and its place in it: the same in whatever
+    order they come."""
 
 
 class PolicyLoss(Protocol):
-    """Implemented by every class of this room; most are a ``LossFormula``, some ``TokenSelectingLoss``."""
+    """Implemented by every class of this room; most are a ``LossFormula``, some
+    ``TokenSelectingLoss``."""
 
     def per_token(self, tokens: LossTokens) -> Tensor:
         """[E]"""

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class Cispo(LossFormula, frozen=True, kw_only=True, tag="cispo"):
-    """-sg(clip(r, 1 - low, 1 + high)) A l   (2506.13585): every token keeps a gradient, its weight is bounded."""
+    """-sg(clip(r, 1 - low, 1 + high)) A l   (2506.13585): every token keeps a gradient, its weight
+    is bounded."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     clip_low: float = 0.2

@@ -1,10 +1,11 @@
-"""Clip-Cov and KL-Cov (2505.22617): entropy is lost at few tokens, those that are likely and do better than others. They
-are found among all tokens of the optimizer step by
+"""Clip-Cov and KL-Cov (2505.22617): entropy is lost at few tokens, those that are likely and do
+better than others. They are found among all tokens of the optimizer step by
 
     cov_i = (A_i - mean A) (l_i - mean l)                  both means over all tokens of the step
 
-before any of them is learnt from. Advantages are taken as they are: multiplied by a token's weight beforehand they would
-be too small for any bound to be met, and the loss would be plain PPO without a word.
+before any of them is learnt from. Advantages are taken as they are: multiplied by a token's weight
+beforehand they would be too small for any bound to be met, and the loss would be plain PPO without
+a word.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ramify.train.policy_losses.base import (
     is_clipped,
     nowhere,
     ratio,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class ClipCov(LossFormula, frozen=True, kw_only=True, tag="clip_cov"):
-    """``ppo_clip``, of which a random ``share`` of all tokens, of those with cov in (cov_low, cov_high), adds nothing."""
+    """``ppo_clip``, of which a random ``share`` of all tokens, of those with cov in (cov_low,
+    cov_high), adds nothing."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     clip_low: float = 0.2
@@ -51,15 +53,21 @@ class ClipCov(LossFormula, frozen=True, kw_only=True, tag="clip_cov"):
         is_free = ~np.where(step.advantages > 0, r > 1 + self.clip_high, r < 1 - self.clip_low)
         candidates = np.flatnonzero((cov > self.cov_low) & (cov < self.cov_high) & is_free)
         chosen = np.zeros(len(cov), np.bool_)
-        chosen[candidates[np.argsort(step.keys[candidates])][: max(1, int(self.share * len(cov)))]] = True
+        chosen[
+            candidates[np.argsort(step.keys[candidates])][: max(1, int(self.share * len(cov)))]
+        ] = True
         return chosen
 
     def per_token(self, tokens: LossTokens) -> Tensor:
-        loss = clipped_surrogate(ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high)
+        loss = clipped_surrogate(
+            ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high
+        )
         return loss.masked_fill(_chosen(tokens), 0.0)
 
     def clipped(self, tokens: LossTokens) -> Tensor:
-        by_ratio = is_clipped(ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high)
+        by_ratio = is_clipped(
+            ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high
+        )
         return by_ratio | _chosen(tokens)
 
 
@@ -97,7 +105,8 @@ def covariance(step: LossStep) -> Doubles:
 def _chosen(tokens: LossTokens) -> Tensor:
     if tokens.chosen is None:
         raise ConfigError(
-            "clip_cov and kl_cov choose among all tokens of a step first: the batch has no stream 'chosen'"
+            "clip_cov and kl_cov choose among all tokens of a step first: the batch has no stream "
+            "'chosen'"
         )
     return tokens.chosen
 

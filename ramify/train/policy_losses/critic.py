@@ -24,7 +24,8 @@ class CriticTokens(NamedTuple):
 
 
 class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """½ max((V - R)², (clip(V, V_old ± clip) - R)²), which is added to the policy's at each token that has a return."""
+    """½ max((V - R)², (clip(V, V_old ± clip) - R)²), which is added to the policy's at each token
+    that has a return."""
 
     weight: float = 0.5
     clip: float = 0.2
@@ -32,7 +33,9 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def __post_init__(self) -> None:
         if self.weight <= 0 or self.clip < 0:
-            raise ConfigError(f"loss.value: weight={self.weight} must be above 0, clip={self.clip} not negative")
+            raise ConfigError(
+                f"loss.value: weight={self.weight} must be above 0, clip={self.clip} not negative"
+            )
 
     def per_token(self, values: CriticTokens) -> Tensor:
         """[E]"""

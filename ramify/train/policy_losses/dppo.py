@@ -14,10 +14,12 @@ _EDGE = 1e-6
 
 
 class DppoTv(LossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
-    """-rho A 1[not (A > 0 and p - q > delta) and not (A < 0 and q - p > delta)] + pull (l - m)²   (2602.04879)
+    """-rho A 1[not (A > 0 and p - q > delta) and not (A < 0 and q - p > delta)] + pull (l - m)²
+    (2602.04879)
 
-    A token stops being pushed once its probability has moved by delta that way; a rare token may change by a large factor,
-    which a bound on the ratio forbids. No old pass is needed. The default."""
+    A token stops being pushed once its probability has moved by delta that way; a rare token may
+    change by a large factor, which a bound on the ratio forbids. No old pass is needed. The
+    default."""
 
     delta: float = 0.2
     pull: float = 1e-3
@@ -29,11 +31,14 @@ class DppoTv(LossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
 
     def clipped(self, tokens: LossTokens) -> Tensor:
         moved = tokens.now.detach().exp() - tokens.sampler.exp()
-        return ((tokens.advantages > 0) & (moved > self.delta)) | ((tokens.advantages < 0) & (-moved > self.delta))
+        return ((tokens.advantages > 0) & (moved > self.delta)) | (
+            (tokens.advantages < 0) & (-moved > self.delta)
+        )
 
 
 class DppoKl(LossFormula, frozen=True, kw_only=True, tag="dppo_kl"):
-    """``dppo_tv`` by the KL of token or not, q log(q/p) + (1-q) log((1-q)/(1-p)) > delta, and the sign of p - q."""
+    """``dppo_tv`` by the KL of token or not, q log(q/p) + (1-q) log((1-q)/(1-p)) > delta, and the
+    sign of p - q."""
 
     delta: float = 0.05
 
@@ -42,6 +47,8 @@ class DppoKl(LossFormula, frozen=True, kw_only=True, tag="dppo_kl"):
         return -rho * tokens.advantages * (~self.clipped(tokens)).to(rho.dtype)
 
     def clipped(self, tokens: LossTokens) -> Tensor:
-        p, q = (each.exp().clamp(_EDGE, 1 - _EDGE) for each in (tokens.now.detach(), tokens.sampler))
+        p, q = (
+            each.exp().clamp(_EDGE, 1 - _EDGE) for each in (tokens.now.detach(), tokens.sampler)
+        )
         far = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log() > self.delta
         return far & ((tokens.advantages > 0) & (p > q) | (tokens.advantages < 0) & (p < q))

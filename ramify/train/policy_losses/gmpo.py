@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 class Gmpo(LossFormula, frozen=True, kw_only=True, tag="gmpo"):
-    """-Ā exp(mean over the sequence of c), c = min(l - o, high) where Ā > 0, max(l - o, -low) elsewhere   (2507.20673)
+    """-Ā exp(mean over the sequence of c), c = min(l - o, high) where Ā > 0, max(l - o, -low)
+    elsewhere   (2507.20673)
 
     Ā is the mean advantage of the sequence. Each of its tokens has the sequence's value."""
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ramify.train.policy_losses.base import LossFormula, LossTokens, clipped_surrogate, is_clipped, ratio
+from ramify.train.policy_losses.base import (
+    LossFormula,
+    LossTokens,
+    clipped_surrogate,
+    is_clipped,
+    ratio,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Gspo(LossFormula, frozen=True, kw_only=True, tag="gspo"):
-    """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the sequence of (l - o))   (2507.18071)
+    """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the sequence of (l - o))
+    (2507.18071)
 
-    Written per token, log s_t = l - sg(l) + sg(log s), so that advantages may differ within a sequence. Bounds are those of
-    a mean: some thousand times closer than a token's."""
+    Written per token, log s_t = l - sg(l) + sg(log s), so that advantages may differ within a
+    sequence. Bounds are those of a mean: some thousand times closer than a token's."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     whole: ClassVar[bool] = True
@@ -22,10 +29,14 @@ class Gspo(LossFormula, frozen=True, kw_only=True, tag="gspo"):
     clip_high: float = 4e-4
 
     def per_token(self, tokens: LossTokens) -> Tensor:
-        return clipped_surrogate(self._ratio(tokens), tokens.advantages, self.clip_low, self.clip_high)
+        return clipped_surrogate(
+            self._ratio(tokens), tokens.advantages, self.clip_low, self.clip_high
+        )
 
     def clipped(self, tokens: LossTokens) -> Tensor:
-        return is_clipped(self._ratio(tokens).detach(), tokens.advantages, self.clip_low, self.clip_high)
+        return is_clipped(
+            self._ratio(tokens).detach(), tokens.advantages, self.clip_low, self.clip_high
+        )
 
     def _ratio(self, tokens: LossTokens) -> Tensor:
         now = tokens.now.detach()

@@ -1,4 +1,5 @@
-"""The plain policy gradient, weighed by how much likelier the token has become since it was sampled, within bounds."""
+"""The plain policy gradient, weighed by how much likelier the token has become since it was
+sampled, within bounds."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class RolloutIs(LossFormula, frozen=True, kw_only=True, tag="rollout_is"):
-    """-sg(rho 1[1 - low < rho < 1 + high]) A l   (2602.15763): a token out of bounds has no gradient. No old pass is
-    needed."""
+    """-sg(rho 1[1 - low < rho < 1 + high]) A l   (2602.15763): a token out of bounds has no
+    gradient. No old pass is needed."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28

@@ -1,8 +1,8 @@
 """Advantages from the returns of attempts at one thing: what each was better than.
 
-Pure functions ``[n returns], [n lengths] -> [n advantages]``; only one looks at lengths. Which calls are attempts at one
-thing is ``credit.py``'s to decide. One attempt has nothing to be compared with: its advantage is 0 (two public
-implementations return the raw reward there).
+Pure functions ``[n returns], [n lengths] -> [n advantages]``; only one looks at lengths. Which
+calls are attempts at one thing is ``credit.py``'s to decide. One attempt has nothing to be compared
+with: its advantage is 0 (two public implementations return the raw reward there).
 
     returns 3, 1, 1, 3     mean: 1, -1, -1, 1     mean_std: ±0.866     leave_one_out: ±4/3     mean_ratio: ±0.5
     returns 3, 1, 0, 0     best_alone: 2/std, 0, 0, 0
@@ -24,7 +24,8 @@ class Baseline(Protocol):
 
 
 def mean(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-    """A_i = R_i - mean(R). Dr.GRPO (2503.20783): no division, so that hard and easy tasks keep their size."""
+    """A_i = R_i - mean(R). Dr.GRPO (2503.20783): no division, so that hard and easy tasks keep
+    their size."""
     if len(returns) < 2 or min(returns) == max(
         returns
     ):  # exactly 0 where nothing differs, whatever floats do to a mean
@@ -49,15 +50,16 @@ def leave_one_out(returns: Sequence[float], lengths: Sequence[int] = ()) -> list
 
 
 def mean_ratio(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-    """A_i = (R_i - mean(R)) / (mean(R) + 1e-6), 0 where the mean is not positive. MaxRL (2602.02710): with rewards of 0 and
-    1 the gradient of the log of the pass rate, so that rare successes count for more."""
+    """A_i = (R_i - mean(R)) / (mean(R) + 1e-6), 0 where the mean is not positive. MaxRL
+    (2602.02710): with rewards of 0 and 1 the gradient of the log of the pass rate, so that rare
+    successes count for more."""
     centre = statistics.fmean(returns) if returns else 0.0
     return [value / (centre + EPSILON) if centre > 0 else 0.0 for value in mean(returns)]
 
 
 def best_alone(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-    """(best - second) / (std(R) + 1e-6) for the best, 0 for the others, as of two that are equally good. GRPO for pass@k:
-    what one more attempt than n - 1 was worth."""
+    """(best - second) / (std(R) + 1e-6) for the best, 0 for the others, as of two that are equally
+    good. GRPO for pass@k: what one more attempt than n - 1 was worth."""
     if not any(mean(returns)):
         return [0.0] * len(returns)
     first, second = sorted(returns, reverse=True)[:2]
@@ -66,7 +68,8 @@ def best_alone(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[fl
 
 
 def by_length(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-    """A_i = R_i - sum(len · R) / sum(len). OPO (2505.23585): of least variance where gradients grow with length.
+    """A_i = R_i - sum(len · R) / sum(len). OPO (2505.23585): of least variance where gradients grow
+    with length.
 
     returns 1, 0 of lengths 1, 3: the baseline is 1/4, advantages 3/4, -1/4"""
     if not any(mean(returns)) or not sum(lengths):

@@ -1,4 +1,5 @@
-"""The composer: what rollouts were worth and what signals say, weighed into one advantage per token.
+"""The composer: what rollouts were worth and what signals say, weighed into one advantage per
+token.
 
     A = w_rl · A_outcome + Σ_i w_i(step) · term_i          term = clip(norm(reading)), on the trajectories of its route
 
@@ -7,12 +8,13 @@
         Term(signal="teacher", weight=Anneal(1.0, 0.0, steps=50), clip=2.0, route="hinted"),
     ))
 
-It is an algorithm that wraps one. The wrapped one says what each call's outcome is worth and what each token weighs; terms
-are added to its advantages before silent groups are dropped. A term can go into the loss instead (``into="loss"``): the
-component ``kd``, with the same weights. Signals have read before (``signal_reader.py``); here is no model and no waiting.
+It is an algorithm that wraps one. The wrapped one says what each call's outcome is worth and what
+each token weighs; terms are added to its advantages before silent groups are dropped. A term can go
+into the loss instead (``into="loss"``): the component ``kd``, with the same weights. Signals have
+read before (``signal_reader.py``); here is no model and no waiting.
 
-A term's number is 0 wherever its signal says nothing, and on no given token. Defaults are those that held up: see
-``docs/signals.md`` for what the others do.
+A term's number is 0 wherever its signal says nothing, and on no given token. Defaults are those
+that held up: see ``docs/signals.md`` for what the others do.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class AnnealSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.steps < 1 or self.after < 0:
             raise ConfigError(
-                f"a weight is annealed over at least 1 step, not {self.steps}, after 0 or more: {self.after}"
+                f"a weight is annealed over at least 1 step, not {self.steps}, after 0 or more: "
+                f"{self.after}"
             )
 
     def at(self, step: int) -> float:
@@ -81,10 +84,11 @@ class HybridTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     norm: Norm = "none"
     """Of numbers on turns: see ``group_norm.py``."""
     plus_outcome: float = 0.0
-    """Of the outcome's reward that is added to a turn's number before ``norm``: R = p + c·o, for step-wise advantages in
-    place of the outcome's (with ``w_rl=0``)."""
+    """Of the outcome's reward that is added to a turn's number before ``norm``: R = p + c·o, for
+    step-wise advantages in place of the outcome's (with ``w_rl=0``)."""
     clip: float | None = None
-    """C: numbers beyond ±C count as ±C. Unclipped gaps of a teacher made replies run into their limit."""
+    """C: numbers beyond ±C count as ±C. Unclipped gaps of a teacher made replies run into their
+    limit."""
     route: Literal["all", "failed", "hinted"] = "all"
     """Which trajectories it acts on."""
     early: float = 0.0
@@ -94,12 +98,21 @@ class HybridTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
-            raise ConfigError(f"term '{self.signal}': clip={self.clip} must be positive; null for none")
+            raise ConfigError(
+                f"term '{self.signal}': clip={self.clip} must be positive; null for none"
+            )
         if self.early < 0:
             raise ConfigError(f"term '{self.signal}': early={self.early} cannot be negative")
 
 
-class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="hybrid"):
+class Hybrid(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="hybrid",
+):
     """Implements ``Algorithm``."""
 
     outcome: Any = DrGRPO()
@@ -107,7 +120,8 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     w_rl: Weight = 1.0
     terms: tuple[HybridTerm, ...] = ()
     observe: Weight = 0.0
-    """α of cross-entropy on what was observed (ECHO, .1): the mean over the observed tokens of trained turns."""
+    """α of cross-entropy on what was observed (ECHO, .1): the mean over the observed tokens of
+    trained turns."""
     passed: float = 0.5
     """Least reward of a trajectory that did not fail, for ``route``."""
 
@@ -116,12 +130,17 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         from ramify.train.signals.signal_registry import made
 
         if isinstance(self.outcome, str | Mapping):
-            msgspec.structs.force_setattr(self, "outcome", made(self.outcome, ALGORITHMS, "algorithm"))
+            msgspec.structs.force_setattr(
+                self, "outcome", made(self.outcome, ALGORITHMS, "algorithm")
+            )
         if isinstance(self.outcome, Hybrid):
-            raise ConfigError("a hybrid wraps another algorithm, not a hybrid: add its terms to the one")
+            raise ConfigError(
+                "a hybrid wraps another algorithm, not a hybrid: add its terms to the one"
+            )
         if getattr(getattr(self.outcome, "needs", None), "streams", None) and self.w_rl != 1.0:
             raise ConfigError(
-                f"w_rl={self.w_rl} cannot weigh {type(self.outcome).__name__}, whose advantages are finished after the terms "
+                f"w_rl={self.w_rl} cannot weigh {type(self.outcome).__name__}, whose advantages "
+                "are finished after the terms "
                 "were added: leave it at 1 and weigh the terms"
             )
 
@@ -137,8 +156,8 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 raise ConfigError(f"unknown signal '{term.signal}' in a term: {known}")
 
     def wants(self, signal: str, step: int) -> bool:
-        """Whether ``signal`` is to be read at ``step``: not where all its terms weigh 0 by then. One without a term is
-        read for its metrics, or gives the outcome."""
+        """Whether ``signal`` is to be read at ``step``: not where all its terms weigh 0 by then.
+        One without a term is read for its metrics, or gives the outcome."""
         mine = [term for term in self.terms if term.signal == signal]
         return not mine or any(weight_at(term.weight, step) for term in mine)
 
@@ -169,15 +188,27 @@ class HybridAlgorithm:
     ) -> AssignedStep:
         hybrid = self._hybrid
         judged = [self._with_outcomes(group) for group in groups]
-        base: AssignedStep = hybrid.outcome.assign_advantages(judged, weights, every_token=every_token)
-        parts = [part for term in hybrid.terms if (part := _Part(term, weight_at(term.weight, self._step))).weight != 0]
+        base: AssignedStep = hybrid.outcome.assign_advantages(
+            judged, weights, every_token=every_token
+        )
+        parts = [
+            part
+            for term in hybrid.terms
+            if (part := _Part(term, weight_at(term.weight, self._step))).weight != 0
+        ]
         metrics = dict(base.metrics)
         for part in parts:
-            metrics |= part.fill(judged, self._readings.get(part.term.signal, {}), weights, hybrid.passed)
+            metrics |= part.fill(
+                judged, self._readings.get(part.term.signal, {}), weights, hybrid.passed
+            )
         kept = [group for group in judged if self._teaches(group, weights, parts)]
         alpha = weight_at(hybrid.observe, self._step)
-        whole: AssignedStep = _keeping_silent(hybrid.outcome).assign_advantages(kept, weights, every_token=True)
-        rollouts = [self._composed(rollout, parts, alpha, every_token) for rollout in whole.rollouts]
+        whole: AssignedStep = _keeping_silent(hybrid.outcome).assign_advantages(
+            kept, weights, every_token=True
+        )
+        rollouts = [
+            self._composed(rollout, parts, alpha, every_token) for rollout in whole.rollouts
+        ]
         rollouts = [rollout for rollout in rollouts if rollout.credits]
         _even_streams(rollouts)
         denominators = dict(whole.denominators)
@@ -233,17 +264,24 @@ class HybridAlgorithm:
                 values = part.numbers.get(trajectory.id, {}).get(place)
                 if values is not None:
                     _check_length(trajectory, place, part.term.signal, len(values), num)
-                    advantages = [a + part.weight * b for a, b in zip(advantages, values, strict=True)]
+                    advantages = [
+                        a + part.weight * b for a, b in zip(advantages, values, strict=True)
+                    ]
             given = alpha if alpha and place[1] and credit.rl else 0.0
             if (known := reference.get(place)) is not None and credit.rl:
                 _check_length(trajectory, place, "reference", len(known), num)
                 streams["ref_logprobs"] = known
-            is_unfinished = bool(credit.streams)  # an algorithm that goes on with its rows may yet give it an advantage
+            is_unfinished = bool(
+                credit.streams
+            )  # an algorithm that goes on with its rows may yet give it an advantage
             if any(advantages) or any(kd) or given or credit.ce or every_token or is_unfinished:
                 credits[place] = msgspec.structs.replace(
-                    credit, advantages=advantages if credit.rl else credit.advantages, kd=kd if any(kd) else [],
-                    streams=streams, given=given,
-                )  # fmt: skip
+                    credit,
+                    advantages=advantages if credit.rl else credit.advantages,
+                    kd=kd if any(kd) else [],
+                    streams=streams,
+                    given=given,
+                )
         return AssignedRollout(trajectory, credits)
 
     def _reference(self, id: str) -> dict[Place, list[float]]:
@@ -271,10 +309,16 @@ class _Part:
 
     def says(self, id: str) -> bool:
         found = self.numbers.get(id, {})
-        return bool(self.losses.get(id)) or any(value != 0 for values in found.values() for value in values)
+        return bool(self.losses.get(id)) or any(
+            value != 0 for values in found.values() for value in values
+        )
 
     def fill(
-        self, groups: Sequence[Group], readings: Mapping[str, SignalScore], weights: Mapping[str, float], passed: float
+        self,
+        groups: Sequence[Group],
+        readings: Mapping[str, SignalScore],
+        weights: Mapping[str, float],
+        passed: float,
     ) -> dict[str, float]:
         """Work out the numbers of all groups; the term's metrics."""
         name = self.term.signal
@@ -289,7 +333,9 @@ class _Part:
                     continue
                 num_hinted += bool(reading.notes)
                 if bad := _not_finite(reading):
-                    each.errors.append(f"signal '{name}' gave {bad}: the rollout goes on without it")
+                    each.errors.append(
+                        f"signal '{name}' gave {bad}: the rollout goes on without it"
+                    )
                     num_bad += 1
                     continue
                 reward = total(each.rewards, weights)
@@ -297,7 +343,9 @@ class _Part:
                     pairs.append((statistics.fmean(reading.turns.values()), reward))
                 said.append(_RoutedScore(each, reading, reward))
             self._of_group(said, passed)
-        values = [value for found in self.numbers.values() for row in found.values() for value in row]
+        values = [
+            value for found in self.numbers.values() for row in found.values() for value in row
+        ]
         gaps = sum(1 for value in values if value)
         self._check_loud(readings, values)
         found = {
@@ -329,7 +377,9 @@ class _Part:
                 continue
             found = _spread(trajectory, numbers)
             for place, values in reading.tokens.items():
-                _check_length(trajectory, place, term.signal, len(values), _num_sampled(trajectory, place))
+                _check_length(
+                    trajectory, place, term.signal, len(values), _num_sampled(trajectory, place)
+                )
                 before = found.get(place, [0.0] * len(values))
                 found[place] = [a + b for a, b in zip(before, values, strict=True)]
             if found:
@@ -338,7 +388,10 @@ class _Part:
     def _shaped(self, found: Numbers) -> Numbers:
         most, gamma = self.term.clip, self.term.early
         if most is not None:
-            found = {place: [min(most, max(-most, value)) for value in row] for place, row in found.items()}
+            found = {
+                place: [min(most, max(-most, value)) for value in row]
+                for place, row in found.items()
+            }
         if gamma:
             places = sorted(found)
             flat = iter(early_first([value for place in places for value in found[place]], gamma))
@@ -346,19 +399,21 @@ class _Part:
         return found
 
     def _check_loud(self, readings: Mapping[str, SignalScore], values: Sequence[float]) -> None:
-        """A teacher that scored tokens and moved none is off without a word: a weight or a mask is wrong somewhere."""
+        """A teacher that scored tokens and moved none is off without a word: a weight or a mask is
+        wrong somewhere."""
         if self.term.into == "loss" or not values or any(values):
             return
         if any(reading.tokens and reading.notes for reading in readings.values()):
             raise TrainError(
-                f"signal '{self.term.signal}' scored {len(values)} hinted tokens and its term is 0 on all of them: the hint "
+                f"signal '{self.term.signal}' scored {len(values)} hinted tokens and its term is 0 "
+                "on all of them: the hint "
                 "does not reach the teacher, or evidence, clip or route leave nothing of it"
             )
 
 
 def _normalised(term: HybridTerm, said: Sequence[_RoutedScore]) -> list[dict[Place, float]]:
-    """Numbers on turns, with the outcome added, compared within the group; step i of a call is compared with step i of
-    the same call of others."""
+    """Numbers on turns, with the outcome added, compared within the group; step i of a call is
+    compared with step i of the same call of others."""
     rows = [
         {place: value + term.plus_outcome * reward for place, value in reading.turns.items()}
         for _, reading, reward in said
@@ -376,12 +431,17 @@ def _spread(trajectory: Trajectory, numbers: Mapping[Place, float]) -> Numbers:
     return found
 
 
-def _streams(trajectory: Trajectory, reading: SignalScore) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """What ``kd`` needs at each place that was scored: candidates where there are some, else the sampled tokens."""
+def _streams(
+    trajectory: Trajectory, reading: SignalScore
+) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """What ``kd`` needs at each place that was scored: candidates where there are some, else the
+    sampled tokens."""
     for place, logprobs in reading.logprobs.items():
         num = _num_sampled(trajectory, place)
         top = reading.top.get(place)
-        _check_length(trajectory, place, "teacher", len(top.ids if top is not None else logprobs), num)
+        _check_length(
+            trajectory, place, "teacher", len(top.ids if top is not None else logprobs), num
+        )
         if top is None:
             yield place, {"teacher_logprobs": logprobs}
             continue
@@ -392,7 +452,8 @@ def _streams(trajectory: Trajectory, reading: SignalScore) -> Iterator[tuple[Pla
 
 
 def _even_streams(rollouts: Sequence[AssignedRollout]) -> None:
-    """Give every stamp every stream, zeros where it has none of its own: all sequences of a step have the same."""
+    """Give every stamp every stream, zeros where it has none of its own: all sequences of a step
+    have the same."""
     widths: dict[str, int | None] = {}
     for rollout in rollouts:
         for credit in rollout.credits.values():
@@ -405,19 +466,32 @@ def _even_streams(rollouts: Sequence[AssignedRollout]) -> None:
                     name not in credit.streams and name != "ref_logprobs"
                 ):  # which the trainer computes where it is missing
                     num = len(credit)
-                    credit.streams[name] = [0.0] * num if width is None else [[0.0] * width for _ in range(num)]
+                    credit.streams[name] = (
+                        [0.0] * num if width is None else [[0.0] * width for _ in range(num)]
+                    )
 
 
 def _keeping_silent(algorithm: Algorithm) -> Algorithm:
     """``algorithm`` without its own dropping of silent groups, which have been dropped by then."""
-    if isinstance(algorithm, msgspec.Struct) and "drop_zero_variance" in algorithm.__struct_fields__:
+    if (
+        isinstance(algorithm, msgspec.Struct)
+        and "drop_zero_variance" in algorithm.__struct_fields__
+    ):
         return msgspec.structs.replace(algorithm, drop_zero_variance=False)
     return algorithm
 
 
 def _num_observed(rollout: AssignedRollout) -> int:
-    turns = {(call.id, index): turn for call in rollout.trajectory.calls for index, turn in enumerate(call.turns)}
-    return sum(len(turns[place].reply.prompt_ids or ()) for place, credit in rollout.credits.items() if credit.given)
+    turns = {
+        (call.id, index): turn
+        for call in rollout.trajectory.calls
+        for index, turn in enumerate(call.turns)
+    }
+    return sum(
+        len(turns[place].reply.prompt_ids or ())
+        for place, credit in rollout.credits.items()
+        if credit.given
+    )
 
 
 def _num_sampled(trajectory: Trajectory, place: Place) -> int:
@@ -427,7 +501,8 @@ def _num_sampled(trajectory: Trajectory, place: Place) -> int:
 def _check_length(trajectory: Trajectory, place: Place, signal: str, num: int, wanted: int) -> None:
     if num != wanted:
         raise TrainError(
-            f"signal '{signal}', trajectory {trajectory.id}, call {place[0]}, turn {place[1]}: {num} numbers for {wanted} "
+            f"signal '{signal}', trajectory {trajectory.id}, call {place[0]}, turn {place[1]}: "
+            f"{num} numbers for {wanted} "
             "sampled tokens; a signal gives one for each"
         )
 
@@ -452,7 +527,8 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def abstentions(readings: Mapping[str, SignalScore]) -> dict[str, float]:
-    """Reason -> how many trajectories were passed over for it, and sums of what the signal counted."""
+    """Reason -> how many trajectories were passed over for it, and sums of what the signal
+    counted."""
     found: Counter[str] = Counter()
     for reading in readings.values():
         if reading.abstained:

@@ -1,8 +1,8 @@
 """Credit on a tree: from rewards by call to one advantage per call, for the rollouts of one task.
 
-Decides what each call's return is and which calls are compared with each other; what the comparison is (``baseline``)
-and how much each token weighs (``weight.py``) are decided elsewhere. All are pure functions over the same small tree,
-without tokens or tensors:
+Decides what each call's return is and which calls are compared with each other; what the comparison
+is (``baseline``) and how much each token weighs (``weight.py``) are decided elsewhere. All are pure
+functions over the same small tree, without tokens or tensors:
 
     root 0: reward 4          return of a call = its own reward + γ · its parent's return
     ├── 0.0: reward 1             γ = 1:  0 -> 4,  0.0 -> 5,  0.1 -> 7
@@ -43,7 +43,8 @@ Credit = Callable[[Sequence[Tree], Baseline, float], list[Numbers]]
 
 
 def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
-    """Every call gets its root's advantage; rewards of other calls, and γ, are ignored. The habit of flat trainers.
+    """Every call gets its root's advantage; rewards of other calls, and γ, are ignored. The habit
+    of flat trainers.
 
     roots 4 and 0, mean baseline: every call of the first tree 2, of the second -2."""
     lengths = [sum(node.num_tokens for node in tree.values()) for tree in trees]
@@ -52,36 +53,49 @@ def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[
 
 
 def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
-    """Returns compared among all calls of the same role and depth in the group: a call is good if it did better than
-    its peers did in the same place.
+    """Returns compared among all calls of the same role and depth in the group: a call is good if
+    it did better than its peers did in the same place.
 
     returns of the children 5, 7 in one tree and 0, 0 in the other, mean baseline: 2, 4, -3, -3."""
     return _compared(trees, baseline, gamma, lambda node: (node.role, node.depth))
 
 
 def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
-    """Returns compared among attempts at the same sub-task: the same question over the same context, asked by any
-    rollout of the group. Finer than ``per_role`` where parents split the work alike; a sub-task that only one call
-    tried teaches that call nothing (advantage 0)."""
+    """Returns compared among attempts at the same sub-task: the same question over the same
+    context, asked by any rollout of the group. Finer than ``per_role`` where parents split the work
+    alike; a sub-task that only one call tried teaches that call nothing (advantage 0)."""
     return _compared(trees, baseline, gamma, _attempted)
 
 
-def leave_one_child_out(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
-    """A(child) = γ·A(parent) + r(child) - mean of r over its siblings under the same parent; roots by ``baseline``.
+def leave_one_child_out(
+    trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0
+) -> list[Numbers]:
+    """A(child) = γ·A(parent) + r(child) - mean of r over its siblings under the same parent; roots
+    by ``baseline``.
 
-    A parent's success goes to all its children, and among them the better ones get more of it. An only child gets its
-    parent's share alone. parent's A = 2, γ = 1, children's rewards 1, 3, 5: 2 + (1-4) = -1, 2 + (3-3) = 2, 5."""
+    A parent's success goes to all its children, and among them the better ones get more of it. An
+    only child gets its parent's share alone. parent's A = 2, γ = 1, children's rewards 1, 3, 5: 2 +
+    (1-4) = -1, 2 + (3-3) = 2, 5."""
     roots = [tree[_root(tree)] for tree in trees]
     advantages = baseline([node.reward for node in roots], [node.num_tokens for node in roots])
-    return [_shared_out(tree, advantage, gamma) for tree, advantage in zip(trees, advantages, strict=True)]
+    return [
+        _shared_out(tree, advantage, gamma)
+        for tree, advantage in zip(trees, advantages, strict=True)
+    ]
 
 
 CREDITS = Registry(
     "credit",
-    {"root": root, "per_role": per_role, "hierarchical": hierarchical, "leave_one_child_out": leave_one_child_out},
+    {
+        "root": root,
+        "per_role": per_role,
+        "hierarchical": hierarchical,
+        "leave_one_child_out": leave_one_child_out,
+    },
     structs=False,
 )
-"""Name -> credit. ``@CREDITS.register("mine")`` adds one; a dotted path to a function does as well."""
+"""Name -> credit. ``@CREDITS.register("mine")`` adds one; a dotted path to a function does as
+well."""
 
 
 def _attempted(node: CreditNode) -> Hashable:

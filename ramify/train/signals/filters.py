@@ -1,7 +1,9 @@
-"""Which groups teach something, and how many more are to be rolled out: the zero-variance filter, dynamic sampling.
+"""Which groups teach something, and how many more are to be rolled out: the zero-variance filter,
+dynamic sampling.
 
-A group whose calls all have advantage 0 has no gradient. Kept in a batch it only dilutes the others' weight, so it is
-left out before weights are counted, and, with dynamic sampling (DAPO, 2503.14476), another task is tried in its place.
+A group whose calls all have advantage 0 has no gradient. Kept in a batch it only dilutes the
+others' weight, so it is left out before weights are counted, and, with dynamic sampling (DAPO,
+2503.14476), another task is tried in its place.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ def has_signal(numbers: Sequence[Mapping[str, float]]) -> bool:
 
 
 def num_more(wanted: int, kept: int, tried: int, max_tried: int) -> int:
-    """How many further groups to roll out, given that ``kept`` of ``tried`` had a signal: as many as should be enough at
-    that rate, at least what is missing, never past ``max_tried`` in all.
+    """How many further groups to roll out, given that ``kept`` of ``tried`` had a signal: as many
+    as should be enough at that rate, at least what is missing, never past ``max_tried`` in all.
 
     wanted 8, 2 of 8 kept, at most 32: 24 more.  6 of 8 kept: 3 more."""
     missing = wanted - kept

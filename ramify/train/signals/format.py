@@ -22,7 +22,12 @@ MAX_CHARS = 50_000
 
 
 class FormatSignal(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="format"
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="format",
 ):
     """Implements ``Signal``: a number per turn."""
 
@@ -38,7 +43,9 @@ class FormatSignal(
             try:
                 re.compile(pattern, re.DOTALL)
             except re.error as error:
-                raise ConfigError(f"format: {pattern!r} is no regular expression: {error}") from error
+                raise ConfigError(
+                    f"format: {pattern!r} is no regular expression: {error}"
+                ) from error
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
         return [self._one(trajectory) for trajectory in group.trajectories]
@@ -53,5 +60,7 @@ class FormatSignal(
             pattern = self.last if self.last and step is steps[-1] else self.pattern
             is_good = re.search(pattern, step.said[-MAX_CHARS:], re.DOTALL) is not None
             reading.turns[step.place] = self.good if is_good else self.bad
-        reading.counts["malformed"] = float(sum(value == self.bad for value in reading.turns.values()))
+        reading.counts["malformed"] = float(
+            sum(value == self.bad for value in reading.turns.values())
+        )
         return reading

@@ -1,9 +1,10 @@
-"""Numbers on turns made comparable within a group. Pure functions: a mapping of step -> number per trajectory, in and out.
+"""Numbers on turns made comparable within a group. Pure functions: a mapping of step -> number per
+trajectory, in and out.
 
     step_index   each step index is a bucket over the trajectories of a group: (R - mean) / (std + 1e-6), population std
 
-A bucket of one has nothing to be compared with and gives 0; a public implementation keeps the raw number there, which is
-the largest of all. One whose members are equal gives 0, too.
+A bucket of one has nothing to be compared with and gives 0; a public implementation keeps the raw
+number there, which is the largest of all. One whose members are equal gives 0, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ Norm = Literal["none", "group", "step_index"]
 
 
 def step_index(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
-    """R [2, 2], [-2, 0, -2], [0, -2]: step 0 gives 1.2247, -1.2247, 0; step 1 the same; step 2, of one alone, 0."""
+    """R [2, 2], [-2, 0, -2], [0, -2]: step 0 gives 1.2247, -1.2247, 0; step 1 the same; step 2, of
+    one alone, 0."""
     buckets: dict[K, list[float]] = defaultdict(list)
     for row in rows:
         for step, value in row.items():
@@ -27,8 +29,8 @@ def step_index(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
 
 
 def group(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
-    """Each number minus the mean of the group's trajectories, each of which counts as its own mean: long ones weigh no
-    more. [1, 1], [0]: means 1 and 0, so 0.5, 0.5 and -0.5."""
+    """Each number minus the mean of the group's trajectories, each of which counts as its own mean:
+    long ones weigh no more. [1, 1], [0]: means 1 and 0, so 0.5, 0.5 and -0.5."""
     means = [statistics.fmean(row.values()) for row in rows if row]
     if len(means) < 2:
         return [dict.fromkeys(row, 0.0) for row in rows]

@@ -4,10 +4,11 @@
                                      │            └─ rejected: short, long, sentences, leak, question, duplicate
                                      └─ abstained: no hint is worth it, outside the format, …
 
-A hint states a rule or a fix, never the answer: what is true of one item alone does not carry over to others. So one that
-holds the gold, or a long number of it, is rejected. Wrong hints are far worse than none, hence abstaining is the default
-at every turn. Besides a judge, demonstrations and tool feedback can stand in a hint's place (self-distillation). Leaves
-out what is done with hints (``teacher.py``).
+A hint states a rule or a fix, never the answer: what is true of one item alone does not carry over
+to others. So one that holds the gold, or a long number of it, is rejected. Wrong hints are far
+worse than none, hence abstaining is the default at every turn. Besides a judge, demonstrations and
+tool feedback can stand in a hint's place (self-distillation). Leaves out what is done with hints
+(``teacher.py``).
 """
 
 from __future__ import annotations
@@ -73,14 +74,16 @@ class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def leaks(hint: str, item: Item) -> bool:
-    """Whether ``hint`` holds the gold as a word of its own (``7`` in "the answer is 7", not in "f7"), or a number of
-    ``LONG_NUMBER`` digits or more that the gold has."""
+    """Whether ``hint`` holds the gold as a word of its own (``7`` in "the answer is 7", not in
+    "f7"), or a number of ``LONG_NUMBER`` digits or more that the gold has."""
     said = _plain(hint)
     for gold in accepted(item.gold):
         text = _plain(as_text(gold) or "")
         if text and re.search(rf"(?<![\w.]){re.escape(text)}(?![\w]|\.\d)", said):
             return True
-        if any(len(number) >= LONG_NUMBER and number in said for number in re.findall(r"\d+", text)):
+        if any(
+            len(number) >= LONG_NUMBER and number in said for number in re.findall(r"\d+", text)
+        ):
             return True
     return False
 
@@ -91,15 +94,22 @@ def _plain(text: str) -> str:
 
 
 class Hindsight(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="hindsight"
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="hindsight",
 ):
     """Implements ``HintSource``, and ``Signal`` for looking at hints without learning from them."""
 
     judge: Any
-    """Of ``judge.JUDGES``, ``module:Class``, or one that is made already: its ``accept`` and ``hint`` count."""
+    """Of ``judge.JUDGES``, ``module:Class``, or one that is made already: its ``accept`` and
+    ``hint`` count."""
     filter: HintFilter = HintFilter()
     per_turn: bool = False
-    """A hint for each turn, shown right before it; otherwise one for the trajectory, shown at its beginning."""
+    """A hint for each turn, shown right before it; otherwise one for the trajectory, shown at its
+    beginning."""
     only: Literal["all", "failed"] = "all"
     """Which trajectories are judged."""
     passed: float = 0.5
@@ -119,7 +129,9 @@ class Hindsight(
     async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
         judge = judge_of(self.judge)
         item = context.items.get(group.task)
-        found = await asyncio.gather(*(self._one(judge, each, item, context) for each in group.trajectories))
+        found = await asyncio.gather(
+            *(self._one(judge, each, item, context) for each in group.trajectories)
+        )
         return _each_once(found) if self.once else list(found)
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
@@ -132,7 +144,11 @@ class Hindsight(
         found.reading.abstained = self._passes_over(trajectory, item, context)
         if found.reading.abstained or item is None:
             return found
-        ask = context.asking.of(trajectory, "hindsight", found.reading) if context.asking is not None else None
+        ask = (
+            context.asking.of(trajectory, "hindsight", found.reading)
+            if context.asking is not None
+            else None
+        )
         call = trajectory.root
         turns: list[int | None] = list(range(len(call.turns))) if self.per_turn else [None]
         views = [view_of(trajectory, call, turn, item, ask) for turn in turns]
@@ -140,22 +156,39 @@ class Hindsight(
         for view, verdict in zip(views, verdicts, strict=True):
             self._take(found, verdict, item, view.place)
         if not found.at:
-            rejected = next((name for name in found.reading.counts if name.startswith("rejected/")), "")
-            reason = rejected or next((each.reason for each in verdicts if each.reason), "no hint is worth it")
+            rejected = next(
+                (name for name in found.reading.counts if name.startswith("rejected/")), ""
+            )
+            reason = rejected or next(
+                (each.reason for each in verdicts if each.reason), "no hint is worth it"
+            )
             found.reading.abstained = reason
         return found
 
-    def _passes_over(self, trajectory: Trajectory, item: Item | None, context: SignalContext) -> str:
-        if item is None or not trajectory.calls or not trajectory.root.turns or not trajectory.rewards:
+    def _passes_over(
+        self, trajectory: Trajectory, item: Item | None, context: SignalContext
+    ) -> str:
+        if (
+            item is None
+            or not trajectory.calls
+            or not trajectory.root.turns
+            or not trajectory.rewards
+        ):
             return "not scored"
         if self.only == "failed" and total(trajectory.rewards, context.weights) >= self.passed:
             return "did not fail"
         return "cut off" if not self.cut_off and was_cut_off(trajectory.root) else ""
 
-    def _take(self, found: TrajectoryHints, verdict: JudgeVerdict, item: Item, place: Place) -> None:
+    def _take(
+        self, found: TrajectoryHints, verdict: JudgeVerdict, item: Item, place: Place
+    ) -> None:
         """Put the hints of a verdict that pass the filter before the turn that they are for."""
         counts = Counter({"votes": len(verdict.votes), "invalid": verdict.invalid})
-        candidates = list(dict.fromkeys(each.strip() for each in (verdict.hints or (verdict.hint,)) if each.strip()))
+        candidates = list(
+            dict.fromkeys(
+                each.strip() for each in (verdict.hints or (verdict.hint,)) if each.strip()
+            )
+        )
         if verdict.accept and not candidates:
             counts["rejected/empty"] += 1
         taken: list[str] = []
@@ -202,10 +235,16 @@ async def _verdict(judge: Judge, view: Any) -> JudgeVerdict:
 
 
 class DemonstrationHints(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="demonstrations"
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="demonstrations",
 ):
-    """Self-distillation from demonstrations: the policy is shown a solution, and learns to do without (SDFT, OPSD, and
-    with ``siblings`` SDPO). A solution is of one item alone: rules distil better (see ``docs/signals.md``)."""
+    """Self-distillation from demonstrations: the policy is shown a solution, and learns to do
+    without (SDFT, OPSD, and with ``siblings`` SDPO). A solution is of one item alone: rules distil
+    better (see ``docs/signals.md``)."""
 
     source: Literal["siblings", "item"] = "siblings"
     """``siblings``: what a solved rollout of the same group said; ``item``: ``metadata[field]``."""
@@ -223,17 +262,27 @@ class DemonstrationHints(
             for each, is_solved in zip(group.trajectories, solved, strict=True)
             if is_solved and self.source == "siblings"
         ]
-        if self.source == "item" and item is not None and isinstance(item.metadata.get(self.field), str):
+        if (
+            self.source == "item"
+            and item is not None
+            and isinstance(item.metadata.get(self.field), str)
+        ):
             texts = [item.metadata[self.field]]
         fitting = sorted((text for text in texts if text and len(text) <= self.max_chars), key=len)
-        return [self._one(each, is_solved, fitting) for each, is_solved in zip(group.trajectories, solved, strict=True)]
+        return [
+            self._one(each, is_solved, fitting)
+            for each, is_solved in zip(group.trajectories, solved, strict=True)
+        ]
 
     def _is_solved(self, trajectory: Trajectory, context: SignalContext) -> bool:
         return (
-            bool(trajectory.calls and trajectory.rewards) and total(trajectory.rewards, context.weights) >= self.passed
+            bool(trajectory.calls and trajectory.rewards)
+            and total(trajectory.rewards, context.weights) >= self.passed
         )
 
-    def _one(self, trajectory: Trajectory, is_solved: bool, texts: Sequence[str]) -> TrajectoryHints:
+    def _one(
+        self, trajectory: Trajectory, is_solved: bool, texts: Sequence[str]
+    ) -> TrajectoryHints:
         found = TrajectoryHints(SignalScore())
         if not trajectory.calls or not trajectory.root.turns or not trajectory.rewards:
             found.reading.abstained = "not scored"
@@ -249,9 +298,15 @@ class DemonstrationHints(
 
 
 class FeedbackHints(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="feedback"
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="feedback",
 ):
-    """Self-distillation from what the environment said: the last error that the trajectory met (SDPO)."""
+    """Self-distillation from what the environment said: the last error that the trajectory met
+    (SDPO)."""
 
     max_chars: int = 1000
 
@@ -260,7 +315,9 @@ class FeedbackHints(
 
     def _one(self, trajectory: Trajectory) -> TrajectoryHints:
         found = TrajectoryHints(SignalScore())
-        errors = [step for step in steps_of(trajectory.root) if step.error] if trajectory.calls else []
+        errors = (
+            [step for step in steps_of(trajectory.root) if step.error] if trajectory.calls else []
+        )
         if not errors:
             found.reading.abstained = "no error"
             return found

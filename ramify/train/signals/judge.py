@@ -3,9 +3,9 @@ r"""Judges that are models: what they are asked, and how strictly they are read.
     StepJudge   one turn and what came back for it      ── m votes ──  \boxed{1} or \boxed{-1}
     HintJudge   the finished trajectory                 ── m votes ──  \boxed{1} and <hint>…</hint>, or \boxed{-1}
 
-The last box decides, and must hold exactly one of the signs; anything else is no vote: counted, and never guessed at. No
-judge sees the right answer. What is judged was written by a model: it is quoted, and said to be no instruction. Rules that
-judge implement the same ``Judge`` (``base.py``).
+The last box decides, and must hold exactly one of the signs; anything else is no vote: counted, and
+never guessed at. No judge sees the right answer. What is judged was written by a model: it is
+quoted, and said to be no instruction. Rules that judge implement the same ``Judge`` (``base.py``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ none. {_QUOTED} Think briefly. Then, if a hint is worth it, write it in one sent
 
 
 def read_vote(text: str, signs: Sequence[int] = (1, -1)) -> int | None:
-    """The sign in the last box; None for anything else. ``\\boxed{0.5}``, ``\\boxed{+1}`` and no box are none."""
+    """The sign in the last box; None for anything else. ``\\boxed{0.5}``, ``\\boxed{+1}`` and no
+    box are none."""
     box = last_boxed(text, None)
     return next((sign for sign in signs if box == str(sign)), None)
 
@@ -54,8 +55,9 @@ class HintVote(NamedTuple):
 
 
 def read_hint(text: str) -> HintVote | None:
-    """The vote and the hint of a reply; None where it is outside the format: no sign in the last box, or a 1 without
-    exactly one block that holds a hint. Which of several is meant would be a guess."""
+    """The vote and the hint of a reply; None where it is outside the format: no sign in the last
+    box, or a 1 without exactly one block that holds a hint. Which of several is meant would be a
+    guess."""
     vote = read_vote(text)
     blocks = [block.strip() for block in _HINT.findall(text)]
     if vote is None:
@@ -66,18 +68,28 @@ def read_hint(text: str) -> HintVote | None:
 
 
 def told(view: JudgeView, *, max_chars: int = 24_000) -> str:
-    """The trajectory up to where it is judged, as text of at most about ``max_chars``: steps in the middle go first."""
+    """The trajectory up to where it is judged, as text of at most about ``max_chars``: steps in the
+    middle go first."""
     question = view.trajectory.question
-    steps = [_step(index, step.said, step.observed, step.error) for index, step in enumerate(view.steps)]
+    steps = [
+        _step(index, step.said, step.observed, step.error) for index, step in enumerate(view.steps)
+    ]
     each = max(200, (max_chars - min(len(question), max_chars // 4)) // max(1, len(steps)))
     return "\n\n".join(
-        ["=====", f"The problem:\n{_cut(question, max_chars // 4)}", *(_cut(s, each) for s in steps), "====="]
+        [
+            "=====",
+            f"The problem:\n{_cut(question, max_chars // 4)}",
+            *(_cut(s, each) for s in steps),
+            "=====",
+        ]
     )
 
 
 def _step(index: int, said: str, observed: str, error: str) -> str:
     came = observed or error
-    return f"Step {index}:\n{said}" + (f"\nWhat came back for step {index}:\n{came}" if came else "")
+    return f"Step {index}:\n{said}" + (
+        f"\nWhat came back for step {index}:\n{came}" if came else ""
+    )
 
 
 def _cut(text: str, max_chars: int) -> str:
@@ -100,10 +112,20 @@ class _ModelJudge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         if self.votes < 1 or not self.model:
-            raise ConfigError(f"a judge needs a model, and at least one vote; it has {self.model!r} and {self.votes}")
+            raise ConfigError(
+                f"a judge needs a model, and at least one vote; it has {self.model!r} and "
+                f"{self.votes}"
+            )
 
 
-class StepJudge(_ModelJudge, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="step_judge"):
+class StepJudge(
+    _ModelJudge,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="step_judge",
+):
     """Implements ``Judge``: votes on the view's turn."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
@@ -112,10 +134,21 @@ class StepJudge(_ModelJudge, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         texts = await _replies(self, view, _STEP, asked)
         votes = [read_vote(text) for text in texts]
         valid = tuple(vote for vote in votes if vote is not None)
-        return JudgeVerdict(votes=valid, invalid=len(votes) - len(valid), reason="" if valid else "outside the format")
+        return JudgeVerdict(
+            votes=valid,
+            invalid=len(votes) - len(valid),
+            reason="" if valid else "outside the format",
+        )
 
 
-class HintJudge(_ModelJudge, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="hint_judge"):
+class HintJudge(
+    _ModelJudge,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="hint_judge",
+):
     """Implements ``Judge``: a hint for the finished trajectory, or for the view's turn."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
@@ -126,19 +159,28 @@ class HintJudge(_ModelJudge, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         accepted = sum(each.vote == 1 for each in valid) * 2 > len(valid)
         reason = "" if accepted else "no hint is worth it" if valid else "outside the format"
         return JudgeVerdict(
-            accept=accepted, hint=min(hints, key=len) if accepted else "", hints=hints if accepted else (),
-            votes=tuple(each.vote for each in valid), invalid=len(read) - len(valid), reason=reason,
-        )  # fmt: skip
+            accept=accepted,
+            hint=min(hints, key=len) if accepted else "",
+            hints=hints if accepted else (),
+            votes=tuple(each.vote for each in valid),
+            invalid=len(read) - len(valid),
+            reason=reason,
+        )
 
 
 async def _replies(judge: _ModelJudge, view: JudgeView, system: str, asked: str) -> list[str]:
     """The texts of all votes. One that got no reply is an empty text, which is no vote."""
     if view.ask is None:
-        raise RamifyError(f"judge {judge.model} has nobody to ask: there is no pool of clients here")
+        raise RamifyError(
+            f"judge {judge.model} has nobody to ask: there is no pool of clients here"
+        )
     messages = (Message("system", system), Message("user", asked))
-    sampled = [msgspec.structs.replace(judge.sampling, seed=number) for number in range(judge.votes)]
+    sampled = [
+        msgspec.structs.replace(judge.sampling, seed=number) for number in range(judge.votes)
+    ]
     found = await asyncio.gather(
-        *(view.ask(judge.model, messages, each, view.place) for each in sampled), return_exceptions=True
+        *(view.ask(judge.model, messages, each, view.place) for each in sampled),
+        return_exceptions=True,
     )
     return [_text(each) for each in found]
 
@@ -159,18 +201,20 @@ JUDGES = {
 
 
 def judge_of(spec: Any) -> Judge:
-    """The judge that a recipe names: one that is made already, a name, ``module:Class``, or a mapping with ``name`` and
-    options."""
+    """The judge that a recipe names: one that is made already, a name, ``module:Class``, or a
+    mapping with ``name`` and options."""
     from ramify.train.signals.signal_registry import made
 
     judge: Judge = made(spec, JUDGES, "judge")
     if not callable(getattr(judge, "judge", None)):
-        raise ConfigError(f"{spec!r} is no judge: give an object with `async judge(view) -> Verdict`")
+        raise ConfigError(
+            f"{spec!r} is no judge: give an object with `async judge(view) -> Verdict`"
+        )
     return judge
 
 
 def known_judge(spec: Any) -> Any:
-    """``spec``, made where it is a mapping (of a checkpoint), and tried out where it is a name: what there is not is said at
-    the start."""
+    """``spec``, made where it is a mapping (of a checkpoint), and tried out where it is a name:
+    what there is not is said at the start."""
     judge = judge_of(spec)
     return spec if isinstance(spec, str) else judge

@@ -3,8 +3,9 @@
     judge ── Ask(model, messages, sampling, place) ── cache? ── Pool.ask (gates, rate limits, retries) ──> Reply
                                                         └─ a call of kind ``judge`` under the call that it is about
 
-The pool is the one that rollouts use, so that judges and rollouts give way to each other; the ledger is the engine's, for
-all judges of a run. A call goes into the reading, and from there onto the tree once the streams are made.
+The pool is the one that rollouts use, so that judges and rollouts give way to each other; the
+ledger is the engine's, for all judges of a run. A call goes into the reading, and from there onto
+the tree once the streams are made.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class JudgeCallers:
         digest = prompt_hash(client.name, request)
         kept = self._cache.get(digest) if self._cache is not None else None
         if kept is not None:
-            return client.name, msgspec.structs.replace(kept, usage=Usage(), cost=None if kept.cost is None else 0.0)
+            return client.name, msgspec.structs.replace(
+                kept, usage=Usage(), cost=None if kept.cost is None else 0.0
+            )
         reply = await self.pool.ask(client, request, _JudgeBudget(self.ledger, client, request))
         if self._cache is not None:
             self._cache.put(digest, reply)
@@ -65,15 +68,30 @@ class JudgeCallers:
 class _Asker:
     """Implements ``ModelCaller`` for one trajectory and one signal."""
 
-    def __init__(self, judges: JudgeCallers, trajectory: Trajectory, signal: str, reading: SignalScore) -> None:
-        self._judges, self._trajectory, self._signal, self._reading = judges, trajectory, signal, reading
+    def __init__(
+        self, judges: JudgeCallers, trajectory: Trajectory, signal: str, reading: SignalScore
+    ) -> None:
+        self._judges, self._trajectory, self._signal, self._reading = (
+            judges,
+            trajectory,
+            signal,
+            reading,
+        )
 
-    async def __call__(self, model: str, messages: Sequence[Message], sampling: Sampling, about: Place) -> Reply:
-        request = Request(tuple(messages), sampling, affinity=f"{self._trajectory.id}/{self._signal}")
+    async def __call__(
+        self, model: str, messages: Sequence[Message], sampling: Sampling, about: Place
+    ) -> Reply:
+        request = Request(
+            tuple(messages), sampling, affinity=f"{self._trajectory.id}/{self._signal}"
+        )
         call = Call(
-            "", "judge", model, self._trajectory.call(about[0]).depth + 1, f"{self._signal} of turn {about[1]}",
+            "",
+            "judge",
+            model,
+            self._trajectory.call(about[0]).depth + 1,
+            f"{self._signal} of turn {about[1]}",
             parent=Parent(about[0], about[1], 0),
-        )  # fmt: skip
+        )
         self._reading.calls.append(call)
         try:
             call.model, reply = await self._judges.ask(model, request)
@@ -95,7 +113,9 @@ class _JudgeBudget:
     def __init__(self, ledger: Ledger, client: Client, request: Request) -> None:
         self._ledger, self._client = ledger, client
         self._most = request.max_usage()
-        self._amount: ResourceAmount = bound(request.max_input_tokens(), request.sampling.max_tokens, client.price)
+        self._amount: ResourceAmount = bound(
+            request.max_input_tokens(), request.sampling.max_tokens, client.price
+        )
 
     async def reserve(self) -> None:
         await self._ledger.reserve(self._amount)
@@ -104,21 +124,30 @@ class _JudgeBudget:
         self._ledger.settle(self._amount, usage, cost)
 
     def forfeit(self, error: str) -> None:
-        self._ledger.settle(self._amount, self._most, self._amount.cost if self._client.price is not None else None)
+        self._ledger.settle(
+            self._amount, self._most, self._amount.cost if self._client.price is not None else None
+        )
 
     def release(self, error: str) -> None:
         self._ledger.free(self._amount)
 
 
 def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> None:
-    """Add the judges' calls to ``trajectory``, each under the call that it is about, numbered after that one's children;
-    and what each signal found as marks, by the signal's name: on turns, and a reward of its own on the root."""
+    """Add the judges' calls to ``trajectory``, each under the call that it is about, numbered after
+    that one's children; and what each signal found as marks, by the signal's name: on turns, and a
+    reward of its own on the root."""
     for signal, reading in readings.items():
         for call in reading.calls:
             assert call.parent is not None
             above = call.parent.call
-            taken = [int(each.id.rpartition(".")[2]) for each in trajectory.calls if _above(each.id) == above]
-            trajectory.calls.append(msgspec.structs.replace(call, id=f"{above}.{max(taken, default=-1) + 1}"))
+            taken = [
+                int(each.id.rpartition(".")[2])
+                for each in trajectory.calls
+                if _above(each.id) == above
+            ]
+            trajectory.calls.append(
+                msgspec.structs.replace(call, id=f"{above}.{max(taken, default=-1) + 1}")
+            )
             trajectory.usage += call.usage
             if call.cost is not None:
                 trajectory.cost = (trajectory.cost or 0.0) + call.cost
@@ -139,7 +168,14 @@ def _marks(trajectory: Trajectory, signal: str, reading: SignalScore) -> Iterato
             tokens = []
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         shown = [round(value, DECIMALS) for value in tokens]
-        mark = Annotation(signal, call, turn, values, {signal: shown} if shown else {}, reading.notes.get(place, ""))
+        mark = Annotation(
+            signal,
+            call,
+            turn,
+            values,
+            {signal: shown} if shown else {},
+            reading.notes.get(place, ""),
+        )
         if mark.values or mark.text:
             yield mark
 

@@ -2,8 +2,8 @@
 
     turn 0: reply, cells      turn 1: prompt adds "4 rows found"     ──>  Step(said=reply, observed="4 rows found", error="")
 
-Decides what counts as observed: what the next turn's prompt adds, since that is what the model itself was shown. The
-last turn has none, but the error of its cells.
+Decides what counts as observed: what the next turn's prompt adds, since that is what the model
+itself was shown. The last turn has none, but the error of its cells.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def _said(turn: Turn) -> str:
 def _observed(following: Turn | None) -> str:
     if following is None:
         return ""
-    return "\n".join(message.content for message in following.prompt if message.role in ("user", "tool"))
+    return "\n".join(
+        message.content for message in following.prompt if message.role in ("user", "tool")
+    )
 
 
 def _error(turn: Turn) -> str:

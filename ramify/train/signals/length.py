@@ -1,8 +1,10 @@
-"""What becomes of rollouts that ran long or were cut off by a limit: pure functions on rewards, lengths and flags.
+"""What becomes of rollouts that ran long or were cut off by a limit: pure functions on rewards,
+lengths and flags.
 
-A cut-off rollout says little about the answer it would have given. ``punish`` (the default) lets it count as what it
-scored; ``mask`` leaves it in the baseline but takes the loss off its tokens (DAPO's overlong filtering); the soft
-punishment and the length penalty change the reward before any comparison.
+A cut-off rollout says little about the answer it would have given. ``punish`` (the default) lets it
+count as what it scored; ``mask`` leaves it in the baseline but takes the loss off its tokens
+(DAPO's overlong filtering); the soft punishment and the length penalty change the reward before any
+comparison.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class LengthLimits(NamedTuple):
 
 
 def soft_overlong(num_tokens: int, max_tokens: int, buffer: int) -> float:
-    """DAPO (2503.14476) eq. 13: 0 up to max_tokens - buffer, then falling to -1 at max_tokens, -1 beyond.
+    """DAPO (2503.14476) eq. 13: 0 up to max_tokens - buffer, then falling to -1 at max_tokens, -1
+    beyond.
 
     max_tokens 100, buffer 20:  80 -> 0,  90 -> -0.5,  100 -> -1,  150 -> -1."""
     if buffer <= 0:
@@ -43,13 +46,19 @@ def soft_overlong(num_tokens: int, max_tokens: int, buffer: int) -> float:
 def length_penalty(
     rewards: Sequence[float], lengths: Sequence[RolloutLength], most: LengthLimits, weight: float
 ) -> list[float]:
-    """R'_i = R_i - max(0, mean(R)) · (w·out_i/max_out + 0.1·in_i/max_in + 0.1·turns_i/max_turns), for the rollouts of a
-    group.
+    """R'_i = R_i - max(0, mean(R)) · (w·out_i/max_out + 0.1·in_i/max_in + 0.1·turns_i/max_turns),
+    for the rollouts of a group.
 
-    The better a group does, the more brevity counts; a group whose mean is not above 0 is left alone: a mean below 0 would
-    pay for length."""
+    The better a group does, the more brevity counts; a group whose mean is not above 0 is left
+    alone: a mean below 0 would pay for length."""
     centre = max(0.0, sum(rewards) / len(rewards)) if rewards else 0.0
     return [
-        reward - centre * (weight * n.output / most.output + 0.1 * n.input / most.input + 0.1 * n.turns / most.turns)
+        reward
+        - centre
+        * (
+            weight * n.output / most.output
+            + 0.1 * n.input / most.input
+            + 0.1 * n.turns / most.turns
+        )
         for reward, n in zip(rewards, lengths, strict=True)
     ]

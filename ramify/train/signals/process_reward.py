@@ -3,7 +3,8 @@
     votes 1, 1, -1        mean: 1/3        majority: 1, a tie is 0
     votes all outside the format: that turn has no number; where no turn has one, the signal abstains
 
-Every turn of the root is judged, the last included, all at once. The judge never sees the right answer.
+Every turn of the root is judged, the last included, all at once. The judge never sees the right
+answer.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ def merged(votes: Sequence[int], merge: Merge) -> float | None:
 
 
 class ProcessRewardSignal(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="process"
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="process",
 ):
     """Implements ``Signal``: a number from -1 to 1 per turn."""
 
@@ -51,16 +57,28 @@ class ProcessRewardSignal(
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
         judge = judge_of(self.judge)
-        return list(await asyncio.gather(*(self._one(judge, each, group.task, context) for each in group.trajectories)))
+        return list(
+            await asyncio.gather(
+                *(self._one(judge, each, group.task, context) for each in group.trajectories)
+            )
+        )
 
-    async def _one(self, judge: Judge, trajectory: Trajectory, task: str, context: SignalContext) -> SignalScore:
+    async def _one(
+        self, judge: Judge, trajectory: Trajectory, task: str, context: SignalContext
+    ) -> SignalScore:
         reading = SignalScore()
         item = context.items.get(task)
-        ask = context.asking.of(trajectory, "process", reading) if context.asking is not None else None
-        turns = [(call, index) for call in self._calls(trajectory) for index in range(len(call.turns))]
+        ask = (
+            context.asking.of(trajectory, "process", reading)
+            if context.asking is not None
+            else None
+        )
+        turns = [
+            (call, index) for call in self._calls(trajectory) for index in range(len(call.turns))
+        ]
         verdicts = await asyncio.gather(
             *(_judged(judge, trajectory, call, index, item, ask) for call, index in turns)
-        )  # fmt: skip
+        )
         for (call, index), verdict in zip(turns, verdicts, strict=True):
             value = merged(verdict.votes, self.merge)
             if value is not None:
@@ -74,10 +92,16 @@ class ProcessRewardSignal(
     def _calls(self, trajectory: Trajectory) -> list[Call]:
         if not trajectory.calls:
             return []
-        return [call for call in trajectory.calls if call.kind == "rlm"] if self.children else [trajectory.root]
+        return (
+            [call for call in trajectory.calls if call.kind == "rlm"]
+            if self.children
+            else [trajectory.root]
+        )
 
 
-async def _judged(judge: Judge, trajectory: Trajectory, call: Call, index: int, item: Any, ask: Any) -> JudgeVerdict:
+async def _judged(
+    judge: Judge, trajectory: Trajectory, call: Call, index: int, item: Any, ask: Any
+) -> JudgeVerdict:
     try:
         return await judge.judge(view_of(trajectory, call, index, item, ask))
     except RamifyError as error:

@@ -1,4 +1,5 @@
-"""Judges of programs that are rules: hints from the errors of a rollout, or from what only the task knows; marks for turns.
+"""Judges of programs that are rules: hints from the errors of a rollout, or from what only the task
+knows; marks for turns.
 
     RuleJudge        what the errors said                     ``ramify.train.signals.programs:RuleJudge``
     OracleJudge      also what went wrong in silence          privileged: an upper bound, to be reported as such
@@ -26,8 +27,12 @@ NOTHING = JudgeVerdict(votes=(-1,), reason="no rule was seen to be broken")
 
 
 class RuleJudge(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="ramify.train.signals.programs:RuleJudge"
-):  # fmt: skip
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    tag="ramify.train.signals.programs:RuleJudge",
+):
     """Implements ``Judge``: pure tool feedback. It reads what the policy itself was shown."""
 
     several: bool = False
@@ -45,8 +50,12 @@ class RuleJudge(
 
 
 class OracleJudge(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="ramify.train.signals.programs:OracleJudge"
-):  # fmt: skip
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    tag="ramify.train.signals.programs:OracleJudge",
+):
     """Implements ``Judge``, with what the policy cannot know: the library's secret."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
@@ -59,14 +68,22 @@ class OracleJudge(
 
 
 class StepRules(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="ramify.train.signals.programs:StepRules"
-):  # fmt: skip
-    """Implements ``Judge``: one vote on the view's turn. "It ran" is not "it was right": a wrong program that runs in
-    silence is marked +1, which is why this signal alone helps little."""
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    tag="ramify.train.signals.programs:StepRules",
+):
+    """Implements ``Judge``: one vote on the view's turn. "It ran" is not "it was right": a wrong
+    program that runs in silence is marked +1, which is why this signal alone helps little."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
         before = [step for step in view.steps if step.place[1] < view.place[1]]
-        judged = view.step if Program.read(view.step.said) is not None else (before[-1] if before else None)
+        judged = (
+            view.step
+            if Program.read(view.step.said) is not None
+            else (before[-1] if before else None)
+        )
         ran = judged is not None and Program.read(judged.said) is not None and not judged.error
         return JudgeVerdict(votes=(1 if ran else -1,))
 
@@ -78,8 +95,9 @@ class ShuffledHints(
     tag_field="name",
     tag="ramify.train.signals.programs:ShuffledHints",
 ):
-    """Implements ``HintSource``: where ``source`` has a hint, one of as many rules about another problem of the same step.
-    A control: as many hints, as long, each true, and none to the point."""
+    """Implements ``HintSource``: where ``source`` has a hint, one of as many rules about another
+    problem of the same step. A control: as many hints, as long, each true, and none to the
+    point."""
 
     source: Any
 
@@ -103,4 +121,6 @@ def _of_another(item: Item, hint: str, rng: random.Random) -> str:
     words = [word for word, _ in problem.steps]
     known = library(item.metadata["secret"])
     num = max(1, hint.count("@w"))
-    return hints.hint_text(hints.HintRule(word, known.right[word]) for word in rng.sample(words, min(num, len(words))))
+    return hints.hint_text(
+        hints.HintRule(word, known.right[word]) for word in rng.sample(words, min(num, len(words)))
+    )

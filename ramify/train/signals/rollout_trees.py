@@ -1,8 +1,9 @@
-"""Between trajectories and the pure functions of this room: the small tree of a rollout, its tokens and lengths.
+"""Between trajectories and the pure functions of this room: the small tree of a rollout, its tokens
+and lengths.
 
-Decides what a call's own reward is (the weighted sum of its named rewards; the root's is the task's), which calls are
-attempts at the same sub-task (the same words over the same context), and that a continuation of a call (``Call.fork``)
-counts as a call beside it, under the same parent.
+Decides what a call's own reward is (the weighted sum of its named rewards; the root's is the
+task's), which calls are attempts at the same sub-task (the same words over the same context), and
+that a continuation of a call (``Call.fork``) counts as a call beside it, under the same parent.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from ramify.types.trajectory import Call, Trajectory, Turn
 
 
 def is_scored(trajectory: Trajectory) -> bool:
-    """Whether the rollout came to a reward; one that failed for reasons not its own has none and teaches nothing."""
+    """Whether the rollout came to a reward; one that failed for reasons not its own has none and
+    teaches nothing."""
     return not why_unscored(trajectory)
 
 
@@ -27,7 +29,10 @@ def why_unscored(trajectory: Trajectory) -> str:
         return "has no call" + _its_error(trajectory)
     if not trajectory.rewards:
         return "has no reward" + _its_error(trajectory)
-    everywhere = {"": trajectory.rewards, **{f" of call {id}": own for id, own in trajectory.call_rewards.items()}}
+    everywhere = {
+        "": trajectory.rewards,
+        **{f" of call {id}": own for id, own in trajectory.call_rewards.items()},
+    }
     for where, rewards in everywhere.items():
         for name, value in rewards.items():
             if not math.isfinite(value):
@@ -46,18 +51,22 @@ def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, C
         rewards = trajectory.rewards if not tree else trajectory.call_rewards.get(call.id, {})
         asked = (call.question, call.context.digest if call.context else None)
         own, num = total(rewards, weights), num_sampled(call)
-        tree[call.id] = CreditNode(parent_of(trajectory, call), call.depth, own, call.kind, asked, num)
+        tree[call.id] = CreditNode(
+            parent_of(trajectory, call), call.depth, own, call.kind, asked, num
+        )
     return tree
 
 
 def in_order(trajectory: Trajectory) -> list[Call]:
-    """Its calls, the root first, every other after its parent; not those that judges were asked with."""
+    """Its calls, the root first, every other after its parent; not those that judges were asked
+    with."""
     calls = [call for call in trajectory.calls if call.kind != "judge"]
     return sorted(calls, key=lambda call: (call.depth, call is not trajectory.root))
 
 
 def parent_of(trajectory: Trajectory, call: Call) -> str | None:
-    """Id of the call that made ``call``. A continuation of the root is put under it, for want of a common parent."""
+    """Id of the call that made ``call``. A continuation of the root is put under it, for want of a
+    common parent."""
     while call.parent is None and call.fork is not None:
         root = trajectory.root.id
         if call.fork.call == root:
@@ -67,7 +76,8 @@ def parent_of(trajectory: Trajectory, call: Call) -> str | None:
 
 
 def sampled(call: Call) -> Iterator[tuple[int, Turn, int]]:
-    """(index, turn, number of sampled tokens) for each turn of ``call`` whose exact ids and logprobs are known."""
+    """(index, turn, number of sampled tokens) for each turn of ``call`` whose exact ids and
+    logprobs are known."""
     for index, turn in enumerate(call.turns):
         if turn.num_ids is not None and turn.reply.token_ids and turn.reply.logprobs is not None:
             yield index, turn, len(turn.reply.token_ids)

@@ -1,11 +1,13 @@
-"""Models that score: log-probabilities of given tokens, by the same forward pass that trains the policy.
+"""Models that score: log-probabilities of given tokens, by the same forward pass that trains the
+policy.
 
     rows of several groups ── wait while a pass runs ── pack (shared prefixes once) ── trunk, head ──> scores per row
 
-Rows of a group share the prompt up to where a hint was put in, and are packed as training packs them. One thread computes,
-so that passes do not crowd each other out; rows that come meanwhile go together into the next pass. Temperatures are those
-that the tokens were sampled at. Decides where teachers' weights come from (``RunTeachers``), which of them a checkpoint holds,
-and that a teacher with another vocabulary is refused before anything is spent.
+Rows of a group share the prompt up to where a hint was put in, and are packed as training packs
+them. One thread computes, so that passes do not crowd each other out; rows that come meanwhile go
+together into the next pass. Temperatures are those that the tokens were sampled at. Decides where
+teachers' weights come from (``RunTeachers``), which of them a checkpoint holds, and that a teacher
+with another vocabulary is refused before anything is spent.
 
 Legend: E entries of a batch, N scored tokens of a row, k candidates.
 """
@@ -62,12 +64,17 @@ class PolicyScorer:
     async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
         for row in rows:
             if len(row.ids) > self._window:
-                raise RamifyError(f"a row of {len(row.ids)} tokens does not fit the teacher's window of {self._window}")
+                raise RamifyError(
+                    f"a row of {len(row.ids)} tokens does not fit the teacher's window of "
+                    f"{self._window}"
+                )
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[TokenScores]] = []
         for row in rows:
             futures.append(loop.create_future())
-            self._waiting.append((row, self._num_ids if top < 0 else min(top, self._num_ids), futures[-1]))
+            self._waiting.append(
+                (row, self._num_ids if top < 0 else min(top, self._num_ids), futures[-1])
+            )
         if self._running is None or self._running.done():
             self._running = loop.create_task(self._run())
         return list(await asyncio.gather(*futures))
@@ -81,13 +88,21 @@ class PolicyScorer:
                 width = len(row.candidates[0]) if row.candidates else 0
                 by_top.setdefault((top, width), []).append((row, future))
             for (top, _), together in by_top.items():
-                await self._pass([row for row, _ in together], top, [future for _, future in together])
+                await self._pass(
+                    [row for row, _ in together], top, [future for _, future in together]
+                )
 
-    async def _pass(self, rows: list[ScoringRow], top: int, futures: list[asyncio.Future[TokenScores]]) -> None:
+    async def _pass(
+        self, rows: list[ScoringRow], top: int, futures: list[asyncio.Future[TokenScores]]
+    ) -> None:
         try:
             found = await self._in_thread(lambda: self.compute(rows, top))
         except Exception as error:  # noqa: BLE001 -- told to those who wait for it
-            failure = error if isinstance(error, RamifyError) else TrainError(f"the teacher failed: {error!r}")
+            failure = (
+                error
+                if isinstance(error, RamifyError)
+                else TrainError(f"the teacher failed: {error!r}")
+            )
             for future in futures:
                 if not future.done():
                     future.set_exception(failure)
@@ -110,39 +125,50 @@ class PolicyScorer:
                 places = batch.owners[mine, 1]
                 logprobs[index][places] = found["logprobs"][mine]
                 for name in found.keys() - {"logprobs"}:
-                    column = wide[index].setdefault(name, np.zeros((len(sequences[index]), found[name].shape[1])))
+                    column = wide[index].setdefault(
+                        name, np.zeros((len(sequences[index]), found[name].shape[1]))
+                    )
                     column[places] = found[name][mine]
         self.busy_s += time.perf_counter() - started
         return [_scores(row, logprobs[index], wide[index]) for index, row in enumerate(rows)]
 
-    def _count(self, rows: Sequence[ScoringRow], sequences: Sequence[Tokens], packed: float) -> None:
+    def _count(
+        self, rows: Sequence[ScoringRow], sequences: Sequence[Tokens], packed: float
+    ) -> None:
         plain = [sequence for row, sequence in zip(rows, sequences, strict=True) if row.is_plain]
-        alone = describe(pack(plain, self._backend.packing), plain)["packed_tokens"] if plain else 0.0
+        alone = (
+            describe(pack(plain, self._backend.packing), plain)["packed_tokens"] if plain else 0.0
+        )
         self.row_tokens += sum(len(row.ids) for row in rows if not row.is_plain)
         self.packed_tokens += packed - alone
         self.plain_tokens += alone
 
 
 class ClientScorer:
-    """A ``TokenScorer`` over an engine that gives log-probabilities of a prompt (``InferenceClient.logprobs``)."""
+    """A ``TokenScorer`` over an engine that gives log-probabilities of a prompt
+    (``InferenceClient.logprobs``)."""
 
     def __init__(self, client: Any) -> None:
         if not callable(getattr(client, "logprobs", None)):
-            raise ConfigError(f"{client.name} gives no log-probabilities of prompts: it cannot be a teacher")
+            raise ConfigError(
+                f"{client.name} gives no log-probabilities of prompts: it cannot be a teacher"
+            )
         self._client = client
         self.busy_s = self.row_tokens = self.packed_tokens = self.plain_tokens = 0.0
 
     async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
         if top or any(row.candidates for row in rows):
             raise RamifyError(
-                f"{self._client.name} gives log-probabilities of the tokens themselves alone: set teacher.top=0"
+                f"{self._client.name} gives log-probabilities of the tokens themselves alone: set "
+                "teacher.top=0"
             )
         return list(await asyncio.gather(*(self._one(row) for row in rows)))
 
     async def _one(self, row: ScoringRow) -> TokenScores:
         if row.temperature != 1:
             raise RamifyError(
-                f"{self._client.name} scores at temperature 1, and these were sampled at {row.temperature:g}"
+                f"{self._client.name} scores at temperature 1, and these were sampled at "
+                f"{row.temperature:g}"
             )
         started = time.perf_counter()
         found = await self._client.logprobs(list(row.ids))
@@ -151,11 +177,15 @@ class ClientScorer:
         self.packed_tokens += len(row.ids)
         if len(found) != len(row.ids) - 1:
             raise RamifyError(
-                f"{self._client.name} gave {len(found)} log-probabilities for {len(row.ids)} tokens, not one less"
+                f"{self._client.name} gave {len(found)} log-probabilities for {len(row.ids)} "
+                "tokens, not one less"
             )
         values = [found[index - 1] for start, end in row.spans for index in range(start, end)]
         if any(value is None or not math.isfinite(value) or value > 1e-3 for value in values):
-            raise RamifyError(f"{self._client.name} gave a log-probability that is none; nothing is put in its place")
+            raise RamifyError(
+                f"{self._client.name} gave a log-probability that is none; nothing is put in its "
+                "place"
+            )
         return TokenScores([float(value) for value in values])
 
 
@@ -172,9 +202,15 @@ def _sequence(row: ScoringRow, index: int) -> Tokens:
         wide[weights > 0] = np.asarray(row.candidates, np.float32)
         streams["teacher_ids"] = wide
     return Tokens(
-        name=f"teacher/row={index}", token_ids=np.asarray(row.ids, np.int64), mask=weights > 0, sampler_logprobs=zeros,
-        advantages=zeros, rl=weights, streams=streams, temperature=row.temperature,
-    )  # fmt: skip
+        name=f"teacher/row={index}",
+        token_ids=np.asarray(row.ids, np.int64),
+        mask=weights > 0,
+        sampler_logprobs=zeros,
+        advantages=zeros,
+        rl=weights,
+        streams=streams,
+        temperature=row.temperature,
+    )
 
 
 def _scores(row: ScoringRow, logprobs: Any, wide: Mapping[str, Any]) -> TokenScores:
@@ -188,14 +224,19 @@ def _scores(row: ScoringRow, logprobs: Any, wide: Mapping[str, Any]) -> TokenSco
 
 
 def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
-    """Raises ConfigError, with the first difference, where the teacher's ids mean something else."""
+    """Raises ConfigError, with the first difference, where the teacher's ids mean something
+    else."""
     ours, theirs = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if ours != theirs:
-        texts = sorted(text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text))
+        texts = sorted(
+            text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text)
+        )
         text = texts[0]
         raise ConfigError(
-            f"teacher '{name}' has another vocabulary: {text!r} is token {ours.get(text)} of the policy and "
-            f"{theirs.get(text)} of the teacher ({len(texts)} differ); a teacher scores the policy's own ids, so both need "
+            f"teacher '{name}' has another vocabulary: {text!r} is token {ours.get(text)} of the "
+            "policy and "
+            f"{theirs.get(text)} of the teacher ({len(texts)} differ); a teacher scores the "
+            "policy's own ids, so both need "
             "one tokenizer"
         )
 
@@ -204,24 +245,40 @@ class RunTeachers:
     """The scorers of one run, made when the first step needs them."""
 
     def __init__(
-        self, sources: Mapping[str, float], policy: Policy, backend_of: Callable[[Policy], SingleBackend], out: Path,
-        save: Callable[[Path], None], weights: Callable[[], Iterator[tuple[str, Tensor]]],
-        client_of: Callable[[str], Any] | None = None, seed: int = 0, in_engine: Run | None = None, is_copy: bool = False,
-    ) -> None:  # fmt: skip
-        """``sources``: name -> decay of the average, for ``ema``. ``policy`` is the one that learns; ``weights`` are those
-        that it has now, and ``save`` writes them into a folder. ``is_copy``: what learns lies elsewhere, as over ranks, and
-        ``policy`` is what answers. ``client_of`` connects an engine by name. ``in_engine`` computes between two steps of the
+        self,
+        sources: Mapping[str, float],
+        policy: Policy,
+        backend_of: Callable[[Policy], SingleBackend],
+        out: Path,
+        save: Callable[[Path], None],
+        weights: Callable[[], Iterator[tuple[str, Tensor]]],
+        client_of: Callable[[str], Any] | None = None,
+        seed: int = 0,
+        in_engine: Run | None = None,
+        is_copy: bool = False,
+    ) -> None:
+        """``sources``: name -> decay of the average, for ``ema``. ``policy`` is the one that
+        learns; ``weights`` are those that it has now, and ``save`` writes them into a folder.
+        ``is_copy``: what learns lies elsewhere, as over ranks, and ``policy`` is what answers.
+        ``client_of`` connects an engine by name. ``in_engine`` computes between two steps of the
         engine, where that samples from the very module that learns.
 
         Raises ConfigError for a checkpoint that is not there, or has another vocabulary."""
-        self._sources, self._policy, self._backend_of, self._out = dict(sources), policy, backend_of, out
+        self._sources, self._policy, self._backend_of, self._out = (
+            dict(sources),
+            policy,
+            backend_of,
+            out,
+        )
         self._save, self._client_of, self._seed, self._in_engine = save, client_of, seed, in_engine
         self._weights, self._is_copy = weights, is_copy
         self._executor = ThreadPoolExecutor(1, "ramify-teacher")
         self._models: dict[str, Any] = {}
         self._scorers: dict[str, Any] = {}
         for name in self._sources:
-            if name not in ("reference", "ema", "live", "random") and not name.startswith("client:"):
+            if name not in ("reference", "ema", "live", "random") and not name.startswith(
+                "client:"
+            ):
                 self._models[name] = self._other(name)
 
     async def at(self, step: int) -> Mapping[str, TokenScorer]:
@@ -231,13 +288,17 @@ class RunTeachers:
         return self._scorers
 
     def measured(self) -> dict[str, float]:
-        """Seconds of computing, tokens of rows and tokens computed, over all scorers and since the run began."""
+        """Seconds of computing, tokens of rows and tokens computed, over all scorers and since the
+        run began."""
         names = {
-            "busy_s": "teacher_s", "row_tokens": "teacher_row_tokens", "packed_tokens": "teacher_tokens",
+            "busy_s": "teacher_s",
+            "row_tokens": "teacher_row_tokens",
+            "packed_tokens": "teacher_tokens",
             "plain_tokens": "teacher_plain_tokens",
-        }  # fmt: skip
+        }
         return {
-            shown: float(sum(getattr(each, name) for each in self._scorers.values())) for name, shown in names.items()
+            shown: float(sum(getattr(each, name) for each in self._scorers.values()))
+            for name, shown in names.items()
         }
 
     def close(self) -> None:
@@ -260,7 +321,8 @@ class RunTeachers:
 
         if not folder.is_dir():
             raise ConfigError(
-                f"{folder} is not there: the checkpoint does not hold the average that the teacher 'ema' is, so this run "
+                f"{folder} is not there: the checkpoint does not hold the average that the teacher "
+                "'ema' is, so this run "
                 "cannot go on from it; start anew, or resume from a checkpoint that does"
             )
         self._models["ema"] = load(folder, None, self._policy.device)
@@ -275,7 +337,9 @@ class RunTeachers:
             if name not in self._scorers:
                 self._scorers[name] = self._made(name, step)
             if name == "live" and self._is_copy:
-                load_weights(self._models[name].model, dict(self._weights()), "the policy that is trained")
+                load_weights(
+                    self._models[name].model, dict(self._weights()), "the policy that is trained"
+                )
 
     def _made(self, name: str, step: int) -> Any:
         if name.startswith("client:"):
@@ -299,7 +363,9 @@ class RunTeachers:
         if name == "live" and not self._is_copy:
             return policy
         if name == "random":
-            return from_config(policy.config, policy.tokenizer, self._seed + 1, device=policy.device)
+            return from_config(
+                policy.config, policy.tokenizer, self._seed + 1, device=policy.device
+            )
         if name != REFERENCE:
             folder = self._out / f"teacher-{name}.tmp"
             self._save(folder)
@@ -311,7 +377,8 @@ class RunTeachers:
             self._save(folder)
         elif not folder.is_dir():
             raise ConfigError(
-                f"{folder} is not there: it is the policy that rollouts began with, which the teacher 'reference' is; copy it "
+                f"{folder} is not there: it is the policy that rollouts began with, which the "
+                "teacher 'reference' is; copy it "
                 "from the run that the checkpoint is of"
             )
         return load(folder, policy.dtype, policy.device)

@@ -5,9 +5,9 @@
                                   ▼            ▼
                             signals read   signals read ── composed into streams ── judges' calls onto the tree
 
-Decides who is read when, and what is measured: how long each signal was at it (``NAME/s``; signals overlap with rollouts
-and with each other), and how long the step waited for signals alone (``signals_wait_s``). What fails is that trajectory's
-abstention; a bug is raised.
+Decides who is read when, and what is measured: how long each signal was at it (``NAME/s``; signals
+overlap with rollouts and with each other), and how long the step waited for signals alone
+(``signals_wait_s``). What fails is that trajectory's abstention; a bug is raised.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ from ramify.engine.run_state import ReplyCache
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item
 from ramify.train.algorithms.base import Algorithm
-from ramify.train.signals.base import PromptRenderer, Signal, SignalContext, SignalScore, TokenScorer
+from ramify.train.signals.base import (
+    PromptRenderer,
+    Signal,
+    SignalContext,
+    SignalScore,
+    TokenScorer,
+)
 from ramify.train.signals.compose import Hybrid, abstentions
 from ramify.train.signals.judge_calls import BUDGET, POLICY, JudgeCallers, put_on_tree
 from ramify.types.trajectory import Group
@@ -56,14 +62,23 @@ class RunSignals:
     """The signals of one run."""
 
     def __init__(
-        self, signals: Mapping[str, Signal], hybrid: Hybrid, *,
-        pool: Callable[[], AbstractAsyncContextManager[ClientPool]] | None = None, budget: Limits = BUDGET,
-        cache: ReplyCache | None = None, policy: Client | None = None, teachers: TeacherSource | None = None,
-        writing: PromptRenderer | None = None, weights: Mapping[str, float] | None = None, temperature: float = 1.0,
-        say: Callable[[str], None] = print, wants_reference: bool = False,
-    ) -> None:  # fmt: skip
-        """``pool`` gives the rollouts' pool; ``policy`` answers judges whose model is ``policy``. Raises ConfigError for a
-        term without its signal."""
+        self,
+        signals: Mapping[str, Signal],
+        hybrid: Hybrid,
+        *,
+        pool: Callable[[], AbstractAsyncContextManager[ClientPool]] | None = None,
+        budget: Limits = BUDGET,
+        cache: ReplyCache | None = None,
+        policy: Client | None = None,
+        teachers: TeacherSource | None = None,
+        writing: PromptRenderer | None = None,
+        weights: Mapping[str, float] | None = None,
+        temperature: float = 1.0,
+        say: Callable[[str], None] = print,
+        wants_reference: bool = False,
+    ) -> None:
+        """``pool`` gives the rollouts' pool; ``policy`` answers judges whose model is ``policy``.
+        Raises ConfigError for a term without its signal."""
         hybrid.check(signals)
         self._signals, self._hybrid, self._pool, self._budget = dict(signals), hybrid, pool, budget
         self._cache, self._teachers, self._writing = cache, teachers, writing
@@ -75,7 +90,11 @@ class RunSignals:
     @property
     def kept(self) -> Mapping[str, TeacherSource]:
         """As ``Stage.kept``."""
-        return {"teachers": self._teachers} if self._teachers is not None and self._teachers.is_kept else {}
+        return (
+            {"teachers": self._teachers}
+            if self._teachers is not None and self._teachers.is_kept
+            else {}
+        )
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[SignalReader]:
@@ -85,26 +104,47 @@ class RunSignals:
             if self._pool is not None:
                 pool = await stack.enter_async_context(self._pool())
                 if self._judges is None or self._judges.pool is not pool:
-                    self._judges = JudgeCallers(pool, self._budget, own=self._own, cache=self._cache)
+                    self._judges = JudgeCallers(
+                        pool, self._budget, own=self._own, cache=self._cache
+                    )
                 judges = self._judges
             context = SignalContext(
-                step=0, items={}, weights=self._weights, asking=judges, writing=self._writing,
-                temperature=self._temperature, wants_reference=self._wants_reference,
-            )  # fmt: skip
-            yield SignalReader(self._signals, self._hybrid, context, self._teachers, judges, self._say)
+                step=0,
+                items={},
+                weights=self._weights,
+                asking=judges,
+                writing=self._writing,
+                temperature=self._temperature,
+                wants_reference=self._wants_reference,
+            )
+            yield SignalReader(
+                self._signals, self._hybrid, context, self._teachers, judges, self._say
+            )
 
 
 class SignalReader:
-    """The readings of one step after the other. A group may be read in one step and taken by a later one."""
+    """The readings of one step after the other. A group may be read in one step and taken by a
+    later one."""
 
     def __init__(
-        self, signals: Mapping[str, Signal], hybrid: Hybrid, context: SignalContext, teachers: TeacherSource | None,
-        judges: JudgeCallers | None, say: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self,
+        signals: Mapping[str, Signal],
+        hybrid: Hybrid,
+        context: SignalContext,
+        teachers: TeacherSource | None,
+        judges: JudgeCallers | None,
+        say: Callable[[str], None],
+    ) -> None:
         self.context = context
         self._found: dict[str, dict[str, SignalScore]] = {name: {} for name in signals}
         """Of all groups that no step has done with."""
-        self._signals, self._hybrid, self._teachers, self._judges, self._say = signals, hybrid, teachers, judges, say
+        self._signals, self._hybrid, self._teachers, self._judges, self._say = (
+            signals,
+            hybrid,
+            teachers,
+            judges,
+            say,
+        )
         self._wanted: dict[str, Signal] = {}
         """Signals that this step weighs."""
         self._at_work: dict[str, tuple[int, float]] = {}
@@ -116,10 +156,15 @@ class SignalReader:
         """When the last group so far was whole, and when the last reading ended."""
 
     async def turn_to(self, step: int, items: Mapping[str, Item]) -> None:
-        """From now on groups are read for step ``step``. ``items``: those of groups that may be read, by id."""
+        """From now on groups are read for step ``step``. ``items``: those of groups that may be
+        read, by id."""
         scorers = await self._teachers.at(step) if self._teachers is not None else {}
-        self.context = msgspec.structs.replace(self.context, step=step, items=items, scorers=scorers)
-        self._wanted = {name: each for name, each in self._signals.items() if self._hybrid.wants(name, step)}
+        self.context = msgspec.structs.replace(
+            self.context, step=step, items=items, scorers=scorers
+        )
+        self._wanted = {
+            name: each for name, each in self._signals.items() if self._hybrid.wants(name, step)
+        }
         self._said = set()
         self._before = self._spent()
         self._seconds = dict.fromkeys(self._signals, 0.0)
@@ -156,12 +201,17 @@ class SignalReader:
         return algorithm.given(self.readings, self.context.step)
 
     def put_on_trees(self, groups: Sequence[Group]) -> None:
-        """Once streams are made: what judges were asked and said, and each signal's numbers, beside what they are about."""
+        """Once streams are made: what judges were asked and said, and each signal's numbers, beside
+        what they are about."""
         for group in groups:
             for trajectory in group.trajectories:
                 put_on_tree(
                     trajectory,
-                    {name: found[trajectory.id] for name, found in self.readings.items() if trajectory.id in found},
+                    {
+                        name: found[trajectory.id]
+                        for name, found in self.readings.items()
+                        if trajectory.id in found
+                    },
                 )
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -173,7 +223,9 @@ class SignalReader:
             found |= {f"{name}/{what}": value for what, value in abstentions(readings).items()}
             found[f"{name}/s"] = self._seconds[name]
             found[f"{name}/read"] = float(sum(not each.abstained for each in readings.values()))
-        return found | {name: value - self._before.get(name, 0.0) for name, value in self._spent().items()}
+        return found | {
+            name: value - self._before.get(name, 0.0) for name, value in self._spent().items()
+        }
 
     def _spent(self) -> dict[str, float]:
         """Since the run began."""
@@ -200,10 +252,13 @@ class SignalReader:
             self._at_work[name] = (num - 1, since)
         if len(found) != len(group.trajectories):
             raise ConfigError(
-                f"signal '{name}' gave {len(found)} readings for {len(group.trajectories)} trajectories of {group.task}: it "
+                f"signal '{name}' gave {len(found)} readings for {len(group.trajectories)} "
+                f"trajectories of {group.task}: it "
                 "gives one for each, in order"
             )
-        self._found[name] |= {each.id: reading for each, reading in zip(group.trajectories, found, strict=True)}
+        self._found[name] |= {
+            each.id: reading for each, reading in zip(group.trajectories, found, strict=True)
+        }
 
     def _tell(self, text: str) -> None:
         """Each kind of failure once a step."""
@@ -214,13 +269,16 @@ class SignalReader:
 
 
 def signals_of(specs: Mapping[str, Any]) -> dict[str, Signal]:
-    """The signals of a recipe, made. Raises ConfigError for one there is not, with the nearest name."""
+    """The signals of a recipe, made. Raises ConfigError for one there is not, with the nearest
+    name."""
     from ramify.train.signals.signal_registry import SIGNALS, made
 
     found: dict[str, Signal] = {}
     for name, spec in specs.items():
         signal: Signal = made(spec, SIGNALS, "signal")
         if not callable(getattr(signal, "read", None)):
-            raise ConfigError(f"signal '{name}' is {spec!r:.60}, which has no `async read(group, context)`")
+            raise ConfigError(
+                f"signal '{name}' is {spec!r:.60}, which has no `async read(group, context)`"
+            )
         found[name] = signal
     return found

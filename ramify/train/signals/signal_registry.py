@@ -3,8 +3,9 @@
     made({"name": "process", "judge": {"name": "step_judge", "model": "openai:gpt-5-mini"}}, SIGNALS, "signal")
     made("my_package.judges:Strict", JUDGES, "judge")
 
-What is made already stays as it is. A struct of one's own comes back from a checkpoint where its tag is its own dotted
-path: ``class Strict(msgspec.Struct, frozen=True, tag_field="name", tag="my_package.judges:Strict")``.
+What is made already stays as it is. A struct of one's own comes back from a checkpoint where its
+tag is its own dotted path: ``class Strict(msgspec.Struct, frozen=True, tag_field="name",
+tag="my_package.judges:Strict")``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ SIGNALS = {
 
 
 def made(spec: Any, table: Mapping[str, str], what: str) -> Any:
-    """The part that ``spec`` stands for. Raises ConfigError, with the nearest name, for one there is not."""
+    """The part that ``spec`` stands for. Raises ConfigError, with the nearest name, for one there
+    is not."""
     if isinstance(spec, str):
         return _built(of_name(spec, table, what), {}, what)
     if isinstance(spec, Mapping):

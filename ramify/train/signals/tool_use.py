@@ -1,7 +1,9 @@
-"""Tool use, turn by turn: +1 for a turn whose code ran, -1 for one whose code raised, nothing for one without code.
+"""Tool use, turn by turn: +1 for a turn whose code ran, -1 for one whose code raised, nothing for
+one without code.
 
-Only a part of doing well: code that runs can be silently wrong, and a policy that is paid for running code learns to run
-code. Its correlation with the outcome is reported beside it (``NAME/outcome_correlation``); keep its weight small.
+Only a part of doing well: code that runs can be silently wrong, and a policy that is paid for
+running code learns to run code. Its correlation with the outcome is reported beside it
+(``NAME/outcome_correlation``); keep its weight small.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ from ramify.train.signals.judge_view import steps_of
 from ramify.types.trajectory import Call, Group, Trajectory
 
 _ERROR = re.compile(
-    r"(?:^|\n)(?:Traceback \(most recent call last\)|\w*(?:Error|Exception)\b[^\n]{0,200}$|Timeout)", re.M
+    r"(?:^|\n)(?:Traceback \(most recent call last\)|\w*(?:Error|Exception)\b[^\n]{0,200}$|Timeout)",
+    re.M,
 )
 
 
 def has_tool(call: Call, turn: int) -> bool:
-    """Whether the turn used a tool: it ran cells, or made native tool calls, or is answered by one."""
+    """Whether the turn used a tool: it ran cells, or made native tool calls, or is answered by
+    one."""
     found = call.turns[turn]
     following = call.turns[turn + 1].prompt if turn + 1 < len(call.turns) else ()
-    return bool(found.cells or found.reply.message.tool_calls) or any(each.role == "tool" for each in following)
+    return bool(found.cells or found.reply.message.tool_calls) or any(
+        each.role == "tool" for each in following
+    )
 
 
 def num_observations(call: Call) -> int:
@@ -32,7 +38,12 @@ def num_observations(call: Call) -> int:
 
 
 class ToolUseSignal(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="tools"
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="tools",
 ):
     """Implements ``Signal``: a number per turn that used a tool."""
 

@@ -1,7 +1,8 @@
 """How much each sampled token weighs in the loss, by how many tokens there are.
 
-Every rollout of a step weighs the same under the default, however many calls and tokens it has: a tree with more
-children does not weigh more. Two rollouts, of 4 tokens (one call) and of 12 (three calls of 4):
+Every rollout of a step weighs the same under the default, however many calls and tokens it has: a
+tree with more children does not weigh more. Two rollouts, of 4 tokens (one call) and of 12 (three
+calls of 4):
 
     reduction   a token of the first   of the second   the loss is divided by
     rollout     1/4                    1/12            2        rollouts
@@ -11,12 +12,14 @@ children does not weigh more. Two rollouts, of 4 tokens (one call) and of 12 (th
     prompt      1/16                   1/16            1        groups, each of weight 1, token by token   (ScaleRL)
     sum         1                      1               1        nothing
 
-Others call them ``token_mean`` (token), ``seq_mean_token_mean`` (rollout), ``seq_mean_token_sum_norm`` (constant),
-``prompt_mean`` (prompt) and ``token_sum`` (sum); these names do as well.
+Others call them ``token_mean`` (token), ``seq_mean_token_mean`` (rollout),
+``seq_mean_token_sum_norm`` (constant), ``prompt_mean`` (prompt) and ``token_sum`` (sum); these
+names do as well.
 
-Within a rollout, ``share`` says how its weight is divided: ``token`` evenly over its tokens, ``call`` evenly over its
-calls and within each over its tokens. Counted are the tokens that carry loss. The numbers are those of the whole
-optimizer step, so that loss and gradient do not depend on how the step is cut into batches.
+Within a rollout, ``share`` says how its weight is divided: ``token`` evenly over its tokens,
+``call`` evenly over its calls and within each over its tokens. Counted are the tokens that carry
+loss. The numbers are those of the whole optimizer step, so that loss and gradient do not depend on
+how the step is cut into batches.
 """
 
 from __future__ import annotations
@@ -25,9 +28,18 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 Reduction = Literal[
-    "rollout", "token", "constant", "group", "prompt", "sum",
-    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "prompt_mean", "token_sum",
-]  # fmt: skip
+    "rollout",
+    "token",
+    "constant",
+    "group",
+    "prompt",
+    "sum",
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum_norm",
+    "prompt_mean",
+    "token_sum",
+]
 ALSO = {
     "token_mean": "token",
     "seq_mean_token_mean": "rollout",
@@ -44,18 +56,29 @@ Weights = dict[str, float]
 
 
 def weights(
-    groups: Sequence[Sequence[Counts]], reduction: Reduction = "rollout", share: Share = "token", max_tokens: int = 1
+    groups: Sequence[Sequence[Counts]],
+    reduction: Reduction = "rollout",
+    share: Share = "token",
+    max_tokens: int = 1,
 ) -> tuple[list[list[Weights]], float]:
-    """(weights by group, rollout and call, the denominator of the step). Rollouts without tokens count for nothing.
+    """(weights by group, rollout and call, the denominator of the step). Rollouts without tokens
+    count for nothing.
 
     ``max_tokens`` is the constant length of ``constant``."""
     name = ALSO.get(reduction, reduction)
     sizes = [_size(group) for group in groups]
-    num_rollouts, num_groups = sum(size.rollouts for size in sizes), sum(1 for size in sizes if size.tokens)
+    num_rollouts, num_groups = (
+        sum(size.rollouts for size in sizes),
+        sum(1 for size in sizes if size.tokens),
+    )
     denominators = {
-        "rollout": num_rollouts, "constant": num_rollouts, "group": num_groups, "prompt": num_groups,
-        "token": sum(size.tokens for size in sizes), "sum": 1,
-    }  # fmt: skip
+        "rollout": num_rollouts,
+        "constant": num_rollouts,
+        "group": num_groups,
+        "prompt": num_groups,
+        "token": sum(size.tokens for size in sizes),
+        "sum": 1,
+    }
     found = []
     for group, size in zip(groups, sizes, strict=True):
         found.append([_of_rollout(rollout, name, share, size, max_tokens) for rollout in group])
@@ -74,15 +97,21 @@ def _size(group: Sequence[Counts]) -> _Size:
     return _Size(sum(1 for total in totals if total), sum(totals))
 
 
-def _of_rollout(counts: Counts, reduction: str, share: Share, group: _Size, max_tokens: int) -> Weights:
+def _of_rollout(
+    counts: Counts, reduction: str, share: Share, group: _Size, max_tokens: int
+) -> Weights:
     total = sum(counts.values())
     calls = sum(1 for count in counts.values() if count)
     if not total:
         return dict.fromkeys(counts, 0.0)
     mass = {
-        "rollout": 1.0, "group": 1.0 / group.rollouts, "prompt": total / group.tokens, "token": float(total),
-        "constant": total / max_tokens, "sum": float(total),
-    }[reduction]  # fmt: skip
+        "rollout": 1.0,
+        "group": 1.0 / group.rollouts,
+        "prompt": total / group.tokens,
+        "token": float(total),
+        "constant": total / max_tokens,
+        "sum": float(total),
+    }[reduction]
     if share == "call":
         return {id: mass / calls / count if count else 0.0 for id, count in counts.items()}
     return {id: mass / total if count else 0.0 for id, count in counts.items()}

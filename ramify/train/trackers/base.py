@@ -1,10 +1,12 @@
-"""Services that a run's measurements are also sent to: by name, beside ``metrics.jsonl``, which has all of them in any case.
+"""Services that a run's measurements are also sent to: by name, beside ``metrics.jsonl``, which has
+all of them in any case.
 
     Measured ── listener ──> queue ── a thread ──> each tracker: log(step, {"rl/reward": 0.46, …})
 
-Decides what is sent (every value, under its stage's name; the run's configuration once, never a secret), that a resumed run
-goes on in the same run over there, and that nothing over there can hold training up or end it: a tracker that fails is told
-of once and left alone. Leaves out what each service wants: a file each, with a class that implements ``Tracker``.
+Decides what is sent (every value, under its stage's name; the run's configuration once, never a
+secret), that a resumed run goes on in the same run over there, and that nothing over there can hold
+training up or end it: a tracker that fails is told of once and left alone. Leaves out what each
+service wants: a file each, with a class that implements ``Tracker``.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tracker(Protocol):
-    """One run at a service. Made as ``Class(about, **options)``, on the main thread, before anything is trained; everything
-    else is called on one other thread."""
+    """One run at a service. Made as ``Class(about, **options)``, on the main thread, before
+    anything is trained; everything else is called on one other thread."""
 
     modules: ClassVar[tuple[str, ...]]
     """What it imports; any one of them will do."""
@@ -77,10 +79,16 @@ class RunTrackers:
     """The trackers of one run: a listener of its measurements."""
 
     def __init__(
-        self, names: Sequence[str], options: Mapping[str, Mapping[str, Any]], say: Callable[[str], None]
+        self,
+        names: Sequence[str],
+        options: Mapping[str, Mapping[str, Any]],
+        say: Callable[[str], None],
     ) -> None:
-        """Nothing is opened. Raises ConfigError for what could not be: an unknown name or option, a missing package."""
-        self._classes = {name: _class_of(name, options.get(name, {})) for name in dict.fromkeys(names)}
+        """Nothing is opened. Raises ConfigError for what could not be: an unknown name or option, a
+        missing package."""
+        self._classes = {
+            name: _class_of(name, options.get(name, {})) for name in dict.fromkeys(names)
+        }
         self._options, self._say = options, say
         self._open: dict[str, Tracker] = {}
         self._waiting: queue.SimpleQueue[StepMetrics | None] = queue.SimpleQueue()
@@ -94,8 +102,8 @@ class RunTrackers:
     def opened(
         self, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None = None
     ) -> Iterator[None]:
-        """Open all as long as the block lasts. ``resumed_at`` is the step that a run goes on from. Raises ConfigError
-        where one cannot be opened."""
+        """Open all as long as the block lasts. ``resumed_at`` is the step that a run goes on from.
+        Raises ConfigError where one cannot be opened."""
         if not self._classes:
             yield
             return
@@ -106,7 +114,9 @@ class RunTrackers:
         self._failed = True
         try:
             for each, kind in self._classes.items():
-                self._open[each] = self._opened_one(each, kind, msgspec.structs.replace(about, id=known.get(each, "")))
+                self._open[each] = self._opened_one(
+                    each, kind, msgspec.structs.replace(about, id=known.get(each, ""))
+                )
             ids = {**known, **{each: tracker.id for each, tracker in self._open.items()}}
             (folder / FILE).write_bytes(msgspec.json.format(msgspec.json.encode(ids)))
             sender.start()
@@ -131,7 +141,10 @@ class RunTrackers:
         self._waiting.put(None)
         sender.join(CLOSE_S)
         if sender.is_alive():
-            self._say(f"{', '.join(self._open)}: not all was sent within {CLOSE_S:g} s; metrics.jsonl has it")
+            self._say(
+                f"{', '.join(self._open)}: not all was sent within {CLOSE_S:g} s; metrics.jsonl "
+                "has it"
+            )
 
     def _send(self) -> None:
         while (measured := self._waiting.get()) is not None:
@@ -141,7 +154,10 @@ class RunTrackers:
                     tracker.log(measured.step, values)
                 except Exception as error:  # noqa: BLE001 -- whatever it raises, a paid run goes on
                     del self._open[name]
-                    self._say(f"tracker '{name}' failed and is told no more; the run goes on: {_short(error)}")
+                    self._say(
+                        f"tracker '{name}' failed and is told no more; the run goes on: "
+                        f"{_short(error)}"
+                    )
                     self._close(name, tracker, is_told=True)
         self._close_all()
 
@@ -158,8 +174,11 @@ class RunTrackers:
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"rl": {"steps": 3}}`` -> ``{"rl.steps": 3}``, without secrets; options of trackers are left out."""
-    return dict(_leaves(redacted({key: value for key, value in config.items() if key != "tracker_options"})))
+    """``{"rl": {"steps": 3}}`` -> ``{"rl.steps": 3}``, without secrets; options of trackers are
+    left out."""
+    return dict(
+        _leaves(redacted({key: value for key, value in config.items() if key != "tracker_options"}))
+    )
 
 
 def _leaves(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
@@ -168,7 +187,12 @@ def _leaves(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, An
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, dotted)
         else:
-            yield dotted, value if isinstance(value, str | int | float | bool) else msgspec.json.encode(value).decode()
+            yield (
+                dotted,
+                value
+                if isinstance(value, str | int | float | bool)
+                else msgspec.json.encode(value).decode(),
+            )
 
 
 def _class_of(name: str, options: Mapping[str, Any]) -> Any:
@@ -182,7 +206,9 @@ def _class_of(name: str, options: Mapping[str, Any]) -> Any:
     known = [each.name for each in parameters]
     for option in options:
         if not takes_all and option not in known:
-            raise ConfigError(f"tracker '{name}' has no option '{option}': {nearest(option, known)}")
+            raise ConfigError(
+                f"tracker '{name}' has no option '{option}': {nearest(option, known)}"
+            )
     return kind
 
 

@@ -1,4 +1,5 @@
-"""MLflow: a tracking server, or a store on disk, by ``MLFLOW_TRACKING_URI`` or the option ``uri``."""
+"""MLflow: a tracking server, or a store on disk, by ``MLFLOW_TRACKING_URI`` or the option
+``uri``."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class MlflowTracker:
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table that it makes
+        logging.getLogger("mlflow").setLevel(
+            logging.WARNING
+        )  # it tells of every table that it makes
         self._client: Any = MlflowClient(uri or None)
         self._metric = Metric
         self.id = about.id
@@ -42,7 +45,8 @@ class MlflowTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
         self._client.log_batch(
-            self.id, metrics=[self._metric(name, value, now_ms, step) for name, value in values.items()]
+            self.id,
+            metrics=[self._metric(name, value, now_ms, step) for name, value in values.items()],
         )
 
     def close(self, failed: bool) -> None:

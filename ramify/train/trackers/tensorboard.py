@@ -1,4 +1,5 @@
-"""TensorBoard: event files in the run's folder, for ``tensorboard --logdir DIR``. Nothing leaves the machine."""
+"""TensorBoard: event files in the run's folder, for ``tensorboard --logdir DIR``. Nothing leaves
+the machine."""
 
 from __future__ import annotations
 
@@ -13,17 +14,23 @@ from ramify.train.trackers.base import RunInfo
 
 
 class TensorBoardTracker:
-    """Written by ``tensorboardX``, or by torch where TensorBoard itself is installed; both write the same files."""
+    """Written by ``tensorboardX``, or by torch where TensorBoard itself is installed; both write
+    the same files."""
 
     modules: ClassVar[tuple[str, ...]] = ("tensorboardX", "tensorboard")
     extra: ClassVar[str] = "tensorboard"
 
     def __init__(self, about: RunInfo, folder: str = "") -> None:
-        """``folder``: by default ``tensorboard`` in the run's. What was written of later steps than a resumed run goes on
-        from is dropped by whoever reads the files."""
+        """``folder``: by default ``tensorboard`` in the run's. What was written of later steps than
+        a resumed run goes on from is dropped by whoever reads the files."""
         self.id = str(Path(folder) if folder else about.folder / "tensorboard")
-        # Files are named by the second: without a suffix, a run resumed within one would write over what it wrote.
-        resumed = {"purge_step": about.step + 1, "filename_suffix": f".from-{about.step}"} if about.id else {}
+        # Files are named by the second: without a suffix, a run resumed within one would write over
+        # what it wrote.
+        resumed = (
+            {"purge_step": about.step + 1, "filename_suffix": f".from-{about.step}"}
+            if about.id
+            else {}
+        )
         self._writer: Any = _writer_class()(self.id, **resumed)
         if not about.id:
             shown = msgspec.json.format(msgspec.json.encode(about.config)).decode()
@@ -44,4 +51,6 @@ def _writer_class() -> Any:
             return importlib.import_module(module).SummaryWriter
         except ImportError:
             continue
-    raise ImportError("neither tensorboardX nor torch with tensorboard can be imported: pip install tensorboardX")
+    raise ImportError(
+        "neither tensorboardX nor torch with tensorboard can be imported: pip install tensorboardX"
+    )

@@ -1,4 +1,5 @@
-"""Trackio: a local dashboard (``trackio show``), or a Space of Hugging Face by the option ``space_id``."""
+"""Trackio: a local dashboard (``trackio show``), or a Space of Hugging Face by the option
+``space_id``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from ramify.train.trackers.base import RunInfo
 
 
 class TrackioTracker:
-    """Options are those of ``trackio.init``. A run is known by its name, which is therefore made unique."""
+    """Options are those of ``trackio.init``. A run is known by its name, which is therefore made
+    unique."""
 
     modules: ClassVar[tuple[str, ...]] = ("trackio",)
     extra: ClassVar[str] = "trackio"
@@ -25,10 +27,17 @@ class TrackioTracker:
         self.id = about.id or f"{about.name}-{uuid.uuid4().hex[:6]}"
         given = {"auto_log_cpu": False, "auto_log_gpu": False, **options}
         begin = functools.partial(
-            trackio.init, project=project, name=self.id, resume="allow" if about.id else "never", embed=False,
-            config=about.config, **given,
-        )  # fmt: skip
-        with _zero_variance():  # in a context of its own, or it would be finished again when the process ends
+            trackio.init,
+            project=project,
+            name=self.id,
+            resume="allow" if about.id else "never",
+            embed=False,
+            config=about.config,
+            **given,
+        )
+        with (
+            _zero_variance()
+        ):  # in a context of its own, or it would be finished again when the process ends
             self._run: Any = contextvars.copy_context().run(begin)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -9,7 +9,8 @@ from ramify.train.trackers.base import RunInfo
 
 
 class WandbTracker:
-    """Options are those of ``wandb.init``: ``project``, ``entity``, ``group``, ``tags``, ``mode``, …"""
+    """Options are those of ``wandb.init``: ``project``, ``entity``, ``group``, ``tags``, ``mode``,
+    …"""
 
     modules: ClassVar[tuple[str, ...]] = ("wandb",)
     extra: ClassVar[str] = "wandb"
@@ -17,12 +18,22 @@ class WandbTracker:
     def __init__(self, about: RunInfo, project: str = "ramify", **options: Any) -> None:
         import wandb
 
-        settings = wandb.Settings(zero_variance=True, console="off")  # the terminal is the command's
+        settings = wandb.Settings(
+            zero_variance=True, console="off"
+        )  # the terminal is the command's
         self._run: Any = wandb.init(
-            project=project, name=about.name, id=about.id or None, resume="allow" if about.id else None,
-            config=None if about.id else about.config, dir=str(about.folder), settings=settings, **options,
-        )  # fmt: skip
-        self._run.define_metric("*", step_metric="step")  # its own counter cannot go back to a checkpoint
+            project=project,
+            name=about.name,
+            id=about.id or None,
+            resume="allow" if about.id else None,
+            config=None if about.id else about.config,
+            dir=str(about.folder),
+            settings=settings,
+            **options,
+        )
+        self._run.define_metric(
+            "*", step_metric="step"
+        )  # its own counter cannot go back to a checkpoint
 
     @property
     def id(self) -> str:

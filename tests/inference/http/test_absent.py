@@ -1,6 +1,8 @@
-"""An engine that goes away and comes back: who waits for it, what it is given, and when it is given up.
+"""An engine that goes away and comes back: who waits for it, what it is given, and when it is given
+up.
 
-The servers are real, in this process, on loopback; one that comes back has the weights that it began with.
+The servers are real, in this process, on loopback; one that comes back has the weights that it
+began with.
 """
 
 from __future__ import annotations
@@ -55,7 +57,11 @@ def test_requests_wait_for_the_only_engine_and_are_answered_by_the_newest_weight
                 assert fingerprint(local.policy.model) == fingerprint(made.trained.model)
                 assert [reply.token_ids for reply in replies] == [expected.token_ids] * 2
                 assert [reply.versions for reply in replies] == [expected.versions] * 2
-                assert made.engines.metrics() == {"engines": 1.0, "engines_lost": 1.0, "engines_back": 1.0}
+                assert made.engines.metrics() == {
+                    "engines": 1.0,
+                    "engines_lost": 1.0,
+                    "engines_back": 1.0,
+                }
                 assert made.said[0].endswith("no engine is left; it is waited for, 60 s at most")
                 assert "an engine is back, with version 1 of the weights" in made.said[1]
                 await made.engines.close()
@@ -70,15 +76,21 @@ async def _welcome(made: World, version: int) -> None:
 @pytest.mark.parametrize("weight_sync", ["shared", "gloo"])
 def test_an_update_takes_those_that_are_back_along(weight_sync: str) -> None:
     async def test() -> None:
-        never = {"timeout_s": 3000.0} if weight_sync == "gloo" else {}  # nobody waits for what its group lost
-        async with world(2, weight_sync=weight_sync, weight_sync_options=never, restarts=2, return_s=60.0) as made:
+        never = (
+            {"timeout_s": 3000.0} if weight_sync == "gloo" else {}
+        )  # nobody waits for what its group lost
+        async with world(
+            2, weight_sync=weight_sync, weight_sync_options=never, restarts=2, return_s=60.0
+        ) as made:
             await stop(made, 1)
             async with served_again(made, 1) as local:
                 await made.train(1)  # it is back already, and does not know what it is given
                 assert made.said[0].endswith("was this engine started anew?: all weights are sent")
                 await stop(made, 0)
                 asked = [made.engines.complete(request(seed, 4)) for seed in range(4)]
-                assert {reply.versions for reply in await asyncio.gather(*asked)} == {(VersionSpan(0, 4, 1),)}
+                assert {reply.versions for reply in await asyncio.gather(*asked)} == {
+                    (VersionSpan(0, 4, 1),)
+                }
                 async with served_again(made, 0) as other:
                     while not made.engines.membership.ready:
                         await asyncio.sleep(0.01)
@@ -100,15 +112,17 @@ def test_one_that_was_started_anew_unnoticed_is_not_sampled_from() -> None:
             await stop(made, 0)
             async with served_again(made, 0):
                 assert (await made.engines.complete(request(3, 40))).token_ids == expected.token_ids
-                assert "answers with version 0 of the weights, and was given version 1" in made.said[0]
+                assert (
+                    "answers with version 0 of the weights, and was given version 1" in made.said[0]
+                )
                 await made.engines.close()
 
     run(test)
 
 
 class InHere:
-    """An engine that this test starts, as if it were a process: restarted, it is at another address, like one whose machine is
-    gone."""
+    """An engine that this test starts, as if it were a process: restarted, it is at another
+    address, like one whose machine is gone."""
 
     def __init__(self, log: Path) -> None:
         self.log, self.url, self.ended = log, "", None
@@ -132,8 +146,11 @@ class InHere:
     def close(self) -> None: ...
 
 
-def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_weights(tmp_path: Path) -> None:
-    """It is the one who finds the engine gone; whoever gives the weights brings it back elsewhere."""
+def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_weights(
+    tmp_path: Path,
+) -> None:
+    """It is the one who finds the engine gone; whoever gives the weights brings it back
+    elsewhere."""
 
     async def test() -> None:
         process = InHere(tmp_path)
@@ -154,9 +171,16 @@ def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_we
             theirs.listed(ours.answering)
 
         theirs = HttpEngines(
-            policy(), InferenceSpec(urls=ours.answering, probe_s=60.0), name="theirs", say=lambda _: None
+            policy(),
+            InferenceSpec(urls=ours.answering, probe_s=60.0),
+            name="theirs",
+            say=lambda _: None,
         )
-        await theirs.start(tmp_path, lambda _: None, gone=lambda url: asked.append(asyncio.ensure_future(tell(url))))
+        await theirs.start(
+            tmp_path,
+            lambda _: None,
+            gone=lambda url: asked.append(asyncio.ensure_future(tell(url))),
+        )
         theirs.follow(1)
         expected = await theirs.complete(request(3, 20))
         first = process.url
@@ -181,12 +205,18 @@ def test_one_that_does_not_come_back_is_given_up() -> None:
     async def test() -> None:
         async with world(1, restarts=2, return_s=0.3) as made:
             await stop(made, 0)
-            with pytest.raises(ServerFailed, match=r"no engine is left: .* did not come back: no engine answers"):
+            with pytest.raises(
+                ServerFailed, match=r"no engine is left: .* did not come back: no engine answers"
+            ):
                 await made.engines.complete(request())
             assert [told.rpartition("; ")[2] for told in made.said] == [
-                "it is waited for, 0.3 s at most", "it is tried again", "it is given up",
-            ]  # fmt: skip
-            with pytest.raises(TrainError, match=r"version 1 of the weights cannot be given to anybody"):
+                "it is waited for, 0.3 s at most",
+                "it is tried again",
+                "it is given up",
+            ]
+            with pytest.raises(
+                TrainError, match=r"version 1 of the weights cannot be given to anybody"
+            ):
                 await made.train(1)
 
     run(test)

@@ -1,4 +1,5 @@
-"""Several engines behind HTTP as one client: who answers, what an update does to what runs, and what happens when one goes.
+"""Several engines behind HTTP as one client: who answers, what an update does to what runs, and
+what happens when one goes.
 
 The servers are real, in this process, on loopback; all start from the same weights.
 """
@@ -42,7 +43,11 @@ class World:
     """A trainer's policy, servers of copies of it, and the client over them."""
 
     def __init__(
-        self, trained: Policy, servers: list[PolicyServer], locals: list[LocalClient], said: list[str]
+        self,
+        trained: Policy,
+        servers: list[PolicyServer],
+        locals: list[LocalClient],
+        said: list[str],
     ) -> None:
         self.trained, self.servers, self.locals, self.said = trained, servers, locals, said
         self.engines: HttpEngines
@@ -54,7 +59,9 @@ class World:
         """Change the trainer's weights and give them to the engines."""
         with torch.no_grad():
             for parameter in self.trained.model.parameters():
-                parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+                parameter += 0.02 * torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(version)
+                )
         await self.engines.update(self.sources(), version)
 
 
@@ -69,7 +76,9 @@ async def world(num: int = 2, engine: str = "ramify", **options: Any) -> AsyncIt
             await stack.enter_async_context(servers[-1])
         urls = tuple(each.url.removesuffix("/v1") for each in servers)
         made = World(policy(), servers, locals, [])
-        spec = InferenceSpec(urls=urls, **{"engine": engine, "probe_s": 60.0, "restarts": 0, **options})
+        spec = InferenceSpec(
+            urls=urls, **{"engine": engine, "probe_s": 60.0, "restarts": 0, **options}
+        )
         made.engines = HttpEngines(made.trained, spec, name="ramify:test", say=made.said.append)
         await made.engines.start(Path("unused"), lambda _: None)
         stack.push_async_callback(made.engines.close)
@@ -81,22 +90,37 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 def request(seed: int | None = 7, max_tokens: int = 12, *messages: Message, **more: Any) -> Request:
-    return Request(messages or (USER,), Sampling(max_tokens, 1.0, seed=seed, logprobs=True), affinity="0", **more)
+    return Request(
+        messages or (USER,),
+        Sampling(max_tokens, 1.0, seed=seed, logprobs=True),
+        affinity="0",
+        **more,
+    )
 
 
 def test_the_same_reply_as_from_the_engine_in_this_process() -> None:
     async def test() -> None:
         async with world() as made:
             local = LocalClient(made.trained)
-            for asked in (request(), request(3, 30), msgspec.structs.replace(request(), affinity="0.2.1")):
+            for asked in (
+                request(),
+                request(3, 30),
+                msgspec.structs.replace(request(), affinity="0.2.1"),
+            ):
                 ours, theirs = await local.complete(asked), await made.engines.complete(asked)
                 assert (theirs.prompt_ids, theirs.token_ids) == (ours.prompt_ids, ours.token_ids)
                 assert theirs.logprobs == pytest.approx(ours.logprobs, abs=1e-6)
-                assert (theirs.message, theirs.finish, theirs.versions) == (ours.message, ours.finish, ours.versions)
+                assert (theirs.message, theirs.finish, theirs.versions) == (
+                    ours.message,
+                    ours.finish,
+                    ours.versions,
+                )
             cut = Request((USER,), Sampling(12, 0.8, 0.9, seed=2, top_k=5), affinity="0")
             assert (await made.engines.complete(cut)).kept == (await local.complete(cut)).kept
             ids = [5, 9, 11, 4]
-            assert await made.engines.logprobs(ids) == pytest.approx(await local.logprobs(ids), abs=1e-6)
+            assert await made.engines.logprobs(ids) == pytest.approx(
+                await local.logprobs(ids), abs=1e-6
+            )
             with pytest.raises(Refused, match="leaves no room for a reply"):
                 await made.engines.complete(request(7, 5, Message("user", "long " * WINDOW)))
             await local.close()
@@ -114,10 +138,14 @@ def test_the_protocols_of_others_over_our_own_server(engine: str) -> None:
             assert reply.token_ids is not None
             ids = [*reply.prompt_ids, *reply.token_ids]
             assert (await local.logprobs(ids))[-12:] == pytest.approx(reply.logprobs, abs=1e-5)
-            assert await made.engines.logprobs(ids) == pytest.approx(await local.logprobs(ids), abs=1e-6)
+            assert await made.engines.logprobs(ids) == pytest.approx(
+                await local.logprobs(ids), abs=1e-6
+            )
             assert await made.engines.pressure() == CachePressure(0.0, 0, 0)
             await made.train(1)
-            assert {fingerprint(each.policy.model) for each in made.locals} == {fingerprint(made.trained.model)}
+            assert {fingerprint(each.policy.model) for each in made.locals} == {
+                fingerprint(made.trained.model)
+            }
             assert [each.version for each in made.locals] == [1, 1]
             assert (await made.engines.complete(request())).versions == (VersionSpan(0, 12, 1),)
             await local.close()
@@ -125,7 +153,9 @@ def test_the_protocols_of_others_over_our_own_server(engine: str) -> None:
     run(test)
 
 
-def test_adapters_are_added_up_by_the_engines_to_the_bit_also_by_one_that_was_started_anew() -> None:
+def test_adapters_are_added_up_by_the_engines_to_the_bit_also_by_one_that_was_started_anew() -> (
+    None
+):
     async def test() -> None:
         async with world(weight_sync="delta") as made:
             attach(made.trained.model, rank=2, alpha=4.0)
@@ -136,14 +166,18 @@ def test_adapters_are_added_up_by_the_engines_to_the_bit_also_by_one_that_was_st
                         if parameter.requires_grad:
                             parameter += 0.1 * torch.randn(parameter.shape)
                 named = unmerged(made.trained.model)
-                await made.engines.update([source(*each[:2], torch.float32, each[2]) for each in named], version)
+                await made.engines.update(
+                    [source(*each[:2], torch.float32, each[2]) for each in named], version
+                )
                 expected = fingerprint_of(merged(made.trained.model))
                 assert {fingerprint(local.policy.model) for local in made.locals} == {expected}
 
             await update(1)
             await update(2)
             with torch.no_grad():
-                made.locals[0].policy.model.get_parameter("model.layers.0.mlp.up_proj.weight").zero_()
+                made.locals[0].policy.model.get_parameter(
+                    "model.layers.0.mlp.up_proj.weight"
+                ).zero_()
             await update(3)  # a sum is written whole
             async with aiohttp.ClientSession() as asking:
                 url = made.servers[1].url.removesuffix("/v1")
@@ -165,10 +199,14 @@ vllm:num_requests_waiting_by_reason{engine="0"} 9.0
 vllm:num_preemptions_total{engine="1"} 12.0
 """
     assert pressure.read(said) == CachePressure(0.875, 5, 12)
-    assert pressure.read('sglang:token_usage{x="1"} 0.5\nsglang:num_queue_reqs 4\n') == CachePressure(0.5, 4, 0)
+    assert pressure.read(
+        'sglang:token_usage{x="1"} 0.5\nsglang:num_queue_reqs 4\n'
+    ) == CachePressure(0.5, 4, 0)
     assert pressure.read("# nothing of a cache\nvllm:num_requests_waiting 3\n") is None
     assert pressure.read(pressure.write(CachePressure(0.5, 4, 7))) == CachePressure(0.5, 4, 7)
-    assert pressure.together([None, CachePressure(0.5, 4, 7), CachePressure(0.7, 1, 2)]) == CachePressure(0.7, 5, 9)
+    assert pressure.together(
+        [None, CachePressure(0.5, 4, 7), CachePressure(0.7, 1, 2)]
+    ) == CachePressure(0.7, 5, 9)
     assert pressure.together([None]) is None
 
 
@@ -176,13 +214,19 @@ def test_a_tree_stays_at_its_server_and_trees_are_spread() -> None:
     async def test() -> None:
         async with world(3) as made:
             asked = [
-                msgspec.structs.replace(request(seed, 4), affinity=call) for seed in range(9) for call in ("0", "0.1")
+                msgspec.structs.replace(request(seed, 4), affinity=call)
+                for seed in range(9)
+                for call in ("0", "0.1")
             ]
             await asyncio.gather(*map(made.engines.complete, asked))
             steps = [each.engine.num_computed for each in made.locals]
             assert min(steps) > 0
             where = {seed: made.engines._fleet.trees[seed].url for seed in range(9)}
-            assert sorted(list(where.values()).count(url) for url in set(where.values())) == [3, 3, 3]
+            assert sorted(list(where.values()).count(url) for url in set(where.values())) == [
+                3,
+                3,
+                3,
+            ]
             first = await made.engines.complete(request(0, 4))
             assert first.usage.cached_tokens == len(first.prompt_ids or ()) - 1
             assert made.engines._fleet.trees[0].url == where[0]
@@ -199,7 +243,9 @@ def test_every_engine_has_the_trainers_weights_after_a_sync(weight_sync: str) ->
                 assert await made.engines.fingerprint() == fingerprint(made.trained.model)
                 assert (made.engines.version, made.locals[1].version) == (version, version)
             local = LocalClient(made.trained)
-            assert (await made.engines.complete(request())).token_ids == (await local.complete(request())).token_ids
+            assert (await made.engines.complete(request())).token_ids == (
+                await local.complete(request())
+            ).token_ids
             await local.close()
 
     run(test)
@@ -243,12 +289,17 @@ def test_a_server_that_goes_is_dropped_aloud_and_its_trees_move() -> None:
         async with world(2) as made:
             await asyncio.gather(*(made.engines.complete(request(seed, 4)) for seed in range(4)))
             made.locals[0].pause()  # so that it goes in the middle of replies
-            asked = [asyncio.ensure_future(made.engines.complete(request(seed, 100))) for seed in range(4)]
+            asked = [
+                asyncio.ensure_future(made.engines.complete(request(seed, 100)))
+                for seed in range(4)
+            ]
             while sum(each.done() for each in asked) < 2:
                 await asyncio.sleep(0.001)
             await made.servers[0].__aexit__(None, None, None)
             replies = await asyncio.gather(*asked)
-            assert all(len(reply.token_ids or ()) == 100 or reply.finish == "stop" for reply in replies)
+            assert all(
+                len(reply.token_ids or ()) == 100 or reply.finish == "stop" for reply in replies
+            )
             (told,) = made.said
             assert made.servers[0].url.removesuffix("/v1") in told
             assert "it was asked POST http" in told
@@ -258,7 +309,8 @@ def test_a_server_that_goes_is_dropped_aloud_and_its_trees_move() -> None:
             assert made.locals[1].version == 1
             await made.servers[1].__aexit__(None, None, None)
             with pytest.raises(
-                ServerFailed, match=r"no engine is left: http.* does not answer any more; it was asked"
+                ServerFailed,
+                match=r"no engine is left: http.* does not answer any more; it was asked",
             ) as caught:
                 await made.engines.complete(request())
             assert not caught.value.transient
@@ -289,14 +341,17 @@ def test_a_server_that_goes_before_an_update(weight_sync: str) -> None:
 
 
 def test_engines_compute_with_the_weights_where_the_trainer_put_them() -> None:
-    """What is written for the next version is not seen before it is whole; what one engine takes otherwise, not by others."""
+    """What is written for the next version is not seen before it is whole; what one engine takes
+    otherwise, not by others."""
 
     async def test() -> None:
         async with world() as made:
             for version in (1, 2, 3):
                 await made.train(version)
             first = fingerprint(made.trained.model)
-            assert len({next(each.policy.model.parameters()).data_ptr() for each in made.locals}) == 2  # mapped twice
+            assert (
+                len({next(each.policy.model.parameters()).data_ptr() for each in made.locals}) == 2
+            )  # mapped twice
             weight_sync = made.engines._sync._weight_sync
             with torch.no_grad():
                 for parameter in made.trained.model.parameters():
@@ -304,8 +359,13 @@ def test_engines_compute_with_the_weights_where_the_trainer_put_them() -> None:
             (chunk,) = weight_sync.chunks(made.sources(), 4, whole=False)
             assert chunk.info["stays"]
             assert [fingerprint(each.policy.model) for each in made.locals] == [first, first]
-            whole = {name: tensor + 1 for name, tensor in made.locals[0].policy.model.state_dict().items()}
-            await made.locals[0].take(lambda: (WeightPiece(name, tensor) for name, tensor in whole.items()))
+            whole = {
+                name: tensor + 1
+                for name, tensor in made.locals[0].policy.model.state_dict().items()
+            }
+            await made.locals[0].take(
+                lambda: (WeightPiece(name, tensor) for name, tensor in whole.items())
+            )
             assert fingerprint(made.locals[0].policy.model) != first
             assert fingerprint(made.locals[1].policy.model) == first
 
@@ -320,7 +380,9 @@ def test_an_engine_that_was_started_anew_gets_everything() -> None:
             info = made.engines._sync._weight_sync.open(1)[0]
             async with (
                 aiohttp.ClientSession() as http,
-                http.post(f"{base}/init_weight_transfer_engine", json={"init_info": info}) as answer,
+                http.post(
+                    f"{base}/init_weight_transfer_engine", json={"init_info": info}
+                ) as answer,
             ):
                 assert answer.status == 200
             await made.train(2)
@@ -343,7 +405,9 @@ def test_a_torn_file_stops_with_the_last_good_version(tmp_path: Path) -> None:
                 path.write_bytes(path.read_bytes()[:-100])
 
     async def test() -> None:
-        async with world(1, weight_sync="file", weight_sync_options={"folder": str(tmp_path)}) as made:
+        async with world(
+            1, weight_sync="file", weight_sync_options={"folder": str(tmp_path)}
+        ) as made:
             made.engines._sync._weight_sync = Tearing(folder=str(tmp_path))
             await made.train(1)
             with pytest.raises(
@@ -355,7 +419,10 @@ def test_a_torn_file_stops_with_the_last_good_version(tmp_path: Path) -> None:
                 aiohttp.ClientSession() as http,
                 http.post(f"{made.servers[0].url}/completions", json={"prompt": [5]}) as answer,
             ):
-                assert (answer.status, "half of the weights are new" in await answer.text()) == (503, True)
+                assert (answer.status, "half of the weights are new" in await answer.text()) == (
+                    503,
+                    True,
+                )
             await made.train(3)  # a whole one mends it
             assert await made.engines.fingerprint() == fingerprint(made.trained.model)
 
@@ -379,18 +446,43 @@ async def other_server(answers: dict[str, Any]) -> tuple[web.AppRunner, str]:
 @pytest.mark.parametrize(
     ("engine", "version", "says"),
     [
-        ("vllm", {"version": "0.11.0"}, r"is vllm 0\.11\.0, and its protocol is known from 0\.29 to before 0\.33"),
-        ("vllm", {"version": "0.32.0"}, r"has no route /pause: start vLLM with VLLM_SERVER_DEV_MODE=1"),
+        (
+            "vllm",
+            {"version": "0.11.0"},
+            r"is vllm 0\.11\.0, and its protocol is known from 0\.29 to before 0\.33",
+        ),
+        (
+            "vllm",
+            {"version": "0.32.0"},
+            r"has no route /pause: start vLLM with VLLM_SERVER_DEV_MODE=1",
+        ),
         ("ramify", {"version": "0.32.0"}, "is no `ramify serve-policy`"),
-        ("ramify", {"version": "9", "ramify_protocol": 2}, "speaks protocol 2 .ramify 9., and this is protocol 3"),
-        ("ramify", {"version": "1", "ramify_protocol": 3, "weight_transfer": False}, "takes no weights: start it with"),
-        ("sglang", {"version": "0.4.1"}, r"is sglang 0\.4\.1, and its protocol is known from 0\.5\.23"),
+        (
+            "ramify",
+            {"version": "9", "ramify_protocol": 2},
+            "speaks protocol 2 .ramify 9., and this is protocol 3",
+        ),
+        (
+            "ramify",
+            {"version": "1", "ramify_protocol": 3, "weight_transfer": False},
+            "takes no weights: start it with",
+        ),
+        (
+            "sglang",
+            {"version": "0.4.1"},
+            r"is sglang 0\.4\.1, and its protocol is known from 0\.5\.23",
+        ),
     ],
 )
 def test_servers_of_another_protocol(engine: str, version: dict[str, Any], says: str) -> None:
     async def test() -> None:
         runner, url = await other_server(
-            {"/health": {}, "/version": version, "/server_info": version, "/openapi.json": {"paths": {}}}
+            {
+                "/health": {},
+                "/version": version,
+                "/server_info": version,
+                "/openapi.json": {"paths": {}},
+            }
         )
         engines = HttpEngines(policy(), InferenceSpec(engine=engine, urls=(url,)), name="x")  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=says):
@@ -406,7 +498,10 @@ def test_servers_of_another_protocol(engine: str, version: dict[str, Any], says:
     [
         ({"vocab_size": 400}, r"has another vocabulary \(320\) than the policy \(400\)"),
         ({"max_position_embeddings": 512}, r"has a window of 256 tokens and the policy one of 512"),
-        ("bfloat16", r"computes in float32 and the policy in bfloat16: serve it with --dtype bfloat16"),
+        (
+            "bfloat16",
+            r"computes in float32 and the policy in bfloat16: serve it with --dtype bfloat16",
+        ),
     ],
 )
 def test_engines_that_are_not_the_policys(engine: str, change: Any, says: str) -> None:
@@ -434,10 +529,14 @@ def test_nobody_there_and_a_port_in_use() -> None:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
             spec = InferenceSpec(urls=(f"http://127.0.0.1:{port}",), probe_s=0.2)
-            with pytest.raises(ConfigError, match=r"no engine answers: GET http.*/health: cannot be reached"):
+            with pytest.raises(
+                ConfigError, match=r"no engine answers: GET http.*/health: cannot be reached"
+            ):
                 await HttpEngines(policy(), spec, name="x").start(Path("unused"), lambda _: None)
             taken.listen()
-            with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} .*: choose another port"):
+            with pytest.raises(
+                ConfigError, match=f"cannot listen on 127.0.0.1:{port} .*: choose another port"
+            ):
                 HttpEngines(policy(), InferenceSpec(ports=(port,)), name="x")
 
     run(test)
@@ -448,10 +547,13 @@ def test_a_process_that_does_not_come_up(tmp_path: Path) -> None:
         engines = HttpEngines(policy(), InferenceSpec(command=command), name="x")
         await engines.start(tmp_path, lambda folder: folder.mkdir(exist_ok=True))
 
-    with pytest.raises(ConfigError, match="an engine cannot be started: no-such-program: No such file"):
+    with pytest.raises(
+        ConfigError, match="an engine cannot be started: no-such-program: No such file"
+    ):
         asyncio.run(test("no-such-program"))
     with pytest.raises(
-        ConfigError, match=r"ended with status 3 before it answered; its log .*server-0.log ends: no model"
+        ConfigError,
+        match=r"ended with status 3 before it answered; its log .*server-0.log ends: no model",
     ):
         asyncio.run(test("sh", "-c", "echo no model; exit 3"))
 
@@ -491,7 +593,9 @@ def test_two_engines_that_differ_are_told_apart() -> None:
                 next(made.locals[1].policy.model.parameters())[0, 0] += 1
             with pytest.raises(TrainError, match="the engines have different weights"):
                 await made.engines.fingerprint()
-            found: Sequence[str | None] = [await each.fingerprint() for each in made.engines.engines]
+            found: Sequence[str | None] = [
+                await each.fingerprint() for each in made.engines.engines
+            ]
             assert found[0] == fingerprint(made.trained.model) != found[1]
 
     run(test)

@@ -1,7 +1,8 @@
-"""Engines that give their memory back while the trainer learns: what they are asked in which order, what they hold meanwhile,
-who waits, and how they are found and left.
+"""Engines that give their memory back while the trainer learns: what they are asked in which order,
+what they hold meanwhile, who waits, and how they are found and left.
 
-The servers are real, on loopback, and speak all three protocols; what is asked of them goes through a recorder.
+The servers are real, on loopback, and speak all three protocols; what is asked of them goes through
+a recorder.
 """
 
 from __future__ import annotations
@@ -33,20 +34,33 @@ from tests.inference.http.test_engines import World, other_server, request, run
 
 UPDATE = {
     "ramify": ["/update_weights"],
-    "vllm": ["/pause?mode=abort", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"],
+    "vllm": [
+        "/pause?mode=abort",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache",
+    ],
     "sglang": ["/pause_generation", "/update_weights_from_disk", "/flush_cache"],
-}  # fmt: skip
+}
 """What an update asks between waking weights and waking keys and values."""
 ROUTES = (
-    "/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
-    "/reset_prefix_cache", "/v1/completions",
-)  # fmt: skip
+    "/pause",
+    "/resume",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/v1/completions",
+)
 AFTER = {"ramify": [], "vllm": ["/resume"], "sglang": ["/continue_generation"]}
 
 
 @asynccontextmanager
 async def recorded(url: str, seen: list[str]) -> AsyncIterator[str]:
-    """An address that passes everything on to ``url``; ``seen`` gets what is posted, with the tags of a body."""
+    """An address that passes everything on to ``url``; ``seen`` gets what is posted, with the tags
+    of a body."""
 
     async def pass_on(http: web.Request) -> web.Response:
         body = await http.read()
@@ -54,8 +68,12 @@ async def recorded(url: str, seen: list[str]) -> AsyncIterator[str]:
             tags = msgspec.json.decode(body or b"{}").get("tags")
             seen.append(http.path_qs + (f" {','.join(tags)}" if tags else ""))
         headers = {"Content-Type": "application/json"}
-        async with session.request(http.method, url + http.path_qs, data=body or None, headers=headers) as answer:
-            return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+        async with session.request(
+            http.method, url + http.path_qs, data=body or None, headers=headers
+        ) as answer:
+            return web.Response(
+                status=answer.status, body=await answer.read(), content_type=answer.content_type
+            )
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", pass_on)
@@ -75,7 +93,9 @@ class Sleepers(World):
 
 
 @asynccontextmanager
-async def sleepers(engine: str = "ramify", wait_s: float = 60.0, **options: Any) -> AsyncIterator[Sleepers]:
+async def sleepers(
+    engine: str = "ramify", wait_s: float = 60.0, **options: Any
+) -> AsyncIterator[Sleepers]:
     async with AsyncExitStack() as stack:
         local = LocalClient(policy(), slots=8)
         stack.push_async_callback(local.close)
@@ -83,9 +103,20 @@ async def sleepers(engine: str = "ramify", wait_s: float = 60.0, **options: Any)
         await stack.enter_async_context(server)
         made = Sleepers(policy(), [server], [local], [])
         made.seen = []
-        made.url = await stack.enter_async_context(recorded(server.url.removesuffix("/v1"), made.seen))
-        fields = {"engine": engine, "urls": (made.url,), "sleep": "learn", "probe_s": 60.0, "restarts": 0, **options}
-        made.engines = HttpEngines(made.trained, InferenceSpec(**fields), name="test", say=made.said.append)
+        made.url = await stack.enter_async_context(
+            recorded(server.url.removesuffix("/v1"), made.seen)
+        )
+        fields = {
+            "engine": engine,
+            "urls": (made.url,),
+            "sleep": "learn",
+            "probe_s": 60.0,
+            "restarts": 0,
+            **options,
+        }
+        made.engines = HttpEngines(
+            made.trained, InferenceSpec(**fields), name="test", say=made.said.append
+        )
         await made.engines.start(Path("unused"), lambda _: None)
         stack.push_async_callback(made.engines.close)
         yield made
@@ -101,14 +132,29 @@ async def got(url: str, body: Any = None) -> tuple[int, Any]:
 @pytest.mark.parametrize(
     ("engine", "level", "asleep", "weights", "cache"),
     [
-        ("ramify", 1, ["/sleep?level=1&mode=abort"], "/wake_up?tags=weights", "/wake_up?tags=kv_cache"),
-        ("vllm", 2, ["/sleep?level=2&mode=abort"], "/wake_up?tags=weights", "/wake_up?tags=kv_cache"),
         (
-            "sglang", 2, ["/pause_generation", "/release_memory_occupation weights,kv_cache"],
-            "/resume_memory_occupation weights", "/resume_memory_occupation kv_cache",
+            "ramify",
+            1,
+            ["/sleep?level=1&mode=abort"],
+            "/wake_up?tags=weights",
+            "/wake_up?tags=kv_cache",
+        ),
+        (
+            "vllm",
+            2,
+            ["/sleep?level=2&mode=abort"],
+            "/wake_up?tags=weights",
+            "/wake_up?tags=kv_cache",
+        ),
+        (
+            "sglang",
+            2,
+            ["/pause_generation", "/release_memory_occupation weights,kv_cache"],
+            "/resume_memory_occupation weights",
+            "/resume_memory_occupation kv_cache",
         ),
     ],
-)  # fmt: skip
+)
 def test_an_update_wakes_weights_first_and_keys_and_values_last(
     engine: str, level: int, asleep: list[str], weights: str, cache: str
 ) -> None:
@@ -134,7 +180,10 @@ def test_an_update_wakes_weights_first_and_keys_and_values_last(
             assert fingerprint(local.policy.model) == fingerprint(made.trained.model)
             assert local.held() == awake
             reply = await made.engines.complete(request(3, 8))
-            assert (reply.token_ids, reply.versions) == (expected.token_ids, (VersionSpan(0, 8, 2),))
+            assert (reply.token_ids, reply.versions) == (
+                expected.token_ids,
+                (VersionSpan(0, 8, 2),),
+            )
 
     run(test)
 
@@ -148,7 +197,9 @@ def test_who_asks_a_sleeping_engine_waits_for_the_next_weights() -> None:
                 await asyncio.sleep(0.001)
             await made.engines.sleep()  # ends it as far as it is
             later = asyncio.ensure_future(made.engines.complete(request(3, 8)))
-            elsewhere = asyncio.ensure_future(got(f"{made.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2}))
+            elsewhere = asyncio.ensure_future(
+                got(f"{made.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2})
+            )
             while "/v1/completions" not in made.seen[-1]:
                 await asyncio.sleep(0.001)
             assert not any(each.done() for each in (flying, later, elsewhere))
@@ -168,10 +219,14 @@ def test_one_whose_weights_were_dropped_answers_nobody_without_new_ones() -> Non
             status, told = await got(*asked)
             assert (status, told["error"]["message"]) == (
                 503,
-                "nobody was answered for 0.05 s: the server sleeps (kv_cache, scheduling, weights): POST /wake_up",
+                "nobody was answered for 0.05 s: the server sleeps (kv_cache, scheduling, "
+                "weights): POST /wake_up",
             )
             status, told = await got(f"{made.url}/start_weight_update", {})
-            assert (status, "its weights sleep: wake them first" in told["error"]["message"]) == (400, True)
+            assert (status, "its weights sleep: wake them first" in told["error"]["message"]) == (
+                400,
+                True,
+            )
             await got(f"{made.url}/wake_up", {})
             says = "the server gave its weights back while it slept, and 24 have not been brought since, as model.embed"
             for status, told in (await got(*asked), await got(f"{made.url}/fingerprint")):
@@ -202,7 +257,10 @@ def test_a_difference_to_dropped_weights_is_refused_and_everything_sent() -> Non
     async def test() -> None:
         async with sleepers(weight_sync="delta") as made:
             await made.train(1)
-            for version, says in ((2, "gave its weights back while it slept"), (3, "and comes in part")):
+            for version, says in (
+                (2, "gave its weights back while it slept"),
+                (3, "and comes in part"),
+            ):
                 await got(f"{made.url}/sleep?level=2", {})  # by somebody else
                 await got(f"{made.url}/wake_up", {})
                 with torch.no_grad():  # nothing at first, then one value
@@ -218,7 +276,10 @@ def test_a_difference_to_dropped_weights_is_refused_and_everything_sent() -> Non
 def test_one_that_outlives_the_run_is_left_awake_and_found_asleep_it_is_woken() -> None:
     async def test() -> None:
         async with sleepers() as made:
-            asked = f"{made.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "temperature": 0}
+            asked = (
+                f"{made.url}/v1/completions",
+                {"prompt": [5, 6], "max_tokens": 2, "temperature": 0},
+            )
             assert made.engines._fleet.spec.level == 1  # so that it has weights in any case
             before = await got(*asked)
             await made.engines.sleep()
@@ -226,7 +287,9 @@ def test_one_that_outlives_the_run_is_left_awake_and_found_asleep_it_is_woken() 
             assert (await got(*asked))[1]["choices"] == before[1]["choices"]
             await got(f"{made.url}/sleep?level=1", {})  # the trainer is killed now
             spec = InferenceSpec(urls=(made.url,), probe_s=60.0)
-            asks = HttpEngines(made.trained, msgspec.structs.replace(spec, sleep="never"), name="asks")
+            asks = HttpEngines(
+                made.trained, msgspec.structs.replace(spec, sleep="never"), name="asks"
+            )
             await asks.start(Path("unused"), lambda _: None, gone=lambda _: None)
             assert made.locals[0].held()["kv_cache"] < 1 << 20  # who only asks wakes nobody
             await asks.close()
@@ -243,9 +306,13 @@ def test_no_engine_is_left_to_sleep() -> None:
     async def test() -> None:
         async with sleepers() as made:
             await made.servers[0].__aexit__(None, None, None)
-            with pytest.raises(ServerFailed, match=r"no engine is left: .* was asked POST .*/sleep"):
+            with pytest.raises(
+                ServerFailed, match=r"no engine is left: .* was asked POST .*/sleep"
+            ):
                 await made.engines.sleep()
-            with pytest.raises(TrainError, match="version 1 of the weights cannot be given to anybody"):
+            with pytest.raises(
+                TrainError, match="version 1 of the weights cannot be given to anybody"
+            ):
                 await made.engines.update(made.sources(), 1)
 
     run(test)
@@ -258,7 +325,11 @@ def test_requests_that_mean_nothing() -> None:
                 ("/sleep?level=3", {}, "level=3: give 0, 1 or 2"),
                 ("/sleep?mode=now", {}, "mode='now': give abort, wait, keep"),
                 ("/wake_up?tags=cache", {}, "give some of weights, kv_cache"),
-                ("/release_memory_occupation", {"tags": "weights"}, "give some of weights, kv_cache"),
+                (
+                    "/release_memory_occupation",
+                    {"tags": "weights"},
+                    "give some of weights, kv_cache",
+                ),
             ):
                 status, told = await got(f"{made.url}{path}", body)
                 assert (status, says in told["error"]["message"]) == (400, True), told
@@ -276,22 +347,36 @@ def test_requests_that_mean_nothing() -> None:
     ("engine", "level", "answers", "says"),
     [
         (
-            "vllm", 1,
+            "vllm",
+            1,
             {
-                "/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "m", "max_model_len": 256}]},
+                "/version": {"version": "0.32.0"},
+                "/v1/models": {"data": [{"id": "m", "max_model_len": 256}]},
                 "/server_info": {"vllm_config": {"model_config": {"enable_sleep_mode": False}}},
                 "/openapi.json": {"paths": {path: {} for path in ROUTES}},
             },
             "cannot sleep at level 1 .*: start it with --enable-sleep-mode, or",
         ),
-        ("sglang", 2, {"/server_info": {"version": "0.5.23", "enable_memory_saver": False}}, "--enable-memory-saver, or"),
         (
-            "sglang", 1,
-            {"/server_info": {"version": "0.5.23", "enable_memory_saver": True, "enable_weights_cpu_backup": False}},
+            "sglang",
+            2,
+            {"/server_info": {"version": "0.5.23", "enable_memory_saver": False}},
+            "--enable-memory-saver, or",
+        ),
+        (
+            "sglang",
+            1,
+            {
+                "/server_info": {
+                    "version": "0.5.23",
+                    "enable_memory_saver": True,
+                    "enable_weights_cpu_backup": False,
+                }
+            },
             "--enable-memory-saver and --enable-weights-cpu-backup, or",
         ),
     ],
-)  # fmt: skip
+)
 def test_servers_that_cannot_sleep_as_they_were_started(
     engine: Any, level: Any, answers: dict[str, Any], says: str
 ) -> None:
@@ -314,7 +399,9 @@ def test_servers_that_cannot_sleep_as_they_were_started(
         ("ramify", {}, []),
     ],
 )
-def test_those_that_are_started_can_sleep(engine: Any, fields: dict[str, Any], options: list[str]) -> None:
+def test_those_that_are_started_can_sleep(
+    engine: Any, fields: dict[str, Any], options: list[str]
+) -> None:
     def of(sleep: Any) -> list[str]:
         spec = InferenceSpec(engine=engine, sleep=sleep, **fields)
         return engine_command(spec, Path("folder"), 1, "float32", 256)
@@ -335,7 +422,11 @@ def test_levels_that_follow() -> None:
 def test_what_sleeps_is_given_back_to_the_machine() -> None:
     """Three matrices of 35 MB: what an engine says that it holds is what the kernel says, too."""
     layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    local = LocalClient(policy(hidden_size=512, intermediate_size=17_000, num_key_value_heads=4, head_dim=128, **layer))
+    local = LocalClient(
+        policy(
+            hidden_size=512, intermediate_size=17_000, num_key_value_heads=4, head_dim=128, **layer
+        )
+    )
     num_bytes = 3 * 512 * 17_000 * 4
 
     def resident() -> int:
@@ -345,14 +436,17 @@ def test_what_sleeps_is_given_back_to_the_machine() -> None:
         before, awake = local.held()["weights"], resident()
         await local.sleep(("kv_cache", "weights"), keep=False)
         assert (before > num_bytes, local.held()["weights"]) == (True, 0)
-        assert awake - resident() > num_bytes * 0.5  # what else this process is at takes and gives some, too
+        assert (
+            awake - resident() > num_bytes * 0.5
+        )  # what else this process is at takes and gives some, too
         await local.close()
 
     run(test)
 
 
 def test_weights_are_kept_elsewhere_or_not_at_all() -> None:
-    """On the meta device nothing is kept, as on a GPU nothing would be: only what is asked for is compared here."""
+    """On the meta device nothing is kept, as on a GPU nothing would be: only what is asked for is
+    compared here."""
     from ramify.inference.local.sleeping_weights import SleepingWeights
 
     model = policy().model

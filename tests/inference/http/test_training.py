@@ -1,5 +1,5 @@
-"""The one loop with engines in processes of their own: a run of the small recipe over `ramify serve-policy` is the run that
-it is with the engine in its own process."""
+"""The one loop with engines in processes of their own: a run of the small recipe over `ramify
+serve-policy` is the run that it is with the engine in its own process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from ramify.train.config import EvaluateSpec, LoraSpec, PolicySpec, Run
 from ramify.train.metrics import StepMetrics
 from tests.train.small import small
 
-MEASURED = ("loss", "rl_loss", "grad_norm", "validation/reward", "test/reward", "sampled_tokens", "mismatch_max")
+MEASURED = (
+    "loss",
+    "rl_loss",
+    "grad_norm",
+    "validation/reward",
+    "test/reward",
+    "sampled_tokens",
+    "mismatch_max",
+)
 
 
 def short(**changes: Any) -> Run:
@@ -34,7 +42,9 @@ def short(**changes: Any) -> Run:
 
 def measured(out: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: row["values"][name] for name in MEASURED if name in row["values"]} for row in rows]
+    return [
+        {name: row["values"][name] for name in MEASURED if name in row["values"]} for row in rows
+    ]
 
 
 def test_a_run_is_the_same_over_http(tmp_path: Path) -> None:
@@ -47,11 +57,18 @@ def test_a_run_is_the_same_over_http(tmp_path: Path) -> None:
         assert url
         for path in ("/v1/models", "/update_weights", "/pause"):
             with pytest.raises(HTTPError) as error:
-                urlopen(Request(url[0] + path, method="GET" if "models" in path else "POST"), timeout=60)
+                urlopen(
+                    Request(url[0] + path, method="GET" if "models" in path else "POST"), timeout=60
+                )
             refused.add(error.value.code)
             error.value.close()
 
-    train(short(inference=InferenceSpec()), tmp_path / "http", listener=ask_as_a_stranger, say=said.append)
+    train(
+        short(inference=InferenceSpec()),
+        tmp_path / "http",
+        listener=ask_as_a_stranger,
+        say=said.append,
+    )
     assert refused == {401}
     ours, theirs = measured(tmp_path / "http"), measured(tmp_path / "embedded")
     assert [row.keys() for row in ours] == [row.keys() for row in theirs]
@@ -60,7 +77,9 @@ def test_a_run_is_the_same_over_http(tmp_path: Path) -> None:
         assert one == pytest.approx(other, abs=1e-5)
     assert said == []
     assert (
-        (tmp_path / "http/inference/server-0.log").read_text().startswith(str(tmp_path / "http/inference/checkpoint"))
+        (tmp_path / "http/inference/server-0.log")
+        .read_text()
+        .startswith(str(tmp_path / "http/inference/checkpoint"))
     )
 
 
@@ -68,7 +87,9 @@ def test_a_run_is_the_same_over_http(tmp_path: Path) -> None:
 def test_a_run_with_adapters_is_the_same_where_only_these_are_sent(tmp_path: Path) -> None:
     """Each sync is held against the fingerprint of the sums."""
     base = short()
-    run = msgspec.structs.replace(base, policy=msgspec.structs.replace(base.policy, lora=LoraSpec(rank=2, alpha=4.0)))
+    run = msgspec.structs.replace(
+        base, policy=msgspec.structs.replace(base.policy, lora=LoraSpec(rank=2, alpha=4.0))
+    )
     train(run, tmp_path / "embedded", say=lambda _: None)
     apart = msgspec.structs.replace(
         run, inference=InferenceSpec(weight_sync="delta", weight_sync_options={"by": "gloo"})
@@ -82,8 +103,13 @@ def test_a_run_with_adapters_is_the_same_where_only_these_are_sent(tmp_path: Pat
 def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path) -> None:
     run = short(inference=InferenceSpec(engine="vllm"))
     assert run.rl is not None
-    cut = msgspec.structs.replace(run.rl, rollout=msgspec.structs.replace(run.rl.rollout, top_p=0.9))
-    with pytest.raises(ConfigError, match=r"top_p=0.9 and top_k=None cannot be trained on with inference.engine=vllm"):
+    cut = msgspec.structs.replace(
+        run.rl, rollout=msgspec.structs.replace(run.rl.rollout, top_p=0.9)
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"top_p=0.9 and top_k=None cannot be trained on with inference.engine=vllm",
+    ):
         train(msgspec.structs.replace(run, rl=cut), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -100,7 +126,10 @@ def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path
             InferenceSpec(engine="sglang"),
             r"the package sglang is not installed for .*: pip install 'sglang>=0\.5\.23,<0\.6'",
         ),
-        (InferenceSpec(command=("/nowhere/ramify", "serve-policy")), "and no program '/nowhere/ramify' is there"),
+        (
+            InferenceSpec(command=("/nowhere/ramify", "serve-policy")),
+            "and no program '/nowhere/ramify' is there",
+        ),
     ],
 )
 def test_a_program_that_is_not_there_is_said_before_a_model_is_loaded(
@@ -108,5 +137,8 @@ def test_a_program_that_is_not_there_is_said_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=told):
-        train(short(inference=spec, policy=PolicySpec(path="/no/model/is/looked/for")), tmp_path / "out")
+        train(
+            short(inference=spec, policy=PolicySpec(path="/no/model/is/looked/for")),
+            tmp_path / "out",
+        )
     assert not (tmp_path / "out").exists()

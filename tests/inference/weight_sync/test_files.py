@@ -32,16 +32,26 @@ def test_the_last_two_versions_stay_and_any_engine_can_load_them(tmp_path: Path)
     (tmp_path / "v000009").mkdir()  # of an earlier run
     for version in (1, 2, 3):
         list(weight_sync.chunks(sources(WEIGHTS.items(), torch.float32), version, whole=False))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["current.json", "v000002", "v000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "current.json",
+        "v000002",
+        "v000003",
+    ]
     folder, pointer = read_pointer(tmp_path)
     assert (folder.name, pointer.version, len(pointer.files)) == ("v000003", 3, 2)
-    assert {name: tensor.shape for name, tensor in read_weights(folder).items()} == {"a": (600,), "b": (3, 3)}
+    assert {name: tensor.shape for name, tensor in read_weights(folder).items()} == {
+        "a": (600,),
+        "b": (3, 3),
+    }
 
 
 @pytest.mark.parametrize(
     ("tear", "says"),
     [
-        (lambda data: data[:-8], r"model-00001.safetensors is torn: it has \d+ bytes instead of \d+"),
+        (
+            lambda data: data[:-8],
+            r"model-00001.safetensors is torn: it has \d+ bytes instead of \d+",
+        ),
         (lambda data: data[:-64] + bytes(64), "is torn: its bytes differ"),
         (lambda data: b"", "it has 0 bytes instead of"),
     ],
@@ -55,14 +65,19 @@ def test_a_torn_file_is_refused_by_name(tear: object, says: str, tmp_path: Path)
 
 
 def test_tensors_of_odd_lengths_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """Their sum does not depend on the pieces in which they were written, nor how they lie in 64-bit words."""
+    """Their sum does not depend on the pieces in which they were written, nor how they lie in
+    64-bit words."""
     from safetensors.torch import load_file
 
     odd = {
-        "true": torch.tensor([True, False, True]), "half": torch.arange(5.0).to(torch.bfloat16), "none": torch.zeros(0),
-        "one": torch.tensor(7.0), "long": torch.arange(3, dtype=torch.int64), "many": torch.randn(700_001),
+        "true": torch.tensor([True, False, True]),
+        "half": torch.arange(5.0).to(torch.bfloat16),
+        "none": torch.zeros(0),
+        "one": torch.tensor(7.0),
+        "long": torch.arange(3, dtype=torch.int64),
+        "many": torch.randn(700_001),
         "b": torch.ones(2, 3).T,
-    }  # fmt: skip
+    }
     given = [source(name, tensor, tensor.dtype) for name, tensor in odd.items()]
     weight_sync = FileSync(folder=str(tmp_path))
     info = weight_sync.open(1)[0]
@@ -72,7 +87,10 @@ def test_tensors_of_odd_lengths_are_read_as_they_were_written(tmp_path: Path) ->
         load_file(tmp_path / "v000001/model-00001.safetensors"),
     ):
         assert found.keys() == odd.keys()
-        assert all(torch.equal(found[name], odd[name]) and found[name].dtype == odd[name].dtype for name in odd)
+        assert all(
+            torch.equal(found[name], odd[name]) and found[name].dtype == odd[name].dtype
+            for name in odd
+        )
 
 
 @pytest.mark.skipif(not MEMORY.is_dir(), reason="files in memory are Linux's")
@@ -85,7 +103,8 @@ def test_in_memory_a_version_is_written_over_where_nobody_has_it_open() -> None:
         def write(version: int, weights: dict[str, torch.Tensor]) -> Path:
             list(weight_sync.chunks(sources(weights.items(), torch.float32), version, whole=False))
             read = {
-                piece.name: piece.tensor for piece in weight_sync.receiver({"folder": below}).take({"version": version})
+                piece.name: piece.tensor
+                for piece in weight_sync.receiver({"folder": below}).take({"version": version})
             }
             assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
             return folder / f"v{version:06d}"
@@ -164,7 +183,9 @@ def test_folders_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(
     dead = tmp_path / "ramify-weights-held-dead" / "v000001"
     dead.mkdir(parents=True)
     (dead / "model-00001.safetensors").write_bytes(b"0" * 64)
-    (tmp_path / "ramify-weights-held-dead-0").write_bytes(b"0" * 64)  # of shared memory, which lay here for want of any
+    (tmp_path / "ramify-weights-held-dead-0").write_bytes(
+        b"0" * 64
+    )  # of shared memory, which lay here for want of any
     (tmp_path / "another").mkdir()
     next_one = FileSync()
     fresh = Path(next_one.open(1)[0]["folder"])
@@ -176,7 +197,13 @@ def test_folders_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(
 
 
 def test_folders_of_the_users_stay_whatever_they_are_called(tmp_path: Path) -> None:
-    for mine in ("venv/kept.py", "viewer/kept.js", "v2/kept", "v000007/kept", "v0000001/model-00001.safetensors.bak"):
+    for mine in (
+        "venv/kept.py",
+        "viewer/kept.js",
+        "v2/kept",
+        "v000007/kept",
+        "v0000001/model-00001.safetensors.bak",
+    ):
         (tmp_path / mine).parent.mkdir()
         (tmp_path / mine).write_text("mine")
     (tmp_path / "v000008").symlink_to(tmp_path / "venv")
@@ -190,13 +217,17 @@ def test_folders_of_the_users_stay_whatever_they_are_called(tmp_path: Path) -> N
 def test_a_folder_in_the_place_of_a_version_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "v000001").mkdir()
     (tmp_path / "v000001/kept").write_text("mine")
-    with pytest.raises(StoreError, match="v000001 holds other files: give the carrier a folder of its own"):
+    with pytest.raises(
+        StoreError, match="v000001 holds other files: give the carrier a folder of its own"
+    ):
         written(tmp_path)
     assert (tmp_path / "v000001/kept").read_text() == "mine"
 
 
 def test_a_file_in_the_place_of_the_pointer_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "current.json").write_text('{"theme": "dark"}')
-    with pytest.raises(ConfigError, match=r"current\.json is no pointer to weights.*give a folder of their own"):
+    with pytest.raises(
+        ConfigError, match=r"current\.json is no pointer to weights.*give a folder of their own"
+    ):
         written(tmp_path)
     assert (tmp_path / "current.json").read_text() == '{"theme": "dark"}'

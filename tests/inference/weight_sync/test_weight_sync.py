@@ -1,5 +1,5 @@
-"""Every carrier brings what was sent: the same suite for all that run on this machine, both halves of each in one process,
-with their threads where they have to meet."""
+"""Every carrier brings what was sent: the same suite for all that run on this machine, both halves
+of each in one process, with their threads where they have to meet."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ Weights = dict[str, Tensor]
 
 
 def weights(seed: int = 0) -> Weights:
-    """Shapes that do not fill their places: odd lengths, a number, two precisions, one longer than a chunk."""
+    """Shapes that do not fill their places: odd lengths, a number, two precisions, one longer than
+    a chunk."""
     make = torch.Generator().manual_seed(seed)
     shapes = {"a": (3, 5), "b": (), "c.weight": (7,), "long": (50, 41), "d": (1, 1)}
     found = {name: torch.randn(shape, generator=make) for name, shape in shapes.items()}
@@ -44,13 +45,17 @@ def weights(seed: int = 0) -> Weights:
 
 
 @contextmanager
-def carrying(name: str, num_engines: int = 1, **options: Any) -> Iterator[tuple[WeightSync, list[WeightReceiver]]]:
+def carrying(
+    name: str, num_engines: int = 1, **options: Any
+) -> Iterator[tuple[WeightSync, list[WeightReceiver]]]:
     weight_sync: WeightSync = weight_sync_class(name.split()[0])(
         **{**({"chunk_bytes": 600} if name != "file" else {}), **options}
     )
     receivers: list[WeightReceiver | None] = [None] * num_engines
     try:
-        infos = [msgspec.json.decode(msgspec.json.encode(info)) for info in weight_sync.open(num_engines)]
+        infos = [
+            msgspec.json.decode(msgspec.json.encode(info)) for info in weight_sync.open(num_engines)
+        ]
 
         def make(index: int) -> None:
             receivers[index] = weight_sync_class(infos[index]["weight_sync"]).receiver(infos[index])
@@ -77,8 +82,8 @@ def sync(
     version: int,
     whole: bool = False,
 ) -> int:
-    """Carry ``trained`` as it is into each of ``have``; how many chunks that took. A chunk is read while the next is
-    written, as the client does it."""
+    """Carry ``trained`` as it is into each of ``have``; how many chunks that took. A chunk is read
+    while the next is written, as the client does it."""
     ahead = None
     num = 0
 
@@ -93,7 +98,10 @@ def sync(
     ahead = next(chunks, None)
     while ahead is not None:
         info = msgspec.json.decode(msgspec.json.encode(ahead.info))
-        threads = [threading.Thread(target=take, args=(*each, info)) for each in zip(receivers, have, strict=True)]
+        threads = [
+            threading.Thread(target=take, args=(*each, info))
+            for each in zip(receivers, have, strict=True)
+        ]
         if ahead.send is None:
             following = next(chunks, None)
         for thread in threads:
@@ -110,7 +118,9 @@ def sync(
 
 
 def same(one: Weights, other: Weights) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name].float(), other[name].float()) for name in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name].float(), other[name].float()) for name in one
+    )
 
 
 @pytest.mark.parametrize("name", RUN_HERE)
@@ -151,22 +161,35 @@ def test_a_delta_is_what_changed() -> None:
 
 
 def test_small_tensors_of_a_delta_come_as_one_and_are_taken_apart() -> None:
-    """Whichever of them are trained: those that are held still are not looked at, and may be trained again."""
-    shapes: dict[str, tuple[int, ...]] = {"a": (4,), "b": (2, 3), "none": (0,), "c": (), "d": (512,), "large": (513,)}
+    """Whichever of them are trained: those that are held still are not looked at, and may be
+    trained again."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "a": (4,),
+        "b": (2, 3),
+        "none": (0,),
+        "c": (),
+        "d": (512,),
+        "large": (513,),
+    }
     trained = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
     with carrying("delta", chunk_bytes=1 << 20) as (weight_sync, receivers), torch.no_grad():
         have: list[Weights] = [{}]
         sync(weight_sync, receivers, trained, have, 1)
         for changes, still, expected in (
-            ({"a", "d"}, set(), 4 + 512), ({"b"}, {"a", "c"}, 6), (set(), {"a", "c"}, 0), ({"a"}, {"b"}, 4 + 1),
-        ):  # fmt: skip
+            ({"a", "d"}, set(), 4 + 512),
+            ({"b"}, {"a", "c"}, 6),
+            (set(), {"a", "c"}, 0),
+            ({"a"}, {"b"}, 4 + 1),
+        ):
             for name, tensor in trained.items():
                 tensor.requires_grad_(name not in still)
                 if name in changes:
                     tensor += 1
             sync(weight_sync, receivers, trained, have, 2)
             assert same(trained, have[0])
-            assert weight_sync.num_bytes == 4 * expected  # 'c' was held still and is not: it is sent, whatever it is
+            assert (
+                weight_sync.num_bytes == 4 * expected
+            )  # 'c' was held still and is not: it is sent, whatever it is
         trained["a"] += 1
         chunk = next(weight_sync.chunks(sources(trained.items(), torch.float32), 3, whole=False))
         assert chunk.info["names"] == ["::together-0"]
@@ -177,14 +200,17 @@ def test_small_tensors_of_a_delta_come_as_one_and_are_taken_apart() -> None:
             {"names": ["a", "b"], "shapes": [[4]]},
             {"names": 1, "shapes": 2},
         ):
-            with pytest.raises(ValueError, match="the table of tensors that came together does not describe them"):
+            with pytest.raises(
+                ValueError, match="the table of tensors that came together does not describe them"
+            ):
                 list(receivers[0].take({**chunk.info, "together": {"::together-0": wrong}}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by", ["shared", "gloo"])
 def test_of_a_matrix_with_an_adapter_only_that_is_carried(by: str, dtype: torch.dtype) -> None:
-    """Bit for bit what the trainer adds up; whole again once it has none, or where adapters are not to be sent."""
+    """Bit for bit what the trainer adds up; whole again once it has none, or where adapters are not
+    to be sent."""
     make = torch.Generator().manual_seed(1)
     base = torch.randn(60, 50, generator=make).to(torch.bfloat16).float()  # of a checkpoint in bf16
     pair = [torch.randn(4, 50, generator=make), torch.randn(60, 4, generator=make)]
@@ -192,7 +218,10 @@ def test_of_a_matrix_with_an_adapter_only_that_is_carried(by: str, dtype: torch.
     adapted = AdaptedMatrix(base, lambda: (pair[0], pair[1]), 0.5)
 
     def carried(
-        weight_sync: WeightSync, receiver: WeightReceiver, given: Callable[[], Tensor] | None, version: int
+        weight_sync: WeightSync,
+        receiver: WeightReceiver,
+        given: Callable[[], Tensor] | None,
+        version: int,
     ) -> Weights:
         found: Weights = {}
         both = [source("held", held, dtype), source("w", base, dtype, given)]
@@ -201,7 +230,9 @@ def test_of_a_matrix_with_an_adapter_only_that_is_carried(by: str, dtype: torch.
             found.update({piece.name: piece.tensor.clone() for piece in receiver.take(info)})
 
         for chunk in weight_sync.chunks(both, version, whole=False):
-            taking = threading.Thread(target=take, args=(msgspec.json.decode(msgspec.json.encode(chunk.info)),))
+            taking = threading.Thread(
+                target=take, args=(msgspec.json.decode(msgspec.json.encode(chunk.info)),)
+            )
             taking.start()
             if chunk.send is not None:
                 chunk.send()
@@ -239,14 +270,20 @@ def test_of_a_layer_all_is_carried_where_engines_fuse() -> None:
             "layers.0.attn.k.bias": (10,), "layers.0.mlp.up.weight": (30, 20), "layers.1.attn.q.weight": (30, 20),
             "norm": (20,),
         }  # fmt: skip
-        trained, have = {name: torch.randn(shape, generator=make) for name, shape in shapes.items()}, [{}]
+        trained, have = (
+            {name: torch.randn(shape, generator=make) for name, shape in shapes.items()},
+            [{}],
+        )
         sync(weight_sync, receivers, trained, have, 1)
         assert same(trained, have[0])
         trained["layers.0.attn.k.bias"][3] += 1
         trained["norm"] += 1
         have[0].clear()
         sync(weight_sync, receivers, trained, have, 2)
-        assert same(have[0], {name: each for name, each in trained.items() if "0.attn" in name or name == "norm"})
+        assert same(
+            have[0],
+            {name: each for name, each in trained.items() if "0.attn" in name or name == "norm"},
+        )
         have[0].clear()
         sync(weight_sync, receivers, trained, have, 3)
         assert not have[0]
@@ -271,7 +308,9 @@ def test_an_engine_with_another_base_gets_everything() -> None:
         fresh = weight_sync_class("delta").receiver(weight_sync.open(1)[0])
         trained["a"] += 1
         chunk = next(weight_sync.chunks(sources(trained.items(), torch.float32), 2, whole=False))
-        with pytest.raises(StaleWeights, match=r"builds on the weights '\w+', and this engine has 'none of them'"):
+        with pytest.raises(
+            StaleWeights, match=r"builds on the weights '\w+', and this engine has 'none of them'"
+        ):
             list(fresh.take(chunk.info))
         anew: list[Weights] = [{}]
         sync(weight_sync, [fresh], trained, anew, 2, whole=True)
@@ -316,16 +355,26 @@ def test_chunks_are_made_when_they_are_asked_for() -> None:
 def test_engines_that_cannot_reach_the_bytes_say_so() -> None:
     with carrying("shared") as (weight_sync, receivers):
         chunk = next(weight_sync.chunks(sources(weights().items(), torch.float32), 1, whole=False))
-        with pytest.raises(ValueError, match="shared memory is for engines on the trainer's machine"):
+        with pytest.raises(
+            ValueError, match="shared memory is for engines on the trainer's machine"
+        ):
             list(
                 weight_sync_class("shared")
                 .receiver({"folder": "/nowhere", "name": "ramify-weights-x"})
                 .take(chunk.info)
             )
         with pytest.raises(ValueError, match=r"bytes, and \d+ were carried"):
-            list(receivers[0].take({**chunk.info, "shapes": [[1 << 20] for _ in chunk.info["shapes"]]}))
+            list(
+                receivers[0].take(
+                    {**chunk.info, "shapes": [[1 << 20] for _ in chunk.info["shapes"]]}
+                )
+            )
         with pytest.raises(ValueError, match="do not describe tensors"):
-            list(receivers[0].take({**chunk.info, "dtype_names": ["int99" for _ in chunk.info["shapes"]]}))
+            list(
+                receivers[0].take(
+                    {**chunk.info, "dtype_names": ["int99" for _ in chunk.info["shapes"]]}
+                )
+            )
     with pytest.raises(ValueError, match="is no name of a buffer"):
         weight_sync_class("shared").receiver({"folder": "/etc", "name": "../passwd"})
 
@@ -342,9 +391,9 @@ def test_a_group_that_nobody_joins_is_not_waited_for_for_ever() -> None:
 
 def test_names_of_carriers() -> None:
     assert all(weight_sync_class(name).__doc__ for name in WEIGHT_SYNCS)
-    assert weight_sync_class("ramify.inference.weight_sync.shared_memory:SharedMemorySync") is weight_sync_class(
-        "shared"
-    )
+    assert weight_sync_class(
+        "ramify.inference.weight_sync.shared_memory:SharedMemorySync"
+    ) is weight_sync_class("shared")
     with pytest.raises(ConfigError, match=r"unknown carrier 'shred': did you mean 'shared'\?"):
         weight_sync_class("shred")
     with pytest.raises(ConfigError, match="cannot be imported"):

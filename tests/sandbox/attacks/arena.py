@@ -1,7 +1,9 @@
-"""Where attacks are tried: one sandbox with a sibling session, and around it all that an attacker would like to reach.
+"""Where attacks are tried: one sandbox with a sibling session, and around it all that an attacker
+would like to reach.
 
-Decides what an attack is measured by. A bystander process holds a secret and must live; a key file, a variable of the
-environment and listeners of every kind wait for a visitor; the sibling counts its own cells and must not miscount.
+Decides what an attack is measured by. A bystander process holds a secret and must live; a key file,
+a variable of the environment and listeners of every kind wait for a visitor; the sibling counts its
+own cells and must not miscount.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ from ramify.errors import HostCallError, SandboxError, SessionDied
 from ramify.sandbox.base import CellResult, Sandbox, SandboxSpec, Session, open_sandbox
 from ramify.sandbox.jail.provider import JailSandbox
 
-SPEC: dict[str, Any] = {"memory_bytes": 256 << 20, "cell_s": 30.0, "grace_s": 0.25, "max_output_bytes": 100_000}
+SPEC: dict[str, Any] = {
+    "memory_bytes": 256 << 20,
+    "cell_s": 30.0,
+    "grace_s": 0.25,
+    "max_output_bytes": 100_000,
+}
 SECRET_NAME = "RAMIFY_TEST_SECRET"
 _STRAY_FDS = 40
 """Descriptors that a pool may take or give back while one attack runs."""
@@ -41,7 +48,9 @@ while True: time.sleep(60)
 
 
 def start_victim() -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", VICTIM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", VICTIM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 async def answer(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -64,11 +73,20 @@ class Listeners:
         self.abstract = "ramify-" + secrets.token_hex(8)
         self.path = os.path.join(folder, "socket")
         self._all: list[socket.socket] = []
-        self.tcp = self._listen("tcp", socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)).getsockname()[1]
-        self.udp = self._listen("udp", socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)).getsockname()[1]
+        self.tcp = self._listen(
+            "tcp", socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)
+        ).getsockname()[1]
+        self.udp = self._listen(
+            "udp", socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)
+        ).getsockname()[1]
         self._listen("abstract", socket.AF_UNIX, socket.SOCK_STREAM, "\0" + self.abstract)
         self._listen("unix", socket.AF_UNIX, socket.SOCK_STREAM, self.path)
-        self._listen("abstract datagram", socket.AF_UNIX, socket.SOCK_DGRAM, "\0" + self.abstract + "-datagram")
+        self._listen(
+            "abstract datagram",
+            socket.AF_UNIX,
+            socket.SOCK_DGRAM,
+            "\0" + self.abstract + "-datagram",
+        )
         self._listen("unix datagram", socket.AF_UNIX, socket.SOCK_DGRAM, self.path + "-datagram")
         os.chmod(self.path, 0o777)
         os.chmod(self.path + "-datagram", 0o777)
@@ -114,7 +132,9 @@ class Arena:
     async def __aenter__(self) -> Arena:
         watch.adopt_orphans()
         folder = self._folder.name
-        self.secrets = {name: f"{name}-{secrets.token_hex(12)}" for name in ("file", "environment", "memory")}
+        self.secrets = {
+            name: f"{name}-{secrets.token_hex(12)}" for name in ("file", "environment", "memory")
+        }
         os.environ[SECRET_NAME] = self.secrets["environment"]
         os.chmod(folder, 0o755)
         self.key_file = os.path.join(folder, "id_ed25519")
@@ -145,10 +165,17 @@ class Arena:
         """A package that sessions may import, in a folder with things that they may not read."""
         secret = self.secrets["file"]
         texts = {
-            ".env": secret, ".git/config": secret, "id_rsa": secret, "settings.toml": secret, "conftest.py": f"k = '{secret}'",
-            "of_arena/__init__.py": "", "of_arena/inner/__init__.py": "", "of_arena/data.txt": "data",
-            "of_arena/.env": secret, "of_arena/inner/.netrc": secret,
-        }  # fmt: skip
+            ".env": secret,
+            ".git/config": secret,
+            "id_rsa": secret,
+            "settings.toml": secret,
+            "conftest.py": f"k = '{secret}'",
+            "of_arena/__init__.py": "",
+            "of_arena/inner/__init__.py": "",
+            "of_arena/data.txt": "data",
+            "of_arena/.env": secret,
+            "of_arena/inner/.netrc": secret,
+        }
         for name, text in texts.items():
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,11 +192,20 @@ class Arena:
     def facts(self) -> dict[str, Any]:
         """What the attacker knows of its surroundings."""
         return {
-            "key_file": self.key_file, "folder": self._folder.name, "home": os.path.expanduser("~"),
-            "tcp": self.listeners.tcp, "udp": self.listeners.udp, "abstract": self.listeners.abstract,
-            "unix": self.listeners.path, "host": os.getpid(), "victim": self.victim.pid, "address": self.address,
-            "length": len(self.secrets["memory"]), "secret_name": SECRET_NAME, "sibling": getattr(self.sibling, "pid", 0),
-        }  # fmt: skip
+            "key_file": self.key_file,
+            "folder": self._folder.name,
+            "home": os.path.expanduser("~"),
+            "tcp": self.listeners.tcp,
+            "udp": self.listeners.udp,
+            "abstract": self.listeners.abstract,
+            "unix": self.listeners.path,
+            "host": os.getpid(),
+            "victim": self.victim.pid,
+            "address": self.address,
+            "length": len(self.secrets["memory"]),
+            "secret_name": SECRET_NAME,
+            "sibling": getattr(self.sibling, "pid", 0),
+        }
 
     async def session(self, **options: Any) -> Session:
         """A session with the attacker's tools. It is closed after the attack."""
@@ -210,11 +246,17 @@ class Arena:
         verdict.reached = [line[9:] for line in text.splitlines() if line.startswith("!reached ")]
         verdict.refused = [line[9:] for line in text.splitlines() if line.startswith("!refused ")]
         verdict.detail = verdict.detail or text[-300:]
-        if verdict.ended == "error" and "ModuleNotFoundError" in verdict.detail and self.spec.provider != "process":
+        if (
+            verdict.ended == "error"
+            and "ModuleNotFoundError" in verdict.detail
+            and self.spec.provider != "process"
+        ):
             verdict.skipped = f"it cannot begin here: {verdict.detail.splitlines()[-1]}"
             return verdict
         if verdict.ended and verdict.ended not in attack.ends:
-            verdict.faults.append(f"it ended otherwise than {' or '.join(attack.ends)}: {verdict.ended}")
+            verdict.faults.append(
+                f"it ended otherwise than {' or '.join(attack.ends)}: {verdict.ended}"
+            )
         if (
             verdict.ended != "died"
             and "attempt(" in attack.code
@@ -222,7 +264,9 @@ class Arena:
         ):
             verdict.faults.append("it did not happen: its cell made too few attempts")
         verdict.faults += [
-            f"the secret of the {name} was seen" for name, value in self.secrets.items() if value in text
+            f"the secret of the {name} was seen"
+            for name, value in self.secrets.items()
+            if value in text
         ]
         verdict.faults += self._host_faults(attack, memory, fds)
         verdict.faults += await self._sibling_faults("after")
@@ -238,7 +282,9 @@ class Arena:
         except SessionDied as died:
             return "died", died.stdout, str(died)
         how, said = ended(ran), ran.cell.stdout + (ran.cell.value or "")
-        if how not in attack.ends and "died" in attack.ends:  # its end may have come before the news of its lie
+        if (
+            how not in attack.ends and "died" in attack.ends
+        ):  # its end may have come before the news of its lie
             try:
                 await session.run("1", answer=answer)
             except SessionDied as died:
@@ -288,7 +334,10 @@ class Arena:
         """What is there after the end that was not there before the beginning."""
         processes, fds = self.before
         watch.bury_orphans(processes)
-        faults = [f"process {pid} is left" for pid in watch.descendants(os.getpid()) - processes - {self.victim.pid}]
+        faults = [
+            f"process {pid} is left"
+            for pid in watch.descendants(os.getpid()) - processes - {self.victim.pid}
+        ]
         found = watch.open_descriptors()
         if len(found) > fds:
             faults.append(f"{len(found) - fds} descriptors are left, of: {sorted(found)}")

@@ -1,4 +1,5 @@
-"""What an attack is, and what is found out about it. The attacks themselves stand in one file per kind."""
+"""What an attack is, and what is found out about it. The attacks themselves stand in one file per
+kind."""
 
 from __future__ import annotations
 
@@ -22,19 +23,21 @@ class Attack(msgspec.Struct, frozen=True):
     name: str
     kind: str
     code: str = ""
-    """A cell. What it tries goes through ``attempt(label, f)`` of ``tools.py``; no label may be reached."""
+    """A cell. What it tries goes through ``attempt(label, f)`` of ``tools.py``; no label may be
+    reached."""
     act: Act | None = None
     """Instead of ``code``."""
     ends: tuple[str, ...] = ("ran",)
-    """How a contained attack may end: ``ran``, ``error`` (its cell raised), ``interrupted``, ``died``."""
+    """How a contained attack may end: ``ran``, ``error`` (its cell raised), ``interrupted``,
+    ``died``."""
     timeout_s: float = 30.0
     host_mb: int = 64
     """Most memory that the host may grow by meanwhile."""
     tries: int = 1
     """Fewest attempts that must have been made: an attack that did not happen was not contained."""
     without_walls: str = "reached"
-    """In a provider that does not isolate: ``reached``, ``contained`` there too, ``either`` by kernel, ``needs root`` to be
-    reached, or ``unsafe`` to try."""
+    """In a provider that does not isolate: ``reached``, ``contained`` there too, ``either`` by
+    kernel, ``needs root`` to be reached, or ``unsafe`` to try."""
     open_at: Mapping[str, str] = {}
     """Tier -> why it is not contained there, as the threat model says."""
     needs_fork: bool = False
@@ -50,7 +53,8 @@ class Verdict(msgspec.Struct):
     reached: list[str] = []
     refused: list[str] = []
     faults: list[str] = []
-    """What else is wrong: the host, a sibling or a bystander was hurt, something was left over, it did not happen."""
+    """What else is wrong: the host, a sibling or a bystander was hurt, something was left over, it
+    did not happen."""
     detail: str = ""
     """The end of what it printed, its error, why its session died."""
     seconds: float = 0.0

@@ -21,7 +21,8 @@ attack(
 attack(
     "shared memory of 8 GB",
     "memory",
-    "import mmap\ndef act():\n    m = mmap.mmap(-1, 8 << 30)\n    return len(m)\nattempt('map', act)",
+    "import mmap\ndef act():\n    m = mmap.mmap(-1, 8 << 30)\n    return len(m)\nattempt('map', "
+    "act)",
     without_walls="contained",
     ends=("ran", "error"),
 )
@@ -44,8 +45,10 @@ attempt('memfd', act)
 attack(
     "System V shared memory",
     "memory",
-    "attempt('shmget', lambda: kernel('shmget', 0, 1 << 20, 0o1600))\nattempt('msgget', lambda: kernel('msgget', 0, 0o1600))\n"
-    "attempt('semget', lambda: kernel('semget', 0, 4, 0o1600))\nattempt('mq_open', lambda: kernel('mq_open', b'ramify', 0o102, 0o600, None))",
+    "attempt('shmget', lambda: kernel('shmget', 0, 1 << 20, 0o1600))\nattempt('msgget', lambda: "
+    "kernel('msgget', 0, 0o1600))\n"
+    "attempt('semget', lambda: kernel('semget', 0, 4, 0o1600))\nattempt('mq_open', lambda: "
+    "kernel('mq_open', b'ramify', 0o102, 0o600, None))",
     tries=4,
 )
 attack(
@@ -114,7 +117,8 @@ attempt('clone CLONE_PARENT', child('clone', 17 | 0x8000, 0, 0, 0, 0))
 attack(
     "vfork",
     "processes",
-    "def act():\n    import os\n    pid = libc.vfork()\n    if pid == 0: libc._exit(0)\n    if pid < 0: raise OSError('refused')\n    return pid\nattempt('vfork', act)",
+    "def act():\n    import os\n    pid = libc.vfork()\n    if pid == 0: libc._exit(0)\n    if pid "
+    "< 0: raise OSError('refused')\n    return pid\nattempt('vfork', act)",
     without_walls="unsafe",
     ends=("ran", "died"),
 )
@@ -184,12 +188,15 @@ attempt('threads', act)
 """,
     ends=("ran", "error", "died"),
     timeout_s=60,
-    open_at=dict.fromkeys("BC", "without a user namespace, threads are bounded for all sessions together"),
+    open_at=dict.fromkeys(
+        "BC", "without a user namespace, threads are bounded for all sessions together"
+    ),
 )
 attack(
     "a multiprocessing pool",
     "processes",
-    "import multiprocessing as m\ndef act():\n    with m.get_context('fork').Pool(2) as p: return p.map(abs, [1, 2])\nattempt('pool', act)",
+    "import multiprocessing as m\ndef act():\n    with m.get_context('fork').Pool(2) as p: return "
+    "p.map(abs, [1, 2])\nattempt('pool', act)",
     timeout_s=3,
     ends=("ran", "error", "interrupted"),
     without_walls="unsafe",
@@ -223,8 +230,16 @@ print('printed after')
 """,
     **OUTPUT,
 )
-attack("an echo of 1 GB", code="class R:\n    def __repr__(self): return 'a' * (1 << 27)\nR()", **OUTPUT)
-attack("an exception with a text of 100 MB", code="raise ValueError('a' * 100_000_000)", **{**OUTPUT, "host_mb": 64})
+attack(
+    "an echo of 1 GB",
+    code="class R:\n    def __repr__(self): return 'a' * (1 << 27)\nR()",
+    **OUTPUT,
+)
+attack(
+    "an exception with a text of 100 MB",
+    code="raise ValueError('a' * 100_000_000)",
+    **{**OUTPUT, "host_mb": 64},
+)
 attack(
     "output while nothing runs",
     code="import threading, time\ndef f():\n    while True: print('late' * 1000)\nthreading.Thread(target=f, daemon=True).start()",
@@ -233,7 +248,8 @@ attack(
 attack(
     "every descriptor taken",
     "output",
-    "import os\nn = 0\ntry:\n    while True:\n        os.dup(0 if n % 2 else 1)\n        n += 1\nexcept OSError: pass\nprint(n)",
+    "import os\nn = 0\ntry:\n    while True:\n        os.dup(0 if n % 2 else 1)\n        n += "
+    "1\nexcept OSError: pass\nprint(n)",
     without_walls="contained",
 )
 attack(

@@ -38,16 +38,25 @@ async def two_worlds(arena: Arena, session: Any) -> str:
     await cell(branch, "x.append(2)\nprint('of the branch')")
     seen = await cell(session, "x")
     theirs = await cell(
-        branch, "x, attempt('kill the parent', lambda: __import__('os').kill(__import__('os').getppid() or 1, 0))"
+        branch,
+        "x, attempt('kill the parent', lambda: __import__('os').kill(__import__('os').getppid() or "
+        "1, 0))",
     )
     return told("the parent's names", seen != "[1]", seen) + theirs
 
 
-attack("a branch writes on its parent", "branches", act=two_worlds, needs_fork=True, without_walls="contained")
+attack(
+    "a branch writes on its parent",
+    "branches",
+    act=two_worlds,
+    needs_fork=True,
+    without_walls="contained",
+)
 
 
 async def grant_taken(arena: Arena, session: Any) -> str:
-    """A thread tries to make processes all the time, so that one of its tries meets the granted one."""
+    """A thread tries to make processes all the time, so that one of its tries meets the granted
+    one."""
     code = (
         MARK
         + """
@@ -73,7 +82,8 @@ threading.Thread(target=race, daemon=True).start()
 
 
 async def strays(session: Any, results: list[str], won: str) -> str:
-    """Processes of the attacker beyond the session and its branches. One that took a grant may live for a moment."""
+    """Processes of the attacker beyond the session and its branches. One that took a grant may live
+    for a moment."""
     from attacks.arena import marked_processes
 
     allowed = 1 + results.count("forked")
@@ -83,7 +93,9 @@ async def strays(session: Any, results: list[str], won: str) -> str:
             break
         await asyncio.sleep(0.02)
     said = f"{found} processes, {allowed} allowed, won {await cell(session, won)}: {results}"
-    return told("processes won in the race", found > allowed, said) + "\n".join(r for r in results if "!" in r)
+    return told("processes won in the race", found > allowed, said) + "\n".join(
+        r for r in results if "!" in r
+    )
 
 
 attack(
@@ -172,18 +184,30 @@ attack(
 
 
 async def hooks(arena: Arena, session: Any) -> str:
-    """Hooks that run around a fork: in the parent, in the branch, for ever. One burns its core, the others wait."""
+    """Hooks that run around a fork: in the parent, in the branch, for ever. One burns its core, the
+    others wait."""
 
     async def one(when: str) -> str:
         other, turn = await arena.session(), "pass" if when == "before" else "time.sleep(60)"
-        await cell(other, f"import os, time\ndef hang():\n    while True: {turn}\nos.register_at_fork({when}=hang)")
+        await cell(
+            other,
+            "import os, time\ndef hang():\n    while True: "
+            f"{turn}\nos.register_at_fork({when}=hang)",
+        )
         branch = await fork(arena, other)
         return told(f"a hook {when}", isinstance(branch, str) and "!" in branch, branch)
 
     return "".join(await asyncio.gather(*map(one, ("before", "after_in_parent", "after_in_child"))))
 
 
-attack("hooks that hang around the fork", "branches", act=hooks, needs_fork=True, without_walls="unsafe", timeout_s=40)
+attack(
+    "hooks that hang around the fork",
+    "branches",
+    act=hooks,
+    needs_fork=True,
+    without_walls="unsafe",
+    timeout_s=40,
+)
 
 
 async def lying_fork(arena: Arena, session: Any) -> str:
@@ -224,7 +248,13 @@ async def asked_twice(arena: Arena, session: Any) -> str:
     return text
 
 
-attack("a second fork after the granted one", "branches", act=asked_twice, needs_fork=True, without_walls="unsafe")
+attack(
+    "a second fork after the granted one",
+    "branches",
+    act=asked_twice,
+    needs_fork=True,
+    without_walls="unsafe",
+)
 
 
 async def tree_ends(arena: Arena, session: Any) -> str:
@@ -237,7 +267,9 @@ async def tree_ends(arena: Arena, session: Any) -> str:
             return told("no branch", True, branch)
         tree.append(branch)
     spinning = [
-        asyncio.create_task(cell(s, "import signal\nsignal.signal(2, signal.SIG_IGN)\nwhile True: pass", 60))
+        asyncio.create_task(
+            cell(s, "import signal\nsignal.signal(2, signal.SIG_IGN)\nwhile True: pass", 60)
+        )
         for s in tree[1:]
     ]
     await asyncio.sleep(0.1)
@@ -265,13 +297,19 @@ async def branch_reads_output(arena: Arena, session: Any) -> str:
         return told("no branch", True, branch)
     await cell(session, "print('only of the root ' * 10)")
     seen = await cell(
-        branch, "import os\nsize = os.fstat(1).st_size\nb'of the root' in os.pread(1, 1 << 20, 0) if size else False"
+        branch,
+        "import os\nsize = os.fstat(1).st_size\nb'of the root' in os.pread(1, 1 << 20, 0) if size "
+        "else False",
     )
     return told("the output of the root", "True" in seen, seen)
 
 
 attack(
-    "a branch reads its root's output", "branches", act=branch_reads_output, needs_fork=True, without_walls="contained"
+    "a branch reads its root's output",
+    "branches",
+    act=branch_reads_output,
+    needs_fork=True,
+    without_walls="contained",
 )
 
 
@@ -283,14 +321,23 @@ async def branch_forks_wide(arena: Arena, session: Any) -> str:
     from attacks.arena import marked_processes
 
     marked = len(marked_processes(patience_s=0))
-    return told("more processes than branches", marked > 11, marked) + told("refused branches", bad, bad)
+    return told("more processes than branches", marked > 11, marked) + told(
+        "refused branches", bad, bad
+    )
 
 
-attack("ten branches are ten processes", "branches", act=branch_forks_wide, needs_fork=True, without_walls="contained")
+attack(
+    "ten branches are ten processes",
+    "branches",
+    act=branch_forks_wide,
+    needs_fork=True,
+    without_walls="contained",
+)
 
 
 async def fork_in_a_call(arena: Arena, session: Any) -> str:
-    """A session that waits for the host is forked; only one of the two gets the host's answer twice."""
+    """A session that waits for the host is forked; only one of the two gets the host's answer
+    twice."""
     held: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     asked = asyncio.Event()
 
@@ -304,7 +351,17 @@ async def fork_in_a_call(arena: Arena, session: Any) -> str:
     held.set_result("answered")
     ran = await asyncio.wait_for(running, 60)
     later = branch if isinstance(branch, str) else "forked"
-    return told("a call answered wrongly", ran.cell.value != "'answered'", (ran.cell.value, ran.cell.error, later))
+    return told(
+        "a call answered wrongly",
+        ran.cell.value != "'answered'",
+        (ran.cell.value, ran.cell.error, later),
+    )
 
 
-attack("a fork in the middle of a call", "branches", act=fork_in_a_call, needs_fork=True, without_walls="contained")
+attack(
+    "a fork in the middle of a call",
+    "branches",
+    act=fork_in_a_call,
+    needs_fork=True,
+    without_walls="contained",
+)

@@ -1,4 +1,5 @@
-"""System calls that ordinary code never makes. Each must be refused before the kernel looks at its arguments."""
+"""System calls that ordinary code never makes. Each must be refused before the kernel looks at its
+arguments."""
 # ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from attacks.base import attack
@@ -26,7 +27,9 @@ for _kind, _names in GROUPS.items():
     attack(
         f"system calls: {_kind}",
         "system calls",
-        f"names = {_names.split()!r}\nfor name in names:\n    if has(name):\n        attempt(name, lambda: kernel(name, -1, 1, 1, 1, 1, 1))\nattempt('end', lambda: (_ for _ in ()).throw(Gone()))",
+        f"names = {_names.split()!r}\nfor name in names:\n    if has(name):\n        attempt(name, "
+        "lambda: kernel(name, -1, 1, 1, 1, 1, 1))\nattempt('end', lambda: (_ for _ in "
+        "()).throw(Gone()))",
         tries=2,
         without_walls="either" if "modules" in _kind else "reached",
     )

@@ -3,4 +3,14 @@
 from attacks import bombs, branches, calls, reach, relatives, runaway, sharing, wire
 from attacks.base import ATTACKS
 
-__all__ = ["ATTACKS", "bombs", "branches", "calls", "reach", "relatives", "runaway", "sharing", "wire"]
+__all__ = [
+    "ATTACKS",
+    "bombs",
+    "branches",
+    "calls",
+    "reach",
+    "relatives",
+    "runaway",
+    "sharing",
+    "wire",
+]

@@ -1,4 +1,5 @@
-"""A host with busy sessions, to be killed: ``python -m attacks.host PLAN`` prints the processes below it, and waits.
+"""A host with busy sessions, to be killed: ``python -m attacks.host PLAN`` prints the processes
+below it, and waits.
 
 PLAN is that of ``runner.py``.
 """
@@ -23,9 +24,12 @@ from ramify.sandbox.context import SharedContext
 
 CELLS = (
     "while True: pass",
-    "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: time.sleep(60)",
-    "import threading\nfor _ in range(3): threading.Thread(target=sum, args=(range(10 ** 13),)).start()",
-    "call_it = 1\nwhile True:\n    try:\n        while True: print('x' * 1000)\n    except BaseException: pass",
+    "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: "
+    "time.sleep(60)",
+    "import threading\nfor _ in range(3): threading.Thread(target=sum, args=(range(10 ** "
+    "13),)).start()",
+    "call_it = 1\nwhile True:\n    try:\n        while True: print('x' * 1000)\n    except "
+    "BaseException: pass",
 )
 
 
@@ -33,7 +37,10 @@ async def run(plan: Plan) -> None:
     sandbox = open_sandbox(SandboxSpec(provider=plan.provider, **{**SPEC, **plan.spec}))
     context = SharedContext("a line\n" * 1_000_000)
     try:
-        sessions = [await sandbox.open(context=context if number % 2 else None) for number in range(len(CELLS))]
+        sessions = [
+            await sandbox.open(context=context if number % 2 else None)
+            for number in range(len(CELLS))
+        ]
     except RamifyError as error:
         print(json.dumps({"refusal": str(error)}), flush=True)
         await sandbox.close()
@@ -45,7 +52,10 @@ async def run(plan: Plan) -> None:
         for number, session in enumerate(sessions)
     ]
     await asyncio.sleep(0.3)
-    print(json.dumps({"sessions": len(sessions), "below": sorted(watch.descendants(os.getpid()))}), flush=True)
+    print(
+        json.dumps({"sessions": len(sessions), "below": sorted(watch.descendants(os.getpid()))}),
+        flush=True,
+    )
     await asyncio.gather(*running)
 
 

@@ -1,7 +1,9 @@
-"""Makes the kernel of this process and all it starts as poor as those of other machines, by a filter of its own.
+"""Makes the kernel of this process and all it starts as poor as those of other machines, by a
+filter of its own.
 
-``A``: nothing is taken away. ``B``: no namespaces and no mounts, as in a container of Docker's defaults. ``C``: no
-Landlock either, as before Linux 5.13. The filter refuses; it cannot be told from a kernel that does.
+``A``: nothing is taken away. ``B``: no namespaces and no mounts, as in a container of Docker's
+defaults. ``C``: no Landlock either, as before Linux 5.13. The filter refuses; it cannot be told
+from a kernel that does.
 """
 
 from __future__ import annotations
@@ -20,15 +22,20 @@ _LANDLOCK, _CLONE3, _SECCOMP = 444, 435, (317, 277)
 
 def _program(tier: str) -> bytes:
     steps = [(_LOAD, 0, 0, 0)]  # the number of the call
-    refused = [(number[_COLUMN], _EPERM) for number in (_UNSHARE, _SETNS, _MOUNT, _PIVOT)] + [(_CLONE3, _ENOSYS)]
+    refused = [(number[_COLUMN], _EPERM) for number in (_UNSHARE, _SETNS, _MOUNT, _PIVOT)] + [
+        (_CLONE3, _ENOSYS)
+    ]
     if tier == "C":
         refused.append((_LANDLOCK, _ENOSYS))
     for number, error in refused:
         steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, error)]
     steps += [
-        (_EQUAL, 0, 3, _CLONE[_COLUMN]), (_LOAD, 0, 0, 16), (_ANY_BIT, 0, 1, _NEW_NAMESPACE), (_RETURN, 0, 0, _EPERM),
+        (_EQUAL, 0, 3, _CLONE[_COLUMN]),
+        (_LOAD, 0, 0, 16),
+        (_ANY_BIT, 0, 1, _NEW_NAMESPACE),
+        (_RETURN, 0, 0, _EPERM),
         (_RETURN, 0, 0, _ALLOW),
-    ]  # fmt: skip
+    ]
     return b"".join(struct.pack("HBBI", *step) for step in steps)
 
 

@@ -3,7 +3,21 @@
 
 from attacks.base import attack
 
-FOLDERS = ["/", "/etc", "/home", "/root", "/var", "/proc", "/sys", "/dev", "/tmp", "/run", "/mnt", "/opt", "/usr/bin"]
+FOLDERS = [
+    "/",
+    "/etc",
+    "/home",
+    "/root",
+    "/var",
+    "/proc",
+    "/sys",
+    "/dev",
+    "/tmp",
+    "/run",
+    "/mnt",
+    "/opt",
+    "/usr/bin",
+]
 
 attack(
     "the key file of the host",
@@ -18,7 +32,9 @@ attempt('linecache', lambda: linecache.getline(path, 1) or (_ for _ in ()).throw
 attempt('through ..', lambda: open('/usr/lib/../..' + path).read())
 attempt('through /proc/self/root', lambda: open('/proc/self/root' + path).read())
 attempt('through cwd', lambda: open(os.path.relpath(path, '/')).read())
-""".replace("import os, io, mmap, linecache, shutil, sqlite3 if False else os", "import os, linecache"),
+""".replace(
+        "import os, io, mmap, linecache, shutil, sqlite3 if False else os", "import os, linecache"
+    ),
     tries=7,
 )
 attack(
@@ -85,7 +101,8 @@ attempt('the folder', lambda: listed(folder))
 attack(
     "account files of the host",
     "files",
-    "for p in ('/etc/passwd', '/etc/group', '/etc/hosts', '/etc/hostname', '/etc/resolv.conf', '/etc/machine-id'):\n"
+    "for p in ('/etc/passwd', '/etc/group', '/etc/hosts', '/etc/hostname', '/etc/resolv.conf', "
+    "'/etc/machine-id'):\n"
     "    attempt(p, lambda: open(p).read(40))",
     tries=6,
 )
@@ -109,8 +126,10 @@ for folder in {FOLDERS!r} + [arena['home'], arena['folder']]:
 attack(
     "existence, size and time of files",
     "files",
-    "import os\nfor f in (os.stat, os.lstat, lambda p: os.statvfs(p).f_files, lambda p: os.access(p, os.R_OK) or (_ for _ in ()).throw(Gone())):\n"
-    "    attempt('stat', lambda: f(arena['key_file']))\nattempt('passwd', lambda: os.stat('/etc/passwd').st_size)",
+    "import os\nfor f in (os.stat, os.lstat, lambda p: os.statvfs(p).f_files, lambda p: "
+    "os.access(p, os.R_OK) or (_ for _ in ()).throw(Gone())):\n"
+    "    attempt('stat', lambda: f(arena['key_file']))\nattempt('passwd', lambda: "
+    "os.stat('/etc/passwd').st_size)",
     tries=5,
     open_at={"B": "Landlock does not hide names, sizes and times of files"},
 )
@@ -177,7 +196,8 @@ attempt('a folder that is still open', leave(lambda: [n for n in range(256) if o
 attempt('fchdir out', leave(lambda: [n for n in range(256) if not os.fchdir(n)]))
 """.replace("os.path.isdir(n)]", "is_folder(n)]").replace(
         "import os\n",
-        "import os, stat\ndef is_folder(n):\n    try: return stat.S_ISDIR(os.fstat(n).st_mode)\n    except OSError: return False\n",
+        "import os, stat\ndef is_folder(n):\n    try: return stat.S_ISDIR(os.fstat(n).st_mode)\n   "
+        " except OSError: return False\n",
         1,
     ),
     tries=3,
@@ -342,8 +362,10 @@ attempt('pidfd', lambda: kernel('pidfd_open', arena['victim'], 0))
 attack(
     "the process group",
     "signals",
-    "import os\nattempt('killpg', lambda: os.killpg(os.getpgid(os.getppid()) if os.getppid() else 1, 0))\n"
-    "attempt('its priority', lambda: os.setpriority(os.PRIO_PGRP, 0, 0))\nattempt('that of the victim', lambda: os.setpriority(os.PRIO_PROCESS, arena['victim'], 5))",
+    "import os\nattempt('killpg', lambda: os.killpg(os.getpgid(os.getppid()) if os.getppid() else "
+    "1, 0))\n"
+    "attempt('its priority', lambda: os.setpriority(os.PRIO_PGRP, 0, 0))\nattempt('that of the "
+    "victim', lambda: os.setpriority(os.PRIO_PROCESS, arena['victim'], 5))",
     tries=3,
 )
 attack(
@@ -488,7 +510,9 @@ attempt('the affinity', lambda: os.sched_getaffinity(arena['victim']))
 attempt('the scheduler', lambda: os.sched_getscheduler(arena['victim']))
 """,
     tries=5,
-    open_at=dict.fromkeys("BC", "the numbers, groups and scheduling of other processes can be asked for"),
+    open_at=dict.fromkeys(
+        "BC", "the numbers, groups and scheduling of other processes can be asked for"
+    ),
 )
 attack(
     "secrets of the host in this process's own memory",

@@ -53,7 +53,8 @@ READ = "any(ctypes.string_at(each + 2048, 13) == b'of a relative' for each in pl
 
 
 async def shared_memory(arena: Arena, session: Any) -> str:
-    """Memory that is mapped before a fork, in every way there is, and written by one process after it."""
+    """Memory that is mapped before a fork, in every way there is, and written by one process after
+    it."""
 
     async def one(name: str, code: str) -> str:
         other = await arena.session()
@@ -70,7 +71,14 @@ async def shared_memory(arena: Arena, session: Any) -> str:
     return "".join([await one(name, code) for name, code in WAYS.items()])
 
 
-attack("memory mapped before a fork", "branches", act=shared_memory, needs_fork=True, without_walls="unsafe", tries=9)
+attack(
+    "memory mapped before a fork",
+    "branches",
+    act=shared_memory,
+    needs_fork=True,
+    without_walls="unsafe",
+    tries=9,
+)
 
 
 async def output_seen(arena: Arena, session: Any) -> str:
@@ -85,13 +93,23 @@ async def output_seen(arena: Arena, session: Any) -> str:
         return told("views of the session's files", False, branch)
     await cell(
         session,
-        "print('a word of the origin ' * 10)\nos.write(1, b'a word of the origin')\ncall_host('echo', 'a word of the origin' * 5000)",
+        "print('a word of the origin ' * 10)\nos.write(1, b'a word of the "
+        "origin')\ncall_host('echo', 'a word of the origin' * 5000)",
     )
-    seen = await cell(branch, "sum(ctypes.string_at(each, 4096).count(b'word of the ' + b'origin') for each in views)")
+    seen = await cell(
+        branch,
+        "sum(ctypes.string_at(each, 4096).count(b'word of the ' + b'origin') for each in views)",
+    )
     return told("views of the session's files", seen != "0", seen)
 
 
-attack("views of a relative's output", "branches", act=output_seen, needs_fork=True, without_walls="unsafe")
+attack(
+    "views of a relative's output",
+    "branches",
+    act=output_seen,
+    needs_fork=True,
+    without_walls="unsafe",
+)
 
 # Hooks: keep every descriptor there is, in each process, by copies that nobody knows of.
 KEEP = r"""
@@ -133,11 +151,21 @@ async def hooks_that_keep(arena: Arena, session: Any) -> str:
             continue
         seen = [await cell(each, OPEN) for each in (other, branch)]
         kept = [await cell(each, "len(kept)") for each in (other, branch)]
-        text += told(f"hooks {name}", seen != ["[3, 1]"] * 2 or "0" in kept or "Error" in said, (seen, kept, said))
+        text += told(
+            f"hooks {name}",
+            seen != ["[3, 1]"] * 2 or "0" in kept or "Error" in said,
+            (seen, kept, said),
+        )
     return text
 
 
-attack("hooks that keep a relative's wire", "branches", act=hooks_that_keep, needs_fork=True, without_walls="unsafe")
+attack(
+    "hooks that keep a relative's wire",
+    "branches",
+    act=hooks_that_keep,
+    needs_fork=True,
+    without_walls="unsafe",
+)
 
 FORGE = r"""
 import json, os, socket, struct, threading, time
@@ -156,7 +184,8 @@ def hook():
 
 
 async def forged(arena: Arena, session: Any) -> str:
-    """A branch that speaks on the wire it inherited before it is a branch: as the session that waits for an answer."""
+    """A branch that speaks on the wire it inherited before it is a branch: as the session that
+    waits for an answer."""
 
     async def one(last: str) -> str:
         other, heard = await arena.session(), list[str]()
@@ -178,7 +207,9 @@ async def forged(arena: Arena, session: Any) -> str:
         except RamifyError as error:
             value = f"{type(error).__name__}: {error}"
         said = (heard, value, str(branch)[:60])
-        return told(f"frames of a branch, then {last}", heard != ["wait"] or value != "'true'", said)
+        return told(
+            f"frames of a branch, then {last}", heard != ["wait"] or value != "'true'", said
+        )
 
     return "".join(await asyncio.gather(one("return"), one("time.sleep(60)")))
 
@@ -204,7 +235,11 @@ async def forks_at_once(arena: Arena, session: Any) -> str:
     marked = len(marked_processes(patience_s=0))
     tries = "attempt('one more', lambda: os.fork() or os._exit(0))"
     more = [await cell(each, f"import os\n{tries}") for each in [session, *others, *found[:4]]]
-    return told("forks refused", bad, bad) + told("processes", marked > 4 + len(found), marked) + "\n".join(more)
+    return (
+        told("forks refused", bad, bad)
+        + told("processes", marked > 4 + len(found), marked)
+        + "\n".join(more)
+    )
 
 
 attack(
@@ -223,13 +258,26 @@ async def taken_wires(arena: Arena, session: Any) -> str:
     text = await cell(session, f"import ctypes, os\n{ask}attempt('before', ask)")
     branch = await fork(arena, session)
     for each in (session, branch):
-        text += told("no branch", True, branch) if isinstance(each, str) else await cell(each, "attempt('after', ask)")
+        text += (
+            told("no branch", True, branch)
+            if isinstance(each, str)
+            else await cell(each, "attempt('after', ask)")
+        )
     other = await arena.session()
     took = "took = []\ndef twice():\n    for _ in range(3):\n        try: took.append(ask())\n        except OSError: pass\nos.register_at_fork(after_in_child=twice, before=twice)"
     await cell(other, f"import ctypes, os\n{ask}{took}")
     branch = await fork(arena, other)
-    said = [await cell(each, "1 + 1") if not isinstance(each, str) else each for each in (other, branch)]
+    said = [
+        await cell(each, "1 + 1") if not isinstance(each, str) else each for each in (other, branch)
+    ]
     return text + told("the session after it", said[0] != "2", said)
 
 
-attack("wires taken by code", "branches", act=taken_wires, needs_fork=True, without_walls="unsafe", timeout_s=60)
+attack(
+    "wires taken by code",
+    "branches",
+    act=taken_wires,
+    needs_fork=True,
+    without_walls="unsafe",
+    timeout_s=60,
+)

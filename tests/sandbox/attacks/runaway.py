@@ -5,17 +5,30 @@ from attacks.base import attack
 
 STOPS = {"kind": "runaway", "timeout_s": 0.3, "without_walls": "contained"}
 POLITE = {**STOPS, "ends": ("interrupted", "died")}
-"""Python code that does not fight: an interrupt ends it, or where a call of C swallows it, the kill. So does a busy machine, on which
-a guest does not come to its interrupt within the short time of grace."""
+"""Python code that does not fight: an interrupt ends it, or where a call of C swallows it, the
+kill. So does a busy machine, on which a guest does not come to its interrupt within the short time
+of grace."""
 RUDE = {**STOPS, "ends": ("died", "interrupted")}
 
 attack("an endless loop", code="while True: pass", **POLITE)
 attack("a long sleep", code="import time\ntime.sleep(1000)", **POLITE)
-attack("a wait for a lock", code="import threading\nl = threading.Lock()\nl.acquire()\nl.acquire()", **POLITE)
-attack("a regular expression that explodes", code="import re\nre.match('(a+)+$', 'a' * 40 + 'b')", **POLITE)
+attack(
+    "a wait for a lock",
+    code="import threading\nl = threading.Lock()\nl.acquire()\nl.acquire()",
+    **POLITE,
+)
+attack(
+    "a regular expression that explodes",
+    code="import re\nre.match('(a+)+$', 'a' * 40 + 'b')",
+    **POLITE,
+)
 attack("a huge power", code="x = 7 ** (10 ** 8)", **POLITE)
 attack("a sum in C over a huge range", code="sum(range(10 ** 13))", **POLITE)
-attack("a huge integer as text", code="import sys\nsys.set_int_max_str_digits(0)\nstr(7 ** 3_000_000)", **POLITE)
+attack(
+    "a huge integer as text",
+    code="import sys\nsys.set_int_max_str_digits(0)\nstr(7 ** 3_000_000)",
+    **POLITE,
+)
 attack(
     "a loop that swallows every exception",
     code="import time\nwhile True:\n    try:\n        while True: pass\n    except BaseException: pass",

@@ -1,7 +1,7 @@
 """Tries attacks in a process of its own: ``python -m attacks.runner PLAN``, as whoever runs it.
 
-PLAN is JSON: ``{"provider", "tier", "spec", "names", "landlock"}``. Prints a line of JSON per attack as it ends, then
-one line about what was left over after all was closed.
+PLAN is JSON: ``{"provider", "tier", "spec", "names", "landlock"}``. Prints a line of JSON per
+attack as it ends, then one line about what was left over after all was closed.
 """
 
 from __future__ import annotations

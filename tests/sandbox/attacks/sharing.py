@@ -1,4 +1,5 @@
-"""Attacks on sessions of the same sandbox, and on what they share: a context, the process they are forked from."""
+"""Attacks on sessions of the same sandbox, and on what they share: a context, the process they are
+forked from."""
 # ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ context[:10]
     hurt = [
         await cell(
             s,
-            "context[:6], hash(context[:5000]) == hash('a line of the context\\n' * 300) or context[:5000] == ('a line of the context\\n' * 300)[:5000]",
+            "context[:6], hash(context[:5000]) == hash('a line of the context\\n' * 300) or "
+            "context[:5000] == ('a line of the context\\n' * 300)[:5000]",
         )
         for s in (sibling, later)
     ]
@@ -55,7 +57,13 @@ context[:10]
     return said + told("the context of siblings", not right, hurt)
 
 
-attack("the shared context written over", "siblings", act=write_over_context, without_walls="contained", host_mb=128)
+attack(
+    "the shared context written over",
+    "siblings",
+    act=write_over_context,
+    without_walls="contained",
+    host_mb=128,
+)
 
 
 async def write_through_descriptors(arena: Arena, session: Session) -> str:
@@ -82,15 +90,24 @@ wrote
 
 
 attack(
-    "the file of the context written", "siblings", act=write_through_descriptors, without_walls="contained", host_mb=128
+    "the file of the context written",
+    "siblings",
+    act=write_through_descriptors,
+    without_walls="contained",
+    host_mb=128,
 )
 
 
 async def leave_files(arena: Arena, session: Session) -> str:
     other, text = await arena.session(), ""
     for path in ("/tmp/by-attack", "/dev/shm/by-attack", "by-attack", "/var/tmp/by-attack"):
-        await cell(session, f"try: open({path!r}, 'w').write('here')\nexcept OSError as error: print(error)")
-        seen = await cell(other, f"try: print(open({path!r}).read())\nexcept OSError as error: print('no', error)")
+        await cell(
+            session,
+            f"try: open({path!r}, 'w').write('here')\nexcept OSError as error: print(error)",
+        )
+        seen = await cell(
+            other, f"try: print(open({path!r}).read())\nexcept OSError as error: print('no', error)"
+        )
         await cell(session, f"import os\ntry: os.unlink({path!r})\nexcept OSError: pass")
         text += told(path, seen.startswith("here"), seen)
     return text
@@ -104,11 +121,13 @@ async def meet_by_socket(arena: Arena, session: Session) -> str:
     name = "\\0by-attack-meeting"
     await cell(
         session,
-        f"import socket\ntry:\n    s = socket.socket(socket.AF_UNIX); s.bind('{name}'); s.listen()\nexcept OSError as e: print(e)",
+        f"import socket\ntry:\n    s = socket.socket(socket.AF_UNIX); s.bind('{name}'); "
+        "s.listen()\nexcept OSError as e: print(e)",
     )
     seen = await cell(
         other,
-        f"import socket\ntry:\n    t = socket.socket(socket.AF_UNIX); t.connect('{name}'); print('met')\nexcept OSError as e: print('no', e)",
+        f"import socket\ntry:\n    t = socket.socket(socket.AF_UNIX); t.connect('{name}'); "
+        "print('met')\nexcept OSError as e: print('no', e)",
     )
     return told("a meeting", seen.startswith("met"), seen)
 
@@ -132,7 +151,9 @@ async def meet_by_locks(arena: Arena, session: Session) -> str:
     other = await arena.session()
     take = "import fcntl, os, json\ntry:\n    f = open(json.__file__)\n    fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)\n    print('locked')\nexcept OSError as e: print('no', e)"
     first, second = await cell(session, take), await cell(other, take)
-    return told("a lock seen", first.startswith("locked") and second.startswith("no"), (first, second))
+    return told(
+        "a lock seen", first.startswith("locked") and second.startswith("no"), (first, second)
+    )
 
 
 attack("locks on shared files as a channel", "siblings", act=meet_by_locks)

@@ -1,7 +1,9 @@
-"""Every attack, at every tier, as root and as an ordinary user: contained, or not where the threat model says so.
+"""Every attack, at every tier, as root and as an ordinary user: contained, or not where the threat
+model says so.
 
-One process per tier and user tries all attacks (``runner.py``); here each verdict is a test of its own. What a machine
-cannot show is skipped with its reason. Without walls, the same attacks must reach their goals.
+One process per tier and user tries all attacks (``runner.py``); here each verdict is a test of its
+own. What a machine cannot show is skipped with its reason. Without walls, the same attacks must
+reach their goals.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Place(NamedTuple):
 
 
 def place(as_root: bool, home: str) -> Place:
-    """For an ordinary user: a Python that they may run, and a package that they may read (``other_user.py``)."""
+    """For an ordinary user: a Python that they may run, and a package that they may read
+    (``other_user.py``)."""
     os.chmod(home, 0o777)
     if as_root or not IS_ROOT:
         return Place(sys.executable, env_of(own_path(), home), {})
@@ -62,31 +65,50 @@ def place(as_root: bool, home: str) -> Place:
 
 def env_of(path: tuple[str, ...], home: str) -> dict[str, str]:
     return {
-        "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1", "HOME": home, "TMPDIR": home,
-        "LANG": "C.UTF-8", "PATH": os.environ["PATH"],
-    }  # fmt: skip
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": home,
+        "TMPDIR": home,
+        "LANG": "C.UTF-8",
+        "PATH": os.environ["PATH"],
+    }
 
 
 def plan_of(provider: str, tier: str, names: tuple[str, ...] = (), landlock: int = 0) -> str:
     spec = {} if provider == "process" else {"allow_weaker": True, "tier": "C"}
-    return json.dumps({"provider": provider, "tier": tier, "names": names, "spec": spec, "landlock": landlock})
+    return json.dumps(
+        {"provider": provider, "tier": tier, "names": names, "spec": spec, "landlock": landlock}
+    )
 
 
 @functools.cache
-def findings(provider: str, tier: str, as_root: bool, names: tuple[str, ...] = (), landlock: int = 0) -> Findings:
+def findings(
+    provider: str, tier: str, as_root: bool, names: tuple[str, ...] = (), landlock: int = 0
+) -> Findings:
     """Run all attacks once. What stops the whole runner is its complaint."""
     with tempfile.TemporaryDirectory(prefix="attacks-") as home:
         python, env, whoami = place(as_root, home)
         done = subprocess.run(
             [python, "-m", "attacks.runner", plan_of(provider, tier, names, landlock)],
-            capture_output=True, text=True, env=env, cwd="/", timeout=400, check=False, start_new_session=True, **whoami,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            env=env,
+            cwd="/",
+            timeout=400,
+            check=False,
+            start_new_session=True,
+            **whoami,
+        )
         left = sorted(path.name for path in Path(home).iterdir())
     lines = [msgspec.json.decode(line, type=Line) for line in done.stdout.splitlines()]
     verdicts = {line.verdict.name: line.verdict for line in lines if isinstance(line, Told)}
     opening = next((line for line in lines if isinstance(line, Opening)), None)
     closing = next((line for line in lines if isinstance(line, Closing)), None)
-    complaint = "" if done.returncode == 0 else f"the runner ended with {done.returncode}: {done.stderr.strip()[-500:]}"
+    complaint = (
+        ""
+        if done.returncode == 0
+        else f"the runner ended with {done.returncode}: {done.stderr.strip()[-500:]}"
+    )
     if left and closing is not None:
         closing.faults.append(f"in the folder for temporary files is left: {left}")
     return Findings(opening, verdicts, closing, complaint)
@@ -97,10 +119,13 @@ Started = dict[tuple[str, bool], Future[Findings]]
 
 @pytest.fixture(scope="module")
 def started(request: pytest.FixtureRequest) -> Started:
-    """The runners of the tests that were chosen, two at a time: much of what they do is waiting for a limit of time."""
+    """The runners of the tests that were chosen, two at a time: much of what they do is waiting for
+    a limit of time."""
     pool = ThreadPoolExecutor(2)
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    keys = dict.fromkeys((each["tier"], each["as_root"]) for each in chosen if {"tier", "as_root"} <= each.keys())
+    keys = dict.fromkeys(
+        (each["tier"], each["as_root"]) for each in chosen if {"tier", "as_root"} <= each.keys()
+    )
     return {
         (tier, as_root): pool.submit(findings, "jail", tier, as_root)
         for tier, as_root in keys
@@ -126,7 +151,11 @@ def of_jail(started: Started, tier: str, as_root: bool) -> Findings:
 
 slow = pytest.mark.slow  # whoever works on the jail tries tier A as themselves; the rest is CI's
 WHO = pytest.mark.parametrize(
-    "as_root", [pytest.param(True, id="root"), pytest.param(False, id="user", marks=[slow] if IS_ROOT else [])]
+    "as_root",
+    [
+        pytest.param(True, id="root"),
+        pytest.param(False, id="user", marks=[slow] if IS_ROOT else []),
+    ],
 )
 pytestmark = pytest.mark.timeout(600)  # whichever test comes first waits for a whole runner
 TIERS = ["A", pytest.param("B", marks=slow), pytest.param("C", marks=slow)]
@@ -144,7 +173,9 @@ def test_contained(started: Started, tier: str, as_root: bool, name: str) -> Non
         pytest.skip(verdict.skipped)
     assert verdict.faults == [], verdict
     if tier in attack.open_at:
-        assert verdict.reached, f"it is contained here, though said to be open at tier {tier}: {attack.open_at[tier]}"
+        assert verdict.reached, (
+            f"it is contained here, though said to be open at tier {tier}: {attack.open_at[tier]}"
+        )
     else:
         assert verdict.reached == [], verdict
 
@@ -158,7 +189,11 @@ ON_FILES = tuple(name for name, attack in ATTACKS.items() if attack.kind == "fil
 def test_contained_by_an_older_landlock(landlock: int, as_root: bool, name: str) -> None:
     """Tier B of Linux 5.13, 5.19 and 6.7: the first two do not know the right to empty a file."""
     if sys.platform != "linux" or (as_root and not IS_ROOT):
-        pytest.skip("these tests need Linux" if sys.platform != "linux" else "these tests do not run as root")
+        pytest.skip(
+            "these tests need Linux"
+            if sys.platform != "linux"
+            else "these tests do not run as root"
+        )
     found = findings("jail", "B", as_root, ON_FILES, landlock)
     assert found.opening is not None, found.complaint
     if found.opening.refusal or found.opening.tier != "B":
@@ -183,15 +218,21 @@ def test_the_host_is_killed(started: Started, tier: str, as_root: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="attacks-") as home:
         python, env, whoami = place(as_root, home)
         command = [python, "-m", "attacks.host", plan_of("jail", tier)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd="/", **whoami) as host:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=env, cwd="/", **whoami
+        ) as host:
             assert host.stdout is not None
             said = json.loads(host.stdout.readline())
             began = {pid: start_time(pid) for pid in said["below"]}
             assert len(began) > said["sessions"]
             host.send_signal(signal.SIGKILL)
         until = time.monotonic() + 60
-        while (left := [pid for pid, start in began.items() if start_time(pid) == start]) or os.listdir(home):
-            assert time.monotonic() < until, f"processes {left} and {os.listdir(home)} outlive the host"
+        while (
+            left := [pid for pid, start in began.items() if start_time(pid) == start]
+        ) or os.listdir(home):
+            assert time.monotonic() < until, (
+                f"processes {left} and {os.listdir(home)} outlive the host"
+            )
             time.sleep(0.02)
 
 
@@ -207,7 +248,8 @@ TRIED = tuple(name for name, attack in ATTACKS.items() if is_tried(attack))
 
 @pytest.mark.parametrize("name", TRIED)
 def test_is_an_attack(name: str) -> None:
-    """Against a provider that does not isolate, each reaches its goal, or is one that every provider contains."""
+    """Against a provider that does not isolate, each reaches its goal, or is one that every
+    provider contains."""
     found = findings("process", "A", IS_ROOT, TRIED)
     assert name in found.verdicts, found.complaint
     verdict, wanted = found.verdicts[name], ATTACKS[name].without_walls

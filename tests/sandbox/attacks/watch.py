@@ -1,4 +1,5 @@
-"""What the arena watches while an attack runs: processes, descriptors and memory, as this kernel tells them."""
+"""What the arena watches while an attack runs: processes, descriptors and memory, as this kernel
+tells them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def parents() -> dict[int, int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+                state, parent = (
+                    Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+                )
             except OSError:
                 continue
             if state not in "ZX":
@@ -39,11 +42,14 @@ def descendants(root: int) -> set[int]:
 
 
 def bury_orphans(ours: set[int]) -> None:
-    """Take leave of dead orphans, but not of the children in ``ours``, for whom someone else waits."""
+    """Take leave of dead orphans, but not of the children in ``ours``, for whom someone else
+    waits."""
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in ours:
             try:
-                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+                state, parent = (
+                    Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+                )
                 if state == "Z" and int(parent) == os.getpid():
                     os.waitpid(int(entry), os.WNOHANG)
             except OSError:

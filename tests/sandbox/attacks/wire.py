@@ -1,4 +1,5 @@
-"""Code that speaks on the wire in the guest's place. It may end its own session and nothing else."""
+"""Code that speaks on the wire in the guest's place. It may end its own session and nothing
+else."""
 # ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from ramify.sandbox.base import Session
 if TYPE_CHECKING:
     from attacks.arena import Arena
 
-LIE = {"kind": "wire", "without_walls": "contained", "ends": ("died", "ran", "error", "interrupted"), "timeout_s": 3}
+LIE = {
+    "kind": "wire",
+    "without_walls": "contained",
+    "ends": ("died", "ran", "error", "interrupted"),
+    "timeout_s": 3,
+}
 DONE = "{'op': 'done', 'id': %s, 'value': None, 'error': None, 'restored': [], 'note': None, 'chars': 0}"
 
 attack(
@@ -32,8 +38,14 @@ attack(
     code="import os\nos.write(sock_fd(), b'\\xff\\xff\\xff\\x7f\\x01')",
     **{**LIE, "ends": ("died",)},
 )
-attack("a length of 0", code="import os\nos.write(sock_fd(), bytes(64))", **{**LIE, "ends": ("died",)})
-attack("noise", code="import os, random\nos.write(sock_fd(), random.randbytes(1 << 20))", **{**LIE, "ends": ("died",)})
+attack(
+    "a length of 0", code="import os\nos.write(sock_fd(), bytes(64))", **{**LIE, "ends": ("died",)}
+)
+attack(
+    "noise",
+    code="import os, random\nos.write(sock_fd(), random.randbytes(1 << 20))",
+    **{**LIE, "ends": ("died",)},
+)
 attack(
     "a frame of almost 256 MB, byte by byte late",
     code="import os, time, struct\nos.write(sock_fd(), struct.pack('<IBI', 250 << 20, 1, 2) + b'{}')\nchunk = b'a' * (1 << 20)\nfor _ in range(40): os.write(sock_fd(), chunk)\ntime.sleep(60)",
@@ -59,12 +71,26 @@ attack(
     code="say({'op': 'call', 'id': 1, 'name': 'x', 'tags': True, 'value': [[{'$': 'int', 'v': '9' * 1_000_000}], {}]})",
     **LIE,
 )
-attack("an own end, forged", code=f"say({DONE % 2})\nsay({DONE % 2})\nimport time\ntime.sleep(60)", **LIE)
-attack("the end of another cell", code=f"for id in range(1000): say({DONE % 'id'})", **{**LIE, "ends": ("died", "ran")})
-attack("a flood of ends", code=f"while True: say({DONE % 1})", **LIE)
-attack("a second hello", code="say({'op': 'hello', 'pid': arena['host']})", **{**LIE, "ends": ("died",)})
 attack(
-    "a request that only the host makes", code="say({'op': 'run', 'id': 1, 'code': '1'})", **{**LIE, "ends": ("died",)}
+    "an own end, forged",
+    code=f"say({DONE % 2})\nsay({DONE % 2})\nimport time\ntime.sleep(60)",
+    **LIE,
+)
+attack(
+    "the end of another cell",
+    code=f"for id in range(1000): say({DONE % 'id'})",
+    **{**LIE, "ends": ("died", "ran")},
+)
+attack("a flood of ends", code=f"while True: say({DONE % 1})", **LIE)
+attack(
+    "a second hello",
+    code="say({'op': 'hello', 'pid': arena['host']})",
+    **{**LIE, "ends": ("died",)},
+)
+attack(
+    "a request that only the host makes",
+    code="say({'op': 'run', 'id': 1, 'code': '1'})",
+    **{**LIE, "ends": ("died",)},
 )
 attack("an unknown operation", code="say({'op': 'fork', 'id': 1})", **{**LIE, "ends": ("died",)})
 attack(
@@ -98,11 +124,14 @@ time.sleep(60)
 
 
 async def flood_then_interrupt(arena: Arena, session: Session) -> str:
-    """More calls at once than the host takes: it stops reading, and yet an interrupt must get through."""
+    """More calls at once than the host takes: it stops reading, and yet an interrupt must get
+    through."""
     asyncio.get_running_loop().call_later(0.5, session.interrupt, "deadline")
     started = time.monotonic()
     said = await cell(
-        session, "for id in range(1, 100_000): say({'op': 'call', 'id': id, 'name': 'sleep', 'value': [[9], {}]})"
+        session,
+        "for id in range(1, 100_000): say({'op': 'call', 'id': id, 'name': 'sleep', 'value': [[9], "
+        "{}]})",
     )
     return told("time past the deadline", time.monotonic() - started > 20, said)
 
@@ -113,7 +142,11 @@ attack(
     code="for id in (5, 4, 4, 0): say({'op': 'call', 'id': id, 'name': 'echo', 'value': [[1], {}]})",
     **{**LIE, "ends": ("died",)},
 )
-attack("the wire closed", code="import os\nos.close(sock_fd())\nwhile True: pass", **{**LIE, "ends": ("died", "error")})
+attack(
+    "the wire closed",
+    code="import os\nos.close(sock_fd())\nwhile True: pass",
+    **{**LIE, "ends": ("died", "error")},
+)
 attack(
     "the wire shut down one way",
     code="import socket\nsocket.socket(fileno=sock_fd()).shutdown(socket.SHUT_WR)\nwhile True: pass",

@@ -56,7 +56,14 @@ def batch() -> list[Group]:
 
 def roots(*rewards: float) -> list[Group]:
     """One group of single calls, of one token each."""
-    return [group(*(named(f"{index}", tree(call("0", 1), reward=reward)) for index, reward in enumerate(rewards)))]
+    return [
+        group(
+            *(
+                named(f"{index}", tree(call("0", 1), reward=reward))
+                for index, reward in enumerate(rewards)
+            )
+        )
+    ]
 
 
 def advantages(assigned: AssignedStep) -> dict[str, list[float]]:
@@ -78,9 +85,12 @@ HALF_STD = 0.5 / (math.sqrt(0.5) + 1e-6)  # of returns 1, 0
 
 
 def test_grpo_over_the_four_rewards_of_a_worked_example() -> None:
-    """A right answer, and wrong ones with 0, 4 and 12 tool calls: rewards 1, -1.1, -0.9, -0.6 of mean -0.4."""
+    """A right answer, and wrong ones with 0, 4 and 12 tool calls: rewards 1, -1.1, -0.9, -0.6 of
+    mean -0.4."""
     rewards = [1, -1.1, -0.9, -0.6]
-    assert baseline.mean_std(rewards) == pytest.approx([1.464917, -0.732458, -0.523185, -0.209274], abs=2e-6)
+    assert baseline.mean_std(rewards) == pytest.approx(
+        [1.464917, -0.732458, -0.523185, -0.209274], abs=2e-6
+    )
     assert baseline.mean(rewards) == pytest.approx([1.4, -0.7, -0.5, -0.2])
     assert baseline.mean_std([0.3] * 4) == [0] * 4
 
@@ -106,7 +116,9 @@ def test_grpo_over_the_four_rewards_of_a_worked_example() -> None:
 def test_one_success_of_four(algorithm: Any, wanted: list[float]) -> None:
     found = [
         values[0]
-        for values in advantages(algorithm.assign_advantages(roots(1, 0, 0, 0), {}, every_token=True)).values()
+        for values in advantages(
+            algorithm.assign_advantages(roots(1, 0, 0, 0), {}, every_token=True)
+        ).values()
     ]
     assert found == pytest.approx(wanted, abs=1e-6)
 
@@ -123,11 +135,27 @@ WHOLE = [1] * 6 + [0] * 4 + [1] * 10  # every call's return: the child's own 0, 
         (MaxRL(credit="root"), [0.5 / (0.5 + 1e-6)] * 6 + [-0.5 / (0.5 + 1e-6)] * 4, None),
         (PassAtK(credit="root"), [2 * HALF_STD] * 6, None),
         (OPO(credit="root"), [0.4] * 6 + [-0.6] * 4, None),  # the mean by length is 6/10
-        (OPO(credit="per_role"), [1 - 3 / 7] * 3 + [-3 / 7] * 4, None),  # roots of 3 and 4 tokens; the child is alone
-        (Hierarchical(), [0.5] * 3 + [-0.5] * 4, None),  # only a0 asked the child: nothing to compare it with
-        (ReinforcePPBaseline(credit="root"), whitened(*[0.5] * 6 + [-0.5] * 4 + [0] * 10)[:10], [0.0] * 10),
+        (
+            OPO(credit="per_role"),
+            [1 - 3 / 7] * 3 + [-3 / 7] * 4,
+            None,
+        ),  # roots of 3 and 4 tokens; the child is alone
+        (
+            Hierarchical(),
+            [0.5] * 3 + [-0.5] * 4,
+            None,
+        ),  # only a0 asked the child: nothing to compare it with
+        (
+            ReinforcePPBaseline(credit="root"),
+            whitened(*[0.5] * 6 + [-0.5] * 4 + [0] * 10)[:10],
+            [0.0] * 10,
+        ),
         (ReinforcePP(), whitened(*WHOLE)[:10], whitened(*WHOLE)[10:]),
-        (RAE(memory={"rlm@0": 0.5, "rlm@1": 0.25}), [0.5] * 3 + [0.75] * 3 + [-0.5] * 4, [0.5] * 10),
+        (
+            RAE(memory={"rlm@0": 0.5, "rlm@1": 0.25}),
+            [0.5] * 3 + [0.75] * 3 + [-0.5] * 4,
+            [0.5] * 10,
+        ),
         (
             RAE(),
             [1] * 6,
@@ -142,7 +170,9 @@ def test_the_known_batch(algorithm: Any, a: list[float], b: list[float] | None) 
     found = advantages(algorithm.assign_advantages(batch(), {}))
     of_a = [value for name, values in found.items() if name[0] == "a" for value in values]
     of_b = [value for name, values in found.items() if name[0] == "b" for value in values]
-    if isinstance(algorithm, ReinforcePPBaseline):  # groups without signal stay in, about a mean of 0.05
+    if isinstance(
+        algorithm, ReinforcePPBaseline
+    ):  # groups without signal stay in, about a mean of 0.05
         b = whitened(*[0.5] * 6 + [-0.5] * 4 + [0] * 10)[10:]
     assert of_a == pytest.approx(a, abs=1e-6)
     assert of_b == pytest.approx(b or [], abs=1e-6)
@@ -155,11 +185,15 @@ def test_the_order_of_groups_and_rollouts_does_not_matter(name: str) -> None:
     for each in back:
         each.trajectories.reverse()
     found, again = algorithm.assign_advantages(there, {}), algorithm.assign_advantages(back, {})
-    assert advantages(again) == {key: pytest.approx(values, abs=1e-12) for key, values in advantages(found).items()}
+    assert advantages(again) == {
+        key: pytest.approx(values, abs=1e-12) for key, values in advantages(found).items()
+    }
     assert (again.denominators, again.memory) == (found.denominators, found.memory)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k", "opo", "gdpo", "hierarchical"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k", "opo", "gdpo", "hierarchical"]
+)
 def test_a_group_of_one_or_of_equals_teaches_nothing(name: str) -> None:
     """Two public stacks give the one its raw reward."""
     for rewards in ((1.0,), (0.3, 0.3, 0.3)):
@@ -180,12 +214,19 @@ def test_baselines() -> None:
 
 
 def test_gdpo_compares_each_reward_on_its_own() -> None:
-    """correct 1, 0 and short 0, 0.1 with weight 0.5: 0.7071 - 0.3536 for the first, though short is ten times smaller."""
+    """correct 1, 0 and short 0, 0.1 with weight 0.5: 0.7071 - 0.3536 for the first, though short is
+    ten times smaller."""
     groups = roots(1, 0)
-    groups[0].trajectories[0].rewards["short"], groups[0].trajectories[1].rewards["short"] = 0.0, 0.1
+    groups[0].trajectories[0].rewards["short"], groups[0].trajectories[1].rewards["short"] = (
+        0.0,
+        0.1,
+    )
     found = advantages(GDPO(normalise=False).assign_advantages(groups, {"short": 0.5}))
     small = 0.05 / (0.1 * math.sqrt(0.5) + 1e-6)
-    assert found == {"0/0": pytest.approx([HALF_STD - 0.5 * small]), "1/0": pytest.approx([-HALF_STD + 0.5 * small])}
+    assert found == {
+        "0/0": pytest.approx([HALF_STD - 0.5 * small]),
+        "1/0": pytest.approx([-HALF_STD + 0.5 * small]),
+    }
     with pytest.raises(ConfigError, match="let the task score length as one of them"):
         GDPO(length_weight=0.1)
 
@@ -227,8 +268,9 @@ def learnt(row: Row, name: str) -> list[float]:
 
 
 def test_gae_goes_from_one_sampled_token_to_the_next() -> None:
-    """A call of turns of 2 and 1 tokens with an observation between them, which came to 1; V = 0.2, 0.5, 0.6, γ = 0.9,
-    λ = 0.5: δ = 0.9·0.5 - 0.2, 0.9·0.6 - 0.5, 1 - 0.6; Â_3 = 0.4, Â_2 = 0.04 + 0.45·0.4, Â_1 = 0.25 + 0.45·Â_2."""
+    """A call of turns of 2 and 1 tokens with an observation between them, which came to 1; V = 0.2,
+    0.5, 0.6, γ = 0.9, λ = 0.5: δ = 0.9·0.5 - 0.2, 0.9·0.6 - 0.5, 1 - 0.6; Â_3 = 0.4, Â_2 = 0.04 +
+    0.45·0.4, Â_1 = 0.25 + 0.45·Â_2."""
     algorithm = PPO(gamma=0.9, lam=0.5, normalise=False)
     (row,) = rows_of(algorithm, [group(tree(call("0", 2, 1), reward=1))])
     assert learnt(row, "rewards") == [0, 0, 1]
@@ -238,7 +280,9 @@ def test_gae_goes_from_one_sampled_token_to_the_next() -> None:
     third, second = 0.4, 0.04 + 0.45 * 0.4
     first = 0.25 + 0.45 * second
     assert learnt(row, "advantages") == pytest.approx([first, second, third], abs=1e-6)
-    assert learnt(row, "returns") == pytest.approx([first + 0.2, second + 0.5, third + 0.6], abs=1e-6)
+    assert learnt(row, "returns") == pytest.approx(
+        [first + 0.2, second + 0.5, third + 0.6], abs=1e-6
+    )
     assert row.advantages[row.rl == 0].tolist() == [0] * int((row.rl == 0).sum())
     returns = np.array([first + 0.2, second + 0.5, 1.0])
     assert measured["explained_variance"] == pytest.approx(
@@ -250,8 +294,12 @@ def test_ppo_normalises_over_the_whole_step_and_trains_children_by_their_own_ret
     algorithm = PPO()
     rows = rows_of(algorithm, batch(), values=0.0)
     assert {row.name: learnt(row, "rewards")[-1] for row in rows} == {
-        "a0/call=0": 1, "a0/call=0.0": 1, "a1/call=0": 0, "b0/call=0": 1, "b1/call=0": 1,
-    }  # fmt: skip
+        "a0/call=0": 1,
+        "a0/call=0.0": 1,
+        "a1/call=0": 0,
+        "b0/call=0": 1,
+        "b1/call=0": 1,
+    }
     finish(algorithm, rows)
     found = [value for row in rows for value in learnt(row, "advantages")]
     assert found == pytest.approx(whitened(*WHOLE), abs=1e-6)
@@ -259,8 +307,13 @@ def test_ppo_normalises_over_the_whole_step_and_trains_children_by_their_own_ret
 
 
 def test_a_call_in_two_rows_is_one_line_of_tokens() -> None:
-    """Row splitting changes nothing: the KL of the second part reaches the first, and so do γ and λ."""
-    for algorithm in (PPO(lam=0.5, kl_reward=0.1), ReinforcePP(gamma=0.9, kl_reward=0.1), DrGRPO(kl_reward=0.1)):
+    """Row splitting changes nothing: the KL of the second part reaches the first, and so do γ and
+    λ."""
+    for algorithm in (
+        PPO(lam=0.5, kl_reward=0.1),
+        ReinforcePP(gamma=0.9, kl_reward=0.1),
+        DrGRPO(kl_reward=0.1),
+    ):
         options = {"values": 0.3, "old_logprobs": -1.0, "ref_logprobs": -1.5}
         whole = rows_of(algorithm, batch(), **options)
         parts = []
@@ -268,7 +321,11 @@ def test_a_call_in_two_rows_is_one_line_of_tokens() -> None:
             (first,) = np.flatnonzero(row.rl)[:1]
             for keeps in (np.arange(len(row)) <= first, np.arange(len(row)) > first):
                 streams = {name: each.copy() for name, each in row.streams.items()}
-                copy = {"rl": row.rl * keeps, "advantages": row.advantages.copy(), "streams": streams}
+                copy = {
+                    "rl": row.rl * keeps,
+                    "advantages": row.advantages.copy(),
+                    "streams": streams,
+                }
                 parts.append(msgspec.structs.replace(row, **copy))
         finish(algorithm, whole)
         finish(algorithm, parts)
@@ -278,7 +335,8 @@ def test_a_call_in_two_rows_is_one_line_of_tokens() -> None:
 
 
 def test_kl_in_the_reward_is_charged_to_the_token_and_those_before_it() -> None:
-    """o - ref = 0.5 at each of 3 tokens, β = 0.1: -0.15, -0.1, -0.05 beside what the rollout earned."""
+    """o - ref = 0.5 at each of 3 tokens, β = 0.1: -0.15, -0.1, -0.05 beside what the rollout
+    earned."""
     algorithm = DrGRPO(kl_reward=0.1)
     assert needs_of(algorithm).streams == {"old_logprobs", "ref_logprobs"}
     groups = [group(*(named(f"{r}", tree(call("0", 2, 1), reward=r)) for r in (1, 0)))]
@@ -298,7 +356,13 @@ def test_kl_in_the_reward_is_charged_to_the_token_and_those_before_it() -> None:
 
 def test_reinforce_pp_discounts_by_sampled_tokens() -> None:
     found = ReinforcePP(gamma=0.5).assign_advantages(
-        [group(named("x", tree(call("0", 2, 1), reward=1)), named("y", tree(call("0", 1), reward=0)))], {}
+        [
+            group(
+                named("x", tree(call("0", 2, 1), reward=1)),
+                named("y", tree(call("0", 1), reward=0)),
+            )
+        ],
+        {},
     )
     assert [value for values in advantages(found).values() for value in values] == pytest.approx(
         whitened(0.25, 0.5, 1, 0), abs=1e-6
@@ -317,7 +381,8 @@ def test_a_reward_that_is_no_number_is_named_and_its_group_goes_on() -> None:
     ]
     assert found.metrics["failed_rollouts"] == 2
     child = group(
-        named("x", tree(call("0", 1), call("0.0", 1, reward=math.inf), reward=1)), *roots(0, 1)[0].trajectories
+        named("x", tree(call("0", 1), call("0.0", 1, reward=math.inf), reward=1)),
+        *roots(0, 1)[0].trajectories,
     )
     assert DrGRPO().assign_advantages([child], {}).notes == [
         "x is left out of its group: it has the reward own=inf of call 0.0"
@@ -326,7 +391,12 @@ def test_a_reward_that_is_no_number_is_named_and_its_group_goes_on() -> None:
 
 def test_many_that_failed_are_counted() -> None:
     found = DrGRPO().assign_advantages(
-        [group(*(named(f"{n}", tree(reward=None)) for n in range(9)), *roots(1, 0)[0].trajectories)], {}
+        [
+            group(
+                *(named(f"{n}", tree(reward=None)) for n in range(9)), *roots(1, 0)[0].trajectories
+            )
+        ],
+        {},
     )
     assert len(found.rollouts) == 2
     assert found.notes[0] == "0 is left out of its group: it has no call"
@@ -335,7 +405,10 @@ def test_many_that_failed_are_counted() -> None:
 
 def test_cut_off_rollouts_can_be_masked_by_every_estimator() -> None:
     groups = [
-        group(named("x", tree(call("0", 2, stop=Stop.MAX_TOKENS), reward=1)), named("y", tree(call("0", 2), reward=0)))
+        group(
+            named("x", tree(call("0", 2, stop=Stop.MAX_TOKENS), reward=1)),
+            named("y", tree(call("0", 2), reward=0)),
+        )
     ]
     for name in ALGORITHMS:
         if name in ("sft", "remax", "hybrid"):  # the last wraps another, whose options it takes
@@ -347,10 +420,13 @@ def test_cut_off_rollouts_can_be_masked_by_every_estimator() -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("ppo", {"lam": 1.5}), ("reinforce_pp", {"gamma": -0.1}), ("rae", {"decay": 1.0}), ("grpo", {"kl_reward": -1.0}),
+        ("ppo", {"lam": 1.5}),
+        ("reinforce_pp", {"gamma": -0.1}),
+        ("rae", {"decay": 1.0}),
+        ("grpo", {"kl_reward": -1.0}),
         ("grpo", {"reduction": "seq_mean_token_sum_norm"}),
     ],
-)  # fmt: skip
+)
 def test_options_that_mean_nothing(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ALGORITHMS.of(name)(**options)

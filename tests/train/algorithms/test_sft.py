@@ -7,7 +7,9 @@ from tests.train.trees import call, group, tree
 
 
 def test_every_token_that_was_said_weighs_the_same() -> None:
-    found = SFT().assign_advantages([group(tree(call("0", 2, 1), call("0.0", 3)), tree(call("0", 4), reward=0))], {})
+    found = SFT().assign_advantages(
+        [group(tree(call("0", 2, 1), call("0.0", 3)), tree(call("0", 4), reward=0))], {}
+    )
     assert [{key: s.ce for key, s in each.credits.items()} for each in found.rollouts] == [
         {("0", 0): [1, 1], ("0", 1): [1], ("0.0", 0): [1, 1, 1]}, {("0", 0): [1, 1, 1, 1]},
     ]  # fmt: skip
@@ -26,13 +28,29 @@ def test_rejection_sampling_learns_from_the_good_ones() -> None:
 
 
 def test_children_by_their_own_reward() -> None:
-    batch = [group(tree(call("0", 1), call("0.0", 1, reward=1), call("0.1", 1, reward=0), call("0.2", 1), reward=1))]
-    learnt = [key[0] for key in SFT(min_call_reward=1).assign_advantages(batch, {}).rollouts[0].credits]
+    batch = [
+        group(
+            tree(
+                call("0", 1),
+                call("0.0", 1, reward=1),
+                call("0.1", 1, reward=0),
+                call("0.2", 1),
+                reward=1,
+            )
+        )
+    ]
+    learnt = [
+        key[0] for key in SFT(min_call_reward=1).assign_advantages(batch, {}).rollouts[0].credits
+    ]
     assert learnt == ["0", "0.0", "0.2"]
-    assert [key[0] for key in SFT(children=False).assign_advantages(batch, {}).rollouts[0].credits] == ["0"]
+    assert [
+        key[0] for key in SFT(children=False).assign_advantages(batch, {}).rollouts[0].credits
+    ] == ["0"]
 
 
 def test_plain_calls_are_learnt_when_asked() -> None:
     batch = [group(tree(call("0", 1), call("0.0", 1, kind="lm")))]
     assert [key[0] for key in SFT().assign_advantages(batch, {}).rollouts[0].credits] == ["0"]
-    assert [key[0] for key in SFT(llm_calls=True).assign_advantages(batch, {}).rollouts[0].credits] == ["0", "0.0"]
+    assert [
+        key[0] for key in SFT(llm_calls=True).assign_advantages(batch, {}).rollouts[0].credits
+    ] == ["0", "0.0"]

@@ -14,10 +14,19 @@ from ramify.types.sequence import TokenSequence
 
 VOCAB = 61
 CONFIG = Qwen3Config(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.3, tie_word_embeddings=True,
-    bos_token_id=None, eos_token_id=None,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+    initializer_range=0.3,
+    tie_word_embeddings=True,
+    bos_token_id=None,
+    eos_token_id=None,
+)
 
 
 def policy(config: Any = CONFIG, seed: int = 0) -> Policy:
@@ -37,7 +46,9 @@ def as_module(config: Any) -> Policy:
     return Policy(AutoModelForCausalLM.from_config(config).eval(), None, None, config, 0, "small")  # type: ignore[arg-type]
 
 
-def row(name: str, prompt: list[int], num_sampled: int, rng: np.random.Generator, **more: Any) -> TokenSequence:
+def row(
+    name: str, prompt: list[int], num_sampled: int, rng: np.random.Generator, **more: Any
+) -> TokenSequence:
     """``prompt``, then random tokens of which each third is given and the others carry loss."""
     ids = np.concatenate([prompt, rng.integers(0, VOCAB, num_sampled)]).astype(np.int64)
     mask = (np.arange(len(ids)) >= len(prompt)) & (np.arange(len(ids)) % 3 > 0)
@@ -52,7 +63,8 @@ def row(name: str, prompt: list[int], num_sampled: int, rng: np.random.Generator
 
 
 def tree(seed: int = 0) -> list[TokenSequence]:
-    """Two tasks; of the first five siblings under one prompt, three of which go on from a shared fork."""
+    """Two tasks; of the first five siblings under one prompt, three of which go on from a shared
+    fork."""
     rng = np.random.default_rng(seed)
     prompt, other = rng.integers(0, VOCAB, 23).tolist(), rng.integers(0, VOCAB, 5).tolist()
     fork = [*prompt, *rng.integers(0, VOCAB, 11).tolist()]

@@ -1,6 +1,8 @@
-"""Two processes over gloo: what one process computes, to 1e-5; resumed to the bit; a rank that is lost, by name.
+"""Two processes over gloo: what one process computes, to 1e-5; resumed to the bit; a rank that is
+lost, by name.
 
-One launch serves all tests of this file but the last, in this order; the last ones begin with killing a rank.
+One launch serves all tests of this file but the last, in this order; the last ones begin with
+killing a rank.
 """
 
 from __future__ import annotations
@@ -37,16 +39,23 @@ from tests.train.backends.small import CONFIG, VOCAB, policy, tree
 LOSS = LossSpec(policy=DppoTv(pull=0.1), entropy=0.01)
 FP32 = ComputeSpec(precision="fp32")
 GPT2 = GPT2Config(
-    vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2, bos_token_id=1,
+    vocab_size=VOCAB,
+    n_embd=32,
+    n_layer=2,
+    n_head=4,
+    n_positions=128,
+    initializer_range=0.2,
+    bos_token_id=1,
     eos_token_id=2,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpRanks]:
     torch.set_num_threads(1)
     found = FsdpRanks(
-        ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=200)), dumps=tmp_path_factory.mktemp("dumps")
+        ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=200)),
+        dumps=tmp_path_factory.mktemp("dumps"),
     )
     yield found
     found.close()
@@ -82,7 +91,9 @@ def check_gradients(model: FsdpModel, single: SingleBackend) -> None:
         assert apart[name] <= 1e-4 * norm, name
 
 
-def check_steps(model: FsdpModel, fsdp: FsdpBackend, single: SingleBackend, batches: Any, num: int) -> None:
+def check_steps(
+    model: FsdpModel, fsdp: FsdpBackend, single: SingleBackend, batches: Any, num: int
+) -> None:
     for step in range(num):
         ours, theirs = (each.forward_backward(batches, LOSS) for each in (fsdp, single))
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
@@ -131,7 +142,9 @@ def test_ways_to_lie_and_to_keep_change_nothing(ranks: FsdpRanks, way: Any):
     )
 
 
-@pytest.mark.parametrize("formula", [Gspo(), Gmpo(), KlCov(share=0.2)], ids=lambda formula: type(formula).__name__)
+@pytest.mark.parametrize(
+    "formula", [Gspo(), Gmpo(), KlCov(share=0.2)], ids=lambda formula: type(formula).__name__
+)
 def test_formulas_that_look_beyond_a_token(ranks: FsdpRanks, formula: Any):
     """Over whole sequences, and over the whole step; the idle rank has neither."""
     rows = [msgspec.structs.replace(each, ce=None) for each in tree()]
@@ -147,12 +160,15 @@ def test_formulas_that_look_beyond_a_token(ranks: FsdpRanks, formula: Any):
 
 @pytest.mark.parametrize("kind", ["shared", "own"])
 def test_a_critic_is_that_of_one_process(ranks: FsdpRanks, kind: str, tmp_path: Path):
-    """On the policy's layers and as a model of its own: what it says, how both learn, and what a checkpoint holds."""
+    """On the policy's layers and as a model of its own: what it says, how both learn, and what a
+    checkpoint holds."""
     rows = tree()
     for row in rows:
         row.ce = None
         row.streams["values"] = np.zeros(len(row), np.float32)
-        row.streams["returns"] = np.where(row.rl != 0, 0.7 if row.name.startswith("fork") else -0.3, 0).astype("f4")
+        row.streams["returns"] = np.where(
+            row.rl != 0, 0.7 if row.name.startswith("fork") else -0.3, 0
+        ).astype("f4")
     batches, optim = pack(rows, PackingSpec(max_tokens=60)), OptimizerSpec(lr=1e-3)
     single: Any = SingleBackend(policy(), optim, FP32, critic=True)
 
@@ -196,23 +212,27 @@ def test_in_bf16_it_is_nearly_the_same(ranks: FsdpRanks):
 
 
 def test_a_critic_in_bf16_says_what_it_says_in_fp32(ranks: FsdpRanks):
-    """On the policy's layers, whose products are bf16, while the value head's are not: what it says after some steps is
-    nearly what one process says in fp32, and is not rounded to bf16."""
+    """On the policy's layers, whose products are bf16, while the value head's are not: what it says
+    after some steps is nearly what one process says in fp32, and is not rounded to bf16."""
     rows = tree()
     for row in rows:
         row.ce = None
         row.streams["values"] = np.zeros(len(row), np.float32)
-        row.streams["returns"] = np.where(row.rl != 0, 0.7 if row.name.startswith("fork") else -0.3, 0).astype("f4")
+        row.streams["returns"] = np.where(
+            row.rl != 0, 0.7 if row.name.startswith("fork") else -0.3, 0
+        ).astype("f4")
     batches, optim = pack(rows, PackingSpec(max_tokens=60)), OptimizerSpec(lr=1e-3)
     single = SingleBackend(policy(), optim, FP32, critic=True)
     for gather in ("layer", "step"):
         compute = ComputeSpec(precision="bf16", shard=ShardSpec(ranks=2, gather=gather))  # type: ignore[arg-type]
-        fsdp = ranks.spread(CONFIG, policy().model.state_dict(), compute=compute, critic=True).backend(
-            optim, critic=True
-        )
+        fsdp = ranks.spread(
+            CONFIG, policy().model.state_dict(), compute=compute, critic=True
+        ).backend(optim, critic=True)
         backends = (fsdp, single) if single.version == 0 else (fsdp,)
         for _ in range(4):
-            measured = [each.forward_backward(batches, LOSS) | each.optim_step() for each in backends]
+            measured = [
+                each.forward_backward(batches, LOSS) | each.optim_step() for each in backends
+            ]
             assert measured[0]["value_loss"] == pytest.approx(measured[-1]["value_loss"], rel=0.02)
         ours, wanted = (np.concatenate(each.values(batches)) for each in (fsdp, single))
         np.testing.assert_allclose(ours, wanted, atol=0.05 * np.abs(wanted).max())
@@ -249,7 +269,9 @@ def test_logprobs_are_of_the_weights_as_they_are(ranks: FsdpRanks):
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_resuming_is_bit_identical(ranks: FsdpRanks, kind: Any, tmp_path: Path):
     """The checkpoint is written while the run that wrote it goes on."""
-    optim = OptimizerSpec(kind=kind, lr=0.01, weight_decay=0.1, schedule="linear", warmup_steps=2, num_steps=6)
+    optim = OptimizerSpec(
+        kind=kind, lr=0.01, weight_decay=0.1, schedule="linear", warmup_steps=2, num_steps=6
+    )
     batches = pack(tree(), PackingSpec(max_tokens=60))
 
     def steps(backend: FsdpBackend, num: int) -> list[dict[str, float]]:
@@ -271,8 +293,10 @@ def test_resuming_is_bit_identical(ranks: FsdpRanks, kind: Any, tmp_path: Path):
         assert torch.equal(ours, theirs), name
     assert resumed.save(tmp_path / "other") is None
     assert sorted(path.name for path in (tmp_path / "other/shards").iterdir()) == [
-        ".metadata", "__0_0.distcp", "__1_0.distcp",
-    ]  # fmt: skip
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+    ]
 
 
 def test_a_state_that_does_not_fit_is_refused(ranks: FsdpRanks, checkpoint: Path, tmp_path: Path):
@@ -281,11 +305,16 @@ def test_a_state_that_does_not_fit_is_refused(ranks: FsdpRanks, checkpoint: Path
     wider = copy.deepcopy(CONFIG)
     wider.intermediate_size = 64
     other = ranks.spread(wider, policy(wider).model.state_dict())
-    with pytest.raises(ConfigError, match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there and \(32, 64\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there and \(32, 64\)",
+    ):
         other.backend().load(tmp_path)
     with pytest.raises(ConfigError, match=r"optim\.kind is adamw there and muon here"):
         spread(ranks).backend(OptimizerSpec(kind="muon")).load(tmp_path)
-    with pytest.raises(ConfigError, match=r"nowhere holds no state of ranks: it has no trainer\.pt"):
+    with pytest.raises(
+        ConfigError, match=r"nowhere holds no state of ranks: it has no trainer\.pt"
+    ):
         fsdp.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"gpt2\d has no tensor 'model.embed_tokens.weight'"):
         ranks.spread(CONFIG, checkpoint)
@@ -299,13 +328,19 @@ def test_what_is_exported_is_a_plain_checkpoint(ranks: FsdpRanks, checkpoint: Pa
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
         assert loaded.dtype == torch.float32
         wanted = AutoModelForCausalLM.from_config(config).eval()
-        weights = source if isinstance(source, dict) else loaded.__class__.from_pretrained(checkpoint).state_dict()
+        weights = (
+            source
+            if isinstance(source, dict)
+            else loaded.__class__.from_pretrained(checkpoint).state_dict()
+        )
         wanted.load_state_dict(weights)
         with torch.no_grad():
             assert torch.equal(loaded(input_ids=ids).logits, wanted(input_ids=ids).logits)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing:FutureWarning"
+)  # peft asks transformers by an old name
 def test_adapters_are_those_of_one_process(ranks: FsdpRanks, tmp_path: Path):
     """As ``train/lora.py`` has them; only they are sent, and without them the model is the base."""
     lora = AdapterSpec(rank=2, alpha=6.0, targets=("q_proj", "down_proj"), seed=3)
@@ -351,19 +386,25 @@ def test_a_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
     lora = AdapterSpec(rank=2, alpha=4.0)
     batches = pack(tree(), PackingSpec(max_tokens=60))
     first, second = (
-        ranks.spread(CONFIG, policy().model.state_dict(), lora, shard(save_async=False)).backend() for _ in range(2)
+        ranks.spread(CONFIG, policy().model.state_dict(), lora, shard(save_async=False)).backend()
+        for _ in range(2)
     )
     first.forward_backward(batches, LOSS)
     first.optim_step()
     first.save(tmp_path)
     second.load(tmp_path)
     assert first.forward_backward(batches, LOSS) == second.forward_backward(batches, LOSS)
-    with pytest.raises(ConfigError, match=r"'model.embed_tokens.weight' is None there and \(61, 32\) here"):
+    with pytest.raises(
+        ConfigError, match=r"'model.embed_tokens.weight' is None there and \(61, 32\) here"
+    ):
         spread(ranks).backend().load(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"lora.targets=\('qproj',\): no linear module is called so; there are down_proj"
+        ConfigError,
+        match=r"lora.targets=\('qproj',\): no linear module is called so; there are down_proj",
     ):
-        ranks.spread(CONFIG, policy().model.state_dict(), msgspec.structs.replace(lora, targets=("qproj",)))
+        ranks.spread(
+            CONFIG, policy().model.state_dict(), msgspec.structs.replace(lora, targets=("qproj",))
+        )
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_and_no_more(ranks: FsdpRanks):
@@ -371,7 +412,8 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_no_more(ranks: FsdpRanks)
     rows[4].sampler_logprobs[:] = np.nan
     fsdp = spread(ranks).backend()
     with pytest.raises(
-        TrainError, match="step 1 is not finite at 7 entries, the first of them token 23 of sequence sib"
+        TrainError,
+        match="step 1 is not finite at 7 entries, the first of them token 23 of sequence sib",
     ):
         fsdp.forward_backward(pack(rows, PackingSpec(max_tokens=60)), LOSS)
     assert fsdp.optim_step()["grad_norm"] == 0.0
@@ -382,7 +424,9 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_no_more(ranks: FsdpRanks)
     )
 
 
-def test_a_rank_that_is_killed_is_named_and_another_number_of_ranks_goes_on(ranks: FsdpRanks, tmp_path: Path):
+def test_a_rank_that_is_killed_is_named_and_another_number_of_ranks_goes_on(
+    ranks: FsdpRanks, tmp_path: Path
+):
     """The checkpoint of two ranks is read by one, and gives the steps that two would have made."""
     optim = OptimizerSpec(lr=0.01)
     batches = pack(tree(), PackingSpec(max_tokens=60))
@@ -394,7 +438,9 @@ def test_a_rank_that_is_killed_is_named_and_another_number_of_ranks_goes_on(rank
     wanted.append(fsdp.forward_backward(batches, LOSS)["loss"])
     (process,) = ranks.rank_group.processes
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(TrainError, match=rf"rank 1 \(process {process.pid} on .*\) is lost: .*killed by signal 9"):
+    with pytest.raises(
+        TrainError, match=rf"rank 1 \(process {process.pid} on .*\) is lost: .*killed by signal 9"
+    ):
         fsdp.forward_backward(batches, LOSS)
     with pytest.raises(TrainError, match=r"rank 1 .* is lost"):
         fsdp.logprobs(batches)
@@ -423,7 +469,9 @@ class Sleeper(DppoTv, frozen=True, kw_only=True, tag="sleeper"):
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_with_its_stack(tmp_path: Path):
-    ranks = FsdpRanks(ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=10)), dumps=tmp_path)
+    ranks = FsdpRanks(
+        ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=10)), dumps=tmp_path
+    )
     try:
         fsdp = spread(ranks).backend()
         loss = LossSpec(policy=Sleeper())  # type: ignore[arg-type]
@@ -440,17 +488,28 @@ def test_a_rank_that_stands_still_is_named_with_its_stack(tmp_path: Path):
 
 
 def test_what_does_not_fit_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match=r"6 ranks do not fit a mesh of 4 replicas: 6 = 4 x 1 \+ 2"):
+    with pytest.raises(
+        ConfigError, match=r"6 ranks do not fit a mesh of 4 replicas: 6 = 4 x 1 \+ 2"
+    ):
         ShardSpec(ranks=6, replicas=4)
     with pytest.raises(ConfigError, match=r"1 ranks do not fit a mesh of 2 replicas"):
         FsdpRanks(ComputeSpec(shard=ShardSpec(replicas=2)))
-    with pytest.raises(ConfigError, match="offload moves weights from a GPU to main memory; this run has no GPU"):
+    with pytest.raises(
+        ConfigError, match="offload moves weights from a GPU to main memory; this run has no GPU"
+    ):
         FsdpRanks(ComputeSpec(shard=ShardSpec(offload=True)))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port={port} cannot be had .*another run may have it"):
+        with pytest.raises(
+            ConfigError, match=f"port={port} cannot be had .*another run may have it"
+        ):
             FsdpRanks(ComputeSpec(shard=ShardSpec(ranks=2, port=port)))
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "4"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "1"),
+    ):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"compute.shard.ranks=2, but torchrun started 4"):
         FsdpRanks(ComputeSpec(shard=ShardSpec(ranks=2)))

@@ -1,4 +1,5 @@
-"""Freed memory is used again without new pages; in a process of its own, since it cannot be undone."""
+"""Freed memory is used again without new pages; in a process of its own, since it cannot be
+undone."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 def test_freed_memory_stays():
     def faults(how: str) -> tuple[str, int]:
-        done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, check=True
+        )
         kept, num = done.stdout.split()
         return kept, int(num)
 

@@ -1,4 +1,5 @@
-"""Every loss and correction on the real backend: the same loss and gradient however a step is cut, packed, split or ordered.
+"""Every loss and correction on the real backend: the same loss and gradient however a step is cut,
+packed, split or ordered.
 
 A loss over whole sequences refuses rows that were split; all others are the same over them.
 """
@@ -17,10 +18,24 @@ from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.backends.own_critic import SeparateCritic
 from ramify.train.backends.single import SingleBackend
-from ramify.train.corrections import CORRECTIONS, GeometricMask, IcePop, Opsm, SequenceTis, WorstTokenMask
+from ramify.train.corrections import (
+    CORRECTIONS,
+    GeometricMask,
+    IcePop,
+    Opsm,
+    SequenceTis,
+    WorstTokenMask,
+)
 from ramify.train.loss import LossSpec
 from ramify.train.pack import ComputeCost, PackingSpec, pack
-from ramify.train.policy_losses import POLICY_LOSSES, ClipCov, CriticOnlyLoss, ImportanceSampling, KlCov, PpoClip
+from ramify.train.policy_losses import (
+    POLICY_LOSSES,
+    ClipCov,
+    CriticOnlyLoss,
+    ImportanceSampling,
+    KlCov,
+    PpoClip,
+)
 from ramify.types.sequence import Batch, TokenSequence
 from tests.train.backends.small import policy, tree
 
@@ -39,30 +54,48 @@ CLOSE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def rows() -> list[TokenSequence]:
-    """With old log-probabilities near the policy's own, the sampler's near these, and all else that a loss may read."""
+    """With old log-probabilities near the policy's own, the sampler's near these, and all else that
+    a loss may read."""
     found, backend, rng = tree(), SingleBackend(policy()), np.random.default_rng(1)
     batches = pack(found)
     for batch, logprobs in zip(batches, backend.logprobs(batches), strict=True):
         for index in batch.sequences:
             mine = batch.owners[:, 0] == index
             each, tokens = found[index], batch.owners[mine, 1]
-            for name, scale in (("old_logprobs", 0.2), ("ref_logprobs", 0.5), ("values", 0.3), ("returns", 1.0)):
+            for name, scale in (
+                ("old_logprobs", 0.2),
+                ("ref_logprobs", 0.5),
+                ("values", 0.3),
+                ("returns", 1.0),
+            ):
                 column = np.zeros(len(each), np.float32)
-                column[tokens] = rng.normal(logprobs[mine] if name.endswith("logprobs") else 0.0, scale)
+                column[tokens] = rng.normal(
+                    logprobs[mine] if name.endswith("logprobs") else 0.0, scale
+                )
                 each.streams[name] = column
-            each.sampler_logprobs[tokens] = each.streams["old_logprobs"][tokens] + rng.normal(0, 0.2, mine.sum())
+            each.sampler_logprobs[tokens] = each.streams["old_logprobs"][tokens] + rng.normal(
+                0, 0.2, mine.sum()
+            )
             each.streams["staleness"] = (np.arange(len(each)) % 3).astype(np.float32)
     return found
 
 
-def learn(batches: list[Batch], loss: LossSpec, *, critic: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+def learn(
+    batches: list[Batch], loss: LossSpec, *, critic: bool = False
+) -> tuple[float, dict[str, torch.Tensor]]:
     backend = SingleBackend(policy(), critic=critic)
     measured = backend.forward_backward(batches, loss)
-    found = {name: each.grad for name, each in backend._trained.named_parameters() if each.grad is not None}
+    found = {
+        name: each.grad
+        for name, each in backend._trained.named_parameters()
+        if each.grad is not None
+    }
     return measured["loss"], found
 
 
-def check_same(found: tuple[float, dict[str, torch.Tensor]], wanted: tuple[float, dict[str, torch.Tensor]]) -> None:
+def check_same(
+    found: tuple[float, dict[str, torch.Tensor]], wanted: tuple[float, dict[str, torch.Tensor]]
+) -> None:
     assert found[0] == pytest.approx(wanted[0], rel=2e-6, abs=1e-6)
     assert found[1].keys() == wanted[1].keys()
     for name, gradient in wanted[1].items():
@@ -71,7 +104,8 @@ def check_same(found: tuple[float, dict[str, torch.Tensor]], wanted: tuple[float
 
 
 def split(rows: list[TokenSequence]) -> list[TokenSequence]:
-    """Each row as two of the same name, cut after two thirds; the first part's tokens are context in the second."""
+    """Each row as two of the same name, cut after two thirds; the first part's tokens are context
+    in the second."""
     found = []
     for row in rows:
         end = 2 * len(row) // 3
@@ -82,16 +116,21 @@ def split(rows: list[TokenSequence]) -> list[TokenSequence]:
 
 
 LOSSES = [
-    *((name, LossSpec(policy=CLOSE.get(name, kind()), kl_beta=0.1, entropy=0.01)) for name, kind in POLICY_LOSSES.items()),
+    *(
+        (name, LossSpec(policy=CLOSE.get(name, kind()), kl_beta=0.1, entropy=0.01))
+        for name, kind in POLICY_LOSSES.items()
+    ),
     *(
         (name, LossSpec(policy=PpoClip(), corrections=(CLOSE.get(name, kind()),)))
         for name, kind in CORRECTIONS.items()
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("loss", [loss for _, loss in LOSSES], ids=[name for name, _ in LOSSES])
-def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut(loss: LossSpec, rows: list[TokenSequence]) -> None:
+def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut(
+    loss: LossSpec, rows: list[TokenSequence]
+) -> None:
     critic = isinstance(loss.policy, CriticOnlyLoss)
     wanted = learn(pack(rows, PackingSpec(share=False)), loss, critic=critic)
     assert any(float(each.abs().max()) > 0 for each in wanted[1].values())
@@ -102,7 +141,9 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut(loss: LossSpec, ro
     check_same(learn(small, loss, critic=critic), wanted)
     parts = pack(split(rows), PackingSpec(cost=FREE), pack(rows)[0].denominators)
     if loss.is_over_sequences:
-        with pytest.raises(TrainError, match=r"the loss looks at whole sequences, and .* is split into 2"):
+        with pytest.raises(
+            TrainError, match=r"the loss looks at whole sequences, and .* is split into 2"
+        ):
             learn(parts, loss, critic=critic)
     else:
         check_same(learn(parts, loss, critic=critic), wanted)
@@ -113,7 +154,9 @@ def test_corrections_and_choices_did_something(rows: list[TokenSequence]) -> Non
     batches = pack(rows)
     plain = learn(batches, LossSpec(policy=PpoClip()))[0]
     for name, kind in CORRECTIONS.items():
-        corrected = learn(batches, LossSpec(policy=PpoClip(), corrections=(CLOSE.get(name, kind()),)))[0]
+        corrected = learn(
+            batches, LossSpec(policy=PpoClip(), corrections=(CLOSE.get(name, kind()),))
+        )[0]
         assert corrected != pytest.approx(plain, rel=1e-3), name
     assert learn(batches, LossSpec(policy=CLOSE["clip_cov"]))[0] != pytest.approx(plain, rel=1e-3)
 
@@ -122,7 +165,8 @@ def test_a_critic_learns_what_calls_come_to() -> None:
     """On the policy's trunk, and as a model of its own, which leaves the policy where it was."""
     shared = SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True)
     own = SeparateCritic(
-        SingleBackend(policy(), OptimizerSpec(lr=0.01)), SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True)
+        SingleBackend(policy(), OptimizerSpec(lr=0.01)),
+        SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True),
     )
     for backend in (shared, own):
         rows = tree()
@@ -130,12 +174,17 @@ def test_a_critic_learns_what_calls_come_to() -> None:
             row.advantages[:] = 0
             row.ce = None
             row.streams["values"] = np.zeros(len(row), np.float32)
-            row.streams["returns"] = np.where(row.rl != 0, 0.7 if row.name.startswith("fork") else -0.3, 0).astype("f4")
+            row.streams["returns"] = np.where(
+                row.rl != 0, 0.7 if row.name.startswith("fork") else -0.3, 0
+            ).astype("f4")
         batches = pack(rows)
         first = [values for each in backend.values(batches) for values in each.tolist()]
         assert set(first) == {0.0}
         before = {name: each.clone() for name, each in backend.weights()}
-        loss = LossSpec(policy=ImportanceSampling(), value=msgspec.convert({"clip": 0.0}, type(LossSpec().value)))
+        loss = LossSpec(
+            policy=ImportanceSampling(),
+            value=msgspec.convert({"clip": 0.0}, type(LossSpec().value)),
+        )
         missed = []
         for _ in range(12):
             missed.append(backend.forward_backward(batches, loss)["value_loss"])
@@ -147,7 +196,8 @@ def test_a_critic_learns_what_calls_come_to() -> None:
 
 @pytest.mark.parametrize("bad", ["policy", "critic"])
 def test_where_one_gradient_is_refused_neither_moves(bad: str) -> None:
-    """A gradient of one of the two is infinite: both stay where they were, count no step, and keep nothing of it."""
+    """A gradient of one of the two is infinite: both stay where they were, count no step, and keep
+    nothing of it."""
     policies, critics = (
         SingleBackend(policy(), OptimizerSpec(lr=0.01)),
         SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True),
@@ -160,9 +210,13 @@ def test_where_one_gradient_is_refused_neither_moves(bad: str) -> None:
         row.streams["returns"] = np.where(row.rl != 0, 0.7, 0).astype(np.float32)
     batches, loss = pack(rows), LossSpec(policy=ImportanceSampling())
     own.forward_backward(batches, loss)
-    before = [each.detach().clone() for one in (policies, critics) for each in one._trained.parameters()]
+    before = [
+        each.detach().clone() for one in (policies, critics) for each in one._trained.parameters()
+    ]
     broken = next(
-        each for each in (policies if bad == "policy" else critics)._trained.parameters() if each.grad is not None
+        each
+        for each in (policies if bad == "policy" else critics)._trained.parameters()
+        if each.grad is not None
     )
     assert broken.grad is not None
     broken.grad.fill_(torch.inf)
@@ -182,10 +236,14 @@ def test_a_critic_is_saved_and_asked_for(tmp_path: Any) -> None:
     with torch.no_grad():
         backend._critic._value_head.weight.fill_(0.5)  # type: ignore[attr-defined]
     backend.save(tmp_path / "own")
-    again = SeparateCritic(SingleBackend(policy(seed=1)), SingleBackend(policy(seed=1), critic=True))
+    again = SeparateCritic(
+        SingleBackend(policy(seed=1)), SingleBackend(policy(seed=1), critic=True)
+    )
     again.load(tmp_path / "own")
     batches = pack(tree())
-    assert [each.tolist() for each in again.values(batches)] == [each.tolist() for each in backend.values(batches)]
+    assert [each.tolist() for each in again.values(batches)] == [
+        each.tolist() for each in backend.values(batches)
+    ]
     SingleBackend(policy(), critic=True).save(tmp_path / "shared")
     with pytest.raises(ConfigError, match="is of a backend with a critic"):
         SingleBackend(policy()).load(tmp_path / "shared")

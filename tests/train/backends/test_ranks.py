@@ -1,4 +1,5 @@
-"""Whole runs over two processes: the run of one process, resumed to the bit; adapters; ``torchrun``."""
+"""Whole runs over two processes: the run of one process, resumed to the bit; adapters;
+``torchrun``."""
 
 from __future__ import annotations
 
@@ -52,25 +53,35 @@ def tuned(**changes: Any) -> Run:
     """Two steps of reinforcement learning of the packaged policy."""
     rl = msgspec.structs.replace(small().rl, steps=2)
     policy = PolicySpec(path=str(TINY), slots=16)
-    fields = {"warmup": None, "sft": None, "policy": policy, "rl": rl, "schedule": Schedule(evaluate_every=1)}
+    fields = {
+        "warmup": None,
+        "sft": None,
+        "policy": policy,
+        "rl": rl,
+        "schedule": Schedule(evaluate_every=1),
+    }
     return small(**(fields | changes))
 
 
 def adapted(**changes: Any) -> Run:
     """By adapters, with a KL to the policy that rollouts began with."""
-    rl = msgspec.structs.replace(tuned().rl, loss=LossSpec(kl_beta=0.1), optim=OptimizerSpec(lr=0.01))
+    rl = msgspec.structs.replace(
+        tuned().rl, loss=LossSpec(kl_beta=0.1), optim=OptimizerSpec(lr=0.01)
+    )
     policy = PolicySpec(path=str(TINY), slots=16, lora=LoraSpec(rank=2, alpha=4.0))
     return tuned(**({"rl": rl, "policy": policy} | changes))
 
 
 def steady(out: Path) -> list[tuple[int, str, dict[str, float]]]:
     return [
-        (row.step, row.stage, {name: row.values[name] for name in STEADY if name in row.values}) for row in read(out)
+        (row.step, row.stage, {name: row.values[name] for name in STEADY if name in row.values})
+        for row in read(out)
     ]
 
 
 def check_measured(ours: Path, theirs: Path, *, is_whole: bool = True, **within: float) -> None:
-    """Both runs measured the same, but for what ``pytest.approx`` allows; where ours is not whole, as far as it went."""
+    """Both runs measured the same, but for what ``pytest.approx`` allows; where ours is not whole,
+    as far as it went."""
     found = steady(ours)
     assert sum("loss" in values for *_, values in found) == 2
     for (*place, values), (*other, expected) in zip(found, steady(theirs), strict=is_whole):
@@ -99,8 +110,11 @@ def gated(**changes: Any) -> Run:
 def test_a_run_is_that_of_one_process_and_after_a_lost_rank_the_same_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 is killed in the middle of the second step; the trainer says so, ends, and is started again (--restarts)."""
-    one, two, killed, gate, recipe = (tmp_path / name for name in ("one", "two", "killed", "gate", "recipe.py"))
+    """Rank 1 is killed in the middle of the second step; the trainer says so, ends, and is started
+    again (--restarts)."""
+    one, two, killed, gate, recipe = (
+        tmp_path / name for name in ("one", "two", "killed", "gate", "recipe.py")
+    )
     train(gated(compute=tuned().compute), one)
     train(gated(), two)
     check_close(two, one)
@@ -141,9 +155,14 @@ def test_a_rank_that_hangs_is_named_and_the_stacks_of_all_are_kept(tmp_path: Pat
     rl = msgspec.structs.replace(tuned().rl, loss=LossSpec(policy=f"{__name__}:Sleepy"))
     shard = msgspec.structs.replace(RANKS.shard, timeout_s=20)
     with pytest.raises(
-        TrainError, match=r"no rank got on for 20 s in .*\. rank 1 \(process \d+ on .*\) stands at .*in per_token"
+        TrainError,
+        match=r"no rank got on for 20 s in .*\. rank 1 \(process \d+ on .*\) stands at .*in per_token",
     ):
-        train(tuned(rl=rl, compute=msgspec.structs.replace(RANKS, shard=shard)), tmp_path, say=lambda _: None)
+        train(
+            tuned(rl=rl, compute=msgspec.structs.replace(RANKS, shard=shard)),
+            tmp_path,
+            say=lambda _: None,
+        )
     rank_0, _, rank_1 = (tmp_path / "stalled-ranks.txt").read_text().partition("rank 1, ")
     assert "time.sleep(600)" in rank_1
     assert "torch" in rank_0
@@ -152,8 +171,9 @@ def test_a_rank_that_hangs_is_named_and_the_stacks_of_all_are_kept(tmp_path: Pat
 @LINUX
 @pytest.mark.slow
 def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path) -> None:
-    """Rank 0 carries the recipe out; the other follows, and says nothing. The reference of the KL is the policy without its
-    adapters, where one process loads a second model. Rank 0 is killed in the middle of the second step."""
+    """Rank 0 carries the recipe out; the other follows, and says nothing. The reference of the KL
+    is the policy without its adapters, where one process loads a second model. Rank 0 is killed in
+    the middle of the second step."""
     one, killed, gate, log = (tmp_path / name for name in ("one", "killed", "gate", "log"))
     train(adapted(task=GATED), one, say=lambda text: None)
     (tmp_path / "recipe.py").write_text(ADAPTED)
@@ -173,7 +193,10 @@ def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path
         *("-m", "ramify", "train", str(tmp_path / "recipe.py"), "--out", str(killed), "--plain"),
     ]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), GATE: str(gate)}
-    with log.open("wb") as file, subprocess.Popen(command, env=environment, stdout=file, stderr=file) as process:
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(command, env=environment, stdout=file, stderr=file) as process,
+    ):
         try:
             while not (gate / "at-1").exists():
                 assert process.poll() is None, log.read_text()
@@ -206,10 +229,18 @@ def rank_of(torchrun: int, rank: int) -> int:
 def test_a_run_of_before_is_not_taken_for_one_that_torchrun_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever names a folder that holds a run gets an error, and is restarted: that run stays as it is."""
+    """Whoever names a folder that holds a run gets an error, and is restarted: that run stays as it
+    is."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    told = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    for name, value in (told | {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+    told = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
+    for name, value in (
+        told | {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ).items():
         monkeypatch.setenv(name, value)
     assert not is_restarted()
     gather(store, 1, 10.0)  # as the attempt before does once all is checked
@@ -230,7 +261,9 @@ def test_a_run_of_before_is_not_taken_for_one_that_torchrun_restarted(
         ),
     ],
 )
-def test_what_does_not_fit_is_said_before_a_run_begins(compute: ComputeSpec, told: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_said_before_a_run_begins(
+    compute: ComputeSpec, told: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=told):
         train(small(compute=compute), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -239,11 +272,16 @@ def test_what_does_not_fit_is_said_before_a_run_begins(compute: ComputeSpec, tol
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["shared", "own"])
 def test_a_critic_lies_over_the_ranks_too(model: Any, tmp_path: Path) -> None:
-    rl = msgspec.structs.replace(tuned().rl, algorithm=PPO(), critic=CriticSpec(model=model), steps=2)
+    rl = msgspec.structs.replace(
+        tuned().rl, algorithm=PPO(), critic=CriticSpec(model=model), steps=2
+    )
     one, two = tmp_path / "one", tmp_path / "two"
     train(tuned(rl=rl), one)
     train(tuned(rl=rl, compute=RANKS), two)
     check_close(two, one)
-    losses = [[row.values["value_loss"] for row in read(out) if "value_loss" in row.values] for out in (one, two)]
+    losses = [
+        [row.values["value_loss"] for row in read(out) if "value_loss" in row.values]
+        for out in (one, two)
+    ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert min(losses[0]) > 0

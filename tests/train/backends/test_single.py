@@ -1,5 +1,5 @@
-"""The reference backend: the same loss and gradient however a step is cut, shared or ordered; resumed to the bit; stopped
-by what is not finite."""
+"""The reference backend: the same loss and gradient however a step is cut, shared or ordered;
+resumed to the bit; stopped by what is not finite."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ LOSS = LossSpec(policy=DppoTv(pull=0.1), entropy=0.01)
 FREE = ComputeCost(pair=0.0, share=0.0, join=0.0)
 
 
-def learn(batches: list[Batch], backend: SingleBackend | None = None) -> tuple[float, dict[str, Tensor]]:
+def learn(
+    batches: list[Batch], backend: SingleBackend | None = None
+) -> tuple[float, dict[str, Tensor]]:
     """(loss, gradient by name)"""
     backend = backend or SingleBackend(policy())
     measured = backend.forward_backward(batches, LOSS)
     return measured["loss"], {name: each.grad for name, each in backend._model.named_parameters()}
 
 
-def check_same(found: tuple[float, dict[str, Tensor]], wanted: tuple[float, dict[str, Tensor]]) -> None:
+def check_same(
+    found: tuple[float, dict[str, Tensor]], wanted: tuple[float, dict[str, Tensor]]
+) -> None:
     """Losses to 1e-6, gradients to 1e-5 of their largest entry."""
     assert found[0] == pytest.approx(wanted[0], rel=1e-6, abs=1e-7)
     for name, gradient in wanted[1].items():
@@ -43,13 +47,17 @@ def check_same(found: tuple[float, dict[str, Tensor]], wanted: tuple[float, dict
 
 
 def stepwise(rows: list[TokenSequence]) -> list[Batch]:
-    """Each third token of a row as a row of its own, up to there, as trainers without a tree have it."""
+    """Each third token of a row as a row of its own, up to there, as trainers without a tree have
+    it."""
     whole = pack(rows)
     parts = []
     for each in rows:
         for end in range(3, len(each) + 3, 3):
             here = (np.arange(len(each)) >= end - 3)[:end]
-            cut = {name: getattr(each, name)[:end] for name in ("token_ids", "mask", "sampler_logprobs", "advantages")}
+            cut = {
+                name: getattr(each, name)[:end]
+                for name in ("token_ids", "mask", "sampler_logprobs", "advantages")
+            }
             weights = {name: getattr(each, name)[:end] * here for name in ("rl", "ce")}
             part = TokenSequence(name=each.name, **cut, **weights)
             parts += pack([part], PackingSpec(share=False), whole[0].denominators)
@@ -70,7 +78,9 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut():
         "step by step": stepwise(rows),
     }
     tokens = {name: sum(map(len, batches)) for name, batches in ways.items()}
-    assert tokens["shared"] < tokens["cut small"] < tokens["a row at a time"] < tokens["step by step"]
+    assert (
+        tokens["shared"] < tokens["cut small"] < tokens["a row at a time"] < tokens["step by step"]
+    )
     for batches in ways.values():
         check_same(learn(batches), wanted)
 
@@ -85,7 +95,9 @@ GPT2 = GPT2Config(
     bos_token_id=1,
     eos_token_id=2,
 )
-CONFIGS = pytest.mark.parametrize("config", [CONFIG, GPT2], ids=["Dense", "a module of transformers"])
+CONFIGS = pytest.mark.parametrize(
+    "config", [CONFIG, GPT2], ids=["Dense", "a module of transformers"]
+)
 
 
 @CONFIGS
@@ -93,7 +105,11 @@ def test_computing_again_changes_nothing(config: Any):
     """Nor does a backend that no longer does, on the same model."""
     wanted = learn(pack(tree()), SingleBackend(policy(config)))
     model = policy(config)
-    for compute in (ComputeSpec(recompute=True), ComputeSpec(recompute=True), ComputeSpec(max_logits=VOCAB * 5)):
+    for compute in (
+        ComputeSpec(recompute=True),
+        ComputeSpec(recompute=True),
+        ComputeSpec(max_logits=VOCAB * 5),
+    ):
         backend = SingleBackend(model, compute=compute)
         check_same(learn(pack(tree()), backend), wanted)
         backend._model.zero_grad()
@@ -106,9 +122,16 @@ def test_a_module_on_a_forest_learns_as_on_rows():
 
 def test_a_model_that_cannot_share_is_given_rows():
     config = MistralConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, sliding_window=8, attention_dropout=0.0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        sliding_window=8,
+        attention_dropout=0.0,
+    )
     backend = SingleBackend(as_module(config))
     assert not backend.packing.share
     loss, gradient = learn(pack(tree(), backend.packing), backend)
@@ -118,9 +141,13 @@ def test_a_model_that_cannot_share_is_given_rows():
 
 def test_in_bf16_it_is_nearly_the_same():
     loss, gradient = learn(pack(tree()))
-    other, rough = learn(pack(tree()), SingleBackend(policy(), compute=ComputeSpec(precision="bf16")))
+    other, rough = learn(
+        pack(tree()), SingleBackend(policy(), compute=ComputeSpec(precision="bf16"))
+    )
     assert other == pytest.approx(loss, rel=0.1)
-    whole, whole_rough = (torch.cat([each.flatten() for each in found.values()]) for found in (gradient, rough))
+    whole, whole_rough = (
+        torch.cat([each.flatten() for each in found.values()]) for found in (gradient, rough)
+    )
     assert float((whole - whole_rough).norm() / whole.norm()) < 0.1
 
 
@@ -137,7 +164,9 @@ def test_logprobs_are_those_of_a_plain_softmax(config: Any):
                 logits = backend._model(input_ids=ids[None]).logits[0]
             else:
                 logits = backend._trunk.logits(alone(backend, each))
-        wanted = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0] * torch.from_numpy(each.rl[1:] > 0)
+        wanted = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0] * torch.from_numpy(
+            each.rl[1:] > 0
+        )
         np.testing.assert_allclose(each.streams["old_logprobs"][1:], wanted, atol=1e-5)
 
 
@@ -148,13 +177,15 @@ def alone(backend: SingleBackend, each: TokenSequence) -> Tensor:
 
 
 def test_temperature_and_kept_sets_are_those_of_the_sampler():
-    """The sampler drew at temperature 0.5 from a few ids: with its own log-probabilities the ratio is 1 everywhere."""
+    """The sampler drew at temperature 0.5 from a few ids: with its own log-probabilities the ratio
+    is 1 everywhere."""
     rng = np.random.default_rng(0)
     plain = row("a", [1, 2, 3], 9, rng, ce=None)
     sets = [[*rng.choice(VOCAB, 4, replace=False).tolist(), int(id)] for id in plain.token_ids]
     sizes = [len(each) if drawn else 0 for each, drawn in zip(sets, plain.mask, strict=True)]
     kept = SamplingSupport(
-        np.cumsum([0, *sizes]), np.array([id for each, size in zip(sets, sizes, strict=True) if size for id in each])
+        np.cumsum([0, *sizes]),
+        np.array([id for each, size in zip(sets, sizes, strict=True) if size for id in each]),
     )
     backend = SingleBackend(policy())
     with torch.no_grad():
@@ -165,9 +196,15 @@ def test_temperature_and_kept_sets_are_those_of_the_sampler():
         row_logits = logits[token - 1][torch.tensor(sets[token])]
         sampler[token] = row_logits.log_softmax(0)[-1]
     same = TokenSequence(
-        name="a", token_ids=plain.token_ids, mask=plain.mask, sampler_logprobs=sampler, advantages=plain.advantages,
-        rl=plain.rl, temperature=0.5, kept=kept,
-    )  # fmt: skip
+        name="a",
+        token_ids=plain.token_ids,
+        mask=plain.mask,
+        sampler_logprobs=sampler,
+        advantages=plain.advantages,
+        rl=plain.rl,
+        temperature=0.5,
+        kept=kept,
+    )
     measured = backend.forward_backward(pack([same]), LossSpec(policy=PpoClip()))
     assert measured["mismatch_max"] < 1e-5
     assert measured["ess"] == pytest.approx(1.0)
@@ -176,7 +213,9 @@ def test_temperature_and_kept_sets_are_those_of_the_sampler():
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_resuming_is_bit_identical(kind: Any, tmp_path: Path):
-    optim = OptimizerSpec(kind=kind, lr=0.01, weight_decay=0.1, schedule="linear", warmup_steps=2, num_steps=6)
+    optim = OptimizerSpec(
+        kind=kind, lr=0.01, weight_decay=0.1, schedule="linear", warmup_steps=2, num_steps=6
+    )
     batches = pack(tree(), PackingSpec(max_tokens=60))
 
     def steps(backend: SingleBackend, num: int) -> list[dict[str, float]]:
@@ -198,7 +237,8 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path):
     wider = copy.deepcopy(CONFIG)
     wider.intermediate_size = 64
     with pytest.raises(
-        ConfigError, match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there and \(32, 64\) here"
+        ConfigError,
+        match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there and \(32, 64\) here",
     ):
         SingleBackend(policy(wider)).load(tmp_path)
     with pytest.raises(ConfigError, match=r"optim\.kind is adamw there and muon here"):
@@ -211,7 +251,8 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path):
 def test_steps_bring_the_loss_down(kind: Any):
     backend = SingleBackend(policy(), OptimizerSpec(kind=kind, lr=0.01))
     rows = [
-        row(str(index), [5, 6], 12, np.random.default_rng(index), rl=np.zeros(14, np.float32)) for index in range(4)
+        row(str(index), [5, 6], 12, np.random.default_rng(index), rl=np.zeros(14, np.float32))
+        for index in range(4)
     ]
     batches = pack(rows)
     losses = []
@@ -225,7 +266,9 @@ def test_the_gradient_is_clipped_to_its_norm():
     batches = pack(tree())
     found = []
     for norm in (0.0, 1e-3):
-        backend = SingleBackend(policy(), OptimizerSpec(kind="adamw", lr=1e-3, eps=1.0, max_grad_norm=norm))
+        backend = SingleBackend(
+            policy(), OptimizerSpec(kind="adamw", lr=1e-3, eps=1.0, max_grad_norm=norm)
+        )
         before = {name: each.clone() for name, each in backend.weights()}
         backend.forward_backward(batches, LOSS)
         grad_norm = backend.optim_step()["grad_norm"]
@@ -242,7 +285,8 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_sequence(tmp_path: Path):
     before = {name: each.clone() for name, each in backend.weights()}
     batches = pack(rows)
     with pytest.raises(
-        TrainError, match="step 1 is not finite at 7 entries, the first of them token 23 of sequence sibling=1"
+        TrainError,
+        match="step 1 is not finite at 7 entries, the first of them token 23 of sequence sibling=1",
     ):
         backend.forward_backward(batches, LOSS)
     dump = np.load(tmp_path / "not-finite-step-1.npz")
@@ -267,18 +311,30 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step():
 def test_a_path_beyond_the_window_is_refused():
     long = row("long", [1], 130, np.random.default_rng(0))
     with pytest.raises(
-        ConfigError, match="path of 131 tokens does not fit the policy's window of 128; it is one of: long"
+        ConfigError,
+        match="path of 131 tokens does not fit the policy's window of 128; it is one of: long",
     ):
         SingleBackend(policy()).forward_backward(pack([long]), LOSS)
 
 
 def test_learning_rates():
-    rates = OptimizerSpec(lr=1.0, schedule="linear", warmup_steps=2, num_steps=6, final_fraction=0.0)
+    rates = OptimizerSpec(
+        lr=1.0, schedule="linear", warmup_steps=2, num_steps=6, final_fraction=0.0
+    )
     assert [rates.lr_at(step) for step in range(8)] == [0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0]
     rates = OptimizerSpec(lr=1.0, schedule="cosine", num_steps=4, final_fraction=0.2)
-    assert [round(rates.lr_at(step), 6) for step in range(6)] == [1, 0.882843, 0.6, 0.317157, 0.2, 0.2]
+    assert [round(rates.lr_at(step), 6) for step in range(6)] == [
+        1,
+        0.882843,
+        0.6,
+        0.317157,
+        0.2,
+        0.2,
+    ]
     assert [OptimizerSpec(lr=3.0).lr_at(step) for step in (0, 100)] == [3.0, 3.0]
-    with pytest.raises(ConfigError, match=r"schedule=linear over 5 steps needs more than the 5 of warm-up"):
+    with pytest.raises(
+        ConfigError, match=r"schedule=linear over 5 steps needs more than the 5 of warm-up"
+    ):
         OptimizerSpec(schedule="linear", warmup_steps=5, num_steps=5)
     with pytest.raises(ConfigError, match=r"optim.lr=0 must be a positive number"):
         OptimizerSpec(lr=0)

@@ -1,4 +1,5 @@
-"""Ranks that fail: which one, how, and where it stood; on processes that know no tensors, so that one starts in no time."""
+"""Ranks that fail: which one, how, and where it stood; on processes that know no tensors, so that
+one starts in no time."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ import pytest
 
 from ramify.errors import ConfigError, TrainError
 from ramify.progress import on_heartbeat
-from ramify.train.backends.rank_group import RankConnection, RankGroup, RankHeartbeat, RemoteRankError
+from ramify.train.backends.rank_group import (
+    RankConnection,
+    RankGroup,
+    RankHeartbeat,
+    RemoteRankError,
+)
 
 START = """
 import sys
@@ -42,7 +48,11 @@ class Own:
         return shared + own * 10 + self.rank
 
     def refuse(self) -> None:
-        raise ConfigError("the window is too small") if self.rank == 1 else RemoteRankError("another rank's reason")
+        raise (
+            ConfigError("the window is too small")
+            if self.rank == 1
+            else RemoteRankError("another rank's reason")
+        )
 
     def break_(self) -> None:
         if self.rank == 1:
@@ -80,13 +90,17 @@ def rank_group(tmp_path: Path) -> Iterator[Make]:
             pairs = [socket.socketpair() for _ in range(2)]
             theirs = [theirs.detach() for _, theirs in pairs]
             command = [sys.executable, "-c", START, str(rank), *map(str, theirs), str(timeout_s)]
-            process = subprocess.Popen(command, pass_fds=theirs, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command, pass_fds=theirs, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
             for each in theirs:
                 os.close(each)
             talk, watch = (Connection(ours.detach()) for ours, _ in pairs)
             links.append(RankConnection(rank, talk, watch, f"process {process.pid}"))
             processes.append(process)
-        for process in processes:  # the patience of these tests is short, and not meant for their start
+        for (
+            process
+        ) in processes:  # the patience of these tests is short, and not meant for their start
             assert process.stdout is not None
             assert process.stdout.readline() == b"up\n"
             process.stdout.close()
@@ -114,7 +128,11 @@ def test_verbs_and_errors_that_all_have(rank_group: Make):
     ("verb", "arguments", "told"),
     [
         ("break_", (), r"rank 1 \(process \d+\) is lost: in 'break_', ZeroDivisionError: no batch"),
-        ("end", (signal.SIGKILL,), r"rank 1 \(process \d+\) is lost: its process ended \(killed by signal 9\)"),
+        (
+            "end",
+            (signal.SIGKILL,),
+            r"rank 1 \(process \d+\) is lost: its process ended \(killed by signal 9\)",
+        ),
     ],
 )
 def test_a_rank_that_is_lost_is_named(rank_group: Make, verb: str, arguments: Any, told: str):
@@ -127,7 +145,8 @@ def test_a_rank_that_is_lost_is_named(rank_group: Make, verb: str, arguments: An
 
 def test_a_rank_that_stands_still_is_named_with_its_stack(rank_group: Make, tmp_path: Path):
     with pytest.raises(
-        TrainError, match=r"no rank got on for 3 s in 'sleep'. .*rank 1 \(process \d+\) stands at .*in sleep"
+        TrainError,
+        match=r"no rank got on for 3 s in 'sleep'. .*rank 1 \(process \d+\) stands at .*in sleep",
     ):
         rank_group(others=1, timeout_s=3.0).call("sleep")
     stacks = (tmp_path / "stalled-ranks.txt").read_text()
@@ -137,13 +156,16 @@ def test_a_rank_that_stands_still_is_named_with_its_stack(rank_group: Make, tmp_
 
 def test_a_rank_that_is_stopped_is_named(rank_group: Make):
     """It cannot answer; what it is in is known from outside."""
-    with pytest.raises(TrainError, match=r"rank 1 \(process \d+\) does not answer \(State: T \(stopped\)\)"):
+    with pytest.raises(
+        TrainError, match=r"rank 1 \(process \d+\) does not answer \(State: T \(stopped\)\)"
+    ):
         rank_group(others=1, timeout_s=3.0).call("end", signal.SIGSTOP)
 
 
 def test_rank_0_itself_is_brought_back(rank_group: Make):
     with pytest.raises(
-        TrainError, match=r"no rank got on for 3 s in 'spin'. .*rank 0 \(this process\) stands at .*in spin"
+        TrainError,
+        match=r"no rank got on for 3 s in 'spin'. .*rank 0 \(this process\) stands at .*in spin",
     ):
         rank_group(others=1, timeout_s=3.0).call("spin")
 
@@ -168,7 +190,9 @@ def test_others_end_where_rank_0_is_gone(rank_group: Make):
 def test_threads_take_turns(rank_group: Make):
     two = rank_group(others=1)
     found: list[list[int]] = []
-    threads = [threading.Thread(target=lambda n=n: found.append(two.call("add", n))) for n in range(20)]
+    threads = [
+        threading.Thread(target=lambda n=n: found.append(two.call("add", n))) for n in range(20)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,5 @@
-"""Processes on their seats: started, asked how they are, ended with all that they started; engines that are out of reach."""
+"""Processes on their seats: started, asked how they are, ended with all that they started; engines
+that are out of reach."""
 
 from __future__ import annotations
 
@@ -70,19 +71,28 @@ def test_what_a_host_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="rollouts 3 cannot be started: nonesuch: No such file or directory"):
+    with pytest.raises(
+        ConfigError, match="rollouts 3 cannot be started: nonesuch: No such file or directory"
+    ):
         LocalLauncher().start(WHO, ["nonesuch"], {}, tmp_path / "log")
 
 
 def test_an_engine_listens_where_others_reach_it(tmp_path: Path) -> None:
-    spec = InferenceSpec(num=2, command=("sh", "-c", 'echo "$@"; exit 3', "engine"), ports=(7001, 7002))
+    spec = InferenceSpec(
+        num=2, command=("sh", "-c", 'echo "$@"; exit 3', "engine"), ports=(7001, 7002)
+    )
     hosts = Apart()
-    engines = [PlacedEngine(hosts, spec, i, tmp_path, "float32", 64, tmp_path / f"{i}.log") for i in (0, 1)]
+    engines = [
+        PlacedEngine(hosts, spec, i, tmp_path, "float32", 64, tmp_path / f"{i}.log") for i in (0, 1)
+    ]
     assert [engine.url for engine in engines] == ["http://127.0.0.1:7001", "http://10.0.0.2:7002"]
     while engines[1].ended is None:
         time.sleep(0.01)
     assert engines[1].ended == 3
-    assert f"{tmp_path} --host 10.0.0.2 --port 7002 --dtype float32 --weight-transfer" in engines[1].said()
+    assert (
+        f"{tmp_path} --host 10.0.0.2 --port 7002 --dtype float32 --weight-transfer"
+        in engines[1].said()
+    )
     hosts.close()
 
 
@@ -101,25 +111,34 @@ def test_a_service_is_asked_where_it_was_placed(tmp_path: Path) -> None:
         address = os.environ["RAMIFY_TEST_JUDGE"]
         try:
             assert address.startswith("http://127.0.0.1:")
-            return await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=60).read().decode())
+            return await asyncio.to_thread(
+                lambda: urllib.request.urlopen(address, timeout=60).read().decode()
+            )
         finally:
             await services.close()
 
     assert "Directory listing" in asyncio.run(ask())
     assert "RAMIFY_TEST_JUDGE" not in os.environ
-    broken = ServiceSpec(command=("sh", "-c", "echo no model; exit 7"), variable="RAMIFY_TEST_JUDGE")
-    with pytest.raises(ConfigError, match=r"service 'judge' \(process \d+ on .*\) ended with status 7 .* no model"):
+    broken = ServiceSpec(
+        command=("sh", "-c", "echo no model; exit 7"), variable="RAMIFY_TEST_JUDGE"
+    )
+    with pytest.raises(
+        ConfigError, match=r"service 'judge' \(process \d+ on .*\) ended with status 7 .* no model"
+    ):
         asyncio.run(RunServices(LocalLauncher(), {"judge": broken}, tmp_path).start())
 
-    spec = PlacementSpec(pools={"main": NodePool(gpus=1, cpus=4)}, services={"judge": ServiceSpec(
-        command=("x",), variable="Y", gpus=1
-    )})  # fmt: skip
+    spec = PlacementSpec(
+        pools={"main": NodePool(gpus=1, cpus=4)},
+        services={"judge": ServiceSpec(command=("x",), variable="Y", gpus=1)},
+    )
     _, found = settled(small(placement=spec))
     assert [placement_slot.members for placement_slot in found] == [
         (SlotMember("trainer", 0),),
         (SlotMember("judge", 0),),
     ]
-    with pytest.raises(ConfigError, match="trainer 1 x 1 \\+ judge 1 x 1 = 2 GPUs, and it has 1 x 1 = 1"):
+    with pytest.raises(
+        ConfigError, match="trainer 1 x 1 \\+ judge 1 x 1 = 2 GPUs, and it has 1 x 1 = 1"
+    ):
         settled(small(placement=msgspec.structs.replace(spec, trainer=RoleSpec(gpus=1))))
 
 
@@ -139,7 +158,8 @@ http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Says).serve_forever()
 
 
 class Moving(LocalLauncher):
-    """Two machines: what is renewed is on the other one from then on, which has room for so many."""
+    """Two machines: what is renewed is on the other one from then on, which has room for so
+    many."""
 
     room = 1
     moved: frozenset[SlotMember] = frozenset()
@@ -154,16 +174,25 @@ class Moving(LocalLauncher):
 
 
 @pytest.mark.parametrize("hosts", [LocalLauncher, Moving])
-def test_a_service_that_ends_is_started_again_and_keeps_its_address(hosts: type[LocalLauncher], tmp_path: Path) -> None:
-    """On this machine, and where it is on another one and then on a third. At last it is given up."""
+def test_a_service_that_ends_is_started_again_and_keeps_its_address(
+    hosts: type[LocalLauncher], tmp_path: Path
+) -> None:
+    """On this machine, and where it is on another one and then on a third. At last it is given
+    up."""
     service = ServiceSpec(
-        command=(sys.executable, "-c", SERVES, "{host}", "{port}"), variable="RAMIFY_TEST_JUDGE", path="/"
+        command=(sys.executable, "-c", SERVES, "{host}", "{port}"),
+        variable="RAMIFY_TEST_JUDGE",
+        path="/",
     )
     said: list[str] = []
 
     def fetched(path: str = "") -> str:
         try:
-            return urllib.request.urlopen(os.environ["RAMIFY_TEST_JUDGE"] + path, timeout=60).read().decode()
+            return (
+                urllib.request.urlopen(os.environ["RAMIFY_TEST_JUDGE"] + path, timeout=60)
+                .read()
+                .decode()
+            )
         except OSError:
             return ""
 
@@ -183,9 +212,10 @@ def test_a_service_that_ends_is_started_again_and_keeps_its_address(hosts: type[
 
     asyncio.run(ask())
     assert [re.sub(r" \(process \d+ on .*?\)|: .*(?=;)", "", each) for each in said] == [
-        "service 'judge' ended with status 5; it is started again", "service 'judge' is back",
+        "service 'judge' ended with status 5; it is started again",
+        "service 'judge' is back",
         "service 'judge' ended with status 5; it is given up",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -193,11 +223,13 @@ def test_a_service_that_ends_is_started_again_and_keeps_its_address(hosts: type[
     [
         (
             {},
-            "inference.weight_sync=shared ends at this machine, and engine 1 was placed on 10.0.0.2: use 'nccl' or 'gloo'",
+            "inference.weight_sync=shared ends at this machine, and engine 1 was placed on "
+            "10.0.0.2: use 'nccl' or 'gloo'",
         ),
         (
             {"weight_sync": "delta"},
-            "inference.weight_sync=shared ends at this machine, and engine 1 was placed on 10.0.0.2",
+            "inference.weight_sync=shared ends at this machine, and engine 1 was placed on "
+            "10.0.0.2",
         ),
         ({"weight_sync": "gloo"}, "set inference.weight_sync_options.address=127.0.0.1"),
         (

@@ -1,8 +1,9 @@
-"""A cluster of Ray of several nodes, which are several raylets of one machine with loopback addresses of their own.
+"""A cluster of Ray of several nodes, which are several raylets of one machine with loopback
+addresses of their own.
 
-A run whose engine and runner are on another node is the run in one process; what stands on a node that goes is started again on
-another one. Such nodes share processors, files and memory: nothing is shown
-of networks that are slow or cut in two, of file systems that not all see, or of GPUs.
+A run whose engine and runner are on another node is the run in one process; what stands on a node
+that goes is started again on another one. Such nodes share processors, files and memory: nothing is
+shown of networks that are slow or cut in two, of file systems that not all see, or of GPUs.
 """
 
 from __future__ import annotations
@@ -45,10 +46,18 @@ NODE: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": Fa
 def spread(address: str = "") -> Run:
     """The run on one node, its engine and a runner on another."""
     spec = PlacementSpec(
-        pools={"own": NodePool(cpus=0.8), "far": NodePool(cpus=1.6)}, trainer=RoleSpec(pool="own", cpus=0.4), address=address,
-        inference=RoleSpec(pool="far", cpus=0.8), rollouts=RoleSpec(pool="far", count=1, cpus=0.8), start_s=300,
-    )  # fmt: skip
-    return tuned(compute=ComputeSpec(precision="fp32"), inference=InferenceSpec(weight_sync="file"), placement=spec)
+        pools={"own": NodePool(cpus=0.8), "far": NodePool(cpus=1.6)},
+        trainer=RoleSpec(pool="own", cpus=0.4),
+        address=address,
+        inference=RoleSpec(pool="far", cpus=0.8),
+        rollouts=RoleSpec(pool="far", count=1, cpus=0.8),
+        start_s=300,
+    )
+    return tuned(
+        compute=ComputeSpec(precision="fp32"),
+        inference=InferenceSpec(weight_sync="file"),
+        placement=spec,
+    )
 
 
 def on_nodes(folder: str) -> None:
@@ -63,18 +72,27 @@ def on_nodes(folder: str) -> None:
 
 
 def moved(cluster: Any, second: Any, folder: str) -> None:
-    """A service stands on the second of two nodes, that node goes and a third one comes; at last that one goes, too."""
+    """A service stands on the second of two nodes, that node goes and a third one comes; at last
+    that one goes, too."""
     from ramify.train.placement.ray_launcher import RayLauncher
 
     judge = ServiceSpec(
-        pool="far", cpus=1.5, command=(sys.executable, "-c", SERVES, "{host}", "{port}"), variable="RAMIFY_TEST_JUDGE",
+        pool="far",
+        cpus=1.5,
+        command=(sys.executable, "-c", SERVES, "{host}", "{port}"),
+        variable="RAMIFY_TEST_JUDGE",
         path="/",
-    )  # fmt: skip
+    )
     spec = PlacementSpec(
-        kind="ray", pools={"own": NodePool(cpus=0.4), "far": NodePool(cpus=1.5)}, trainer=RoleSpec(pool="own", cpus=0.4),
-        services={"judge": judge}, address=cluster.address,
-    )  # fmt: skip
-    hosts = RayLauncher(spec, placement_slots(spec, {"trainer": 1, "inference": 0, "rollouts": 0, "judge": 1}))
+        kind="ray",
+        pools={"own": NodePool(cpus=0.4), "far": NodePool(cpus=1.5)},
+        trainer=RoleSpec(pool="own", cpus=0.4),
+        services={"judge": judge},
+        address=cluster.address,
+    )
+    hosts = RayLauncher(
+        spec, placement_slots(spec, {"trainer": 1, "inference": 0, "rollouts": 0, "judge": 1})
+    )
     who = SlotMember("judge", 0)
     said: list[str] = []
 
@@ -112,15 +130,24 @@ def test_a_run_over_nodes_and_what_becomes_of_those_that_go(tmp_path: Path) -> N
     ray = Path("/tmp") / f"ray-{os.getpid()}"  # sockets lie in there, whose paths are short
     (ray / "ray").mkdir(parents=True)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=800,
-        env=os.environ | {"HOME": str(tmp_path), "RAY_TMPDIR": str(ray), "RAY_USAGE_STATS_ENABLED": "0"},
-    )  # fmt: skip
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        env=os.environ
+        | {"HOME": str(tmp_path), "RAY_TMPDIR": str(ray), "RAY_USAGE_STATS_ENABLED": "0"},
+    )
     if "timed out during startup" in done.stderr:
         pytest.skip("Ray gives a node 30 s to come up, and this machine was too busy")
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("127.", "seat", "service"))]
+    lines = [
+        line for line in done.stdout.splitlines() if line.startswith(("127.", "seat", "service"))
+    ]
     assert done.returncode == 0, done.stdout + done.stderr
     assert lines[:2] == ["127.0.0.2 True", "127.0.0.3 True"]
-    assert "(127.0.0.3), is gone, and no node of the cluster gave its 0 GPUs and 1.5 CPUs within 5 s" in lines[2]
+    assert (
+        "(127.0.0.3), is gone, and no node of the cluster gave its 0 GPUs and 1.5 CPUs within 5 s"
+        in lines[2]
+    )
     assert [line.rpartition("; ")[2] for line in lines[3:5]] == ["it is started again", lines[4]]
     assert lines[4].endswith("is back")
 

@@ -1,4 +1,5 @@
-"""One cluster of Ray for all that needs one: a run on it is the run without it; what dies on it is named; it ends whole."""
+"""One cluster of Ray for all that needs one: a run on it is the run without it; what dies on it is
+named; it ends whole."""
 
 from __future__ import annotations
 
@@ -51,8 +52,9 @@ def placed() -> Run:
 
 
 def on_a_cluster(folder: str) -> None:
-    """All that needs a cluster, in one process and one run, since one takes seconds to come up: while it is up another process
-    that believes it to be of another version wants to join; after the second step rank 1 is killed."""
+    """All that needs a cluster, in one process and one run, since one takes seconds to come up:
+    while it is up another process that believes it to be of another version wants to join; after
+    the second step rank 1 is killed."""
     num_steps = 0
 
     def look(measured: StepMetrics) -> None:
@@ -70,13 +72,18 @@ def on_a_cluster(folder: str) -> None:
 
 
 def refused(address: str) -> None:
-    """Say in the cluster's own records that it is of another version, while somebody wants to join."""
+    """Say in the cluster's own records that it is of another version, while somebody wants to
+    join."""
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
     key, where = b"CLUSTER_METADATA", b"cluster"
     true = _internal_kv_get(key, namespace=where)
-    _internal_kv_put(key, json.dumps(json.loads(true) | {"ray_version": "2.9.3"}).encode(), True, namespace=where)
-    done = subprocess.run([sys.executable, "-c", JOINS, address], capture_output=True, text=True, timeout=300)
+    _internal_kv_put(
+        key, json.dumps(json.loads(true) | {"ray_version": "2.9.3"}).encode(), True, namespace=where
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", JOINS, address], capture_output=True, text=True, timeout=300
+    )
     print(done.stdout, end="")
     _internal_kv_put(key, true, True, namespace=where)
 
@@ -88,13 +95,14 @@ def gcs_address() -> str:
 
 
 def pid_of(name: str) -> int:
-    """Of the one process that descends from this one's cluster and runs the module ``name`` with its environment."""
+    """Of the one process that descends from this one's cluster and runs the module ``name`` with
+    its environment."""
     mine = f"/{Path(os.environ['HOME']).name}"
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if name.encode() in (path / "cmdline").read_bytes() and mine in (path / "environ").read_text(
-                errors="replace"
-            ):
+            if name.encode() in (path / "cmdline").read_bytes() and mine in (
+                path / "environ"
+            ).read_text(errors="replace"):
                 return int(path.name)
     raise LookupError(name)
 
@@ -104,20 +112,30 @@ def pid_of(name: str) -> int:
 def test_a_run_on_ray(tmp_path: Path) -> None:
     before = set(Path("/tmp").glob("ray*"))
     done = subprocess.run(
-        [sys.executable, "-c", CLUSTER, str(tmp_path / "ray")], capture_output=True, text=True, timeout=800,
+        [sys.executable, "-c", CLUSTER, str(tmp_path / "ray")],
+        capture_output=True,
+        text=True,
+        timeout=800,
         env=os.environ | {"HOME": str(tmp_path)},
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stdout.count("\n")) == (0, 2), done.stdout + done.stderr
     version, lost = done.stdout.splitlines()[-2:]
-    assert re.match(r"the cluster of Ray at .* runs other versions than this process \(.*2\.9\.3", version)
     assert re.match(
-        rf"rank 1 \(process \d+ on {socket.gethostname()}\) is lost: its process ended \(killed by signal 9", lost
+        r"the cluster of Ray at .* runs other versions than this process \(.*2\.9\.3", version
     )
-    assert not [path for path in Path("/proc").glob("[0-9]*/environ") if _holds(path, str(tmp_path))]
+    assert re.match(
+        rf"rank 1 \(process \d+ on {socket.gethostname()}\) is lost: its process ended \(killed by signal 9",
+        lost,
+    )
+    assert not [
+        path for path in Path("/proc").glob("[0-9]*/environ") if _holds(path, str(tmp_path))
+    ]
     assert set(Path("/tmp").glob("ray*")) <= before
     assert not list(tmp_path.glob(".ray*"))
 
-    alone = msgspec.structs.replace(placed(), compute=ComputeSpec(precision="fp32"), inference=None, placement=None)
+    alone = msgspec.structs.replace(
+        placed(), compute=ComputeSpec(precision="fp32"), inference=None, placement=None
+    )
     train(alone, tmp_path / "alone")
     check_measured(tmp_path / "ray", tmp_path / "alone", is_whole=False, abs=1e-5)
 

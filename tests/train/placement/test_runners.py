@@ -1,4 +1,5 @@
-"""Rollouts in processes of their own: the run that it is in one process; a runner that dies is named, and its work is done."""
+"""Rollouts in processes of their own: the run that it is in one process; a runner that dies is
+named, and its work is done."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ RUNNERS = PlacementSpec(rollouts=RoleSpec(count=1))
 def short(**changes: Any) -> Run:
     """Two steps that keep their rollouts, with an update of the weights between them."""
     run = tuned(**changes)
-    return msgspec.structs.replace(run, schedule=msgspec.structs.replace(run.schedule, evaluate=0, rollouts=1))
+    return msgspec.structs.replace(
+        run, schedule=msgspec.structs.replace(run.schedule, evaluate=0, rollouts=1)
+    )
 
 
 def sampled(out: Path) -> list[tuple[Any, ...]]:
@@ -45,7 +48,14 @@ def sampled(out: Path) -> list[tuple[Any, ...]]:
 def _what(tree: Trajectory) -> tuple[Any, ...]:
     replies = [turn.reply for call in tree.calls for turn in call.turns]
     ids = [(reply.prompt_ids, reply.token_ids, reply.versions) for reply in replies]
-    return tree.id, tree.task, tree.answer, tree.rewards, ids, [value for r in replies for value in r.logprobs or ()]
+    return (
+        tree.id,
+        tree.task,
+        tree.answer,
+        tree.rewards,
+        ids,
+        [value for r in replies for value in r.logprobs or ()],
+    )
 
 
 @pytest.mark.slow
@@ -59,7 +69,9 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
             pid = next(_pids("RAMIFY_RUNNER_NUMBER=0", str(tmp_path)))
             os.kill(pid, signal.SIGSTOP)  # what it is given next it does not do
             threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
-            killed.append(f"runner 0 (process {pid} on {os.uname().nodename}) is lost: its process ended")
+            killed.append(
+                f"runner 0 (process {pid} on {os.uname().nodename}) is lost: its process ended"
+            )
 
     said: list[str] = []
     run = short(inference=InferenceSpec(), placement=RUNNERS)
@@ -73,7 +85,10 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
     for (*what, logprobs), (*other, expected) in zip(ours, theirs, strict=True):
         assert what == other
         assert logprobs == pytest.approx(expected, abs=1e-5)
-    losses = [[row.values["loss"] for row in read(tmp_path / name) if "loss" in row.values] for name in ("one", "two")]
+    losses = [
+        [row.values["loss"] for row in read(tmp_path / name) if "loss" in row.values]
+        for name in ("one", "two")
+    ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     lost = next(number for number, text in enumerate(said) if text.startswith(killed[0]))
     assert said[lost].endswith("0 others are there; it is started again")
@@ -103,10 +118,17 @@ class NoEngines:
 def test_a_runner_that_cannot_begin_says_why(tmp_path: Path) -> None:
     run = short()
     spec = RolloutWorkerSpec(
-        name="x", task="nonesuch", options={}, scaffold="tiny", limits=run.limits, sandbox=run.sandbox,
-        inference=InferenceSpec(urls=("http://127.0.0.1:9",), probe_s=0.1), checkpoint=str(run.policy.path),
-        dtype="float32", grace_s=1.0,
-    )  # fmt: skip
+        name="x",
+        task="nonesuch",
+        options={},
+        scaffold="tiny",
+        limits=run.limits,
+        sandbox=run.sandbox,
+        inference=InferenceSpec(urls=("http://127.0.0.1:9",), probe_s=0.1),
+        checkpoint=str(run.policy.path),
+        dtype="float32",
+        grace_s=1.0,
+    )
 
     async def begin() -> None:
         await RolloutWorkers(

@@ -1,4 +1,5 @@
-"""Who sits where, and what is said where roles do not fit: by arithmetic, before anything is started."""
+"""Who sits where, and what is said where roles do not fit: by arithmetic, before anything is
+started."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.config import Run
 from ramify.train.override import override
-from ramify.train.placement.placement_slots import PlacementSlot, SlotMember, SlotResources, placement_slots
+from ramify.train.placement.placement_slots import (
+    PlacementSlot,
+    SlotMember,
+    SlotResources,
+    placement_slots,
+)
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
 from ramify.train.placement.ray_launcher import bundles, check_bundles
 from ramify.train.placement.resource_counts import by, counted, settled
@@ -42,14 +48,23 @@ def test_colocated_roles_share_seats_and_others_stand_apart() -> None:
     assert found[3].members == (SlotMember("trainer", 3), SlotMember("inference", 3))
 
     apart = PlacementSpec(
-        pools={"train": NodePool(gpus=2, cpus=4), "serve": NodePool(nodes=2, gpus=1, cpus=4, order="spread")},
-        trainer=RoleSpec(pool="train", gpus=1), inference=RoleSpec(pool="serve", gpus=1),
-    )  # fmt: skip
+        pools={
+            "train": NodePool(gpus=2, cpus=4),
+            "serve": NodePool(nodes=2, gpus=1, cpus=4, order="spread"),
+        },
+        trainer=RoleSpec(pool="train", gpus=1),
+        inference=RoleSpec(pool="serve", gpus=1),
+    )
     found = placement_slots(apart, NO | {"trainer": 2, "inference": 2})
-    assert [(placement_slot.pool, placement_slot.node, *placement_slot.members) for placement_slot in found] == [
-        ("train", 0, SlotMember("trainer", 0)), ("train", 0, SlotMember("trainer", 1)),
-        ("serve", 0, SlotMember("inference", 0)), ("serve", 1, SlotMember("inference", 1)),
-    ]  # fmt: skip
+    assert [
+        (placement_slot.pool, placement_slot.node, *placement_slot.members)
+        for placement_slot in found
+    ] == [
+        ("train", 0, SlotMember("trainer", 0)),
+        ("train", 0, SlotMember("trainer", 1)),
+        ("serve", 0, SlotMember("inference", 0)),
+        ("serve", 1, SlotMember("inference", 1)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +89,8 @@ def test_roles_of_other_counts_share_seats(
     spec = PlacementSpec(trainer=trainer, inference=inference, colocate=(("trainer", "inference"),))
     found = placement_slots(spec, NO | dict(zip(("trainer", "inference"), num, strict=True)))
     told = [
-        f"{' '.join(f'{m.role[0]}{m.number}' for m in placement_slot.members)} | {placement_slot.needs.gpus:g}"
+        f"{' '.join(f'{m.role[0]}{m.number}' for m in placement_slot.members)} | "
+        f"{placement_slot.needs.gpus:g}"
         for placement_slot in found
     ]
     assert told == expected
@@ -83,27 +99,42 @@ def test_roles_of_other_counts_share_seats(
 
 def test_each_process_of_a_shared_seat_has_its_own_part_of_the_gpus() -> None:
     spec = PlacementSpec(
-        trainer=GPU, inference=RoleSpec(gpus=2), rollouts=RoleSpec(), colocate=(("trainer", "inference", "rollouts"),)
+        trainer=GPU,
+        inference=RoleSpec(gpus=2),
+        rollouts=RoleSpec(),
+        colocate=(("trainer", "inference", "rollouts"),),
     )
     second = placement_slots(spec, {"trainer": 4, "inference": 2, "rollouts": 2})[1]
     given = ["4", "7"]
     shares = {
-        f"{each.role} {each.number}": second.share(each, spec.role(each.role).gpus, given) for each in second.members
+        f"{each.role} {each.number}": second.share(each, spec.role(each.role).gpus, given)
+        for each in second.members
     }
-    assert shares == {"trainer 2": ["4"], "trainer 3": ["7"], "inference 1": ["4", "7"], "rollouts 1": ["4", "7"]}
+    assert shares == {
+        "trainer 2": ["4"],
+        "trainer 3": ["7"],
+        "inference 1": ["4", "7"],
+        "rollouts 1": ["4", "7"],
+    }
     half = placement_slots(PlacementSpec(trainer=RoleSpec(gpus=0.5)), NO | {"trainer": 1})[0]
     assert half.share(SlotMember("trainer", 0), 0.5, ["3"]) == ["3"]
 
 
 def test_spread_takes_the_emptiest_node_and_pack_the_first() -> None:
     for order, nodes in (("pack", [0, 0, 0]), ("spread", [0, 1, 2])):
-        spec = PlacementSpec(pools={"main": NodePool(nodes=3, cpus=4, order=order)}, trainer=RoleSpec(cpus=1))  # type: ignore[arg-type]
-        assert [placement_slot.node for placement_slot in placement_slots(spec, NO | {"trainer": 3})] == nodes
+        spec = PlacementSpec(
+            pools={"main": NodePool(nodes=3, cpus=4, order=order)}, trainer=RoleSpec(cpus=1)
+        )  # type: ignore[arg-type]
+        assert [
+            placement_slot.node for placement_slot in placement_slots(spec, NO | {"trainer": 3})
+        ] == nodes
 
 
 def test_a_large_seat_is_placed_before_small_ones_take_its_node() -> None:
     spec = PlacementSpec(
-        pools={"main": NodePool(nodes=2, gpus=4, cpus=8)}, trainer=RoleSpec(gpus=1), inference=RoleSpec(gpus=4, cpus=1)
+        pools={"main": NodePool(nodes=2, gpus=4, cpus=8)},
+        trainer=RoleSpec(gpus=1),
+        inference=RoleSpec(gpus=4, cpus=1),
     )
     found = placement_slots(spec, NO | {"trainer": 4, "inference": 1})
     assert [placement_slot.node for placement_slot in found] == [1, 1, 1, 1, 0]
@@ -113,46 +144,67 @@ def test_a_large_seat_is_placed_before_small_ones_take_its_node() -> None:
     ("spec", "num", "said"),
     [
         (
-            PlacementSpec(pools={"main": NodePool(nodes=2, gpus=4, cpus=64)}, trainer=GPU, inference=RoleSpec(gpus=2)),
+            PlacementSpec(
+                pools={"main": NodePool(nodes=2, gpus=4, cpus=64)},
+                trainer=GPU,
+                inference=RoleSpec(gpus=2),
+            ),
             {"trainer": 8, "inference": 2},
-            "the roles do not fit the pool 'main': trainer 8 x 1 + inference 2 x 2 = 12 GPUs, and it has 2 x 4 = 8",
+            "the roles do not fit the pool 'main': trainer 8 x 1 + inference 2 x 2 = 12 GPUs, and "
+            "it has 2 x 4 = 8",
         ),
         (
-            PlacementSpec(pools={"main": NodePool(nodes=2, gpus=3, cpus=64)}, inference=RoleSpec(gpus=2)),
+            PlacementSpec(
+                pools={"main": NodePool(nodes=2, gpus=3, cpus=64)}, inference=RoleSpec(gpus=2)
+            ),
             {"inference": 3},
-            "fit the pool 'main' in sum, but not node by node: inference 2 needs 2 GPUs, 1 CPUs on one node, and of its 2 "
+            "fit the pool 'main' in sum, but not node by node: inference 2 needs 2 GPUs, 1 CPUs on "
+            "one node, and of its 2 "
             "nodes the emptiest has 1 GPUs, 63 CPUs left",
         ),
         (
-            PlacementSpec(pools={"main": NodePool(cpus=64, memory_gb=100)}, trainer=RoleSpec(memory_gb=60)),
+            PlacementSpec(
+                pools={"main": NodePool(cpus=64, memory_gb=100)}, trainer=RoleSpec(memory_gb=60)
+            ),
             {"trainer": 2},
             "trainer 2 x 60 = 120 GB, and it has 1 x 100 = 100",
         ),
         (
             PlacementSpec(
-                pools={"main": NodePool(gpus=4, cpus=9)}, trainer=RoleSpec(gpus=2), inference=RoleSpec(gpus=3),
+                pools={"main": NodePool(gpus=4, cpus=9)},
+                trainer=RoleSpec(gpus=2),
+                inference=RoleSpec(gpus=3),
                 colocate=(("trainer", "inference"),),
             ),
             {"trainer": 4, "inference": 2},
-            "GPUs of a process are trainer 2, inference 3: those of trainer do not divide a seat of 3 without remainder",
+            "GPUs of a process are trainer 2, inference 3: those of trainer do not divide a seat "
+            "of 3 without remainder",
         ),
         (
             PlacementSpec(
-                pools={"main": NodePool(gpus=6, cpus=64)}, trainer=GPU, inference=RoleSpec(gpus=2), rollouts=RoleSpec(),
+                pools={"main": NodePool(gpus=6, cpus=64)},
+                trainer=GPU,
+                inference=RoleSpec(gpus=2),
+                rollouts=RoleSpec(),
                 colocate=(("trainer", "inference", "rollouts"),),
             ),
             {"trainer": 8, "inference": 3, "rollouts": 4},
-            "'main': 2 trainer and inference and rollouts 3 x 2 + 2 trainer and rollouts 1 x 2 = 8 GPUs, and it has 1 x 6 = 6",
+            "'main': 2 trainer and inference and rollouts 3 x 2 + 2 trainer and rollouts 1 x 2 = 8 "
+            "GPUs, and it has 1 x 6 = 6",
         ),
         (
-            PlacementSpec(pools={"a": NodePool(cpus=4), "b": NodePool(cpus=4)}, trainer=RoleSpec(pool="a")),
+            PlacementSpec(
+                pools={"a": NodePool(cpus=4), "b": NodePool(cpus=4)}, trainer=RoleSpec(pool="a")
+            ),
             {"trainer": 1, "inference": 1},
             "placement.inference names no pool, and there are 2: a, b",
         ),
     ],
     ids=["sums", "node by node", "memory", "remainder", "shared sums", "no pool"],
-)  # fmt: skip
-def test_what_does_not_fit_is_said_with_the_sums(spec: PlacementSpec, num: dict[str, int], said: str) -> None:
+)
+def test_what_does_not_fit_is_said_with_the_sums(
+    spec: PlacementSpec, num: dict[str, int], said: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         placement_slots(spec, NO | num)
     assert said in str(error.value)
@@ -161,16 +213,25 @@ def test_what_does_not_fit_is_said_with_the_sums(spec: PlacementSpec, num: dict[
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: PlacementSpec(trainer=RoleSpec(pool="gpu"), pools={"gpus": NodePool()}), "no pool 'gpu': did you mean 'gpus'"),
+        (
+            lambda: PlacementSpec(trainer=RoleSpec(pool="gpu"), pools={"gpus": NodePool()}),
+            "no pool 'gpu': did you mean 'gpus'",
+        ),
         (lambda: PlacementSpec(colocate=(("trainer", "engines"),)), "there is no role 'engines'"),
-        (lambda: PlacementSpec(colocate=(("trainer",), ("trainer", "inference"))), "'trainer' is named twice"),
+        (
+            lambda: PlacementSpec(colocate=(("trainer",), ("trainer", "inference"))),
+            "'trainer' is named twice",
+        ),
         (lambda: NodePool(nodes=0), "nodes=0 must be at least 1"),
         (lambda: RoleSpec(gpus=-1), "cannot be negative"),
-        (lambda: override(small(placement=PlacementSpec()), ["placement.trainer.gpu=1"]), "did you mean 'gpus'"),
+        (
+            lambda: override(small(placement=PlacementSpec()), ["placement.trainer.gpu=1"]),
+            "did you mean 'gpus'",
+        ),
         (lambda: by(small(), "rai"), "--placement rai: did you mean 'ray'"),
     ],
     ids=["pool", "role", "twice", "nodes", "negative", "field", "kind"],
-)  # fmt: skip
+)
 def test_what_cannot_be_meant(make: Any, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         make()
@@ -179,14 +240,21 @@ def test_what_cannot_be_meant(make: Any, said: str) -> None:
 
 def test_counts_come_from_the_run_or_from_the_placement() -> None:
     assert counted(placed(PlacementSpec(), ranks=4, engines=2), PlacementSpec()) == {
-        "trainer": 4, "inference": 2, "rollouts": 0,
-    }  # fmt: skip
+        "trainer": 4,
+        "inference": 2,
+        "rollouts": 0,
+    }
     unsaid = small(
-        compute=ComputeSpec(backend="fsdp"), placement=PlacementSpec(kind="ray", trainer=RoleSpec(count=3), pools={"m": NodePool(cpus=3)})
-    )  # fmt: skip
+        compute=ComputeSpec(backend="fsdp"),
+        placement=PlacementSpec(
+            kind="ray", trainer=RoleSpec(count=3), pools={"m": NodePool(cpus=3)}
+        ),
+    )
     run, found = settled(unsaid)
     assert (run.compute.shard.ranks, len(found)) == (3, 3)
-    with pytest.raises(ConfigError, match=r"placement.trainer.count=3, but the run has 4 \(compute\.shard\.ranks"):
+    with pytest.raises(
+        ConfigError, match=r"placement.trainer.count=3, but the run has 4 \(compute\.shard\.ranks"
+    ):
         settled(placed(PlacementSpec(trainer=RoleSpec(count=3)), ranks=4))
     with pytest.raises(ConfigError, match="but the run starts no engines: give inference"):
         settled(placed(PlacementSpec(inference=RoleSpec(count=1))))
@@ -216,14 +284,23 @@ def test_what_is_asked_of_a_cluster_is_held_against_its_nodes() -> None:
         PlacementSlot("a", 1, SlotResources(1, 2), (SlotMember("trainer", 2),)), PlacementSlot("", 0, SlotResources(0, 1), (SlotMember("rollouts", 0),)),
     ]  # fmt: skip
     asked = bundles(found)
-    assert asked == {"a": [(SlotResources(2, 4), [0, 1]), (SlotResources(1, 2), [2])], "": [(SlotResources(0, 1), [3])]}
+    assert asked == {
+        "a": [(SlotResources(2, 4), [0, 1]), (SlotResources(1, 2), [2])],
+        "": [(SlotResources(0, 1), [3])],
+    }
     check_bundles(asked, [SlotResources(2, 4, 9), SlotResources(2, 4, 9)], "the cluster")
-    with pytest.raises(ConfigError, match=r"do not fit the cluster: 2 \+ 1 = 3 GPUs, and it has 1 \+ 1 = 2"):
+    with pytest.raises(
+        ConfigError, match=r"do not fit the cluster: 2 \+ 1 = 3 GPUs, and it has 1 \+ 1 = 2"
+    ):
         check_bundles(asked, [SlotResources(1, 8, 9), SlotResources(1, 8, 9)], "the cluster")
-    with pytest.raises(ConfigError, match="no node of the cluster has room for one of pool 'a', which takes 2 GPUs"):
+    with pytest.raises(
+        ConfigError, match="no node of the cluster has room for one of pool 'a', which takes 2 GPUs"
+    ):
         check_bundles(asked, [SlotResources(1, 8, 9)] * 3, "the cluster")
 
 
 def test_a_placement_is_plain_data() -> None:
-    spec = PlacementSpec(pools={"main": NodePool(nodes=2, gpus=4)}, trainer=GPU, colocate=(("trainer", "inference"),))
+    spec = PlacementSpec(
+        pools={"main": NodePool(nodes=2, gpus=4)}, trainer=GPU, colocate=(("trainer", "inference"),)
+    )
     assert msgspec.json.decode(msgspec.json.encode(spec), type=PlacementSpec) == spec

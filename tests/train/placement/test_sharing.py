@@ -24,7 +24,11 @@ POOL = {"main": NodePool(gpus=2, cpus=8)}
 def ray(trainer: float, inference: float, *colocate: str) -> PlacementSpec:
     group = (colocate,) if colocate else ()
     return PlacementSpec(
-        kind="ray", pools=POOL, trainer=RoleSpec(gpus=trainer), inference=RoleSpec(gpus=inference), colocate=group
+        kind="ray",
+        pools=POOL,
+        trainer=RoleSpec(gpus=trainer),
+        inference=RoleSpec(gpus=inference),
+        colocate=group,
     )
 
 
@@ -36,17 +40,37 @@ def ray(trainer: float, inference: float, *colocate: str) -> PlacementSpec:
         ({"inference": InferenceSpec(num=2, gpus=("1", "0"))}, None, "share the GPU 0"),
         ({"inference": InferenceSpec(gpus=("3",))}, "3,4", "share the GPU 3"),
         ({"inference": InferenceSpec(gpus=("4",))}, "3,4", ""),
-        ({"compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2)), "inference": InferenceSpec(gpus=("1",))}, None, "GPU 1"),
-        ({"compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2)), "inference": InferenceSpec(gpus=("2",))}, None, ""),
+        (
+            {
+                "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2)),
+                "inference": InferenceSpec(gpus=("1",)),
+            },
+            None,
+            "GPU 1",
+        ),
+        (
+            {
+                "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2)),
+                "inference": InferenceSpec(gpus=("2",)),
+            },
+            None,
+            "",
+        ),
         ({"inference": InferenceSpec(urls=("http://n1:1",))}, None, ""),
         ({"inference": None}, None, ""),
-        ({"placement": ray(1, 1, "trainer", "inference")}, None, "placement.colocate has trainer and engines share GPUs"),
+        (
+            {"placement": ray(1, 1, "trainer", "inference")},
+            None,
+            "placement.colocate has trainer and engines share GPUs",
+        ),
         ({"placement": ray(1, 1)}, None, ""),
         ({"placement": ray(0.5, 0.5)}, None, "parts of one GPU"),
         ({"placement": ray(0.5, 0.75)}, None, ""),
     ],
-)  # fmt: skip
-def test_who_shares_a_gpu(fields: dict[str, Any], visible: str | None, why: str, monkeypatch: Any) -> None:
+)
+def test_who_shares_a_gpu(
+    fields: dict[str, Any], visible: str | None, why: str, monkeypatch: Any
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -66,11 +90,15 @@ def ahead(**fields: Any) -> Run:
 
 def test_engines_cannot_sleep_and_answer() -> None:
     says = r"{}, so that engines sleep while the trainer learns, and with rl.sample.max_staleness=1 they are asked meanwhile"
-    with pytest.raises(ConfigError, match=says.format(r"trainer and engines share the GPU 0 \(inference.gpus\)")):
+    with pytest.raises(
+        ConfigError, match=says.format(r"trainer and engines share the GPU 0 \(inference.gpus\)")
+    ):
         sleeping(ahead(gpus=("0",)), "cuda")
     with pytest.raises(ConfigError, match=says.format("inference.sleep=learn")):
         sleeping(ahead(sleep="learn"), "cpu")
-    assert sleeping(ahead(sleep="never", gpus=("0",)), "cuda") == InferenceSpec(sleep="never", gpus=("0",))
+    assert sleeping(ahead(sleep="never", gpus=("0",)), "cuda") == InferenceSpec(
+        sleep="never", gpus=("0",)
+    )
     found = sleeping(ahead(), "cpu")
     assert found is not None
     assert found.sleep == "never"
@@ -78,9 +106,10 @@ def test_engines_cannot_sleep_and_answer() -> None:
 
 def placed(**fields: Any) -> Run:
     return half(
-        compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192), inference=InferenceSpec(num=2, **fields),
+        compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192),
+        inference=InferenceSpec(num=2, **fields),
         placement=ray(1, 1, "trainer", "inference"),
-    )  # fmt: skip
+    )
 
 
 def test_a_shared_seat_holds_the_most_of_two_phases_or_both() -> None:
@@ -88,7 +117,10 @@ def test_a_shared_seat_holds_the_most_of_two_phases_or_both() -> None:
     rank, engine = (planned.parts[index].memory for index in (0, 2))
     kept = sum(rank.parts[name] for name in ("weights", "optimizer", "the engine's weights"))
     taking_turns, at_once = planned.together, plan(placed(sleep="never")).together
-    assert taking_turns[0].bytes == {"engines answer": kept + engine.total, "the trainer learns": rank.total}
+    assert taking_turns[0].bytes == {
+        "engines answer": kept + engine.total,
+        "the trainer learns": rank.total,
+    }
     assert at_once[0].bytes == {"both go on": rank.total + engine.total}
     assert (taking_turns[0].sleeps, at_once[0].sleeps) == (True, False)
     text = "\n".join(lines(planned))
@@ -99,7 +131,8 @@ def test_what_vllm_takes_fits_where_it_sleeps() -> None:
     """By default 0.9 of 80 GB, beside what a trainer of 28 GB keeps meanwhile: 4 GB."""
     assert plan(placed(engine="vllm")).too_large == []
     assert plan(placed(engine="vllm", sleep="never")).too_large == [
-        "trainer and inference share a device of 80 GB and hold 100 GB together while both go on: let engines sleep "
+        "trainer and inference share a device of 80 GB and hold 100 GB together while both go on: "
+        "let engines sleep "
         "(inference.sleep=learn), or devices of their own"
     ]
     less = placed(engine="vllm", args=("--gpu-memory-utilization=0.25",))
@@ -111,6 +144,10 @@ def test_what_vllm_takes_fits_where_it_sleeps() -> None:
 def test_a_plan_is_refused_where_engines_cannot_sleep() -> None:
     run = placed()
     assert run.rl is not None
-    apart = msgspec.structs.replace(run, rl=msgspec.structs.replace(run.rl, sample=StepSampleSpec(max_staleness=1)))
-    with pytest.raises(ConfigError, match=r"placement\.colocate has trainer and engines share GPUs, so that"):
+    apart = msgspec.structs.replace(
+        run, rl=msgspec.structs.replace(run.rl, sample=StepSampleSpec(max_staleness=1))
+    )
+    with pytest.raises(
+        ConfigError, match=r"placement\.colocate has trainer and engines share GPUs, so that"
+    ):
         plan(apart)

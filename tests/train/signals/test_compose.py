@@ -1,4 +1,5 @@
-r"""Signals weighed into advantages: the worked examples E1 to E4, and what must hold whatever signals say."""
+r"""Signals weighed into advantages: the worked examples E1 to E4, and what must hold whatever
+signals say."""
 
 from __future__ import annotations
 
@@ -36,22 +37,32 @@ def rollout(id: str, *sampled: int, reward: float | None = 0.0, given: int = 2) 
     for num in sampled:
         ids = tuple(range(10, 10 + num))
         reply = Reply(
-            Message("assistant", "x"), prompt_ids=tuple(range(1, given + 1)), token_ids=ids, logprobs=(-0.5,) * num
+            Message("assistant", "x"),
+            prompt_ids=tuple(range(1, given + 1)),
+            token_ids=ids,
+            logprobs=(-0.5,) * num,
         )
         turns.append(Turn(0, (Message("user", "go on"),), reply, reused_ids=before))
         before += given + num
     call = Call("0", "rlm", "test:m", 0, "?", turns=turns, stop=Stop.FINAL)
-    return Trajectory(id, "?", task="t/0", calls=[call], rewards={} if reward is None else {"correct": reward})
+    return Trajectory(
+        id, "?", task="t/0", calls=[call], rewards={} if reward is None else {"correct": reward}
+    )
 
 
 def group(*rewards: float | None, sampled: tuple[int, ...] = (2, 1)) -> Group:
-    return Group("t/0", [rollout(f"r{index}", *sampled, reward=reward) for index, reward in enumerate(rewards)])
+    return Group(
+        "t/0",
+        [rollout(f"r{index}", *sampled, reward=reward) for index, reward in enumerate(rewards)],
+    )
 
 
 def advantages(assigned: AssignedStep) -> dict[str, list[float]]:
     """Of each rollout, all its tokens in order."""
     return {
-        each.trajectory.id: [value for place in sorted(each.credits) for value in each.credits[place].advantages]
+        each.trajectory.id: [
+            value for place in sorted(each.credits) for value in each.credits[place].advantages
+        ]
         for each in assigned.rollouts
     }
 
@@ -61,7 +72,8 @@ def read(outcome: OutcomeSignal, one: Group) -> list[SignalScore]:
     return asyncio.run(outcome.read(one, context))
 
 
-# --- E1 to E4 --------------------------------------------------------------------------------------------------------
+# --- E1 to E4
+# --------------------------------------------------------------------------------------------------------
 
 
 def tool_rollout(id: str, right: bool, num_tools: int) -> Trajectory:
@@ -77,8 +89,12 @@ def tool_rollout(id: str, right: bool, num_tools: int) -> Trajectory:
 
 
 def test_e1_outcome_shaping_and_group_baselines() -> None:
-    assert [shaped(True, 9), *(shaped(False, k) for k in (0, 2, 4, 12))] == pytest.approx([1, -1.1, -1, -0.9, -0.6])
-    one = Group("t/0", [tool_rollout("a", True, 3), *(tool_rollout(f"{k}", False, k) for k in (0, 4, 12))])
+    assert [shaped(True, 9), *(shaped(False, k) for k in (0, 2, 4, 12))] == pytest.approx(
+        [1, -1.1, -1, -0.9, -0.6]
+    )
+    one = Group(
+        "t/0", [tool_rollout("a", True, 3), *(tool_rollout(f"{k}", False, k) for k in (0, 4, 12))]
+    )
     found = read(OutcomeSignal(), one)
     assert [each.outcome for each in found] == pytest.approx([1, -1.1, -0.9, -0.6])
     readings = {"outcome": {t.id: r for t, r in zip(one.trajectories, found, strict=True)}}
@@ -87,7 +103,9 @@ def test_e1_outcome_shaping_and_group_baselines() -> None:
         (DrGRPO(), [1.4, -0.7, -0.5, -0.2]),
     ):
         assigned = Hybrid(outcome=algorithm).given(readings, 0).assign_advantages([one], {})
-        assert [row[0] for row in advantages(assigned).values()] == pytest.approx(expected, abs=1e-5)
+        assert [row[0] for row in advantages(assigned).values()] == pytest.approx(
+            expected, abs=1e-5
+        )
         assert abs(sum(row[0] for row in advantages(assigned).values())) < 1e-12
     equal = Hybrid(outcome=GRPO()).assign_advantages([group(1, 1)], {})
     assert (equal.rollouts, equal.no_signal != "") == ([], True)
@@ -98,27 +116,37 @@ def test_e2_step_buckets() -> None:
     outcomes = {"r0": 1.0, "r1": -1.0, "r2": -1.0}
     rows = [{s: o + p for s, p in enumerate(process[id])} for id, o in outcomes.items()]
     expected = [[1.224744, 1.224744], [-1.224744, 0, 0], [0, -1.224744]]
-    assert [list(row.values()) for row in step_index(rows)] == [pytest.approx(row, abs=1e-6) for row in expected]
-    one = Group("t/0", [rollout(id, *[2] * len(process[id]), reward=outcomes[id]) for id in process])
+    assert [list(row.values()) for row in step_index(rows)] == [
+        pytest.approx(row, abs=1e-6) for row in expected
+    ]
+    one = Group(
+        "t/0", [rollout(id, *[2] * len(process[id]), reward=outcomes[id]) for id in process]
+    )
     readings = {
         "process": {
-            id: SignalScore(turns={("0", s): float(p) for s, p in enumerate(row)}) for id, row in process.items()
+            id: SignalScore(turns={("0", s): float(p) for s, p in enumerate(row)})
+            for id, row in process.items()
         }
     }
-    hybrid = Hybrid(w_rl=0.0, terms=(HybridTerm(signal="process", norm="step_index", plus_outcome=1.0),))
+    hybrid = Hybrid(
+        w_rl=0.0, terms=(HybridTerm(signal="process", norm="step_index", plus_outcome=1.0),)
+    )
     found = hybrid.given(readings, 0).assign_advantages([one], {}, every_token=True)
     assert advantages(found)["r0"] == pytest.approx([1.224744] * 4, abs=1e-6)
     assert advantages(found)["r1"] == pytest.approx([-1.224744] * 2 + [0.0] * 4, abs=1e-6)
     # Spans [0,3) and [5,7) of a path of 7, observation at 3 and 4.
     spans = rollout("r0", 3, 2, given=2)
     spans.calls[0].turns[0] = msgspec.structs.replace(
-        spans.calls[0].turns[0], reply=msgspec.structs.replace(spans.calls[0].turns[0].reply, prompt_ids=(9,)),
-    )  # fmt: skip
+        spans.calls[0].turns[0],
+        reply=msgspec.structs.replace(spans.calls[0].turns[0].reply, prompt_ids=(9,)),
+    )
     spans.calls[0].turns[1] = msgspec.structs.replace(spans.calls[0].turns[1], reused_ids=4)
     one.trajectories[0] = spans
     spans.rewards = {"correct": 1.0}
     row = sequences(hybrid.given(readings, 0).assign_advantages([one], {}).rollouts[:1])[0]
-    assert row.advantages[1:].tolist() == pytest.approx([1.224744] * 3 + [0, 0] + [1.224744] * 2, abs=1e-6)
+    assert row.advantages[1:].tolist() == pytest.approx(
+        [1.224744] * 3 + [0, 0] + [1.224744] * 2, abs=1e-6
+    )
 
 
 P_OLD, P_T = np.array([0.5, 0.2, 0.9]), np.array([0.5, 0.8, 0.01])
@@ -128,26 +156,36 @@ def test_e3_teacher_hybrid_surrogate_and_kl() -> None:
     gaps = (np.log(P_T) - np.log(P_OLD)).tolist()
     assert gaps == pytest.approx([0, 1.386294, -4.499810], abs=1e-6)
     pair = [rollout("a", 3, reward=0.0), rollout("b", 3, reward=1.0)]
-    readings = {"teacher": {"a": SignalScore(tokens={("0", 0): gaps}, notes={("0", 0): "w3 needs f7"})}}
-    hybrid = Hybrid(outcome=DrGRPO(), terms=(HybridTerm(signal="teacher", clip=2.0, route="hinted"),))
+    readings = {
+        "teacher": {"a": SignalScore(tokens={("0", 0): gaps}, notes={("0", 0): "w3 needs f7"})}
+    }
+    hybrid = Hybrid(
+        outcome=DrGRPO(), terms=(HybridTerm(signal="teacher", clip=2.0, route="hinted"),)
+    )
     found = hybrid.given(readings, 0).assign_advantages([Group("t/0", pair)], {})
     assert advantages(found)["a"] == pytest.approx([-0.5, 0.886294, -2.5], abs=1e-6)
     assert advantages(found)["b"] == pytest.approx([0.5] * 3)
     a = torch.tensor(advantages(found)["a"], dtype=torch.float64)
     old, now = np.log(P_OLD), np.log([0.5, 0.3, 0.45])
     entries = LossEntries(
-        torch.tensor(now), {"sampler_logprobs": torch.tensor(old), "advantages": a, "rl": torch.ones(3).double(),
-        "ref_logprobs": torch.tensor(np.log([0.4, 0.2, 0.9]))}, {"rl": 3.0},
-    )  # fmt: skip
+        torch.tensor(now),
+        {
+            "sampler_logprobs": torch.tensor(old),
+            "advantages": a,
+            "rl": torch.ones(3).double(),
+            "ref_logprobs": torch.tensor(np.log([0.4, 0.2, 0.9])),
+        },
+        {"rl": 3.0},
+    )
     loss = LossSpec(policy=PpoClip())
     assert (per_entry(loss, entries) * 3).tolist() == pytest.approx([0.5, -1.134457, 2.0], abs=1e-6)
     k3 = kl_estimate("k3", entries.logprobs, entries.streams["ref_logprobs"])
     assert k3.tolist() == pytest.approx([0.023144, 0.072132, 0.306853], abs=1e-6)
     assert float(k3.mean()) == pytest.approx(0.134043, abs=1e-6)
     assert float(compute(loss, entries)[0]) == pytest.approx(0.455181, abs=1e-6)
-    assert float(compute(LossSpec(policy=PpoClip(), kl_beta=0.01, kl="k3"), entries)[0]) == pytest.approx(
-        0.456521, abs=1e-6
-    )
+    assert float(
+        compute(LossSpec(policy=PpoClip(), kl_beta=0.01, kl="k3"), entries)[0]
+    ) == pytest.approx(0.456521, abs=1e-6)
 
 
 def test_e4_whole_distributions() -> None:
@@ -183,13 +221,16 @@ def test_the_surrogate_is_clipped_on_both_sides_and_only_now_has_a_gradient() ->
     assert now.grad is not None and float(now.grad.abs().sum()) == 0  # noqa: PT018
 
 
-# --- what must hold --------------------------------------------------------------------------------------------------
+# --- what must hold
+# --------------------------------------------------------------------------------------------------
 
 TEACHES = Hybrid(terms=(HybridTerm(signal="teacher", clip=2.0),))
 
 
 def gap(*values: float, turn: int = 0, note: str = "a hint") -> SignalScore:
-    return SignalScore(tokens={("0", turn): list(values)}, notes={("0", turn): note} if note else {})
+    return SignalScore(
+        tokens={("0", turn): list(values)}, notes={("0", turn): note} if note else {}
+    )
 
 
 def test_permuting_a_group_permutes_its_advantages() -> None:
@@ -209,7 +250,9 @@ def test_given_tokens_get_exactly_nothing_and_unread_rollouts_their_outcome() ->
     assert [row.advantages[~row.mask].tolist() for row in rows] == [[0.0] * 4] * 2
     assert advantages(assigned)["r1"] == [-0.5] * 3
     alone = advantages(DrGRPO().assign_advantages([group(1, 0)], {}))
-    assert advantages(Hybrid().assign_advantages([group(1, 0)], {})) == alone  # no term: the wrapped algorithm, exactly
+    assert (
+        advantages(Hybrid().assign_advantages([group(1, 0)], {})) == alone
+    )  # no term: the wrapped algorithm, exactly
 
 
 def test_a_group_that_only_a_signal_tells_apart_is_kept() -> None:
@@ -220,13 +263,18 @@ def test_a_group_that_only_a_signal_tells_apart_is_kept() -> None:
     assert (len(with_signal.rollouts), with_signal.denominators) == (3, {"rl": 4.0})
     assert advantages(with_signal)["r0"] == [1.0, 0.0]
     weights = {each.trajectory.id: each.credits["0", 0].rl for each in with_signal.rollouts}
-    assert weights["r0"] == [1 / 3] * 2  # what the outcome's algorithm gives each token, turn of one token included
+    assert (
+        weights["r0"] == [1 / 3] * 2
+    )  # what the outcome's algorithm gives each token, turn of one token included
 
 
 def test_weights_follow_their_schedule_and_at_zero_the_signal_is_not_wanted() -> None:
     anneal = AnnealSchedule(1.0, 0.0, steps=4)
     assert [anneal.at(step) for step in (0, 1, 4, 9)] == [1.0, 0.75, 0.0, 0.0]
-    assert [round(AnnealSchedule(2.0, 1.0, steps=4, after=2, shape="cosine").at(s), 6) for s in (0, 2, 4, 6)] == [
+    assert [
+        round(AnnealSchedule(2.0, 1.0, steps=4, after=2, shape="cosine").at(s), 6)
+        for s in (0, 2, 4, 6)
+    ] == [
         2,
         2,
         1.5,
@@ -235,7 +283,8 @@ def test_weights_follow_their_schedule_and_at_zero_the_signal_is_not_wanted() ->
     hybrid = Hybrid(terms=(HybridTerm(signal="teacher", weight=anneal),))
     readings = {"teacher": {"r0": gap(1.0, 1.0)}}
     found = [
-        advantages(hybrid.given(readings, step).assign_advantages([group(1, 0)], {}))["r0"][0] for step in (0, 2, 4)
+        advantages(hybrid.given(readings, step).assign_advantages([group(1, 0)], {}))["r0"][0]
+        for step in (0, 2, 4)
     ]
     assert found == [1.5, 1.0, 0.5]
     assert [hybrid.wants("teacher", step) for step in (3, 4)] == [True, False]
@@ -243,8 +292,9 @@ def test_weights_follow_their_schedule_and_at_zero_the_signal_is_not_wanted() ->
 
 
 @pytest.mark.parametrize(
-    ("route", "acted"), [("all", ["r0", "r1", "r2"]), ("failed", ["r1", "r2"]), ("hinted", ["r0", "r1"])]
-)  # fmt: skip
+    ("route", "acted"),
+    [("all", ["r0", "r1", "r2"]), ("failed", ["r1", "r2"]), ("hinted", ["r0", "r1"])],
+)
 def test_routes(route: Any, acted: list[str]) -> None:
     readings = {"teacher": {"r0": gap(1.0, 1.0), "r1": gap(1.0, 1.0), "r2": gap(1.0, 1.0, note="")}}
     hybrid = Hybrid(w_rl=0.0, terms=(HybridTerm(signal="teacher", route=route),))
@@ -257,7 +307,9 @@ def test_early_tokens_are_trusted_more() -> None:
     assert early_first([1, 1, 2], 0.5) == [1.5, 1.375, 1.25 * 2]
     assert early_first([0, 0], 0.5) == [0, 0]
     hybrid = Hybrid(w_rl=0.0, terms=(HybridTerm(signal="teacher", early=0.5),))
-    found = hybrid.given({"teacher": {"r0": gap(1.0, -1.0)}}, 0).assign_advantages([group(1, 1)], {})
+    found = hybrid.given({"teacher": {"r0": gap(1.0, -1.0)}}, 0).assign_advantages(
+        [group(1, 1)], {}
+    )
     assert advantages(found)["r0"] == [1.5, -1.25]
 
 
@@ -267,7 +319,9 @@ def test_a_number_that_is_none_is_left_out_and_its_rollout_named() -> None:
         "teacher": {"r0": gap(math.nan, 1.0), "r1": gap(1.0, 1.0)},
         "process": {"r2": SignalScore(turns={("0", 1): math.inf})},
     }
-    hybrid = Hybrid(terms=(HybridTerm(signal="teacher"), HybridTerm(signal="process", norm="step_index")))
+    hybrid = Hybrid(
+        terms=(HybridTerm(signal="teacher"), HybridTerm(signal="process", norm="step_index"))
+    )
     found = hybrid.given(readings, 0).assign_advantages([one], {})
     assert (found.metrics["teacher/not_finite"], found.metrics["process/not_finite"]) == (1, 1)
     assert one.trajectories[0].errors == [
@@ -284,10 +338,23 @@ def test_missing_and_impossible_rewards_are_left_out_of_their_group() -> None:
 
 
 def test_a_stream_of_the_wrong_length_is_refused_with_both() -> None:
-    with pytest.raises(TrainError, match="signal 'teacher', trajectory r0, call 0, turn 0: 3 numbers for 2 sampled"):
-        TEACHES.given({"teacher": {"r0": gap(1.0, 1.0, 1.0)}}, 0).assign_advantages([group(1, 0)], {})
-    with pytest.raises(ValueError, match="trajectory r0, call 0, turn 1: a stream of 4 numbers for 1 sampled tokens"):
-        sequences([AssignedRollout(rollout("r0", 2, 1), {("0", 1): TokenCredit(advantages=[1.0] * 4, rl=[1.0] * 4)})])
+    with pytest.raises(
+        TrainError, match="signal 'teacher', trajectory r0, call 0, turn 0: 3 numbers for 2 sampled"
+    ):
+        TEACHES.given({"teacher": {"r0": gap(1.0, 1.0, 1.0)}}, 0).assign_advantages(
+            [group(1, 0)], {}
+        )
+    with pytest.raises(
+        ValueError,
+        match="trajectory r0, call 0, turn 1: a stream of 4 numbers for 1 sampled tokens",
+    ):
+        sequences(
+            [
+                AssignedRollout(
+                    rollout("r0", 2, 1), {("0", 1): TokenCredit(advantages=[1.0] * 4, rl=[1.0] * 4)}
+                )
+            ]
+        )
 
 
 def test_a_teacher_that_is_silently_off_is_said() -> None:
@@ -296,7 +363,11 @@ def test_a_teacher_that_is_silently_off_is_said() -> None:
 
 
 def test_process_reward_that_does_not_go_with_the_outcome_shows() -> None:
-    readings = {"process": {f"r{i}": SignalScore(turns={("0", 0): p}) for i, p in enumerate((-1.0, 1.0, 1.0))}}
+    readings = {
+        "process": {
+            f"r{i}": SignalScore(turns={("0", 0): p}) for i, p in enumerate((-1.0, 1.0, 1.0))
+        }
+    }
     found = (
         Hybrid(terms=(HybridTerm(signal="process", weight=0.3),))
         .given(readings, 0)
@@ -307,9 +378,14 @@ def test_process_reward_that_does_not_go_with_the_outcome_shows() -> None:
 
 
 def test_a_reading_into_the_loss() -> None:
-    """Candidates become streams, with zeros for those that have none; weights are those of the policy gradient."""
-    top = TopKCandidates([[5, 6], [6, 7]], [[-0.1, -3.0], [-0.2, -2.0]], [[-0.3, -2.0], [-0.4, -1.0]])
-    readings = {"teacher": {"r0": SignalScore(logprobs={("0", 0): [-0.1, -0.2]}, top={("0", 0): top})}}
+    """Candidates become streams, with zeros for those that have none; weights are those of the
+    policy gradient."""
+    top = TopKCandidates(
+        [[5, 6], [6, 7]], [[-0.1, -3.0], [-0.2, -2.0]], [[-0.3, -2.0], [-0.4, -1.0]]
+    )
+    readings = {
+        "teacher": {"r0": SignalScore(logprobs={("0", 0): [-0.1, -0.2]}, top={("0", 0): top})}
+    }
     hybrid = Hybrid(terms=(HybridTerm(signal="teacher", weight=0.5, into="loss"),))
     assigned = hybrid.given(readings, 0).assign_advantages([group(1, 0)], {})
     assert assigned.denominators == {"rl": 2.0, "kd": 2.0}
@@ -334,7 +410,9 @@ def test_observed_tokens_are_imitated_and_the_question_is_not() -> None:
 
 
 def test_terms_and_wrapped_algorithms_that_there_are_not() -> None:
-    with pytest.raises(ConfigError, match="unknown signal 'proces' in a term: did you mean 'process'"):
+    with pytest.raises(
+        ConfigError, match="unknown signal 'proces' in a term: did you mean 'process'"
+    ):
         Hybrid(terms=(HybridTerm(signal="proces"),)).check({"process": 1, "teacher": 2})
     with pytest.raises(ConfigError, match="unknown algorithm 'gpro': did you mean 'grpo'"):
         Hybrid(outcome="gpro")
@@ -348,13 +426,22 @@ def test_what_a_signal_computed_of_the_reference_is_not_asked_for_again() -> Non
     """The rows of one rollout have the stream, those of the other are left to the trainer."""
     one = group(1, 0, sampled=(2, 1))
     known = {("0", 0): [-0.25, -0.5], ("0", 1): [-1.0]}
-    found = Hybrid().given({"teacher": {"r1": SignalScore(reference=known)}}, 0).assign_advantages([one], {})
+    found = (
+        Hybrid()
+        .given({"teacher": {"r1": SignalScore(reference=known)}}, 0)
+        .assign_advantages([one], {})
+    )
     first, second = sequences(found.rollouts)
     assert "ref_logprobs" not in first.streams
     assert second.streams["ref_logprobs"].tolist() == [0, 0, -0.25, -0.5, 0, 0, -1.0]
     known["0", 0].pop()
-    with pytest.raises(TrainError, match="'reference', trajectory r1, call 0, turn 0: 1 numbers for 2 sampled tokens"):
-        Hybrid().given({"teacher": {"r1": SignalScore(reference=known)}}, 0).assign_advantages([one], {})
+    with pytest.raises(
+        TrainError,
+        match="'reference', trajectory r1, call 0, turn 0: 1 numbers for 2 sampled tokens",
+    ):
+        Hybrid().given({"teacher": {"r1": SignalScore(reference=known)}}, 0).assign_advantages(
+            [one], {}
+        )
 
 
 def test_judges_calls_are_never_learnt_from() -> None:
@@ -363,33 +450,54 @@ def test_judges_calls_are_never_learnt_from() -> None:
 
     one = rollout("r0", 2, reward=1)
     turn = one.calls[0].turns[0]
-    asked = Call("", "judge", "test:j", 1, "process of turn 0", parent=Parent("0", 0, 0), turns=[turn])
-    put_on_tree(one, {"process": SignalScore(turns={("0", 0): 1.0}, notes={("0", 0): "because"}, calls=[asked])})
+    asked = Call(
+        "", "judge", "test:j", 1, "process of turn 0", parent=Parent("0", 0, 0), turns=[turn]
+    )
+    put_on_tree(
+        one,
+        {"process": SignalScore(turns={("0", 0): 1.0}, notes={("0", 0): "because"}, calls=[asked])},
+    )
     assert [call.id for call in one.calls] == ["0", "0.0"]
     assert one.marks == [Annotation("process", "0", 0, {"process": 1.0}, text="because")]
     found = SFT(llm_calls=True).assign_advantages([Group("t/0", [one])], {})
     assert list(found.rollouts[0].credits) == [("0", 0)]
     with_signal = Group("t/0", [one, rollout("r1", 2, reward=0)])
     assert {
-        place for each in DrGRPO(llm_calls=True).assign_advantages([with_signal], {}).rollouts for place in each.credits
+        place
+        for each in DrGRPO(llm_calls=True).assign_advantages([with_signal], {}).rollouts
+        for place in each.credits
     } == {("0", 0)}
 
 
 def test_what_signals_found_stands_beside_what_it_is_about() -> None:
-    """A teacher's gaps on the tokens, its hint where it belongs, a reward on the root; what is no number is in no file."""
+    """A teacher's gaps on the tokens, its hint where it belongs, a reward on the root; what is no
+    number is in no file."""
     from ramify.train.signals.judge_calls import put_on_tree
 
     one = rollout("r0", 2, 2, reward=1)
-    teacher = SignalScore(tokens={("0", 0): [0.123456, -0.5], ("0", 1): [math.nan, 1.0]}, notes={("0", 1): "add first"})
+    teacher = SignalScore(
+        tokens={("0", 0): [0.123456, -0.5], ("0", 1): [math.nan, 1.0]},
+        notes={("0", 1): "add first"},
+    )
     put_on_tree(
         one,
-        {"teacher": teacher, "outcome": SignalScore(outcome=-0.9), "process": SignalScore(turns={("0", 0): math.inf})},
+        {
+            "teacher": teacher,
+            "outcome": SignalScore(outcome=-0.9),
+            "process": SignalScore(turns={("0", 0): math.inf}),
+        },
     )
     assert one.marks == [
-        Annotation("teacher", "0", 0, {"mean of its tokens": pytest.approx(-0.188272)}, {"teacher": [0.1235, -0.5]}),
+        Annotation(
+            "teacher",
+            "0",
+            0,
+            {"mean of its tokens": pytest.approx(-0.188272)},
+            {"teacher": [0.1235, -0.5]},
+        ),
         Annotation("teacher", "0", 1, text="add first"),
         Annotation("outcome", "0", values={"outcome": -0.9}),
-    ]  # fmt: skip
+    ]
     assert msgspec.json.decode(msgspec.json.encode(one), type=Trajectory).marks[1:] == one.marks[1:]
 
 
@@ -404,7 +512,9 @@ def test_tool_use_and_format() -> None:
     context = SignalContext(step=0, items={})
     found = asyncio.run(ToolUseSignal().read(Group("t/0", [one]), context))[0]
     assert found.turns == {("0", 0): -1.0, ("0", 1): 1.0}
-    formed = asyncio.run(FormatSignal(pattern="^x$", last="boxed").read(Group("t/0", [one]), context))[0]
+    formed = asyncio.run(
+        FormatSignal(pattern="^x$", last="boxed").read(Group("t/0", [one]), context)
+    )[0]
     assert formed.turns == {("0", 0): 0.0, ("0", 1): 0.0, ("0", 2): -1.0}
     with pytest.raises(ConfigError, match="is no regular expression"):
         FormatSignal(pattern="(")

@@ -1,4 +1,5 @@
-"""Credit on trees, by hand. Every number here was worked out on paper; all are integers under the mean baseline.
+"""Credit on trees, by hand. Every number here was worked out on paper; all are integers under the
+mean baseline.
 
 Group of two rollouts of one task:
 
@@ -96,12 +97,17 @@ def test_a_group_of_one_without_siblings_has_no_advantage(name: str) -> None:
 
 @pytest.mark.parametrize("name", CREDITS)
 def test_every_call_gets_a_number(name: str) -> None:
-    assert [list(numbers) for numbers in CREDITS[name](GROUP, mean, 1)] == [list(FIRST), list(SECOND)]
+    assert [list(numbers) for numbers in CREDITS[name](GROUP, mean, 1)] == [
+        list(FIRST),
+        list(SECOND),
+    ]
 
 
 def test_baselines() -> None:
     assert mean([3, 1, 1, 3]) == [1, -1, -1, 1]
-    assert mean_std([3, 1, 1, 3]) == pytest.approx([0.8660246, -0.8660246, -0.8660246, 0.8660246])  # std 2/sqrt(3)
+    assert mean_std([3, 1, 1, 3]) == pytest.approx(
+        [0.8660246, -0.8660246, -0.8660246, 0.8660246]
+    )  # std 2/sqrt(3)
     assert leave_one_out([3, 0, 0]) == pytest.approx([3, -1.5, -1.5])
     for baseline in (mean, mean_std, leave_one_out):
         assert (baseline([7]), baseline([]), baseline([0.1, 0.1, 0.1])) == ([0], [], [0, 0, 0])

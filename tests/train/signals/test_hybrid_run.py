@@ -1,4 +1,5 @@
-"""The whole way, through the real loop: rollouts, judges beside them, a teacher, and a policy that learns from all."""
+"""The whole way, through the real loop: rollouts, judges beside them, a teacher, and a policy that
+learns from all."""
 
 from __future__ import annotations
 
@@ -48,46 +49,67 @@ from ramify.viewer.transcript import transcript
 from ramify.viewer.watched_run import WatchedRun
 from tests.train.small import small, weights_of
 
-TEACHER = HybridTerm(signal="teacher", weight=AnnealSchedule(1.0, 0.0, steps=50), clip=2.0, route="hinted")
+TEACHER = HybridTerm(
+    signal="teacher", weight=AnnealSchedule(1.0, 0.0, steps=50), clip=2.0, route="hinted"
+)
 
 
 def hybrid(tmp_path: Path, **fields: Any) -> Any:
     script = tmp_path / "judge.json"
     script.write_text(
-        json.dumps([{"match": "Judge step 0", "reply": r"fine \boxed{1}"}, {"match": "Judge", "reply": "hm"}])
+        json.dumps(
+            [
+                {"match": "Judge step 0", "reply": r"fine \boxed{1}"},
+                {"match": "Judge", "reply": "hm"},
+            ]
+        )
     )
     options: dict[str, Any] = {
         "steps": 2,
         "sample": StepSampleSpec(items=2),
         "rollout": RolloutOptions(group=3, concurrency=8),
         "algorithm": Hybrid(
-            outcome=DrGRPO(), observe=0.1,
-            terms=(HybridTerm(signal="process", weight=0.3, norm="step_index"), HybridTerm(signal="rule", weight=0.1), TEACHER),
+            outcome=DrGRPO(),
+            observe=0.1,
+            terms=(
+                HybridTerm(signal="process", weight=0.3, norm="step_index"),
+                HybridTerm(signal="rule", weight=0.1),
+                TEACHER,
+            ),
         ),
         "signals": {
             "process": ProcessRewardSignal(judge=StepJudge(model=f"scripted:{script}", votes=2)),
             "rule": ProcessRewardSignal(judge="tests.train.signals.rules:Steps"),
-            "teacher": TeacherSignal(hints=Hindsight(judge="tests.train.signals.rules:Hints", cut_off=True), cut_off=True),
+            "teacher": TeacherSignal(
+                hints=Hindsight(judge="tests.train.signals.rules:Hints", cut_off=True), cut_off=True
+            ),
             "tools": ToolUseSignal(),
         },
         "judge_cache": str(tmp_path / "judges"),
         "loss": LossSpec(kl_beta=0.01, kl="k3"),
-    }  # fmt: skip
+    }
     rl = msgspec.structs.replace(small().rl, **(options | fields))
     return small(rl=rl, warmup=None, schedule=Schedule(evaluate_every=0, save_rollouts_every=1))
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 8}])
-def test_a_teacher_is_refused_where_rollouts_are_drawn_from_a_part(cut: Any, tmp_path: Path) -> None:
+def test_a_teacher_is_refused_where_rollouts_are_drawn_from_a_part(
+    cut: Any, tmp_path: Path
+) -> None:
     """Its log-probabilities are over the whole vocabulary. Signals without a teacher may be had."""
     run = hybrid(tmp_path, rollout=RolloutOptions(group=3, **cut))
     with pytest.raises(
-        ConfigError, match=r"cannot be had with the teacher rl\.signals\.teacher: it scores over the whole"
+        ConfigError,
+        match=r"cannot be had with the teacher rl\.signals\.teacher: it scores over the whole",
     ):
         train(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     others = {name: each for name, each in run.rl.signals.items() if name != "teacher"}
-    check_signals(msgspec.structs.replace(run, rl=msgspec.structs.replace(run.rl, signals=others, algorithm=Hybrid())))
+    check_signals(
+        msgspec.structs.replace(
+            run, rl=msgspec.structs.replace(run.rl, signals=others, algorithm=Hybrid())
+        )
+    )
     check_signals(hybrid(tmp_path, rollout=RolloutOptions(group=3, top_p=1.0)))
 
 
@@ -108,7 +130,9 @@ def test_two_steps_with_every_signal(tmp_path: Path) -> None:
         assert row["signals_wait_s"] >= 0
         assert 0 < row["signal_share/teacher"] < 1
         assert row["judge_calls"] <= row["process/votes"] * 2
-    assert rows[0]["ref_kl"] < 1e-6 < rows[1]["ref_kl"]  # at first the policy is the reference, whoever scored it
+    assert (
+        rows[0]["ref_kl"] < 1e-6 < rows[1]["ref_kl"]
+    )  # at first the policy is the reference, whoever scored it
     assert rows[1]["teacher/weight"] == pytest.approx(0.98)
     kept = list(trajectories(out / "rollouts"))
     assert len(kept) == 12
@@ -129,7 +153,8 @@ def test_two_steps_with_every_signal(tmp_path: Path) -> None:
 
 
 def shown_beside_the_turns(out: Path) -> None:
-    """What the viewer reads of a run's kept rollouts: judges' votes on the turns, hints, and the teacher's number per token."""
+    """What the viewer reads of a run's kept rollouts: judges' votes on the turns, hints, and the
+    teacher's number per token."""
     library = RunLibrary([out])
     step, path = max(kept(out).items())
     keys = [row["key"] for row in samples(out, step, f"p0/rollouts/{path.name}")["rows"]]
@@ -152,14 +177,24 @@ def shown_beside_the_turns(out: Path) -> None:
 
 
 def learn_from_what_was_kept(out: Path, tmp_path: Path) -> None:
-    """Rejection sampling from the rollouts of a run: the better ones alone, no judge's word among them."""
+    """Rejection sampling from the rollouts of a run: the better ones alone, no judge's word among
+    them."""
     rewards = sorted(each.rewards["correct"] for each in trajectories(out / "rollouts"))
     spec = SftSpec(
         trajectories=str(out / "rollouts"),
-        algorithm=msgspec.structs.replace(small().sft.algorithm, min_reward=rewards[-4], llm_calls=True),
-    )  # fmt: skip
-    made = RunParts(small(policy=msgspec.structs.replace(small().policy, path=str(out / "policy"), shape={}), sft=spec, rl=None,
-                      warmup=None), print)  # fmt: skip
+        algorithm=msgspec.structs.replace(
+            small().sft.algorithm, min_reward=rewards[-4], llm_calls=True
+        ),
+    )
+    made = RunParts(
+        small(
+            policy=msgspec.structs.replace(small().policy, path=str(out / "policy"), shape={}),
+            sft=spec,
+            rl=None,
+            warmup=None,
+        ),
+        print,
+    )
     names = {row.name.partition("/call")[0] for row in made.rows if row.name.startswith("step=")}
     assert len(names) == sum(reward >= rewards[-4] for reward in rewards)
     assert all(row.name.endswith("call=0") for row in made.rows if row.name.startswith("step="))
@@ -177,12 +212,16 @@ def learn_from_what_was_kept(out: Path, tmp_path: Path) -> None:
 def test_distillation_into_the_loss(tmp_path: Path, top: int, support: Any, loss: LossSpec) -> None:
     """On-policy, from a checkpoint: nobody needs a hint, and the outcome may weigh nothing."""
     run = hybrid(
-        tmp_path, steps=1, loss=loss,
+        tmp_path,
+        steps=1,
+        loss=loss,
         algorithm=Hybrid(w_rl=0.0, terms=(HybridTerm(signal="teacher", into="loss"),)),
         signals={"teacher": TeacherSignal(source="random", top=top, support=support, cut_off=True)},
-    )  # fmt: skip
+    )
     train(
-        msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, num=4)), tmp_path / "out", say=lambda _: None
+        msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, num=4)),
+        tmp_path / "out",
+        say=lambda _: None,
     )
     row = next(row.values for row in read(tmp_path / "out") if "kd_loss" in row.values)
     assert row["kd_loss"] != 0
@@ -193,15 +232,24 @@ def test_distillation_into_the_loss(tmp_path: Path, top: int, support: Any, loss
 def followed(tmp_path: Path) -> Any:
     """A run whose teacher is the average of its policy, and which has a KL to where it began."""
     run = hybrid(
-        tmp_path, steps=3, loss=LossSpec(kl_beta=0.1), algorithm=Hybrid(w_rl=0.5, terms=(HybridTerm(signal="teacher", into="loss"),)),
-        signals={"teacher": TeacherSignal(source="ema", ema_decay=0.5, cut_off=True)}, optim=OptimizerSpec(lr=0.01),
-        sample=StepSampleSpec(items=1), rollout=RolloutOptions(group=3, concurrency=1),
-    )  # fmt: skip
+        tmp_path,
+        steps=3,
+        loss=LossSpec(kl_beta=0.1),
+        algorithm=Hybrid(w_rl=0.5, terms=(HybridTerm(signal="teacher", into="loss"),)),
+        signals={"teacher": TeacherSignal(source="ema", ema_decay=0.5, cut_off=True)},
+        optim=OptimizerSpec(lr=0.01),
+        sample=StepSampleSpec(items=1),
+        rollout=RolloutOptions(group=3, concurrency=1),
+    )
     schedule = Schedule(evaluate_every=0, checkpoint_every=1, keep_last=9)
-    return msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, num=4), schedule=schedule)
+    return msgspec.structs.replace(
+        run, sft=msgspec.structs.replace(run.sft, num=4), schedule=schedule
+    )
 
 
-def test_a_run_taught_by_its_average_resumes_to_the_bit_in_another_folder_too(tmp_path: Path) -> None:
+def test_a_run_taught_by_its_average_resumes_to_the_bit_in_another_folder_too(
+    tmp_path: Path,
+) -> None:
     run = followed(tmp_path)
     whole, other = tmp_path / "whole", tmp_path / "other"
     step = train(run, whole, say=lambda _: None).step
@@ -215,16 +263,25 @@ def test_a_run_taught_by_its_average_resumes_to_the_bit_in_another_folder_too(tm
         train(run, tmp_path / "third", resume=whole / f"checkpoints/step-{step - 1:06d}")
 
 
-def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(tmp_path: Path) -> None:
-    """Nobody brings them into the policy of this process: it is not what answers, and not what is trained."""
+def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(
+    tmp_path: Path,
+) -> None:
+    """Nobody brings them into the policy of this process: it is not what answers, and not what is
+    trained."""
     run = hybrid(
-        tmp_path, algorithm=Hybrid(outcome=DrGRPO(), observe=0.1),
-        signals={source: TeacherSignal(source=source, ema_decay=0.5) for source in ("live", "ema", "reference")},
-    )  # fmt: skip
+        tmp_path,
+        algorithm=Hybrid(outcome=DrGRPO(), observe=0.1),
+        signals={
+            source: TeacherSignal(source=source, ema_decay=0.5)
+            for source in ("live", "ema", "reference")
+        },
+    )
     run = msgspec.structs.replace(
-        run, compute=ComputeSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=1)),
-        inference=InferenceSpec(urls=("http://127.0.0.1:9",)), sft=msgspec.structs.replace(run.sft, num=4),
-    )  # fmt: skip
+        run,
+        compute=ComputeSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=1)),
+        inference=InferenceSpec(urls=("http://127.0.0.1:9",)),
+        sft=msgspec.structs.replace(run.sft, num=4),
+    )
     made = RunParts(run, print)
     try:
         made.loop(tmp_path / "out", None)
@@ -233,18 +290,25 @@ def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(t
         names = ("live", "ema", "reference")
 
         def moved(step: int) -> list[dict[str, list[float]]]:
-            """Scores of the teachers, and of the weights as they are on the ranks, after these were changed."""
+            """Scores of the teachers, and of the weights as they are on the ranks, after these were
+            changed."""
             noise = torch.Generator().manual_seed(step)
-            changed = {name: each + 0.05 * torch.randn(each.shape, generator=noise) for name, each in backend.weights()}
+            changed = {
+                name: each + 0.05 * torch.randn(each.shape, generator=noise)
+                for name, each in backend.weights()
+            }
             backend.load_weights(changed)
             policy = dataclasses.replace(made.policy, model=copy.deepcopy(made.policy.model))
             load_weights(policy.model, changed)
-            (wanted,) = PolicyScorer(SingleBackend(policy), 512, policy.config.vocab_size, made.client.close).compute(
-                [row]
-            )
+            (wanted,) = PolicyScorer(
+                SingleBackend(policy), 512, policy.config.vocab_size, made.client.close
+            ).compute([row])
             assert made.teachers is not None
             scorers = asyncio.run(made.teachers.at(step))
-            return [{name: scorers[name].compute([row])[0].logprobs for name in names}, {"now": wanted.logprobs}]
+            return [
+                {name: scorers[name].compute([row])[0].logprobs for name in names},
+                {"now": wanted.logprobs},
+            ]
 
         first, now = moved(0)
         assert first == dict.fromkeys(names, pytest.approx(now["now"], abs=1e-6))
@@ -265,13 +329,18 @@ def test_what_is_wrong_with_signals_is_said_at_the_start(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="unknown signal 'teachr': did you mean 'teacher'"):
         hybrid(tmp_path, signals={"t": "teachr"})
     with pytest.raises(ConfigError, match="unknown signal 'process' in a term"):
-        hybrid(tmp_path, signals={"proces": ProcessRewardSignal(judge="tests.train.signals.rules:Steps")})
+        hybrid(
+            tmp_path,
+            signals={"proces": ProcessRewardSignal(judge="tests.train.signals.rules:Steps")},
+        )
     with pytest.raises(ConfigError, match="need an algorithm that weighs them"):
         hybrid(tmp_path, algorithm=DrGRPO())
     with pytest.raises(ConfigError, match="which has no `async read"):
         hybrid(tmp_path, signals={"t": 3})
     run = override(
-        small(), ["rl.algorithm=hybrid"], {"rl.algorithm": {"hybrid": "ramify.train.signals.compose:Hybrid"}}
+        small(),
+        ["rl.algorithm=hybrid"],
+        {"rl.algorithm": {"hybrid": "ramify.train.signals.compose:Hybrid"}},
     )
     assert run.rl is not None
     assert run.rl.algorithm == Hybrid()

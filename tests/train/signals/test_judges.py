@@ -1,4 +1,5 @@
-r"""What judges are asked and how they are read; which hints are taken; that all of it goes through one pool, onto the tree."""
+r"""What judges are asked and how they are read; which hints are taken; that all of it goes through
+one pool, onto the tree."""
 
 from __future__ import annotations
 
@@ -17,8 +18,21 @@ from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import Item
 from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext, SignalScore
-from ramify.train.signals.hindsight import DemonstrationHints, FeedbackHints, Hindsight, HintFilter, leaks
-from ramify.train.signals.judge import HintJudge, HintVote, StepJudge, judge_of, read_hint, read_vote
+from ramify.train.signals.hindsight import (
+    DemonstrationHints,
+    FeedbackHints,
+    Hindsight,
+    HintFilter,
+    leaks,
+)
+from ramify.train.signals.judge import (
+    HintJudge,
+    HintVote,
+    StepJudge,
+    judge_of,
+    read_hint,
+    read_vote,
+)
 from ramify.train.signals.judge_calls import BUDGET, JudgeCallers, put_on_tree
 from ramify.train.signals.outcome import OutcomeSignal
 from ramify.train.signals.process_reward import ProcessRewardSignal, merged
@@ -28,12 +42,18 @@ from ramify.types.trajectory import Annotation, Call, Cell, Group, Stop, Traject
 ITEM = Item("What is w3 of 5?", gold="1742", id="t/0")
 
 
-def rollout(id: str = "r0", *turns: tuple[str, str], reward: float = 0.0, stop: Stop = Stop.FINAL) -> Trajectory:
+def rollout(
+    id: str = "r0", *turns: tuple[str, str], reward: float = 0.0, stop: Stop = Stop.FINAL
+) -> Trajectory:
     """A root that said the first of each pair and was then shown the second."""
     found, shown = [], "What is w3 of 5?"
-    for index, (said, observed) in enumerate(turns or (("f1(5)", "TypeError: w3 is not f1"), ("f7(5)", ""))):
+    for index, (said, observed) in enumerate(
+        turns or (("f1(5)", "TypeError: w3 is not f1"), ("f7(5)", ""))
+    ):
         cells = (Cell(said, error=observed),) if "Error" in observed else ()
-        found.append(Turn(2 * index, (Message("user", shown),), Reply(Message("assistant", said)), cells))
+        found.append(
+            Turn(2 * index, (Message("user", shown),), Reply(Message("assistant", said)), cells)
+        )
         shown = observed
     call = Call("0", "rlm", "test:m", 0, "What is w3 of 5?", turns=found, stop=stop)
     return Trajectory(id, "What is w3 of 5?", task="t/0", calls=[call], rewards={"correct": reward})
@@ -61,17 +81,29 @@ async def _at_once(_: float) -> None:
     pass
 
 
-# --- parsing ---------------------------------------------------------------------------------------------------------
+# --- parsing
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "vote"),
     [
-        (r"\boxed{1}", 1), (r"so \boxed{-1}.", -1), (r"\boxed{1} … no, \boxed{-1}", -1), (r"\boxed{ 1 }", 1),
-        (r"\boxed{0.5}", None), (r"\boxed{+1}", None), (r"\boxed{1}{2", 1), (r"\boxed{2}", None), (r"\boxed{}", None),
-        (r"\boxed{1, -1}", None), ("1", None), ("", None), (r"\boxed{0}", None), (r"\boxed{-1} \boxed{good}", None),
+        (r"\boxed{1}", 1),
+        (r"so \boxed{-1}.", -1),
+        (r"\boxed{1} … no, \boxed{-1}", -1),
+        (r"\boxed{ 1 }", 1),
+        (r"\boxed{0.5}", None),
+        (r"\boxed{+1}", None),
+        (r"\boxed{1}{2", 1),
+        (r"\boxed{2}", None),
+        (r"\boxed{}", None),
+        (r"\boxed{1, -1}", None),
+        ("1", None),
+        ("", None),
+        (r"\boxed{0}", None),
+        (r"\boxed{-1} \boxed{good}", None),
     ],
-)  # fmt: skip
+)
 def test_votes_are_read_strictly(text: str, vote: int | None) -> None:
     assert read_vote(text) == vote
 
@@ -90,21 +122,30 @@ def test_votes_are_read_strictly(text: str, vote: int | None) -> None:
         ("<hint>use f7 for w3</hint>", None),
         (r"<hint>use f7 for w3</hint> \boxed{0.5}", None),
     ],
-)  # fmt: skip
+)
 def test_hints_are_read_strictly(text: str, found: HintVote | None) -> None:
     assert read_hint(text) == found
 
 
 @pytest.mark.parametrize(
     ("votes", "mean", "majority"),
-    [((1, 1, -1), 1 / 3, 1), ((1, -1), 0, 0), ((-1,), -1, -1), ((), None, None), ((1, 1, -1, -1, 1), 0.2, 1)],
+    [
+        ((1, 1, -1), 1 / 3, 1),
+        ((1, -1), 0, 0),
+        ((-1,), -1, -1),
+        ((), None, None),
+        ((1, 1, -1, -1, 1), 0.2, 1),
+    ],
 )
-def test_votes_come_to_one_number(votes: tuple[int, ...], mean: float | None, majority: float | None) -> None:
+def test_votes_come_to_one_number(
+    votes: tuple[int, ...], mean: float | None, majority: float | None
+) -> None:
     assert merged(votes, "mean") == (mean if mean is None else pytest.approx(mean))
     assert merged(votes, "majority") == majority
 
 
-# --- which hints are taken -------------------------------------------------------------------------------------------
+# --- which hints are taken
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,9 +168,16 @@ def test_filters(hint: str, reason: str) -> None:
 
 def test_short_golds_leak_as_words_of_their_own_only() -> None:
     seven = Item("?", gold=["7", "seven"], id="t")
-    assert [leaks(text, seven) for text in ("use f7 for w3", "it is 7.", "say SEVEN", "3.7 or 7.5", "17")] == [
-        False, True, True, False, False,
-    ]  # fmt: skip
+    assert [
+        leaks(text, seven)
+        for text in ("use f7 for w3", "it is 7.", "say SEVEN", "3.7 or 7.5", "17")
+    ] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 class Told:
@@ -152,12 +200,16 @@ def test_hindsight_takes_one_hint_and_counts_what_it_rejects() -> None:
     )
     judge = Told(JudgeVerdict(accept=True, hint=hints[1], hints=hints, votes=(1,)))
     found = reading(Hindsight(judge=judge), rollout())[0]
-    assert found.notes == {("0", 1): "w3 is f7 and not f1"}  # the shortest; shown with the turn that it was asked about
+    assert found.notes == {
+        ("0", 1): "w3 is f7 and not f1"
+    }  # the shortest; shown with the turn that it was asked about
     assert found.counts == {"votes": 1, "rejected/leak": 1, "rejected/duplicate": 1}
     assert judge.shown[0].steps[0].observed == "TypeError: w3 is not f1"
     longest = reading(Hindsight(judge=judge, choose="longest"), rollout())[0]
     assert longest.notes[("0", 1)] in hints[1:3]
-    only_leak = reading(Hindsight(judge=Told(JudgeVerdict(accept=True, hint=hints[0]))), rollout())[0]
+    only_leak = reading(Hindsight(judge=Told(JudgeVerdict(accept=True, hint=hints[0]))), rollout())[
+        0
+    ]
     assert (only_leak.notes, only_leak.abstained) == ({}, "rejected/leak")
 
 
@@ -178,7 +230,9 @@ def test_demonstrations_and_feedback_stand_in_for_hints() -> None:
     solved, failed = rollout("s", ("f7(5)", "12"), reward=1.0), rollout("f")
 
     async def found(source: Any) -> list[Any]:
-        return await source.hints(Group("t/0", [solved, failed]), SignalContext(step=0, items={"t/0": ITEM}))  # type: ignore[no-any-return]
+        return await source.hints(
+            Group("t/0", [solved, failed]), SignalContext(step=0, items={"t/0": ITEM})
+        )  # type: ignore[no-any-return]
 
     siblings = asyncio.run(found(DemonstrationHints()))
     assert siblings[0].reading.abstained == "solved"
@@ -188,7 +242,8 @@ def test_demonstrations_and_feedback_stand_in_for_hints() -> None:
     assert "TypeError: w3 is not f1" in feedback[1].reading.notes[("0", 0)]
 
 
-# --- judges that are models ------------------------------------------------------------------------------------------
+# --- judges that are models
+# ------------------------------------------------------------------------------------------
 
 
 def test_every_turn_is_judged_and_bad_output_is_counted() -> None:
@@ -197,16 +252,23 @@ def test_every_turn_is_judged_and_bad_output_is_counted() -> None:
     def say(messages: Any) -> str:
         step = messages[-1].content.rpartition("Judge step ")[2]
         say.calls += 1  # type: ignore[attr-defined]
-        return {"0.": [r"\boxed{1}", r"\boxed{-1}"], "1.": ["I like it", r"\boxed{maybe}"]}[step][say.calls % 2]  # type: ignore[attr-defined]
+        return {"0.": [r"\boxed{1}", r"\boxed{-1}"], "1.": ["I like it", r"\boxed{maybe}"]}[step][
+            say.calls % 2
+        ]  # type: ignore[attr-defined]
 
     say.calls = 0  # type: ignore[attr-defined]
     one = rollout()
-    found = reading(ProcessRewardSignal(judge=StepJudge(model="scripted:judge", votes=2)), one, script=say)[0]
+    found = reading(
+        ProcessRewardSignal(judge=StepJudge(model="scripted:judge", votes=2)), one, script=say
+    )[0]
     assert found.turns == {("0", 0): 0.0}
     assert found.counts == {"votes": 2, "invalid": 2}
     assert [(call.kind, call.stop, call.parent.turn) for call in found.calls if call.parent] == [
-        ("judge", Stop.FINAL, 0), ("judge", Stop.FINAL, 0), ("judge", Stop.FINAL, 1), ("judge", Stop.FINAL, 1),
-    ]  # fmt: skip
+        ("judge", Stop.FINAL, 0),
+        ("judge", Stop.FINAL, 0),
+        ("judge", Stop.FINAL, 1),
+        ("judge", Stop.FINAL, 1),
+    ]
     put_on_tree(one, {"process": found})
     assert [call.id for call in one.calls] == ["0", "0.0", "0.1", "0.2", "0.3"]
     assert [call.id for call in one.children(one.root)] == ["0.0", "0.1", "0.2", "0.3"]
@@ -219,7 +281,10 @@ def test_a_hint_may_be_given_once_in_a_group() -> None:
         return r"<hint>call f7 where w3 stands</hint> \boxed{1}"
 
     first, second = reading(
-        Hindsight(judge=HintJudge(model="scripted:judge"), once=True), rollout("a"), rollout("b"), script=say
+        Hindsight(judge=HintJudge(model="scripted:judge"), once=True),
+        rollout("a"),
+        rollout("b"),
+        script=say,
     )
     assert first.notes == {("0", 1): "call f7 where w3 stands"}
     assert (second.notes, second.abstained) == ({}, "rejected/repeated")
@@ -242,7 +307,9 @@ def test_a_judge_never_sees_the_gold_and_is_told_what_is_quoted() -> None:
 
 def test_a_judge_that_is_rate_limited_or_refuses_is_an_abstention() -> None:
     script = [rate_limited(0.0), r"\boxed{1}", refused(400)]
-    found = reading(ProcessRewardSignal(judge=StepJudge(model="scripted:judge")), rollout(), script=script)[0]
+    found = reading(
+        ProcessRewardSignal(judge=StepJudge(model="scripted:judge")), rollout(), script=script
+    )[0]
     assert found.turns == {("0", 0): 1.0}
     assert (found.counts["invalid"], found.counts["unanswered"]) == (1, 1)
     assert [call.stop for call in found.calls] == [Stop.FINAL, Stop.ERROR]
@@ -284,7 +351,8 @@ def test_a_rubric_gives_the_outcome() -> None:
     assert "holds no grades in the form" in other.errors[0]
     assert [len(each.calls) for each in found] == [1, 1]
     worth = reading(
-        OutcomeSignal(verifier="math", raw=True), msgspec.structs.replace(rollout("m"), answer=r"\boxed{1742}")
+        OutcomeSignal(verifier="math", raw=True),
+        msgspec.structs.replace(rollout("m"), answer=r"\boxed{1742}"),
     )
     assert worth[0].outcome == 1.0
 

@@ -1,4 +1,5 @@
-"""Judges of programs that are rules: hints from what a rollout was shown, marks for its turns, the shuffled control."""
+"""Judges of programs that are rules: hints from what a rollout was shown, marks for its turns, the
+shuffled control."""
 
 from __future__ import annotations
 
@@ -6,7 +7,13 @@ import asyncio
 from typing import Any
 
 from ramify.tasks.base import Item, task_of
-from ramify.tasks.programs.program_library import IMPORTED, NUM_CHECKED, NUM_WORDS, ProgramProblem, library
+from ramify.tasks.programs.program_library import (
+    IMPORTED,
+    NUM_CHECKED,
+    NUM_WORDS,
+    ProgramProblem,
+    library,
+)
 from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext
 from ramify.train.signals.hindsight import Hindsight, HintFilter
 from ramify.train.signals.judge_view import view_of
@@ -22,11 +29,23 @@ def trajectory(item: Item, *rounds: tuple[str, str, bool]) -> Trajectory:
     turns, prompt = [], item.question
     for reply, shown, raised in [*rounds, ("FINAL(1)", "", False)]:
         cell = Cell(reply, error=shown) if raised else Cell(reply, value=shown)
-        turns.append(Turn(2 * len(turns), (Message("user", prompt),), Reply(Message("assistant", reply)), (cell,)))
+        turns.append(
+            Turn(
+                2 * len(turns),
+                (Message("user", prompt),),
+                Reply(Message("assistant", reply)),
+                (cell,),
+            )
+        )
         prompt = shown
     call = Call("0", "rlm", "m", 0, item.question, turns=turns, stop=Stop.FINAL)
     return Trajectory(
-        f"t/{item.id}", item.question, task=item.id, calls=[call], rewards={"correct": 0.0}, stop=Stop.FINAL
+        f"t/{item.id}",
+        item.question,
+        task=item.id,
+        calls=[call],
+        rewards={"correct": 0.0},
+        stop=Stop.FINAL,
     )
 
 
@@ -40,7 +59,9 @@ def checked_problem(index: int = 0) -> tuple[Item, str, int]:
     for item in task_of("programs").splits["train"][index : index + 100]:
         problem = ProgramProblem.read(item.question)
         assert problem is not None
-        word = next((w for w, _ in problem.steps if w < NUM_CHECKED and RIGHT[w] not in IMPORTED), None)
+        word = next(
+            (w for w, _ in problem.steps if w < NUM_CHECKED and RIGHT[w] not in IMPORTED), None
+        )
         if word is not None and not {RIGHT[w] for w, _ in problem.steps} & set(IMPORTED):
             wrong = next(f for f in range(NUM_WORDS) if f != RIGHT[word] and f not in IMPORTED)
             return item, problem.program({**RIGHT, word: wrong}).text, word
@@ -55,7 +76,9 @@ def test_a_hint_is_what_the_error_named() -> None:
     assert (verdict.accept, verdict.hint) == (True, f"use @w{word}@f{RIGHT[word]}")
     assert not HintFilter(min_chars=5).rejects(verdict.hint, item, item.question)
     assert judged(OracleJudge(), failed, item).hint == verdict.hint
-    assert not judged(RuleJudge(), trajectory(item, (code, "17", False)), item).accept  # nothing was said
+    assert not judged(
+        RuleJudge(), trajectory(item, (code, "17", False)), item
+    ).accept  # nothing was said
 
 
 def test_only_the_oracle_sees_what_went_wrong_in_silence() -> None:
@@ -67,7 +90,11 @@ def test_only_the_oracle_sees_what_went_wrong_in_silence() -> None:
 def test_marks_for_turns() -> None:
     item, code, _ = checked_problem()
     found = trajectory(item, (code, "TypeError: not …", True), (code, "17", False))
-    assert [judged(StepRules(), found, item, turn).votes for turn in range(3)] == [(-1,), (1,), (1,)]
+    assert [judged(StepRules(), found, item, turn).votes for turn in range(3)] == [
+        (-1,),
+        (1,),
+        (1,),
+    ]
     alone = trajectory(item)
     assert judged(StepRules(), alone, item, 0).votes == (-1,)  # an answer that rests on nothing
 
@@ -75,7 +102,9 @@ def test_marks_for_turns() -> None:
 def test_shuffled_hints_are_of_another_problem() -> None:
     (item, code, word), (other, _, _) = checked_problem(), checked_problem(200)
     error = f"TypeError: not @w{word}@f0 but @w{word}@f{RIGHT[word]}"
-    group = Group(item.id, [trajectory(item, (code, error, True)), trajectory(item, (code, "17", False))])
+    group = Group(
+        item.id, [trajectory(item, (code, error, True)), trajectory(item, (code, "17", False))]
+    )
     source = Hindsight(judge=RuleJudge(), filter=HintFilter(min_chars=5))
     context = SignalContext(step=3, items={item.id: item, other.id: other})
     first, second = asyncio.run(ShuffledHints(source).hints(group, context))

@@ -19,16 +19,23 @@ from tests.train.small import small
 
 
 def test_each_group_is_read_once_and_by_every_signal_that_its_step_weighs(tmp_path: Path) -> None:
-    """``grace_steps`` weighs nothing in the first two steps: groups that were whole by then are read when the third takes them."""
+    """``grace_steps`` weighs nothing in the first two steps: groups that were whole by then are
+    read when the third takes them."""
     late = AnnealSchedule(0.0, 0.5, steps=1, after=1)
     rl = msgspec.structs.replace(
-        small().rl, steps=4, sample=StepSampleSpec(items=2, max_staleness=1), rollout=RolloutOptions(group=3, concurrency=8),
-        algorithm=Hybrid(terms=(HybridTerm(signal="rule", weight=0.1), HybridTerm(signal="late", weight=late))),
+        small().rl,
+        steps=4,
+        sample=StepSampleSpec(items=2, max_staleness=1),
+        rollout=RolloutOptions(group=3, concurrency=8),
+        algorithm=Hybrid(
+            terms=(HybridTerm(signal="rule", weight=0.1), HybridTerm(signal="late", weight=late))
+        ),
         signals={
             "rule": ProcessRewardSignal(judge="tests.train.signals.rules:Steps"),
-            "late": ProcessRewardSignal(judge="tests.train.signals.rules:Steps"), "tools": ToolUseSignal(),
+            "late": ProcessRewardSignal(judge="tests.train.signals.rules:Steps"),
+            "tools": ToolUseSignal(),
         },
-    )  # fmt: skip
+    )
     train(
         small(rl=rl, warmup=None, schedule=Schedule(evaluate_every=0, save_rollouts_every=1)),
         tmp_path,

@@ -1,4 +1,5 @@
-"""A teacher over the small policy: rows made of ids, scores from the right position, nothing in place of what is missing."""
+"""A teacher over the small policy: rows made of ids, scores from the right position, nothing in
+place of what is missing."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ from ramify.tasks.base import Item
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.lora import merged
-from ramify.train.signals.base import JudgeVerdict, JudgeView, ScoringRow, SignalContext, SignalScore, TokenScores
+from ramify.train.signals.base import (
+    JudgeVerdict,
+    JudgeView,
+    ScoringRow,
+    SignalContext,
+    SignalScore,
+    TokenScores,
+)
 from ramify.train.signals.hindsight import Hindsight
 from ramify.train.signals.scorer import ClientScorer, PolicyScorer, RunTeachers, check_vocabulary
 from ramify.train.signals.teacher import ALL, TEMPLATE, TeacherSignal
@@ -42,8 +50,16 @@ def policy() -> Policy:
 
     torch.set_num_threads(1)
     tokenizer = train_tokenizer(TEXTS, 300)
-    made = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    return from_config(AutoConfig.for_model(**{**made, "pad_token_id": tokenizer.pad_token_id, **SHAPE}), tokenizer, 3)
+    made = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    return from_config(
+        AutoConfig.for_model(**{**made, "pad_token_id": tokenizer.pad_token_id, **SHAPE}),
+        tokenizer,
+        3,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +71,9 @@ def group(policy: Policy) -> Group:
 async def sampled(policy: Policy, num: int, temperature: float = 1.0) -> Group:
     client = LocalClient(policy)
     try:
-        return Group("t/0", [await conversation(client, number, temperature) for number in range(num)])
+        return Group(
+            "t/0", [await conversation(client, number, temperature) for number in range(num)]
+        )
     finally:
         await client.close()
 
@@ -68,10 +86,14 @@ async def conversation(client: LocalClient, seed: int, temperature: float) -> Tr
         new = Message("user", text)
         sampling = Sampling(6, temperature, seed=seed, logprobs=True)
         known = KnownPrefix(len(messages), path) if path else None
-        reply = await client.complete(Request((*messages, new), sampling, known=known, affinity=str(seed)))
+        reply = await client.complete(
+            Request((*messages, new), sampling, known=known, affinity=str(seed))
+        )
         assert reply.prompt_ids is not None
         assert reply.token_ids is not None
-        kept = msgspec.structs.replace(reply, prompt_ids=reply.prompt_ids[len(path) :], finish="stop")
+        kept = msgspec.structs.replace(
+            reply, prompt_ids=reply.prompt_ids[len(path) :], finish="stop"
+        )
         turns.append(Turn(len(messages), (new,), kept, reused_ids=len(path)))
         path = (*reply.prompt_ids, *reply.token_ids)
         messages = (*messages, new, reply.message)
@@ -86,21 +108,32 @@ async def scorer_of(policy: Policy) -> AsyncIterator[PolicyScorer]:
 
 
 def read(
-    teacher: TeacherSignal, group: Group, policy: Policy, *, temperature: float = 1.0, wants_reference: bool = False, **scorers: Any
-) -> list[SignalScore]:  # fmt: skip
+    teacher: TeacherSignal,
+    group: Group,
+    policy: Policy,
+    *,
+    temperature: float = 1.0,
+    wants_reference: bool = False,
+    **scorers: Any,
+) -> list[SignalScore]:
     async def found() -> list[SignalScore]:
         async with scorer_of(policy) as scorer:
             context = SignalContext(
-                step=0, items={"t/0": ITEM}, scorers={"live": scorer, "reference": scorer, **scorers},
-                writing=policy.renderer, temperature=temperature, wants_reference=wants_reference,
-            )  # fmt: skip
+                step=0,
+                items={"t/0": ITEM},
+                scorers={"live": scorer, "reference": scorer, **scorers},
+                writing=policy.renderer,
+                temperature=temperature,
+                wants_reference=wants_reference,
+            )
             return await teacher.read(group, context)
 
     return asyncio.run(found())
 
 
 class Says:
-    """A judge that gives these hints, to one rollout alone or to all, about a turn or the last one."""
+    """A judge that gives these hints, to one rollout alone or to all, about a turn or the last
+    one."""
 
     def __init__(self, *hints: str, only: str = "", about: int | None = None) -> None:
         self.hints, self.only, self.about = hints, only, about
@@ -108,7 +141,9 @@ class Says:
     async def judge(self, view: JudgeView) -> JudgeVerdict:
         hints = self.hints if self.only in ("", view.trajectory.id) else ()
         place = None if self.about is None else ("0", self.about)
-        return JudgeVerdict(accept=bool(hints), hint=hints[0] if hints else "", hints=hints, place=place)
+        return JudgeVerdict(
+            accept=bool(hints), hint=hints[0] if hints else "", hints=hints, place=place
+        )
 
 
 class Counting:
@@ -116,7 +151,9 @@ class Counting:
 
     def __init__(self, policy: Policy) -> None:
         backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
-        self.inner = PolicyScorer(backend, policy.window, policy.config.vocab_size, asyncio.to_thread)
+        self.inner = PolicyScorer(
+            backend, policy.window, policy.config.vocab_size, asyncio.to_thread
+        )
         self.asked: list[Sequence[ScoringRow]] = []
 
     async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
@@ -132,17 +169,27 @@ HINT, OTHER = "call f7 where w3 stands", "it raised an error in w3 of 5"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_policy_as_its_own_teacher_teaches_exactly_nothing(policy: Policy, temperature: float) -> None:
+def test_the_policy_as_its_own_teacher_teaches_exactly_nothing(
+    policy: Policy, temperature: float
+) -> None:
     one = asyncio.run(sampled(policy, 2, temperature))
-    exact = read(TeacherSignal(source="live", student="recomputed"), one, policy, temperature=temperature)
-    assert [value for each in exact for row in each.tokens.values() for value in row] == [0.0] * sum(
+    exact = read(
+        TeacherSignal(source="live", student="recomputed"), one, policy, temperature=temperature
+    )
+    assert [value for each in exact for row in each.tokens.values() for value in row] == [
+        0.0
+    ] * sum(
         len(turn.reply.token_ids or ()) for each in one.trajectories for turn in each.root.turns
     )
     sampler = read(TeacherSignal(source="live"), one, policy, temperature=temperature)
-    assert max(abs(value) for each in sampler for row in each.tokens.values() for value in row) < 1e-5
+    assert (
+        max(abs(value) for each in sampler for row in each.tokens.values() for value in row) < 1e-5
+    )
 
 
-def test_scores_are_those_of_the_hinted_path_from_its_first_token_on(policy: Policy, group: Group) -> None:
+def test_scores_are_those_of_the_hinted_path_from_its_first_token_on(
+    policy: Policy, group: Group
+) -> None:
     """Against the engine, which computes every position of one path, without packing."""
     teacher = hinted(HINT)
     found = read(teacher, group, policy)
@@ -180,7 +227,9 @@ def test_a_hint_for_each_turn_stands_right_before_it(policy: Policy, group: Grou
     class Watching:
         async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
             seen.extend(rows)
-            return [TokenScores([-1.0] * sum(end - start for start, end in row.spans)) for row in rows]
+            return [
+                TokenScores([-1.0] * sum(end - start for start, end in row.spans)) for row in rows
+            ]
 
     found = read(teacher, group, policy, reference=Watching())[0]
     assert sorted(found.tokens) == [("0", 0), ("0", 1)]
@@ -190,26 +239,34 @@ def test_a_hint_for_each_turn_stands_right_before_it(policy: Policy, group: Grou
     assert texts[1].count(HINT) == 1
     path = group.trajectories[0].paths(group.trajectories[0].root)[0]
     for row, span in zip(seen[:2], path.spans, strict=True):
-        assert [list(row.ids[start:end]) for start, end in row.spans] == [list(path.ids[span.start : span.end])]
+        assert [list(row.ids[start:end]) for start, end in row.spans] == [
+            list(path.ids[span.start : span.end])
+        ]
 
 
 def test_candidates_of_either_side(policy: Policy, group: Group) -> None:
     size = policy.config.vocab_size
     whole = read(hinted(HINT, top=ALL), group, policy)[0].top[("0", 0)]
     assert len(whole.ids[0]) == size
-    assert [sum(map(math.exp, row)) for row in whole.teacher] == pytest.approx([1.0] * len(whole.teacher), abs=1e-5)
+    assert [sum(map(math.exp, row)) for row in whole.teacher] == pytest.approx(
+        [1.0] * len(whole.teacher), abs=1e-5
+    )
     teachers = read(hinted(HINT, top=5), group, policy)[0]
     assert teachers.top[("0", 0)].ids == [row[:5] for row in whole.ids]
     assert teachers.top[("0", 0)].student == []
     students = read(hinted(HINT, top=5, support="student"), group, policy)[0].top[("0", 0)]
     plain = read(TeacherSignal(source="live", top=5), group, policy)[0].top[("0", 0)]
     assert (students.ids, students.student) == (plain.ids, plain.teacher)
-    for ids, row, all_ids, all_row in zip(students.ids, students.teacher, whole.ids, whole.teacher, strict=True):
+    for ids, row, all_ids, all_row in zip(
+        students.ids, students.teacher, whole.ids, whole.teacher, strict=True
+    ):
         lookup = dict(zip(all_ids, all_row, strict=True))
         assert row == pytest.approx([lookup[id] for id in ids], abs=1e-5)
 
 
-def test_the_hint_whose_teacher_agrees_most_with_the_policy_is_chosen(policy: Policy, group: Group) -> None:
+def test_the_hint_whose_teacher_agrees_most_with_the_policy_is_chosen(
+    policy: Policy, group: Group
+) -> None:
     num = 8
     plain = read(TeacherSignal(source="live", top=num), group, policy)
 
@@ -227,8 +284,11 @@ def test_the_hint_whose_teacher_agrees_most_with_the_policy_is_chosen(policy: Po
         assert counts[reading.notes[("0", 1)]] == max(counts.values())
 
 
-def test_the_chosen_hints_candidates_take_one_pass_of_each_model(policy: Policy, group: Group) -> None:
-    """The policy's four likeliest tokens under the hint that agrees with it most: both models see each row once."""
+def test_the_chosen_hints_candidates_take_one_pass_of_each_model(
+    policy: Policy, group: Group
+) -> None:
+    """The policy's four likeliest tokens under the hint that agrees with it most: both models see
+    each row once."""
     options: dict[str, Any] = {"top": 4, "support": "student"}
     theirs, ours = Counting(policy), Counting(policy)
     teacher = hinted(HINT, OTHER, choose="overlap", **options)
@@ -236,7 +296,9 @@ def test_the_chosen_hints_candidates_take_one_pass_of_each_model(policy: Policy,
     assert [len(rows) for rows in theirs.asked] == [len(rows) for rows in ours.asked] == [6]
     first = Counting(policy)
     read(hinted(HINT, OTHER), group, policy, reference=first)
-    assert [len(rows) for rows in first.asked] == [3]  # where nothing is compared only the first hint is scored
+    assert [len(rows) for rows in first.asked] == [
+        3
+    ]  # where nothing is compared only the first hint is scored
     alone = {hint: read(hinted(hint, **options), group, policy) for hint in (HINT, OTHER)}
     for index, reading in enumerate(found):
         expected = alone[reading.notes[("0", 1)]][index].top
@@ -247,7 +309,8 @@ def test_the_chosen_hints_candidates_take_one_pass_of_each_model(policy: Policy,
 
 
 def test_what_training_compares_with_is_scored_on_the_way(policy: Policy, group: Group) -> None:
-    """One of three is hinted: all three get the reference's log-probabilities, and the teacher adds the hint and one reply."""
+    """One of three is hinted: all three get the reference's log-probabilities, and the teacher adds
+    the hint and one reply."""
     scorer = Counting(policy)
     teacher = TeacherSignal(hints=Hindsight(judge=Says(HINT, only="r1")))
     found = read(teacher, group, policy, wants_reference=True, reference=scorer)
@@ -268,11 +331,14 @@ def test_what_training_compares_with_is_scored_on_the_way(policy: Policy, group:
         source = "reference" if not zero_variance.hints else "ema"
         quiet = TeacherSignal(hints=Hindsight(judge=zero_variance), source=source)
         assert not any(
-            each.reference for each in read(quiet, group, policy, wants_reference=True, ema=Counting(policy))
+            each.reference
+            for each in read(quiet, group, policy, wants_reference=True, ema=Counting(policy))
         )
 
 
-def test_turns_after_the_one_that_a_hint_is_about_may_be_left_out(policy: Policy, group: Group) -> None:
+def test_turns_after_the_one_that_a_hint_is_about_may_be_left_out(
+    policy: Policy, group: Group
+) -> None:
     told = Says(HINT, about=0)
     whole = read(TeacherSignal(hints=Hindsight(judge=told)), group, policy)[0]
     named = read(TeacherSignal(hints=Hindsight(judge=told), turns="named"), group, policy)[0]
@@ -283,7 +349,9 @@ def test_turns_after_the_one_that_a_hint_is_about_may_be_left_out(policy: Policy
     assert sorted(nameless.tokens) == [("0", 0), ("0", 1)]
 
 
-def test_only_tokens_that_the_hint_moves_count_where_evidence_is_asked_for(policy: Policy, group: Group) -> None:
+def test_only_tokens_that_the_hint_moves_count_where_evidence_is_asked_for(
+    policy: Policy, group: Group
+) -> None:
     found = read(hinted(HINT), group, policy)[0].tokens
     most = max(abs(value) for row in found.values() for value in row)
     some = read(hinted(HINT, evidence=most / 2), group, policy)[0].tokens
@@ -307,7 +375,12 @@ class Broken:
 
 @pytest.mark.parametrize(
     ("broken", "is_scored"),
-    [(Broken(), True), (Broken(drop=1), False), (Broken(value=None), True), (Broken(value=math.nan), True)],
+    [
+        (Broken(), True),
+        (Broken(drop=1), False),
+        (Broken(value=None), True),
+        (Broken(value=math.nan), True),
+    ],
 )
 def test_what_cannot_be_scored_has_no_reading_and_never_zeros(
     policy: Policy, group: Group, broken: Broken, is_scored: bool
@@ -330,11 +403,17 @@ def test_an_engine_that_leaves_a_token_out_is_refused(policy: Policy) -> None:
         ClientScorer(type("Client", (), {"name": "openai:x"})())
 
 
-def test_rows_that_do_not_fit_and_prompts_that_cannot_be_written(policy: Policy, group: Group) -> None:
+def test_rows_that_do_not_fit_and_prompts_that_cannot_be_written(
+    policy: Policy, group: Group
+) -> None:
     long = TeacherSignal(hints=Hindsight(judge=Says(HINT)), template="{hint}" + " call f7" * 600)
     assert {each.abstained for each in read(long, group, policy)} == {"RamifyError"}
     other = Trajectory(
-        "x", "?", task="t/0", calls=[msgspec.structs.replace(group.trajectories[0].root)], rewards={"c": 0.0}
+        "x",
+        "?",
+        task="t/0",
+        calls=[msgspec.structs.replace(group.trajectories[0].root)],
+        rewards={"c": 0.0},
     )
     turn = other.calls[0].turns[0]
     strange = msgspec.structs.replace(turn.reply, prompt_ids=(7, 7, 7))
@@ -358,7 +437,8 @@ def test_rows_of_a_group_share_what_they_begin_with(policy: Policy) -> None:
     assert asyncio.run(ratio()) > 3  # eight rows of 230 tokens, 200 of them alike
 
 
-# --- who the teacher is ----------------------------------------------------------------------------------------------
+# --- who the teacher is
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -373,11 +453,14 @@ def teachers(policy: Policy, out: Path, *names: str, decay: float = 0.25) -> Run
         return SingleBackend(each, None, ComputeSpec(precision="fp32"))
 
     sources = dict.fromkeys(names, decay)
-    return RunTeachers(sources, policy, backend_of, out, lambda to: save(policy, to), lambda: merged(policy.model))
+    return RunTeachers(
+        sources, policy, backend_of, out, lambda to: save(policy, to), lambda: merged(policy.model)
+    )
 
 
 def test_frozen_averaged_live_and_other_teachers(policy: Policy, folder: Path) -> None:
-    """The policy's weights change between two steps: one teacher stays, one follows slowly, one is the policy."""
+    """The policy's weights change between two steps: one teacher stays, one follows slowly, one is
+    the policy."""
     names = ("reference", "ema", "live", "random", str(folder / "checkpoint"))
     found = teachers(policy, folder / "out", *names)
     row = ScoringRow([5, 6, 7, 8], [(1, 4)])
@@ -391,7 +474,9 @@ def test_frozen_averaged_live_and_other_teachers(policy: Policy, folder: Path) -
     async def both() -> tuple[dict[str, list[float]], dict[str, list[float]]]:
         first = await scores(0)
         with torch.no_grad():
-            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+            weight.add_(
+                0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+            )
         return first, await scores(1)
 
     try:
@@ -412,16 +497,22 @@ def test_frozen_averaged_live_and_other_teachers(policy: Policy, folder: Path) -
         found.close()
         found.save(folder / "kept")
         again = teachers(policy, folder / "out", "reference", "ema")
-        again.load(folder / "kept")  # a run that goes on: neither begins anew, and the step after is averaged in
+        again.load(
+            folder / "kept"
+        )  # a run that goes on: neither begins anew, and the step after is averaged in
         resumed = asyncio.run(again.at(2))
         assert asyncio.run(resumed["reference"].score([row]))[0].logprobs == second["reference"]
         wanted = averaged.lerp(weight, 0.25)
         assert torch.equal(next(iter(again._models["ema"].model.parameters())), wanted)
         again.close()
         elsewhere = teachers(policy, folder / "other", "reference", "ema")
-        with pytest.raises(ConfigError, match="other/reference is not there: it is the policy that"):
+        with pytest.raises(
+            ConfigError, match="other/reference is not there: it is the policy that"
+        ):
             asyncio.run(elsewhere.at(2))
-        with pytest.raises(ConfigError, match="the checkpoint does not hold the average that the teacher 'ema' is"):
+        with pytest.raises(
+            ConfigError, match="the checkpoint does not hold the average that the teacher 'ema' is"
+        ):
             elsewhere.load(folder / "none")
         elsewhere.close()
     finally:
@@ -429,12 +520,24 @@ def test_frozen_averaged_live_and_other_teachers(policy: Policy, folder: Path) -
             weight.copy_(before)
 
 
-def test_a_teacher_with_another_vocabulary_is_refused_at_the_start(policy: Policy, folder: Path) -> None:
+def test_a_teacher_with_another_vocabulary_is_refused_at_the_start(
+    policy: Policy, folder: Path
+) -> None:
     from transformers import AutoConfig
 
-    tokenizer = train_tokenizer(TEXTS[:1] + ["other words entirely, 0123 and more of them"] * 50, 270)
-    made = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    other = from_config(AutoConfig.for_model(**{**made, "pad_token_id": tokenizer.pad_token_id, **SHAPE}), tokenizer, 3)
+    tokenizer = train_tokenizer(
+        TEXTS[:1] + ["other words entirely, 0123 and more of them"] * 50, 270
+    )
+    made = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    other = from_config(
+        AutoConfig.for_model(**{**made, "pad_token_id": tokenizer.pad_token_id, **SHAPE}),
+        tokenizer,
+        3,
+    )
     save(other, folder / "other")
     with pytest.raises(ConfigError, match=r"has another vocabulary: .* is token .* of the policy"):
         teachers(policy, folder, str(folder / "other"))

@@ -27,7 +27,9 @@ ONE_GROUP = [[{"0": 4}, {"0": 4, "0.0": 4, "0.1": 4}]]
         ("token_sum", 1.0, 1.0, 1),
     ],
 )
-def test_the_table_at_the_head_of_the_file(reduction: Reduction, first: float, second: float, denominator: int) -> None:
+def test_the_table_at_the_head_of_the_file(
+    reduction: Reduction, first: float, second: float, denominator: int
+) -> None:
     found, divided_by = weights(ONE_GROUP, reduction, max_tokens=100)
     assert found == [[{"0": first}, dict.fromkeys(("0", "0.0", "0.1"), pytest.approx(second))]]
     assert divided_by == denominator
@@ -47,7 +49,8 @@ def test_a_rollout_weighs_the_same_however_many_calls_it_made(share: Share) -> N
 
 
 def test_each_prompt_counts_the_same_token_by_token() -> None:
-    """Two groups, of 4 + 12 tokens and of 2: the mean over prompts of the mean over each prompt's tokens."""
+    """Two groups, of 4 + 12 tokens and of 2: the mean over prompts of the mean over each prompt's
+    tokens."""
     found, divided_by = weights([*ONE_GROUP, [{"0": 2}, {"0": 0}]], "prompt_mean")
     assert found[0] == [[{"0": 1 / 16}, dict.fromkeys(("0", "0.0", "0.1"), 1 / 16)]][0]
     assert (found[1], divided_by) == ([{"0": 1 / 2}, {"0": 0}], 2)
@@ -65,18 +68,26 @@ def test_soft_overlong() -> None:
 
 def test_length_penalty() -> None:
     # mean 0.5; first: 0.5·10/100 + 0.1·50/100 + 0.1·1/10 = 0.11;  second: 0.25 + 0.1 + 0.1 = 0.45
-    lengths, most = [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)], LengthLimits(100, 100, 10)
+    lengths, most = (
+        [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)],
+        LengthLimits(100, 100, 10),
+    )
     assert length_penalty([1, 0], lengths, most, 0.5) == pytest.approx([1 - 0.055, -0.225])
     assert length_penalty([0, 0], lengths, most, 0.5) == [0, 0]
 
 
 def test_length_is_never_paid_for() -> None:
-    """Rewards below 0, as `outcome` gives them: where the mean is not above 0 they stay; of mixed ones with mean 0.25 the
-    longer one loses 0.25 · 0.45."""
-    lengths, most = [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)], LengthLimits(100, 100, 10)
+    """Rewards below 0, as `outcome` gives them: where the mean is not above 0 they stay; of mixed
+    ones with mean 0.25 the longer one loses 0.25 · 0.45."""
+    lengths, most = (
+        [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)],
+        LengthLimits(100, 100, 10),
+    )
     for rewards in ([-1.1, -1.1], [-1.1, 1.0], [-0.6, 0.6]):
         assert length_penalty(rewards, lengths, most, 0.5) == rewards
-    assert length_penalty([1.0, -0.5], lengths, most, 0.5) == pytest.approx([1 - 0.25 * 0.11, -0.5 - 0.25 * 0.45])
+    assert length_penalty([1.0, -0.5], lengths, most, 0.5) == pytest.approx(
+        [1 - 0.25 * 0.11, -0.5 - 0.25 * 0.45]
+    )
 
 
 def test_signal() -> None:

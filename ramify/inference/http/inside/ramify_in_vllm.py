@@ -1,11 +1,13 @@
-"""The one file that is loaded inside vLLM: a weight transfer engine named ``ramify``, which takes what our carriers bring.
+"""The one file that is loaded inside vLLM: a weight transfer engine named ``ramify``, which takes
+what our carriers bring.
 
     PYTHONPATH=…/inference/http/inside vllm serve MODEL --worker-extension-cls ramify_in_vllm.Carried \\
         --weight-transfer-config '{"backend": "ramify"}'
 
-Its folder holds nothing else, so that nothing else of ours is put before vLLM's own packages; the package beside it is found
-by path. Tensors come under a checkpoint's names and are loaded as a checkpoint is, layer by layer, so that what vLLM made of
-the weights when it started (fused, packed, tied) is made again. Written for vLLM 0.32.
+Its folder holds nothing else, so that nothing else of ours is put before vLLM's own packages; the
+package beside it is found by path. Tensors come under a checkpoint's names and are loaded as a
+checkpoint is, layer by layer, so that what vLLM made of the weights when it started (fused, packed,
+tied) is made again. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 PACKAGE = Path(__file__).resolve().parents[3]
 
@@ -47,7 +52,9 @@ class RamifyWeightTransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc
     info: dict[str, Any]
 
 
-class RamifyWeightTransferEngine(WeightTransferEngine[RamifyWeightTransferInit, RamifyWeightTransferUpdate]):  # type: ignore[misc]
+class RamifyWeightTransferEngine(
+    WeightTransferEngine[RamifyWeightTransferInit, RamifyWeightTransferUpdate]
+):  # type: ignore[misc]
     """What vLLM's worker drives."""
 
     init_info_cls = RamifyWeightTransferInit
@@ -65,7 +72,9 @@ class RamifyWeightTransferEngine(WeightTransferEngine[RamifyWeightTransferInit, 
         from ramify.inference.weight_sync.base import weight_sync_class
 
         self.shutdown()
-        self._receiver = weight_sync_class(str(init_info.info["weight_sync"])).receiver(init_info.info)
+        self._receiver = weight_sync_class(str(init_info.info["weight_sync"])).receiver(
+            init_info.info
+        )
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -79,8 +88,11 @@ class RamifyWeightTransferEngine(WeightTransferEngine[RamifyWeightTransferInit, 
         def whole() -> Any:
             for name, tensor, places, *_ in self._receiver.take(update_info.info):
                 if places is not None:
-                    raise ValueError("vLLM takes whole tensors: leave weight_sync_options.places out")
-                # A layer is loaded when all of it is there, which may be after the carrier used its memory again.
+                    raise ValueError(
+                        "vLLM takes whole tensors: leave weight_sync_options.places out"
+                    )
+                # A layer is loaded when all of it is there, which may be after the carrier used its
+                # memory again.
                 yield name, tensor.to(self.device, copy=True)
 
         self.model.load_weights(whole())
@@ -98,8 +110,8 @@ class RamifyWeightTransferEngine(WeightTransferEngine[RamifyWeightTransferInit, 
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """On a CPU vLLM keeps a packed copy of an output matrix beside the embeddings that it is tied to, and reloading does
-    not renew it: the copy goes on answering for the old weights."""
+    """On a CPU vLLM keeps a packed copy of an output matrix beside the embeddings that it is tied
+    to, and reloading does not renew it: the copy goes on answering for the old weights."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():
