@@ -16,7 +16,7 @@ from ramify.train.compile import sequences
 from ramify.train.config import Run, SftSpec
 from ramify.train.override import of_name
 from ramify.train.sft_data import DEMOS, TrajectoryTokenizer, read, trajectory_of
-from ramify.types.sequence import TokenSequence as Row
+from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def rows_of(
     scaffold: Scaffold,
     weights: Mapping[str, float],
     say: Callable[[str], None],
-) -> list[Row]:
+) -> list[TokenSequence]:
     """The sequences of ``demonstrations`` that fit the policy's window. Raises ConfigError where
     nothing is left to learn."""
     tokeniser = TrajectoryTokenizer(policy.renderer, scaffold.tools(NATIVE_TOOLS))

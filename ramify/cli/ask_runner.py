@@ -24,7 +24,7 @@ from ramify.cli.event_watcher import EventWatcher, StepLines
 from ramify.cli.exit_codes import ExitCode, exit_of
 from ramify.cli.progress_screen import ProgressScreen
 from ramify.cli.stderr_notes import StderrNotes, error_line
-from ramify.cli.stopping import on_signal
+from ramify.cli.stop_signals import on_signal
 from ramify.engine.call import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle

@@ -30,7 +30,7 @@ import msgspec
 from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parser import OptionSpec, UsageError
 from ramify.cli.stderr_notes import StderrNotes, write
-from ramify.cli.stopping import SignalWatch
+from ramify.cli.stop_signals import SignalWatch
 from ramify.cli.terminal_text import clean, count, one_line, seconds, size
 from ramify.errors import nearest
 from ramify.progress import ProgressState, subscribe

@@ -10,7 +10,7 @@ from typing import Any
 from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS
 from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.stderr_notes import StderrNotes, write
-from ramify.cli.stopping import on_signal
+from ramify.cli.stop_signals import on_signal
 
 _OF_ONE_QUESTION = ("cite", "cache", "json", "verbose", "progress")
 LIMITS = tuple(option for option in SETTINGS if option.name not in _OF_ONE_QUESTION)

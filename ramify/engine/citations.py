@@ -38,7 +38,7 @@ class Citation(msgspec.Struct, frozen=True):
     quote: str
 
 
-class Cited(msgspec.Struct, Generic[T], frozen=True):
+class CitedAnswer(msgspec.Struct, Generic[T], frozen=True):
     """An answer and what it rests on."""
 
     answer: T
@@ -48,14 +48,14 @@ class Cited(msgspec.Struct, Generic[T], frozen=True):
 def cited_type(kind: Any, context: Any) -> AnswerType:
     """The check for ``kind`` with citations into ``context``."""
     inner = answer_type(kind)
-    outer = answer_type(Cited[Any])
+    outer = answer_type(CitedAnswer[Any])
     assert outer is not None
     schema = dict(outer.schema)
     if inner is not None:
         schema["properties"] = {**schema["properties"], "answer": inner.schema}
 
     def convert(value: Any) -> Any:
-        cited: Cited[Any] = outer.convert(value)
+        cited: CitedAnswer[Any] = outer.convert(value)
         if not cited.citations:
             raise TypeMismatch("there are no citations; give at least one")
         for index, citation in enumerate(cited.citations):

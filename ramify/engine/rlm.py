@@ -32,7 +32,7 @@ from ramify.clients.base import Client, Sampling
 from ramify.clients.pool import ClientPool
 from ramify.engine import event_loop_thread
 from ramify.engine.branch import BranchSearch, config_of, recorded_search, search_of
-from ramify.engine.citations import Citation, Cited
+from ramify.engine.citations import Citation, CitedAnswer
 from ramify.engine.conversation import Conversation
 from ramify.engine.limits import Limits
 from ramify.engine.models import ModelSpec, RunModels, listed
@@ -442,7 +442,7 @@ class RLM:
         answer: Any = trajectory.answer
         citations: tuple[Citation, ...] = ()
         if trajectory.metadata.get("cite") and answer is not None:
-            cited = msgspec.convert(answer, Cited[Any])
+            cited = msgspec.convert(answer, CitedAnswer[Any])
             answer, citations = cited.answer, cited.citations
         return Result(
             as_text(answer),

@@ -20,7 +20,7 @@ from ramify.clients.base import Client
 from ramify.engine import observe
 from ramify.engine.branch import BranchSearch
 from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable
-from ramify.engine.citations import Citation, Cited
+from ramify.engine.citations import Citation, CitedAnswer
 from ramify.engine.models import RunModels
 from ramify.engine.plain import ask_plain
 from ramify.engine.question import Question
@@ -323,7 +323,7 @@ class RunHandle:
 
     def _result(self, outcome: CallOutcome, run: RunState) -> Result:
         answer, citations = outcome.answer, ()
-        if isinstance(answer, Cited):
+        if isinstance(answer, CitedAnswer):
             answer, citations = answer.answer, answer.citations
         return Result(
             as_text(answer),

@@ -14,8 +14,7 @@ import msgspec
 from ramify.engine.run_handle import Result
 from ramify.errors import ModelError, RamifyError, ReplyFiltered
 from ramify.serve.answer_request import AnswerRequest
-from ramify.serve.caller_tools import RequestedToolCall as Call
-from ramify.serve.caller_tools import ToolCallAnswer, new_id
+from ramify.serve.caller_tools import RequestedToolCall, ToolCallAnswer, new_id
 from ramify.serve.web import RequestRejected
 from ramify.types.message import Usage, encodable
 from ramify.types.trajectory import Stop
@@ -34,7 +33,7 @@ class ServedAnswer(msgspec.Struct, frozen=True):
     """Of the whole tree."""
     about: dict[str, Any]
     """The field ``ramify``."""
-    calls: tuple[tuple[str, Call], ...] = ()
+    calls: tuple[tuple[str, RequestedToolCall], ...] = ()
     """Id and call of each function of the caller's that is asked for; there is no text then."""
 
 

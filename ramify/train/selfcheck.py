@@ -28,8 +28,7 @@ from ramify.inference.base import EngineLost, InferenceClient, engines_of
 from ramify.train.backends.base import Backend
 from ramify.train.pack import pack
 from ramify.types.message import Message, Reply
-from ramify.types.sequence import Batch
-from ramify.types.sequence import TokenSequence as Row
+from ramify.types.sequence import Batch, TokenSequence
 from ramify.types.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
@@ -278,7 +277,7 @@ class SelfCheck:
                         "given together: what would be trained on is not what was sampled"
                     )
 
-    def weights(self, rows: Sequence[Row], batches: Sequence[Batch]) -> None:
+    def weights(self, rows: Sequence[TokenSequence], batches: Sequence[Batch]) -> None:
         """Raises TrainError where the batches of a step do not weigh what its rows do."""
         for name in ("rl", "ce", "kd"):
             given = sum(
@@ -311,11 +310,11 @@ def _share_changed(before: Tensor, now: Tensor) -> float:
     return float((before != now).double().mean())
 
 
-def _row(ids: tuple[int, ...], num_given: int) -> Row:
+def _row(ids: tuple[int, ...], num_given: int) -> TokenSequence:
     zeros = np.zeros(len(ids), np.float32)
     weights = zeros.copy()
     weights[num_given:] = 1
-    return Row(
+    return TokenSequence(
         name="canary",
         token_ids=np.array(ids, np.int64),
         mask=weights > 0,

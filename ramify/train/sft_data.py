@@ -28,7 +28,7 @@ from ramify.store.private_files import EVALUATIONS
 from ramify.store.store import Store
 from ramify.tasks.base import Task
 from ramify.types.message import Message, Reply
-from ramify.types.sequence import TokenSequence as Row
+from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Parent, Stop, Trajectory, Turn
 
 
@@ -234,7 +234,9 @@ def write(path: Path, trajectories: Iterable[Trajectory]) -> None:
         file.writelines(encoder.encode(trajectory) + b"\n" for trajectory in trajectories)
 
 
-def order(rows: Sequence[Row], batch_tokens: int, epochs: int, seed: int) -> list[list[int]]:
+def order(
+    rows: Sequence[TokenSequence], batch_tokens: int, epochs: int, seed: int
+) -> list[list[int]]:
     """Which rows each step learns from: every row once per epoch, shuffled anew each time, steps of
     at most ``batch_tokens`` tokens (a longer row is a step of its own)."""
     steps: list[list[int]] = []

@@ -35,14 +35,14 @@ from ramify.train.roots import RootCount, first_items
 from ramify.train.sft_data import order
 from ramify.train.signals.signal_reader import RunSignals, SignalReader
 from ramify.train.token_credit import AssignedRollout
-from ramify.types.sequence import TokenSequence as Row
+from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
 
 
 class Minibatch(msgspec.Struct, eq=False):
     """What one optimizer step learns from."""
 
-    rows: list[Row]
+    rows: list[TokenSequence]
     denominators: Mapping[str, float] | None
     """Loss component -> what its sum is divided by; None: the sum of its weights."""
 
@@ -124,7 +124,7 @@ class TrainingStage(Protocol):
         stage makes anew."""
         ...
 
-    def finish(self, rows: Sequence[Row]) -> dict[str, float]:
+    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         """Put onto the rows of a whole work what follows from those streams; what was measured."""
         ...
 
@@ -154,7 +154,7 @@ class FixedDataStage(ABC):
     def kept(self) -> Mapping[str, Checkpointable]:
         return {}
 
-    def finish(self, rows: Sequence[Row]) -> dict[str, float]:
+    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         return {}
 
     @contextlib.asynccontextmanager
@@ -201,7 +201,12 @@ class SftStage(FixedDataStage):
     name = "sft"
 
     def __init__(
-        self, rows: Sequence[Row], optim: OptimizerSpec, batch_tokens: int, epochs: int, seed: int
+        self,
+        rows: Sequence[TokenSequence],
+        optim: OptimizerSpec,
+        batch_tokens: int,
+        epochs: int,
+        seed: int,
     ) -> None:
         """Raises ConfigError where there is nothing to learn from."""
         super().__init__()
@@ -332,7 +337,7 @@ class RlStage:
     async def roots(self, next_item: int) -> RootCount | None:
         return await self._rollouts.roots(first_items(self._items, next_item))
 
-    def finish(self, rows: Sequence[Row]) -> dict[str, float]:
+    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         return finish(self._algorithm, rows)
 
     def made_of(self, taken: StepGroups, step: int, reader: SignalReader | None) -> StepData:

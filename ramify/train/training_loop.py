@@ -49,8 +49,7 @@ from ramify.train.sft_data import write
 from ramify.train.signals.scorer import REFERENCE
 from ramify.train.stages import Minibatch, StepData, StepSource, TrainingStage
 from ramify.train.watchdog import RunWatchdog, SerialThread, StallError
-from ramify.types.sequence import Batch, Floats
-from ramify.types.sequence import TokenSequence as Row
+from ramify.types.sequence import Batch, Floats, TokenSequence
 from ramify.types.trajectory import Group
 
 T = TypeVar("T")
@@ -371,7 +370,7 @@ class TrainingLoop:
             _attach(rows, backend, "values", backend.values)
         return stage.finish(rows)
 
-    def _attach_lag(self, rows: Sequence[Row]) -> None:
+    def _attach_lag(self, rows: Sequence[TokenSequence]) -> None:
         """The stream ``staleness``: by how many versions the policy that is trained is newer than
         those that sampled the tokens."""
         for row in rows:
@@ -589,7 +588,7 @@ class TrainingLoop:
 
 
 def _attach(
-    rows: Sequence[Row],
+    rows: Sequence[TokenSequence],
     backend: ReferenceModel,
     name: str,
     ask: Callable[[Sequence[Batch]], Sequence[Floats]],

@@ -33,7 +33,7 @@ from ramify.train.sft_data import read as read_trajectories
 from ramify.train.stages import FixedDataStage, Minibatch, StepData
 from ramify.train.training_loop import Schedule, TrainingLoop
 from ramify.types.message import Message
-from ramify.types.sequence import TokenSequence as Row
+from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Trajectory
 from tests.train.backends.small import policy, tree
 from tests.train.small import Unpublished, _even, _make, not_evaluated, small, weights_of
@@ -393,7 +393,7 @@ class InParts(FixedDataStage):
 
     name, optim, num_steps = "in parts", OptimizerSpec(), 1
 
-    def __init__(self, parts: list[list[Row]]) -> None:
+    def __init__(self, parts: list[list[TokenSequence]]) -> None:
         super().__init__()
         self.parts = [Minibatch(rows, None) for rows in parts]
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ramify.train.token_credit import AssignedRollout
-from ramify.types.sequence import TokenSequence as Row
+from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def needs_of(algorithm: Any) -> AlgorithmNeeds:
     return found
 
 
-def finish(algorithm: Any, rows: Sequence[Row]) -> dict[str, float]:
+def finish(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
     """Put onto ``rows``, those of a whole step, what only now can be computed; what was measured.
     Rows whose algorithm has nothing to add stay as they are."""
     if not needs_of(algorithm).streams:

@@ -41,7 +41,7 @@ from ramify.train.signals.rollout_trees import (
 from ramify.train.signals.weight import ALSO, Reduction, Share, Weights
 from ramify.train.signals.weight import weights as token_weights
 from ramify.train.token_credit import AssignedRollout, Stamps, TokenCredit
-from ramify.types.sequence import TokenSequence as Row
+from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group, Trajectory
 
 _MOST_NAMED = 3
@@ -103,7 +103,7 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             streams=frozenset({"old_logprobs", "ref_logprobs"} if self.kl_reward else ())
         )
 
-    def finish(self, rows: Sequence[Row]) -> dict[str, float]:
+    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         """The KL in the reward, and what had to wait for it."""
         return row_math.add_kl(rows, self.kl_reward, 1.0, normalise=self.normalise)
 

@@ -24,7 +24,7 @@ from ramify.train.algorithms.base import AlgorithmNeeds, AssignedStep
 from ramify.train.algorithms.group import GroupOptions, judged
 from ramify.train.signals.credit import CreditNode, Numbers, returns_of
 from ramify.train.token_credit import TokenCredit
-from ramify.types.sequence import TokenSequence as Row
+from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
 
 
@@ -75,7 +75,7 @@ class PPO(
                 _put_reward(credit, came_to[rollout.trajectory.id, call] if is_last else 0.0)
         return found
 
-    def finish(self, rows: Sequence[Row]) -> dict[str, float]:
+    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         calls = list(row_math.lines(rows))
         told, missed, gaps = [], [], []
         for line in calls:

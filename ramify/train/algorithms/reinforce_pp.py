@@ -15,7 +15,7 @@ from ramify.train.algorithms import token_arithmetic as row_math
 from ramify.train.algorithms.base import AssignedStep
 from ramify.train.algorithms.group import GroupOptions, judged
 from ramify.train.signals.credit import CreditNode, Numbers, returns_of
-from ramify.types.sequence import TokenSequence as Row
+from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
 
 
@@ -53,5 +53,5 @@ class ReinforcePP(
             groups, weights, self, judge, every_token, gamma=self.gamma, has_baseline=False
         )
 
-    def finish(self, rows: Sequence[Row]) -> dict[str, float]:
+    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         return row_math.add_kl(rows, self.kl_reward, self.gamma, normalise=self.normalise)

@@ -22,8 +22,7 @@ from ramify.errors import TrainError
 from ramify.train.whole_step import call_of
 
 if TYPE_CHECKING:
-    from ramify.types.sequence import Ints
-    from ramify.types.sequence import TokenSequence as Row
+    from ramify.types.sequence import Ints, TokenSequence
 
 Doubles = npt.NDArray[np.float64]
 
@@ -34,7 +33,7 @@ _TINY = 1e-8
 class CallTokens(NamedTuple):
     """The sampled tokens of one call that carry policy-gradient weight, in order."""
 
-    parts: list[tuple[Row, Ints]]
+    parts: list[tuple[TokenSequence, Ints]]
     """(row, which of its tokens)"""
 
     def read(self, name: str) -> Doubles:
@@ -54,9 +53,9 @@ class CallTokens(NamedTuple):
             start += len(tokens)
 
 
-def lines(rows: Sequence[Row]) -> Iterator[CallTokens]:
+def lines(rows: Sequence[TokenSequence]) -> Iterator[CallTokens]:
     """Of each call, in the order in which calls come first."""
-    found: dict[str, list[tuple[Row, Ints]]] = {}
+    found: dict[str, list[tuple[TokenSequence, Ints]]] = {}
     for row in rows:
         tokens = np.flatnonzero(row.rl)
         if len(tokens):
@@ -100,7 +99,9 @@ def whiten_all(parts: Sequence[list[float]]) -> None:
         start += len(part)
 
 
-def add_kl(rows: Sequence[Row], beta: float, gamma: float, *, normalise: bool) -> dict[str, float]:
+def add_kl(
+    rows: Sequence[TokenSequence], beta: float, gamma: float, *, normalise: bool
+) -> dict[str, float]:
     """Charge each token β (o - ref), and the tokens before it in its call; then normalise over the
     step. What the mean of o - ref is."""
     charges: list[Doubles] = []
@@ -126,7 +127,7 @@ def normalise_lines(calls: Sequence[CallTokens]) -> None:
         start += num
 
 
-def _column(row: Row, name: str) -> npt.NDArray[np.float32]:
+def _column(row: TokenSequence, name: str) -> npt.NDArray[np.float32]:
     if name == "advantages":
         return row.advantages
     if name not in row.streams:

@@ -359,9 +359,8 @@ class SingleBackend:
         segments = np.array([[each.start, each.end, each.parent] for each in batch.segments])
         names = np.array([f"{index} {name}" for index, name in batch.sequences.items()])
         logprobs = entries.logprobs.detach().cpu().numpy()
-        np.savez(
-            path, segments=segments, sequences=names, logprobs=logprobs, **arrays, **batch.streams
-        )  # type: ignore[arg-type]
+        arrays |= {"segments": segments, "sequences": names, "logprobs": logprobs, **batch.streams}
+        np.savez(path, **arrays)  # type: ignore[arg-type]
         raise TrainError(
             f"the loss of step {self._num_steps + 1} is not finite at {int(bad.sum())} entries, "
             "the first of them token "

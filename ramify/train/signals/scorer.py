@@ -28,7 +28,7 @@ import numpy as np
 from ramify.errors import ConfigError, RamifyError, TrainError
 from ramify.train.pack import describe, pack
 from ramify.train.signals.base import ScoringRow, TokenScorer, TokenScores
-from ramify.types.sequence import TokenSequence as Tokens
+from ramify.types.sequence import TokenSequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,7 @@ class PolicyScorer:
         self.busy_s = 0.0
         """Seconds of computing so far."""
         self.row_tokens = 0.0
-        """Tokens of all rows so far."""
+        """TokenSequence of all rows so far."""
         self.packed_tokens = 0.0
         """Those that were computed, what rows share counted once, beyond those of plain rows."""
         self.plain_tokens = 0.0
@@ -133,7 +133,7 @@ class PolicyScorer:
         return [_scores(row, logprobs[index], wide[index]) for index, row in enumerate(rows)]
 
     def _count(
-        self, rows: Sequence[ScoringRow], sequences: Sequence[Tokens], packed: float
+        self, rows: Sequence[ScoringRow], sequences: Sequence[TokenSequence], packed: float
     ) -> None:
         plain = [sequence for row, sequence in zip(rows, sequences, strict=True) if row.is_plain]
         alone = (
@@ -189,7 +189,7 @@ class ClientScorer:
         return TokenScores([float(value) for value in values])
 
 
-def _sequence(row: ScoringRow, index: int) -> Tokens:
+def _sequence(row: ScoringRow, index: int) -> TokenSequence:
     num = len(row.ids)
     zeros, weights = np.zeros(num, np.float32), np.zeros(num, np.float32)
     for start, end in row.spans:
@@ -201,7 +201,7 @@ def _sequence(row: ScoringRow, index: int) -> Tokens:
         wide = np.zeros((num, len(row.candidates[0])), np.float32)
         wide[weights > 0] = np.asarray(row.candidates, np.float32)
         streams["teacher_ids"] = wide
-    return Tokens(
+    return TokenSequence(
         name=f"teacher/row={index}",
         token_ids=np.asarray(row.ids, np.int64),
         mask=weights > 0,

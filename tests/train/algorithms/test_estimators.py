@@ -35,7 +35,7 @@ from ramify.train.algorithms.remax import ReMax
 from ramify.train.algorithms.rloo import RLOO
 from ramify.train.compile import sequences
 from ramify.train.signals import baseline
-from ramify.types.sequence import TokenSequence as Row
+from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group, Stop, Trajectory
 from tests.train.trees import call, group, tree
 
@@ -253,7 +253,7 @@ def test_remax_is_measured_by_a_rollout_without_chance() -> None:
     assert failed.notes[0].endswith("its greedy rollout has no reward: the session died")
 
 
-def rows_of(algorithm: Any, groups: list[Group], **streams: Any) -> list[Row]:
+def rows_of(algorithm: Any, groups: list[Group], **streams: Any) -> list[TokenSequence]:
     rows = sequences(algorithm.assign_advantages(groups, {}).rollouts)
     for row in rows:
         for name, value in streams.items():
@@ -261,7 +261,7 @@ def rows_of(algorithm: Any, groups: list[Group], **streams: Any) -> list[Row]:
     return rows
 
 
-def learnt(row: Row, name: str) -> list[float]:
+def learnt(row: TokenSequence, name: str) -> list[float]:
     column = row.advantages if name == "advantages" else row.streams[name]
     values: list[float] = column[row.rl != 0].tolist()
     return values
@@ -307,7 +307,7 @@ def test_ppo_normalises_over_the_whole_step_and_trains_children_by_their_own_ret
 
 
 def test_a_call_in_two_rows_is_one_line_of_tokens() -> None:
-    """Row splitting changes nothing: the KL of the second part reaches the first, and so do γ and
+    """TokenSequence splitting changes nothing: the KL of the second part reaches the first, and so do γ and
     λ."""
     for algorithm in (
         PPO(lam=0.5, kl_reward=0.1),

@@ -53,8 +53,8 @@ class RamifyWeightTransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc
 
 
 class RamifyWeightTransferEngine(
-    WeightTransferEngine[RamifyWeightTransferInit, RamifyWeightTransferUpdate]
-):  # type: ignore[misc]
+    WeightTransferEngine[RamifyWeightTransferInit, RamifyWeightTransferUpdate]  # type: ignore[misc]
+):
     """What vLLM's worker drives."""
 
     init_info_cls = RamifyWeightTransferInit

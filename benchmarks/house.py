@@ -1,0 +1,96 @@
+"""How the code reads, in numbers: names, prose, lines and size of the package.
+
+    python benchmarks/house.py            a table
+    python benchmarks/house.py --json     also prints, as its last line, {"figures": [{"name", "value", …}, …]}
+
+Counts come from the syntax trees of `ramify/`, so each run gives the same numbers; `--quick` changes nothing. Decides what
+is counted. Not here: the rules themselves (`tests/test_names.py`, `scripts/check_prose.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import check_prose  # noqa: E402
+from engine import Figure, show  # noqa: E402
+
+MOST_STATEMENTS = 38_904
+"""Statements before names and prose were put right."""
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    for path in sorted((ROOT / "ramify").rglob("*.py")):
+        yield path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
+
+
+def repeated_names() -> int:
+    """Public class names that stand for more than one class."""
+    names = Counter(
+        node.name
+        for _, text in sources()
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    return sum(num > 1 for num in names.values())
+
+
+def statements() -> int:
+    """Statements of the package; a text that stands by itself is documentation and does not count."""
+    return sum(
+        isinstance(node, ast.stmt) and not _is_documentation(node)
+        for _, text in sources()
+        for node in ast.walk(ast.parse(text))
+    )
+
+
+def _is_documentation(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def figures() -> Iterator[Figure]:
+    hits = [
+        hit
+        for name in check_prose.files([])
+        for hit in check_prose.hits(name, (ROOT / name).read_text("utf-8"))
+    ]
+    long_lines = sum(len(line) > 100 for _, text in sources() for line in text.splitlines())
+    yield Figure("repeated public class names", repeated_names(), "names", {"before": 88}, 0)
+    yield Figure("phrases that are not plain English", len(hits), "phrases", {}, 0)
+    yield Figure(
+        "docstrings that begin with 'Of'",
+        sum(h.phrase == "Of" for h in hits),
+        "docstrings",
+        {"before": 219},
+        0,
+    )
+    yield Figure("lines over 100 columns", long_lines, "lines", {"before": 5517}, 100)
+    yield Figure(
+        "statements", statements(), "statements", {"before": MOST_STATEMENTS}, MOST_STATEMENTS
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the same, since it is quick")
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON on the last line"
+    )
+    options = parser.parse_args()
+    found = list(figures())
+    show(found)
+    if options.json:
+        print(json.dumps({"figures": [figure.as_json() for figure in found]}))
+    return 1 if any(figure.holds is False for figure in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""One name, one thing: what a stack trace, a search or a jump to a definition must not confuse."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "ramify"
+SHARED_STEMS = {"__init__", "base", "config", "task", "demos"}
+"""Names of modules that several packages have, because the package says which is meant."""
+PARTICIPLES_AND_PRONOUNS = set(
+    """Absent Adapted Agreed All Alone Answered Any Asked Attached Attempted Began Begun Below Bounded Broken Called
+    Carried Cited Closed Compiled Composed Current Decoding Denied Done Drawn Each Elsewhere Ended Failed Found Given
+    Gone Got Graded Growing Heard Held Here Hinted Joined Kept Known Listed Loaded Loading Lost Made Making Mapped Most
+    Moved Noted Offered One Other Outside Own Past Placed Plain Predicted Prepared Pruned Published Ran Reached
+    Received Rejected Replied Requested Rest Resting Rolling Routed Running Said Sampled Saving Scored Seen Sent
+    Sharded Shared Shuffled Spent Stale Stalled Stamped Started Taken Tighter Together Told Trained Unreadable
+    Unsupported Used Waiting Wanted Watched Whole Writing""".split()
+)
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_bytes())
+
+
+def classes() -> Iterator[tuple[str, str]]:
+    """(name, file) of each class at the top level of a module."""
+    for name, tree in trees():
+        yield from ((node.name, name) for node in tree.body if isinstance(node, ast.ClassDef))
+
+
+def test_a_public_class_name_stands_for_one_class() -> None:
+    homes = defaultdict(list)
+    for name, path in classes():
+        if not name.startswith("_"):
+            homes[name].append(path)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_a_module_name_stands_for_one_module() -> None:
+    homes = defaultdict(list)
+    for path, _ in trees():
+        if Path(path).stem not in SHARED_STEMS:
+            homes[Path(path).stem].append(path)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_our_own_types_are_imported_under_their_own_names() -> None:
+    renamed = [
+        f"{path}: {alias.name} as {alias.asname}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.level or (node.module or "").startswith("ramify"))
+        for alias in node.names
+        if alias.asname
+        and alias.asname != alias.name
+        and alias.name[:1].isupper()
+        and not alias.name.isupper()
+    ]
+    assert renamed == []
+
+
+def test_no_class_is_named_by_its_grammatical_role() -> None:
+    wrong = [
+        f"{path}: {name}" for name, path in classes() if name.strip("_") in PARTICIPLES_AND_PRONOUNS
+    ]
+    assert wrong == []
