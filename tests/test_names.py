@@ -12,13 +12,7 @@ PACKAGE = ROOT / "ramify"
 SHARED_STEMS = {"__init__", "base", "config", "task", "demos"}
 """Names of modules that several packages have, because the package says which is meant."""
 PARTICIPLES_AND_PRONOUNS = set(
-    """Absent Adapted Agreed All Alone Answered Any Asked Attached Attempted Began Begun Below Bounded Broken Called
-    Carried Cited Closed Compiled Composed Current Decoding Denied Done Drawn Each Elsewhere Ended Failed Found Given
-    Gone Got Graded Growing Heard Held Here Hinted Joined Kept Known Listed Loaded Loading Lost Made Making Mapped Most
-    Moved Noted Offered One Other Outside Own Past Placed Plain Predicted Prepared Pruned Published Ran Reached
-    Received Rejected Replied Requested Rest Resting Rolling Routed Running Said Sampled Saving Scored Seen Sent
-    Sharded Shared Shuffled Spent Stale Stalled Stamped Started Taken Tighter Together Told Trained Unreadable
-    Unsupported Used Waiting Wanted Watched Whole Writing""".split()
+    ["Absent", "Adapted", "Agreed", "All", "Alone", "Answered", "Any", "Asked", "Attached", "Attempted", "Began", "Begun", "Below", "Bounded", "Broken", "Called", "Carried", "Cited", "Closed", "Compiled", "Composed", "Current", "Decoding", "Denied", "Done", "Drawn", "Each", "Elsewhere", "Ended", "Failed", "Found", "Given", "Gone", "Got", "Graded", "Growing", "Heard", "Held", "Here", "Hinted", "Joined", "Kept", "Known", "Listed", "Loaded", "Loading", "Lost", "Made", "Making", "Mapped", "Most", "Moved", "Noted", "Offered", "One", "Other", "Outside", "Own", "Past", "Placed", "Plain", "Predicted", "Prepared", "Pruned", "Published", "Ran", "Reached", "Received", "Rejected", "Replied", "Requested", "Rest", "Resting", "Rolling", "Routed", "Running", "Said", "Sampled", "Saving", "Scored", "Seen", "Sent", "Sharded", "Shared", "Shuffled", "Spent", "Stale", "Stalled", "Stamped", "Started", "Taken", "Tighter", "Together", "Told", "Trained", "Unreadable", "Unsupported", "Used", "Waiting", "Wanted", "Watched", "Whole", "Writing"]
 )
 
 

@@ -360,7 +360,7 @@ class SingleBackend:
         names = np.array([f"{index} {name}" for index, name in batch.sequences.items()])
         logprobs = entries.logprobs.detach().cpu().numpy()
         arrays |= {"segments": segments, "sequences": names, "logprobs": logprobs, **batch.streams}
-        np.savez(path, **arrays)  # type: ignore[arg-type]
+        np.savez(path, **arrays)
         raise TrainError(
             f"the loss of step {self._num_steps + 1} is not finite at {int(bad.sum())} entries, "
             "the first of them token "
