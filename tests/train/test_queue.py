@@ -174,11 +174,12 @@ def test_no_name_and_no_seed_depends_on_when_a_group_began() -> None:
 
 
 def test_what_a_resumed_run_had_begun_comes_first() -> None:
-    gates = Gates(*range(20))
+    gates = Gates(3, 5)
 
     async def test(queue: Queue) -> None:
         assert queue.standing() == (7, [3, 5])
         assert numbers(await queue.take(0)) == [3, 5]
+        gates.open(7, 8)
         assert queue.standing() == (9, [7, 8])
         assert numbers(await queue.take(1)) == [7, 8]
 

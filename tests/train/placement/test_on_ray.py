@@ -64,7 +64,7 @@ def on_a_cluster(folder: str) -> None:
             os.kill(pid_of("ramify.train.backends.launch"), signal.SIGKILL)
 
     try:
-        train(by(placed(), "ray"), folder, listener=look)
+        train(by(placed(), "ray"), folder, listener=look, inform=lambda _: None)
     except TrainError as error:
         print(error)
 
