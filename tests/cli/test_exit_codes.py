@@ -91,7 +91,7 @@ WRONG = {
         ([*M, "--grace", "-1"], "--grace -1.0: give at least 0"),
         ([*M, "--keys", "nowhere"], "nowhere cannot be read"),
         ([*M, "--host", "0.0.0.0"], "give a key"),
-        ([*M, "--port", "99999"], "--port 99999: ports go from"),
+        ([*M, "--port", "99999"], "--port 99999: a port must be from"),
     ),
     "mcp": (([*M, "--max-calls", "many"], "--max-calls: invalid int value"),),
     "serve-policy": (
@@ -101,7 +101,7 @@ WRONG = {
     ),
     "view": (
         (["nowhere"], "nowhere is neither a file nor a folder"),
-        (["--port", "-1"], "--port -1: ports go from"),
+        (["--port", "-1"], "--port -1: a port must be from"),
         (["--export", "x.html"], "--export writes one run"),
     ),
     "runs": ((["--limit", "-1"], "--limit -1"),),
