@@ -37,7 +37,7 @@ WRONG = {
         (["-m", "vllm:x@ftp://host/v1", "q"], "'ftp://host/v1' in "),
         (
             ["-m", "openai:x@notaurl", "q"],
-            "'notaurl' is not a base URL, which would be written whole: openai:x@http://host",
+            "'notaurl' is not a base URL: the full form is openai:x@http://host",
         ),
         (["-m", "azure:x@notaurl", "q"], "write azure:x@https://"),
         ([*M, "--sub-model", "opnai:x", "q"], "unknown provider 'opnai'"),
