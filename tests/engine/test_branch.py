@@ -76,7 +76,7 @@ def test_votes() -> None:
         0,
         0,
     ]
-    with pytest.raises(ConfigError, match="at least 2 continuations"):
+    with pytest.raises(ConfigError, match="num must be at least 2"):
         Branches(1)
 
 
@@ -98,10 +98,10 @@ def test_an_rlm_may_branch_by_default() -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"branches": 0}, "branches is 0: give 1 for none, or more"),
+        ({"branches": 0}, "branches is 0: give 1 for no branching, or more"),
         (
             {"branches": 2, "search": Branches(2)},
-            "branches is 2: a search was given, too: give one of them",
+            "branches is 2: a search was given too: give only one of them",
         ),
         ({"search": "best"}, "search is 'best': give a number of continuations"),
     ],

@@ -142,11 +142,14 @@ def test_two_servers_and_their_environment(server: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("nowhere-to-be-found --x", "MCP server nowhere-to-be-found --x cannot be had"),
-        (f"{sys.executable} -c 'raise SystemExit(\"no such table\")'", "it said: no such table"),
+        ("nowhere-to-be-found --x", "MCP server nowhere-to-be-found --x cannot be used"),
+        (
+            f"{sys.executable} -c 'raise SystemExit(\"no such table\")'",
+            "its last output: no such table",
+        ),
         ("TOKEN=abc", "has no command"),
         ("serve 'x", "is not a command"),
-        ("http://127.0.0.1:9/mcp", "http://127.0.0.1:9/mcp cannot be had"),
+        ("http://127.0.0.1:9/mcp", "http://127.0.0.1:9/mcp cannot be used"),
     ],
 )
 def test_servers_that_cannot_be_had(given: str, says: str) -> None:
