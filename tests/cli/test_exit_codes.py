@@ -39,7 +39,7 @@ WRONG = {
             ["-m", "openai:x@notaurl", "q"],
             "'notaurl' is not a base URL: the full form is openai:x@http://host",
         ),
-        (["-m", "azure:x@notaurl", "q"], "write azure:x@https://"),
+        (["-m", "azure:x@notaurl", "q"], "use azure:x@https://"),
         ([*M, "--sub-model", "opnai:x", "q"], "unknown provider 'opnai'"),
         (["--resume", "nothing"], "there is no run in"),
     ),

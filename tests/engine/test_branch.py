@@ -130,8 +130,8 @@ TWO_LEVELS = Branches(3, turn=1)
 
 
 def _two_levels(messages: tuple[Message, ...]) -> str:
-    """A first turn; then every branch asks a child and a plain call something of its own, and
-    answers what it heard."""
+    """A first turn; then every branch makes a different child call and plain call, and answers with
+    the replies."""
     if messages[0].role != "system":
         return f"re: {messages[-1].content}"
     if "Question: child" in messages[1].content:

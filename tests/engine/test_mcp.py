@@ -1,5 +1,6 @@
-"""MCP servers as tools in a session: a real server as a process of its own, spoken to by the
-official SDK."""
+"""MCP servers as tools in a session: a real server in a separate process, used through the official
+SDK.
+"""
 
 from __future__ import annotations
 
