@@ -35,7 +35,7 @@ class LoopResources:
         Raises ConfigError for invalid settings and SandboxError if the sandbox is not available.
         """
         if self._sandbox is None:
-            # The sandbox server reports its own isolation, so no separate test is needed.
+            # The launched server reports its own isolation, so no separate test is needed.
             if self._spec.provider not in _opened:
                 _opened.add(self._spec.provider)
                 launch(self._spec)
