@@ -179,8 +179,8 @@ class RunHandle:
         return self._result(outcome, run)
 
     async def _context(self, resources: LoopResources) -> SharedContext | None:
-        """Return the context, encoded once (large ones in a thread), and stored by content if there is
-        a store."""
+        """Return the context, encoded once (in a thread if it is large), and stored by content if
+        there is a store."""
         if self._conversation is not None and self._conversation.context is not None:
             return self._conversation.context
         value, blobs = self._question.context, self._setup.blobs
