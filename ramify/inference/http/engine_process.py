@@ -107,7 +107,7 @@ class EngineProcess:
         return self._child.poll()
 
     def said(self) -> str:
-        return self._child.said()
+        return self._child.log_tail()
 
     def close(self) -> None:
         self._child.end(_END_S)
