@@ -48,9 +48,8 @@ _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no value>"})()
 
 
 class SubcallError(RuntimeError):
-    """Some sub-calls failed. ``results`` has every reply that did arrive, None where one failed;
-    ``failures`` maps the index of each that failed to the reason; ``partial`` maps the index of
-    each that was cut at its limit to its text."""
+    """Some sub-calls failed. ``results`` has every reply that did arrive, None where one failed; ``failures`` maps the
+    index of each that failed to the reason; ``partial`` maps the index of each that was cut at its limit to its text."""
 
     def __init__(
         self,
@@ -81,16 +80,15 @@ def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
 
 
 def llm_query(prompt: str, model: str | None = None, schema: Any = None) -> Any:
-    """Ask a language model once; returns its text, or a value if ``schema`` (a JSON schema, a type
-    such as ``list[int]`` or a dataclass) is given. It sees only ``prompt``. Raises SubcallError."""
+    """Ask a language model once; returns its text, or a value if ``schema`` (a JSON schema, a type such as ``list[int]``
+    or a dataclass) is given. It sees only ``prompt``. Raises SubcallError."""
     return llm_query_batched([prompt], model, schema)[0]
 
 
 def llm_query_batched(
     prompts: Sequence[str], model: str | None = None, schema: Any = None
 ) -> list[Any]:
-    """Ask for every prompt at once; replies in the order of the prompts. Raises SubcallError after
-    all have ended."""
+    """Ask for every prompt at once; replies in the order of the prompts. Raises SubcallError after all have ended."""
     if isinstance(prompts, str):
         raise TypeError("llm_query_batched takes a list of prompts; for a single one use llm_query")
     return _ask("llm_query_batched", _texts(prompts), model=model, schema=_schema(schema))
@@ -110,8 +108,8 @@ def _texts(prompts: Any) -> list[str]:
 
 
 def rlm_query(prompt: str, context: Any = _MISSING, model: str | None = None) -> Any:
-    """Start a child like you, with its own session; returns its final answer. Its ``context`` is
-    the value given here, by default yours. Raises SubcallError."""
+    """Start a child like you, with a session of its own; returns its final answer. Its ``context`` is the value given
+    here, by default yours. Raises SubcallError."""
     contexts = None if context is _MISSING or context is None else [context]
     return rlm_query_batched([prompt], contexts, model)[0]
 
@@ -119,8 +117,7 @@ def rlm_query(prompt: str, context: Any = _MISSING, model: str | None = None) ->
 def rlm_query_batched(
     prompts: Sequence[str], contexts: Sequence[Any] | None = None, model: str | None = None
 ) -> list[Any]:
-    """Start a child for every prompt at once, with the context of the same index; their answers in
-    order."""
+    """Start a child for every prompt at once, with the context of the same index; their answers in order."""
     if isinstance(prompts, str):
         raise TypeError("rlm_query_batched takes a list of prompts; for a single one use rlm_query")
     is_list = hasattr(contexts, "__len__") and not isinstance(contexts, (str, bytes, Mapping))
@@ -146,8 +143,7 @@ def _shared(value: Any) -> Any:
 
 
 class _Answer(dict[str, Any]):
-    """``answer["content"]`` is the best answer so far; ``answer["ready"] = True`` makes it the
-    final one."""
+    """``answer["content"]`` is the best answer so far; ``answer["ready"] = True`` makes it the final one."""
 
 
 answer = _Answer(content="", ready=False)
@@ -228,8 +224,7 @@ def _kind(value: Any) -> str:
 
 
 class _History(Sequence[Any]):
-    """The conversation so far, oldest first, each ``{"role": …, "content": …}``; fetched when
-    looked at."""
+    """The conversation so far, oldest first, each ``{"role": …, "content": …}``; fetched when looked at."""
 
     def __init__(self) -> None:
         self._messages: list[dict[str, str]] = []
