@@ -1,4 +1,4 @@
-"""Judges of the small run that are rules, and what they are told by."""
+"""Rule-based judges of the small run, and the texts that tell them what to say."""
 
 from __future__ import annotations
 
