@@ -174,7 +174,7 @@ class _RolloutWorker:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(requests.put_nowait, None)
 
-        threading.Thread(target=read, daemon=True, name="ramify runner").start()
+        threading.Thread(target=read, daemon=True, name="ramify rollout worker").start()
         while (request := await requests.get()) is not None:
             if isinstance(request, RolloutRequest):
                 self._rollouts[request.id] = asyncio.create_task(self._roll(request))

@@ -97,7 +97,7 @@ class _Worker:
         self.urls: tuple[str, ...] = ()
         """The engines that it was last told to call."""
         self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-        threading.Thread(target=self._write, daemon=True, name="ramify to a runner").start()
+        threading.Thread(target=self._write, daemon=True, name="ramify to a rollout worker").start()
 
     def send(
         self, message: RolloutWorkerSpec | RolloutRequest | AvailableEngines | int | None
@@ -227,7 +227,7 @@ class RolloutWorkers:
         worker.send(msgspec.structs.replace(self._spec, inference=inference))
         ready = self._loop.create_future()
         threading.Thread(
-            target=self._read, args=(worker, ready), daemon=True, name="ramify runners"
+            target=self._read, args=(worker, ready), daemon=True, name="ramify rollout workers"
         ).start()
         try:
             async with asyncio.timeout(self._start_s):

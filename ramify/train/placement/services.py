@@ -116,7 +116,8 @@ class _RunningService:
         self._member = SlotMember(name, 0)
         self._log = Path(os.path.abspath(out)) / "services" / f"{name}.log"
         self._process: LaunchedProcess | None = None
-        self._host, self._port = "", 0
+        self._host = ""
+        self._port = 0
         self._forwarder: asyncio.Server | None = None
 
     @property

@@ -40,7 +40,7 @@ class ClipCov(LossFormula, frozen=True, kw_only=True, tag="clip_cov"):
     clip_low: float = 0.2
     clip_high: float = 0.28
     share: float = 2e-4
-    """Share of all tokens to choose; at least one token is chosen."""
+    """Share of all tokens to choose; at least one token, if any qualifies."""
     cov_low: float = 1.0
     cov_high: float = 5.0
 

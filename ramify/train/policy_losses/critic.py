@@ -29,7 +29,7 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     weight: float = 0.5
     clip: float = 0.2
-    """0: not clipped."""
+    """Maximum change of V within a step; 0: not clipped."""
 
     def __post_init__(self) -> None:
         if self.weight <= 0 or self.clip < 0:

@@ -56,7 +56,7 @@ class ProxApprox(LossFormula, frozen=True, kw_only=True, tag="prox_approx"):
     cap: float = 5.0
 
     def per_token(self, tokens: LossTokens) -> Tensor:
-        proximal = self._near(tokens)
+        proximal = self._proximal(tokens)
         weight = ratio(proximal, tokens.sampler).clamp(max=self.cap)
         r = ratio(tokens.now, proximal)
         return weight * clipped_surrogate(r, tokens.advantages, self.clip_low, self.clip_high)

@@ -76,7 +76,7 @@ class JudgedTurn(msgspec.Struct, frozen=True):
     """One turn as a judge sees it."""
 
     place: TurnId
-    said: str
+    reply: str
     """The reply, including reasoning that is stored separately."""
     observed: str
     """The result of the turn: what the next turn's prompt adds. Empty for the last turn."""

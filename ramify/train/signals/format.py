@@ -58,7 +58,7 @@ class FormatSignal(
         steps = steps_of(trajectory.root)
         for step in steps:
             pattern = self.last if self.last and step is steps[-1] else self.pattern
-            is_good = re.search(pattern, step.said[-MAX_CHARS:], re.DOTALL) is not None
+            is_good = re.search(pattern, step.reply[-MAX_CHARS:], re.DOTALL) is not None
             reading.turns[step.place] = self.good if is_good else self.bad
         reading.counts["malformed"] = float(
             sum(value == self.bad for value in reading.turns.values())

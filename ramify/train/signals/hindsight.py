@@ -265,7 +265,7 @@ class DemonstrationHints(
         item = context.items.get(group.task)
         solved = [self._is_solved(trajectory, context) for trajectory in group.trajectories]
         texts = [
-            "\n".join(step.said for step in steps_of(trajectory.root))
+            "\n".join(step.reply for step in steps_of(trajectory.root))
             for trajectory, is_solved in zip(group.trajectories, solved, strict=True)
             if is_solved and self.source == "siblings"
         ]

@@ -79,7 +79,7 @@ def transcript(view: JudgeView, *, max_chars: int = 24_000) -> str:
     their middle."""
     question = view.trajectory.question
     steps = [
-        _step(index, step.said, step.observed, step.error) for index, step in enumerate(view.steps)
+        _step(index, step.reply, step.observed, step.error) for index, step in enumerate(view.steps)
     ]
     chars_per_step = max(
         200, (max_chars - min(len(question), max_chars // 4)) // max(1, len(steps))
@@ -94,9 +94,9 @@ def transcript(view: JudgeView, *, max_chars: int = 24_000) -> str:
     )
 
 
-def _step(index: int, said: str, observed: str, error: str) -> str:
+def _step(index: int, reply: str, observed: str, error: str) -> str:
     result = observed or error
-    return f"Step {index}:\n{said}" + (
+    return f"Step {index}:\n{reply}" + (
         f"\nWhat came back for step {index}:\n{result}" if result else ""
     )
 

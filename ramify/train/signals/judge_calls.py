@@ -5,8 +5,8 @@ the tree.
           ── ClientPool.ask (gates, rate limits, retries) ──> Reply
           └─ a call of kind ``judge``, below the call that it is about
 
-Judges and rollouts share one pool, and with it its rate limits. The ledger is the engine's, one for
-all judges of a run. A call is stored in the signal's score, and is added to the tree once the
+Judges and rollouts share one pool, and with it its rate limits. One ledger counts the calls of all
+judges of a run. A call is stored in the signal's score, and is added to the tree once the
 streams are made.
 """
 

@@ -1,7 +1,7 @@
 """What a judge sees of a trajectory: its turns, each with the observation that followed it.
 
     turn 0: reply, cells      turn 1: prompt adds "4 rows found"
-        ──>  JudgedTurn(said=reply, observed="4 rows found", error="")
+        ──>  JudgedTurn(reply=reply, observed="4 rows found", error="")
 
 Decides what counts as observed: whatever the next turn's prompt adds, since that is what the model
 itself was shown. The last turn has no observation, only its cells' error.

@@ -65,7 +65,7 @@ class OracleJudge(
         problem = ProgramProblem.read(view.item.question)
         if problem is None or "secret" not in view.item.metadata:
             return JudgeVerdict(reason="no problem of programs")
-        replies = [step.said for step in view.steps]
+        replies = [step.reply for step in view.steps]
         rules = hints.from_facts(problem, replies, library(view.item.metadata["secret"]))
         return JudgeVerdict(True, hints.hint_text(rules), (1,)) if rules else NOTHING
 
@@ -84,10 +84,10 @@ class StepRules(
         before = [step for step in view.steps if step.place[1] < view.place[1]]
         judged = (
             view.step
-            if Program.read(view.step.said) is not None
+            if Program.read(view.step.reply) is not None
             else (before[-1] if before else None)
         )
-        ran = judged is not None and Program.read(judged.said) is not None and not judged.error
+        ran = judged is not None and Program.read(judged.reply) is not None and not judged.error
         return JudgeVerdict(votes=(1 if ran else -1,))
 
 

@@ -35,7 +35,7 @@ TRACKERS = {
 }
 """Name -> the class that implements ``Tracker``."""
 FILE = "trackers.json"
-"""File in the trackers' folder: tracker name -> id of the run at the service."""
+"""File in the run's folder: tracker name -> id of the run at the service."""
 CLOSE_S = 60.0
 """Seconds to wait at the end of a run until pending metrics are sent."""
 
@@ -45,7 +45,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     folder: Path
-    """Folder for the files that trackers write locally."""
+    """The run's folder; a tracker writes its local files below it."""
     config: dict[str, Any]
     """Dotted option name -> plain value, without secrets."""
     id: str = ""
