@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from ramify.train.handshake import authenticate
-from ramify.train.placement.rollout_worker import WorkerMessage, heard
+from ramify.train.placement.rollout_worker import WorkerMessage, receive
 
 KEY = b"the key of this run"
 Address = tuple[str, int]
@@ -81,7 +81,7 @@ def test_what_a_runner_says_is_decoded_and_never_unpickled() -> None:
     assert isinstance(ours, Connection)
     told = WorkerMessage("done", 3, b"{}", (-(2**62), 7))
     theirs.send_bytes(msgspec.msgpack.encode(told))
-    assert heard(ours) == told
+    assert receive(ours) == told
     theirs.send_bytes(pickle.dumps(Pickled()))
     with pytest.raises(msgspec.MsgspecError):
-        heard(ours)
+        receive(ours)

@@ -133,7 +133,7 @@ def test_one_that_fails_is_told_of_once_and_the_others_go_on(
     said: list[str] = []
     send(RunTrackers((FAILING, NOTING), {}, said.append), tmp_path, range(1, 4))
     assert said == [
-        f"tracker '{FAILING}' failed and is told no more; the run goes on: OSError: the line is "
+        f"tracker '{FAILING}' failed and is no longer used; the run continues: OSError: the line is "
         "down",
     ]
     assert [each[0] for each in told] == ["opened", "opened", "closed", 1, 2, 3, "closed"]
@@ -170,7 +170,7 @@ def test_one_that_cannot_be_opened_closes_the_others(tmp_path: Path, told: list[
     with (
         pytest.raises(
             ConfigError,
-            match="cannot be opened: PermissionError: log in first; leave it out to go on without",
+            match="cannot be opened: PermissionError: log in first; remove it from the recipe",
         ),
         RunTrackers((NOTING, SHUT), {}, print).opened("mini", tmp_path, {}),
     ):

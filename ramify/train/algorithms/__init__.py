@@ -1,6 +1,8 @@
-"""One algorithm, one file. ``ALGORITHMS`` names them; ``module:name`` of one's own does as well,
-and so does whatever a recipe registers (see ``train/registry.py``). What each does to a known batch
-is in ``docs/algorithms.md``.
+"""The built-in algorithms, one per file.
+
+``ALGORITHMS`` maps names to classes. A recipe can also name its own class as ``module:name``, or
+register one (see ``train/registry.py``). ``docs/algorithms.md`` shows the result of each algorithm
+on one fixed batch.
 """
 
 from ramify.train.registry import Registry
@@ -27,4 +29,4 @@ ALGORITHMS = Registry(
         "sft": f"{_HERE}.sft:SFT",
     },
 )
-"""Name -> the class that implements ``base.Algorithm``, or where it is."""
+"""Name -> the class that implements ``base.Algorithm``, or its import path."""

@@ -1,15 +1,17 @@
-"""What an algorithm is: it looks at scored groups and writes per-token streams on what was sampled;
-the trainer is blind.
+"""The algorithm interface: turn scored groups into per-token streams for the loss.
 
-    [Group] ── algorithm.stamp(groups, task's weights) ──> Stamping: [Stamped], denominators, metrics
+    [Group] ── algorithm.assign_advantages(groups, task weights) ──> AssignedStep
+                                                   [AssignedRollout], denominators, metrics
 
-An algorithm is a small struct in a file of its own; its fields are its options. It reads a whole
-step's groups at once, so that every statistic is global. One that needs more says so (``needs``): a
-greedy rollout beside each group, numbers that only the trainer can compute of its rows, or what it
-remembers of the steps before:
+An algorithm is a small frozen struct in its own file; its fields are its options. It receives all
+groups of a step at once, so every statistic is computed over the whole step. The trainer itself
+does not know about advantages. An algorithm that needs more declares it in ``needs``: a greedy
+rollout for each group, or per-token numbers that only the trainer can compute. It can also carry
+state from step to step (``memory``):
 
-    [Sequence] with the streams it needs ── algorithm.finish(rows) ──> advantages on them, for the whole step at once
-    algorithm with memory=… ── stamp ──> Stamping.memory, which goes into the checkpoint and to the next step
+    [TokenSequence] with those streams ── algorithm.finish(rows) ──> advantages for the whole step
+    algorithm with memory=… ── assign_advantages ──> AssignedStep.memory
+                                        saved in the checkpoint and passed to the next step
 """
 
 from __future__ import annotations
@@ -27,86 +29,93 @@ T = TypeVar("T")
 
 
 class AssignedStep(msgspec.Struct):
-    """What one step learns from."""
+    """The result of ``assign_advantages`` for one optimizer step."""
 
     rollouts: list[AssignedRollout]
-    """Those that teach something, in the order of the groups."""
+    """Rollouts with a training signal, in the order of the groups."""
     denominators: dict[str, float]
-    """Loss component -> what its sum over the whole step is divided by."""
+    """Loss component -> the number that its sum over the whole step is divided by."""
     metrics: dict[str, float]
     no_signal: str = ""
-    """Why there is nothing to learn, in a sentence; empty where there is."""
+    """Why there is nothing to learn from, as a sentence; empty if there is a signal."""
     notes: list[str] = msgspec.field(default_factory=list)
-    """What a person should know besides, in sentences: which rollout had a reward that is no
-    number."""
+    """Further remarks for the user, one sentence each, such as which rollout had a non-finite
+    reward."""
     memory: dict[str, float] = msgspec.field(default_factory=dict)
-    """What the algorithm remembers after this step."""
+    """State that the algorithm carries into the next step."""
 
 
 class AlgorithmNeeds(msgspec.Struct, frozen=True):
-    """What an algorithm needs besides groups."""
+    """What an algorithm needs in addition to the groups."""
 
     greedy: bool = False
-    """A rollout without chance beside each group: ``Group.greedy``."""
+    """Whether each group needs a greedy rollout (temperature 0): ``Group.greedy``."""
     values: bool = False
-    """A critic."""
+    """Whether the algorithm needs a critic's values."""
     streams: frozenset[str] = frozenset()
-    """Of rows, for ``finish``: ``values``, ``old_logprobs``, ``ref_logprobs``."""
+    """Streams that ``finish`` reads from the rows: ``values``, ``old_logprobs``,
+    ``ref_logprobs``."""
 
 
 class Algorithm(Protocol):
-    """Implemented by every class in this room's registry."""
+    """The interface of every class in ``ALGORITHMS``."""
 
     @property
     def has_group_baseline(self) -> bool:
-        """Whether rollouts are judged against others of the same task, so that a group of one
-        teaches nothing."""
+        """Whether rollouts are compared with others of the same task, so that a group of one has
+        no signal."""
         ...
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
-        """The streams of one optimizer step. ``weights`` weigh the task's rewards by name. With
-        ``every_token`` tokens whose advantage is 0 are stamped too, since the loss has a term that
-        acts on each: a KL, an entropy."""
+        """Assign advantages and loss weights to the sampled tokens of one optimizer step.
+
+        ``weights`` are the task's weights of its named rewards. If ``every_token`` is set, tokens
+        with advantage 0 are included too, because the loss has a term that acts on every token: a
+        KL penalty or an entropy bonus."""
         ...
 
 
 def needs_of(algorithm: Any) -> AlgorithmNeeds:
-    """What ``algorithm`` needs, or the one within it that has the baseline (``outcome``)."""
-    found: AlgorithmNeeds = getattr(algorithm, "needs", None) or _of_inner(
+    """What ``algorithm``, or the algorithm that it wraps (``outcome``), needs."""
+    needs: AlgorithmNeeds = getattr(algorithm, "needs", None) or _of_inner(
         algorithm, needs_of, AlgorithmNeeds()
     )
-    return found
+    return needs
 
 
 def finish(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
-    """Put onto ``rows``, those of a whole step, what only now can be computed; what was measured.
-    Rows whose algorithm has nothing to add stay as they are."""
+    """Complete the advantages of ``rows``, all rows of a step, and return metrics.
+
+    Rows of an algorithm that needs no streams stay unchanged."""
     if not needs_of(algorithm).streams:
         return {}
     own = getattr(algorithm, "finish", None)
-    found: dict[str, float] = (
-        own(rows) if own is not None else _of_inner(algorithm, lambda each: finish(each, rows), {})
+    metrics: dict[str, float] = (
+        own(rows)
+        if own is not None
+        else _of_inner(algorithm, lambda inner: finish(inner, rows), {})
     )
-    return found
+    return metrics
 
 
 def remembering(algorithm: T, memory: Mapping[str, float]) -> T:
-    """``algorithm`` with what it remembered; itself where it remembers nothing."""
+    """``algorithm`` with ``memory`` restored, or ``algorithm`` itself if it keeps no state."""
     fields = getattr(algorithm, "__struct_fields__", ())
     if "memory" in fields and memory:
         return _replaced(algorithm, memory=dict(memory))
     if "outcome" in fields and memory:
-        return _replaced(algorithm, outcome=remembering(algorithm.outcome, memory))  # type: ignore[attr-defined]
+        inner = remembering(algorithm.outcome, memory)  # type: ignore[attr-defined]
+        return _replaced(algorithm, outcome=inner)
     return algorithm
 
 
-def _of_inner(algorithm: Any, ask: Any, otherwise: Any) -> Any:
+def _of_inner(algorithm: Any, function: Any, default: Any) -> Any:
     inner = getattr(algorithm, "outcome", None)
-    return otherwise if inner is None else ask(inner)
+    return default if inner is None else function(inner)
 
 
 def _replaced(struct: T, **fields: Any) -> T:
-    found: T = msgspec.structs.replace(struct, **fields)  # type: ignore[type-var]
-    return found
+    replaced: T = msgspec.structs.replace(struct, **fields)  # type: ignore[type-var]
+    return replaced

@@ -1,5 +1,5 @@
-"""Dr.GRPO (2503.20783): what a rollout did better than the mean of its group, undivided. The
-default.
+"""Dr.GRPO (2503.20783): a rollout's reward minus the mean of its group, without division by the
+standard deviation. The default.
 
 rewards 1, 0, 0, 0: advantages 0.75, -0.25, -0.25, -0.25
 """
@@ -22,7 +22,7 @@ class DrGRPO(
     tag_field="name",
     tag="dr_grpo",
 ):
-    """Implements ``Algorithm``."""
+    """Dr.GRPO estimator; implements ``Algorithm``."""
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False

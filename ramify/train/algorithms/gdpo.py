@@ -1,8 +1,9 @@
-"""GDPO (2601.05242): each named reward is compared within the group on its own, then they are
-weighed and added, and the sum normalised over the step.
+"""GDPO (2601.05242): each named reward is compared within the group separately, then the results
+are summed with the task's weights and normalised over the step.
 
-rewards correct 1, 0 and short 0, 0.1 with weights 1 and 0.5: each pair is ±0.707, so that the sums
-are 0.354, -0.354. Added before the comparison the small reward would have had next to no say.
+rewards correct 1, 0 and short 0, 0.1 with weights 1 and 0.5: each pair becomes ±0.707, so the sums
+are 0.354, -0.354. If the rewards were summed before the comparison, the small one would have almost
+no influence.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class GDPO(
     tag_field="name",
     tag="gdpo",
 ):
-    """Implements ``Algorithm``. The task's weights are those of the sum."""
+    """GDPO estimator; implements ``Algorithm``. The task's weights apply to the sum."""
 
     normalise: bool = True
 
@@ -34,34 +35,35 @@ class GDPO(
         super().__post_init__()
         if self.length_weight or self.overlong_buffer:
             raise ConfigError(
-                "gdpo compares each reward on its own: let the task score length as one of them"
+                "gdpo compares each reward separately: leave length_weight and overlong_buffer at "
+                "0, and have the task score length as one of its rewards"
             )
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
         def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
-            found = [dict.fromkeys(tree, 0.0) for tree in trees]
+            sums = [dict.fromkeys(tree, 0.0) for tree in trees]
             names = _names(group)
             for name in names:
-                alone = {each: float(each == name) for each in names}
-                alone_trees = [tree_of(each, alone) for each in group.trajectories]
-                numbers = CREDITS.of(self.credit)(alone_trees, mean_std, self.gamma_tree)
-                for sums, own in zip(found, numbers, strict=True):
+                only = {other: float(other == name) for other in names}
+                trees_of_one = [tree_of(trajectory, only) for trajectory in group.trajectories]
+                numbers = CREDITS.of(self.credit)(trees_of_one, mean_std, self.gamma_tree)
+                for total, own in zip(sums, numbers, strict=True):
                     for call, value in own.items():
-                        sums[call] += weights.get(name, 1.0) * value
-            return found
+                        total[call] += weights.get(name, 1.0) * value
+            return sums
 
         return judged(groups, weights, self, judge, every_token)
 
 
 def _names(group: Group) -> list[str]:
-    """Of the rewards of a group, of whole rollouts and of calls."""
+    """Names of all rewards in a group, of whole rollouts and of calls."""
     return sorted(
         {
             name
-            for each in group.trajectories
-            for rewards in (each.rewards, *each.call_rewards.values())
+            for trajectory in group.trajectories
+            for rewards in (trajectory.rewards, *trajectory.call_rewards.values())
             for name in rewards
         }
     )

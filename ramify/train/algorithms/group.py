@@ -1,13 +1,15 @@
-"""The shape that nearly all estimators share: rollouts of one task are compared, each call gets a
-number, each token a weight. They differ in the baseline, so that all options of credit, length and
-weight go with each.
+"""The shared core of nearly all estimators: compare the rollouts of one task, give each call a
+number, and give each token a weight.
 
-    scored group ── length ──> rewards ── judge: credit(baseline) ──> a number per call ── weight ──> streams per token
+    scored group ── length ──> rewards ── judge: credit(baseline) ──> number per call
+                                          ── weight ──> streams per token
 
-Decides which rollouts count (one without a reward, or with one that is no number, is named and left
-out; its group goes on), which groups teach nothing, and that whatever is normalised over a step is
-so before weights. Leaves out what is done with the streams: the loss, clipping and the anchor are
-the trainer's.
+Estimators differ only in the baseline, so all options for credit, length and weight work with each
+of them. Decides which rollouts count: one without a reward, or with a non-finite reward, is
+reported and left out, and the rest of its group is still used. Also decides which groups have no
+signal, and that normalisation over the step comes before weighting.
+
+Not here: the loss, clipping and the KL penalty in the loss (see policy_losses/ and loss.py).
 """
 
 from __future__ import annotations
@@ -45,48 +47,49 @@ from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group, Trajectory
 
 _MOST_NAMED = 3
-"""Rollouts of a step that are named where they cannot be learnt from."""
+"""At most this many unusable rollouts of a step are reported by name."""
 
 
 class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of every algorithm with a group baseline."""
+    """Options shared by every algorithm with a group baseline."""
 
     credit: str = "per_role"
-    """How a tree's reward reaches its calls: a name of ``signals/credit.py``, or a dotted path."""
+    """How a tree's reward reaches its calls: a name from ``signals/credit.py``, or a dotted
+    path."""
     gamma_tree: float = 1.0
-    """What a call is paid of its parent's return, on top of its own reward."""
+    """Share of its parent's return that a call receives, in addition to its own reward."""
     children: bool = True
     """Train the tokens of calls below the root."""
     llm_calls: bool = False
     """Train ``llm_query`` calls that the policy itself answered."""
     reduction: Reduction = "rollout"
-    """What each token weighs; see ``signals/weight.py``."""
+    """How much each token weighs; see ``signals/weight.py``."""
     share: Share = "token"
-    """How a rollout's weight is shared among its calls."""
+    """How a rollout's weight is divided among its calls."""
     drop_zero_variance: bool = True
     """Leave groups without any advantage out of the step (the zero-variance filter)."""
     overlong: Overlong = "punish"
-    """A cut-off call counts as what it scored, or carries no loss (``mask``)."""
+    """How a cut-off call is treated: ``punish`` keeps its score, ``mask`` gives it no loss."""
     max_rollout_tokens: int = 0
-    """Sampled tokens of a rollout at which the soft punishment is full, and the constant of
-    ``reduction=constant``; 0: no punishment."""
+    """Sampled tokens per rollout at which the soft overlong penalty reaches -1, and the constant
+    of ``reduction=constant``; 0: no penalty."""
     overlong_buffer: int = 0
-    """Tokens before ``max_rollout_tokens`` over which the punishment grows from 0 to -1."""
+    """Tokens before ``max_rollout_tokens`` over which the penalty grows from 0 to -1."""
     length_weight: float = 0.0
-    """Of the length penalty, relative to the group's mean reward; 0: none."""
+    """Weight of the length penalty, relative to the group's mean reward; 0: no penalty."""
     normalise: bool = False
-    """Bring the advantages of all tokens of a step to mean 0 and standard deviation 1."""
+    """Normalise the advantages of all tokens of a step to mean 0 and standard deviation 1."""
     kl_reward: float = 0.0
-    """What each token is charged of its k1 to the reference policy (o - ref), taken off its
-    advantage and those of the tokens before it in its call; 0: nothing. ``loss.kl_beta`` is the KL
-    in the loss."""
+    """β of the KL penalty in the reward: each token's k1 estimate of the KL to the reference
+    policy (o - ref), times β, is subtracted from its advantage and from those of the tokens before
+    it in its call; 0: no penalty. ``loss.kl_beta`` is the KL penalty in the loss."""
 
     def __post_init__(self) -> None:
         CREDITS.of(self.credit)
         if ALSO.get(self.reduction, self.reduction) == "constant" and self.max_rollout_tokens < 1:
             raise ConfigError(
-                f"reduction={self.reduction} divides by max_rollout_tokens: give it, the most that "
-                "a rollout samples"
+                f"reduction={self.reduction} divides by max_rollout_tokens: set it to the largest "
+                "number of tokens that a rollout samples"
             )
         if min(self.gamma_tree, self.length_weight, self.overlong_buffer, self.kl_reward) < 0:
             raise ConfigError(
@@ -104,12 +107,12 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         )
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        """The KL in the reward, and what had to wait for it."""
+        """Add the KL penalty in the reward, and then normalise if that had to wait for it."""
         return row_math.add_kl(rows, self.kl_reward, 1.0, normalise=self.normalise)
 
 
 Judge = Callable[[Group, Sequence[Mapping[str, CreditNode]]], Sequence[Numbers]]
-"""(a group of usable rollouts, their trees) -> a number for each call."""
+"""(a group of usable rollouts, their trees) -> a number for each call of each rollout."""
 
 
 class _Rollout(NamedTuple):
@@ -126,12 +129,11 @@ def assigned_rollout(
     baseline: Baseline,
     every_token: bool,
 ) -> AssignedStep:
-    """The streams of one step: the whole of every algorithm that has a baseline over a group and
-    nothing else."""
+    """Assign advantages from a group baseline alone, for algorithms that need nothing else."""
 
     def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
-        found: Sequence[Numbers] = CREDITS.of(options.credit)(trees, baseline, options.gamma_tree)
-        return found
+        numbers: Sequence[Numbers] = CREDITS.of(options.credit)(trees, baseline, options.gamma_tree)
+        return numbers
 
     return judged(groups, task_weights, options, judge, every_token)
 
@@ -146,65 +148,69 @@ def judged(
     gamma: float = 1.0,
     has_baseline: bool = True,
 ) -> AssignedStep:
-    """The streams of one step, by what ``judge`` says of each call. ``gamma``: what a token gets of
-    its call's number is discounted by it, once for each token that was sampled after.
-    ``has_baseline``: numbers of 0 teach nothing."""
+    """Assign advantages for one step from the numbers that ``judge`` gives to calls.
+
+    ``gamma`` discounts a call's number by the count of tokens sampled after each token.
+    ``has_baseline``: a number of 0 carries no signal."""
     usable = [_usable(group) for group in groups]
     rollouts = [_rollouts(group, task_weights, options, judge) for group in usable]
     with_signal = [
         group
         for group in rollouts
-        if not has_baseline or filters.has_signal([each.numbers for each in group])
+        if not has_baseline or filters.has_signal([rollout.numbers for rollout in group])
     ]
     kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
-    counts = [[_counts(each, options) for each in group] for group in kept]
+    counts = [[_counts(rollout, options) for rollout in group] for group in kept]
     weights, denominator = token_weights(
         counts, options.reduction, options.share, max(options.max_rollout_tokens, 1)
     )
-    spread = [
-        [_spread(each.numbers, count, gamma) for each, count in zip(group, counted, strict=True)]
+    by_token = [
+        [
+            _per_token(rollout.numbers, count, gamma)
+            for rollout, count in zip(group, counted, strict=True)
+        ]
         for group, counted in zip(kept, counts, strict=True)
     ]
+    # With a KL penalty in the reward, ``finish`` normalises after it has added the penalty.
     if options.normalise and not options.kl_reward:
         row_math.whiten_all(
-            [values for group in spread for each in group for values in each.values()]
+            [values for group in by_token for calls in group for values in calls.values()]
         )
     every_token = every_token or options.normalise or bool(options.kl_reward) or not has_baseline
-    stamped_ones = [
-        _stamp(rollout, weight, values, every_token)
-        for group, weighed, valued in zip(kept, weights, spread, strict=True)
+    assigned = [
+        _assigned(rollout, weight, values, every_token)
+        for group, weighed, valued in zip(kept, weights, by_token, strict=True)
         for rollout, weight, values in zip(group, weighed, valued, strict=True)
     ]
-    stamped_ones = [rollout for rollout in stamped_ones if rollout.credits]
+    assigned = [rollout for rollout in assigned if rollout.credits]
     return AssignedStep(
-        stamped_ones,
+        assigned,
         {"rl": denominator},
         _metrics(groups, rollouts, with_signal),
-        _no_signal(groups, usable, with_signal, stamped_ones, options.has_group_baseline),
+        _no_signal(groups, usable, with_signal, assigned, options.has_group_baseline),
         _notes(groups),
     )
 
 
 def _usable(group: Group) -> Group:
-    """Without the rollouts that cannot be learnt from."""
-    kept = [each for each in group.trajectories if not why_unscored(each)]
+    """``group`` without the rollouts that cannot be learnt from."""
+    kept = [trajectory for trajectory in group.trajectories if not why_unscored(trajectory)]
     return msgspec.structs.replace(group, trajectories=kept)
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:
-    """Which rollouts had no reward, or one that is no number; the first by name, further ones
-    counted."""
-    found = [
-        f"{each.id} is left out of its group: it {why}"
+    """Which rollouts were left out and why: the first few by name, the others as a count."""
+    notes = [
+        f"{trajectory.id} is left out of its group: it {why}"
         for group in groups
-        for each in group.trajectories
-        if (why := why_unscored(each))
+        for trajectory in group.trajectories
+        if (why := why_unscored(trajectory))
     ]
-    more = len(found) - _MOST_NAMED
+    more = len(notes) - _MOST_NAMED
     return (
-        [*found[:_MOST_NAMED], f"{more} further rollouts are left out likewise"]
+        [*notes[:_MOST_NAMED], f"{more} more rollouts are left out for such reasons"]
         if more > 1
-        else found
+        else notes
     )
 
 
@@ -221,16 +227,18 @@ def _rollouts(
     for tree, root, reward in zip(trees, roots, rewards, strict=True):
         tree[root] = tree[root]._replace(reward=reward)
     numbers = judge(group, trees) if trees else []
-    return [_Rollout(*each) for each in zip(trajectories, trees, numbers, strict=True)]
+    return [_Rollout(*parts) for parts in zip(trajectories, trees, numbers, strict=True)]
 
 
 def _for_length(
     rewards: list[float], lengths: Sequence[RolloutLength], options: GroupOptions
 ) -> list[float]:
-    """Rewards with what length takes off them."""
+    """``rewards`` after the length penalty and the soft overlong penalty."""
     if options.length_weight and lengths:
-        most = LengthLimits(*(max(1, *(each[index] for each in lengths)) for index in range(3)))
-        rewards = length_penalty(rewards, lengths, most, options.length_weight)
+        longest = LengthLimits(
+            *(max(1, *(length[index] for length in lengths)) for index in range(3))
+        )
+        rewards = length_penalty(rewards, lengths, longest, options.length_weight)
     if options.max_rollout_tokens and options.overlong_buffer:
         limit, buffer = options.max_rollout_tokens, options.overlong_buffer
         rewards = [
@@ -245,13 +253,13 @@ def _is_trained(call: Call, options: GroupOptions, cut_off_root: bool) -> bool:
         return False
     if call.kind == "judge":
         return False
-    if call.parent is None:  # the root, also where it is one plain call
+    if call.parent is None:  # the root, even if it is a single plain call
         return True
     return options.children if call.kind == "rlm" else options.llm_calls
 
 
 def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, int]:
-    """Call id -> tokens that may carry loss."""
+    """Call id -> number of tokens that may carry loss."""
     trajectory = rollout.trajectory
     cut_off = was_cut_off(trajectory.root)
     return {
@@ -260,7 +268,7 @@ def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, int]:
     }
 
 
-def _spread(numbers: Numbers, counts: Mapping[str, int], gamma: float) -> dict[str, list[float]]:
+def _per_token(numbers: Numbers, counts: Mapping[str, int], gamma: float) -> dict[str, list[float]]:
     """Call id -> the advantage of each of its tokens that may carry loss."""
     return {
         id: [numbers[id] * gamma ** (num - 1 - index) for index in range(num)]
@@ -269,14 +277,13 @@ def _spread(numbers: Numbers, counts: Mapping[str, int], gamma: float) -> dict[s
     }
 
 
-def _stamp(
+def _assigned(
     rollout: _Rollout,
     weights: Weights,
     values: Mapping[str, list[float]],
     every_token: bool,
 ) -> AssignedRollout:
-    """Streams for every turn that has both a weight and an advantage, or that has a weight
-    alone."""
+    """Token credit for every turn that has a weight and, unless ``every_token``, an advantage."""
     credits: Stamps = {}
     for call in rollout.trajectory.calls:
         weight, start = weights[call.id], 0
@@ -293,12 +300,15 @@ def _metrics(
     by_group: Sequence[Sequence[_Rollout]],
     with_signal: Sequence[Sequence[_Rollout]],
 ) -> dict[str, float]:
-    rollouts = [each for group in by_group for each in group]
-    rewards = [next(iter(each.tree.values())).reward for each in rollouts]
+    rollouts = [rollout for group in by_group for rollout in group]
+    rewards = [next(iter(rollout.tree.values())).reward for rollout in rollouts]
     children = [
-        node.reward for each in rollouts for node in each.tree.values() if node.parent is not None
+        node.reward
+        for rollout in rollouts
+        for node in rollout.tree.values()
+        if node.parent is not None
     ]
-    found = {
+    metrics = {
         "reward": sum(rewards) / len(rewards) if rewards else 0.0,
         "groups_with_signal": float(len(with_signal)),
         "zero_variance": _zero_variance(by_group),
@@ -306,16 +316,17 @@ def _metrics(
         "calls_per_rollout": 1 + len(children) / len(rollouts) if rollouts else 0.0,
     }
     if children:
-        found["child_reward"] = sum(children) / len(children)
-    return found
+        metrics["child_reward"] = sum(children) / len(children)
+    return metrics
 
 
 def _zero_variance(groups: Sequence[Sequence[_Rollout]]) -> float:
-    """The share of groups whose rollouts all came to the same reward."""
+    """The share of groups whose rollouts all have the same reward."""
     rewards = [
-        [next(iter(each.tree.values())).reward for each in group] for group in groups if group
+        [next(iter(rollout.tree.values())).reward for rollout in group] for group in groups if group
     ]
-    return sum(min(each) == max(each) for each in rewards) / len(rewards) if rewards else 0.0
+    same = sum(min(values) == max(values) for values in rewards)
+    return same / len(rewards) if rewards else 0.0
 
 
 def _no_signal(
@@ -329,11 +340,9 @@ def _no_signal(
         return ""
     if not any(group.trajectories for group in usable):
         failed = sum(len(group.trajectories) for group in groups)
-        return f"none of {failed} rollouts came to a reward; their errors are in the trajectories"
+        return f"none of {failed} rollouts has a reward; their errors are in the trajectories"
     if has_baseline and all(len(group.trajectories) < 2 for group in usable):
-        return "no group has two rollouts, so none has anything to be compared with"
+        return "no group has two rollouts, so no rollout can be compared with another"
     if not with_signal:
         return f"in each of {len(groups)} groups all rollouts did equally well"
-    return (
-        "all calls with an advantage were masked, or came without token ids and log-probabilities"
-    )
+    return "all calls with an advantage were masked, or have no token ids and log-probabilities"

@@ -1,9 +1,9 @@
-"""GRPO (2402.03300): what a rollout did better than the mean of its group, in units of the group's
+"""GRPO (2402.03300): a rollout's reward minus the mean of its group, divided by the group's
 standard deviation.
 
-rewards 1, 0, 0, 0: std 0.5, advantages 1.5, -0.5, -0.5, -0.5. The division makes rare successes and
-rare failures loud; on small policies it made training unstable (see ``docs/learning.md``), so it is
-not the default.
+rewards 1, 0, 0, 0: std 0.5, advantages 1.5, -0.5, -0.5, -0.5. The division amplifies rare
+successes and rare failures. It made the training of small policies unstable (see
+``docs/learning.md``), so GRPO is not the default.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GRPO(
     tag_field="name",
     tag="grpo",
 ):
-    """Implements ``Algorithm``."""
+    """GRPO estimator; implements ``Algorithm``."""
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False

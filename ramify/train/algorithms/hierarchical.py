@@ -1,8 +1,9 @@
-"""Hierarchical GRPO: a call is compared with the attempts at the same sub-task, a root with the
-roots of its group.
+"""Hierarchical GRPO: a call's return minus the mean over attempts at the same sub-task; roots are
+compared with the roots of their group.
 
-roots 1 and 0; both ask "north", which is answered with 1 and 0 (γ of the tree 0): advantages 0.5,
--0.5 of either. A sub-task that only one call tried teaches that call nothing.
+roots 1 and 0; both ask "north", which is answered with rewards 1 and 0 (γ of the tree 0):
+advantages 0.5, -0.5 for both pairs. A sub-task that only one call attempted gives that call no
+signal.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Hierarchical(
     tag_field="name",
     tag="hierarchical",
 ):
-    """Implements ``Algorithm``."""
+    """Hierarchical GRPO estimator; implements ``Algorithm``."""
 
     credit: str = "hierarchical"
 

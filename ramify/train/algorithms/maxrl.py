@@ -1,8 +1,8 @@
-"""MaxRL (2602.02710): what a rollout did better than the mean of its group, in units of that mean.
+"""MaxRL (2602.02710): a rollout's reward minus the mean of its group, divided by that mean.
 
-rewards 1, 0, 0, 0: advantages 3, -1, -1, -1. With rewards of 0 and 1 it follows the gradient of the
-log of the pass rate: the rarer a success, the louder. A group whose mean is not positive teaches
-nothing.
+rewards 1, 0, 0, 0: advantages 3, -1, -1, -1. With rewards of 0 and 1 this follows the gradient of
+the log of the pass rate: the rarer a success, the larger its advantage. A group whose mean is not
+positive has no signal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MaxRL(
     tag_field="name",
     tag="maxrl",
 ):
-    """Implements ``Algorithm``."""
+    """MaxRL estimator; implements ``Algorithm``."""
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False

@@ -1,8 +1,8 @@
-"""OPO (2505.23585): what a rollout did better than the mean of its group, each counted by its
-length.
+"""OPO (2505.23585): a rollout's reward minus the mean of its group, in which each rollout is
+weighted by its length.
 
-rewards 1, 0 of 1 and 3 tokens: advantages 0.75, -0.25. Long rollouts have large gradients, so that
-they weigh in the baseline of least variance.
+rewards 1, 0 of 1 and 3 tokens: advantages 0.75, -0.25. Long rollouts have large gradients, so the
+baseline of least variance gives them more weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ramify.types.trajectory import Group
 class OPO(
     GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="opo"
 ):
-    """Implements ``Algorithm``."""
+    """OPO estimator; implements ``Algorithm``."""
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False

@@ -1,7 +1,8 @@
-"""GRPO for pass@k: only the best of a group learns, by how far it was ahead of the second.
+"""GRPO for pass@k: only the best rollout of a group has an advantage, its lead over the second
+best divided by the group's standard deviation.
 
-rewards 1, 0, 0, 0: std 0.5, advantages 2, 0, 0, 0. Two that are equally good: all 0. It asks that
-one attempt succeed, not all.
+rewards 1, 0, 0, 0: std 0.5, advantages 2, 0, 0, 0. If two rollouts share the best reward, all
+advantages are 0. The goal is that one attempt succeeds, not that all do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class PassAtK(
     tag_field="name",
     tag="pass_at_k",
 ):
-    """Implements ``Algorithm``."""
+    """Pass@k estimator; implements ``Algorithm``."""
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False

@@ -1,11 +1,10 @@
-"""RAE, role-conditioned advantage estimation (SPIRAL, 2506.24119): what a call came to more than
-calls of its role have come to lately, by a running mean for each role, which is kept from step to
-step.
+"""RAE, role-conditioned advantage estimation (SPIRAL, 2506.24119): a call's return minus a running
+mean of the returns of its role, which is carried from step to step.
 
     A = R(call) - b(role, depth)        b <- decay b + (1 - decay) mean of R over the step
 
 decay 0.95, b = 0.4, returns 1 and 0: advantages 0.6, -0.4, and b becomes 0.405. All calls of a step
-are held against the mean from before it, so that their order does not matter. One attempt at each
+are compared with the mean from before the step, so their order does not matter. One attempt per
 item is enough.
 """
 
@@ -27,12 +26,12 @@ from ramify.types.trajectory import Group
 class RAE(
     GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="rae"
 ):
-    """Implements ``Algorithm``."""
+    """RAE estimator; implements ``Algorithm``."""
 
     decay: float = 0.95
     memory: dict[str, float] = msgspec.field(default_factory=dict)
-    """Role -> running mean that the run begins with; ``rlm@0`` is the root, ``rlm@1`` its children,
-    ``lm@1`` plain calls. 0 for others."""
+    """Role -> initial running mean: ``rlm@0`` is the root, ``rlm@1`` its children, ``lm@1`` plain
+    calls. Roles that are not listed start at 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,24 +45,24 @@ class RAE(
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
-        came_to: dict[str, list[float]] = defaultdict(list)
+        returns_by_role: dict[str, list[float]] = defaultdict(list)
 
         def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
-            return [self._held_against(tree, came_to) for tree in trees]
+            return [self._against_memory(tree, returns_by_role) for tree in trees]
 
-        found = judged(groups, weights, self, judge, every_token)
-        found.memory = self.memory | {
+        assigned = judged(groups, weights, self, judge, every_token)
+        assigned.memory = self.memory | {
             role: self.decay * self.memory.get(role, 0.0) + (1 - self.decay) * fmean(returns)
-            for role, returns in came_to.items()
+            for role, returns in returns_by_role.items()
         }
-        return found
+        return assigned
 
-    def _held_against(
-        self, tree: Mapping[str, CreditNode], came_to: dict[str, list[float]]
+    def _against_memory(
+        self, tree: Mapping[str, CreditNode], returns_by_role: dict[str, list[float]]
     ) -> Numbers:
-        found: Numbers = {}
+        advantages: Numbers = {}
         for call, value in returns_of(tree, self.gamma_tree).items():
             role = f"{tree[call].role}@{tree[call].depth}"
-            came_to[role].append(value)
-            found[call] = value - self.memory.get(role, 0.0)
-        return found
+            returns_by_role[role].append(value)
+            advantages[call] = value - self.memory.get(role, 0.0)
+        return advantages

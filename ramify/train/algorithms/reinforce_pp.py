@@ -1,9 +1,10 @@
-"""REINFORCE++ (2501.03262): what a call came to, passed back along its tokens, normalised over all
-tokens of the step.
+"""REINFORCE++ (2501.03262): a call's return, discounted backwards along its tokens and normalised
+over all tokens of the step.
 
-A call of 3 tokens that came to 1, another of 1 token that came to 0, γ = 0.5: returns 0.25, 0.5, 1
-| 0, their mean 0.4375 and standard deviation 0.427: advantages -0.439, 0.146, 1.317, -1.024. There
-is no group: rollouts of all tasks are compared, so that one attempt at each is enough.
+A call of 3 tokens with return 1, another of 1 token with return 0, γ = 0.5: token returns
+0.25, 0.5, 1 | 0, mean 0.4375, standard deviation 0.427, advantages -0.439, 0.146, 1.317, -1.024.
+Rollouts of all tasks are compared with each other instead of groups, so one attempt per item is
+enough.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class ReinforcePP(
     tag_field="name",
     tag="reinforce_pp",
 ):
-    """Implements ``Algorithm``."""
+    """REINFORCE++ estimator; implements ``Algorithm``."""
 
     gamma: float = 1.0
-    """Discount from one sampled token to the one before; tokens that were given between them do not
+    """Discount per sampled token; tokens between sampled ones (prompts, observations) do not
     count."""
     normalise: bool = True
 

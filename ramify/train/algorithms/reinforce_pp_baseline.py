@@ -1,8 +1,9 @@
-"""REINFORCE++ with a baseline (2501.03262): what a rollout did better than the mean of its group,
+"""REINFORCE++ with a baseline (2501.03262): a rollout's reward minus the mean of its group,
 normalised over the step.
 
-rewards 1, 0 | 1, 1, a token each: 0.5, -0.5 | 0, 0, then divided by their standard deviation 0.408:
-±1.225 | 0, 0. Groups in which all did equally well stay in: they are among what is normalised.
+rewards 1, 0 | 1, 1, one token each: 0.5, -0.5 | 0, 0, then divided by their standard deviation
+0.408: ±1.225 | 0, 0. Zero-variance groups stay in the step, because they are part of what is
+normalised.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class ReinforcePPBaseline(
     tag_field="name",
     tag="reinforce_pp_baseline",
 ):
-    """Implements ``Algorithm``."""
+    """REINFORCE++-baseline estimator; implements ``Algorithm``."""
 
     normalise: bool = True
     drop_zero_variance: bool = False

@@ -1,9 +1,8 @@
-"""ReMax (2310.10505): what a rollout came to more than the policy's likeliest answer to the same
-item.
+"""ReMax (2310.10505): a rollout's reward minus that of a greedy rollout of the same item.
 
-rewards 1, 0 beside a greedy rollout of 0.25: advantages 0.75, -0.25. The greedy rollout is made
-beside each group, at temperature 0, and nothing is learnt from it; a group whose greedy rollout
-failed is left out, and said. One attempt is enough.
+rewards 1, 0 and a greedy rollout of 0.25: advantages 0.75, -0.25. Each group gets one greedy
+rollout at temperature 0, which is not trained on. A group whose greedy rollout failed is left out
+and reported. One attempt per item is enough.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ class ReMax(
     tag_field="name",
     tag="remax",
 ):
-    """Implements ``Algorithm``. Every call has its root's advantage: children of a greedy root are
-    not those of another."""
+    """ReMax estimator; implements ``Algorithm``.
+
+    Every call gets its root's advantage, since the children of the greedy rollout cannot be matched
+    with those of another."""
 
     @property
     def has_group_baseline(self) -> bool:
@@ -48,15 +49,17 @@ class ReMax(
                 dict.fromkeys(tree, next(iter(tree.values())).reward - baseline) for tree in trees
             ]
 
-        kept = [group for group in groups if not _why_not(group)]
-        found = judged(kept, weights, self, judge, every_token)
-        found.notes += [
-            f"item {group.task} is left out: {why}" for group in groups if (why := _why_not(group))
+        kept = [group for group in groups if not _why_unusable(group)]
+        assigned = judged(kept, weights, self, judge, every_token)
+        assigned.notes += [
+            f"item {group.task} is left out: {why}"
+            for group in groups
+            if (why := _why_unusable(group))
         ]
-        return found
+        return assigned
 
 
-def _why_not(group: Group) -> str:
+def _why_unusable(group: Group) -> str:
     if group.greedy is None:
         return "it has no greedy rollout"
     why = why_unscored(group.greedy)

@@ -1,4 +1,4 @@
-"""RLOO (2402.14740): what a rollout did better than the mean of the others of its group.
+"""RLOO (2402.14740): a rollout's reward minus the mean of the other rollouts of its group.
 
 rewards 1, 0, 0, 0: advantages 1, -1/3, -1/3, -1/3
 """
@@ -21,7 +21,7 @@ class RLOO(
     tag_field="name",
     tag="rloo",
 ):
-    """Implements ``Algorithm``."""
+    """RLOO estimator; implements ``Algorithm``."""
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False

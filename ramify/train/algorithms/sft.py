@@ -1,11 +1,11 @@
-"""Supervised fine-tuning: cross-entropy on what was said in trajectories, good ones alone where
-they are scored.
+"""Supervised fine-tuning: cross-entropy on the replies of trajectories, optionally only of those
+with a high enough reward.
 
-With ``min_reward`` it is rejection sampling (RAFT, STaR): of stored or freshly sampled trajectories
-those that reached the reward are learnt from, the others are left out. Each token weighs the same
-(``reduction=token``) or each trajectory.
+With ``min_reward`` this is rejection sampling (RAFT, STaR): of stored or freshly sampled
+trajectories, only those that reached the reward are trained on. Each token weighs the same
+(``reduction=token``), or each trajectory does.
 
-    rewards 1, 0, 1 with min_reward=1: the first and the third are learnt from
+    rewards 1, 0, 1 with min_reward=1: the first and the third are trained on
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class SFT(
     tag_field="name",
     tag="sft",
 ):
-    """Implements ``Algorithm``."""
+    """Supervised fine-tuning or rejection sampling; implements ``Algorithm``."""
 
     min_reward: float | None = None
-    """Least total reward of a trajectory that is learnt from; None: all are, scored or not."""
+    """Minimum total reward of a trajectory to train on it; None: train on all, scored or not."""
     min_call_reward: float | None = None
-    """The same for calls below the root that have a reward of their own."""
+    """The same for calls below the root that have their own reward."""
     children: bool = True
-    """Learn what calls below the root said."""
+    """Train on the replies of calls below the root."""
     llm_calls: bool = False
-    """Learn what ``llm_query`` calls said."""
+    """Train on the replies of ``llm_query`` calls."""
     reduction: Reduction = "token"
     share: Share = "token"
 
@@ -51,10 +51,10 @@ class SFT(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
         kept = [
-            [each for each in group.trajectories if self._is_good(each, weights)]
+            [trajectory for trajectory in group.trajectories if self._is_good(trajectory, weights)]
             for group in groups
         ]
-        counts = [[self._counts(each, weights) for each in group] for group in kept]
+        counts = [[self._counts(trajectory, weights) for trajectory in group] for group in kept]
         per_token, denominator = token_weights(counts, self.reduction, self.share)
         rollouts = [
             AssignedRollout(trajectory, _credits(trajectory, weight))
@@ -66,7 +66,7 @@ class SFT(
         no_signal = (
             ""
             if rollouts
-            else f"none of {num} trajectories is to be learnt from (min_reward={self.min_reward})"
+            else f"none of {num} trajectories qualifies for training (min_reward={self.min_reward})"
         )
         return AssignedStep(
             rollouts, {"ce": denominator}, {"kept": len(rollouts) / num if num else 0.0}, no_signal
@@ -79,13 +79,13 @@ class SFT(
 
     def _counts(self, trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, int]:
         return {
-            call.id: sum(num for _, num in _said(call))
-            if self._is_learnt(trajectory, call, weights)
+            call.id: sum(num for _, num in _replies_with_ids(call))
+            if self._is_trained(trajectory, call, weights)
             else 0
             for call in trajectory.calls
         }
 
-    def _is_learnt(self, trajectory: Trajectory, call: Call, weights: Mapping[str, float]) -> bool:
+    def _is_trained(self, trajectory: Trajectory, call: Call, weights: Mapping[str, float]) -> bool:
         if call.parent is None:
             return True
         if call.kind == "judge" or not (self.children if call.kind == "rlm" else self.llm_calls):
@@ -98,9 +98,9 @@ class SFT(
         )
 
 
-def _said(call: Call) -> list[tuple[int, int]]:
+def _replies_with_ids(call: Call) -> list[tuple[int, int]]:
     """(index, number of tokens) of each turn whose reply has token ids; log-probabilities are not
-    needed here."""
+    needed for cross-entropy."""
     return [
         (index, len(turn.reply.token_ids))
         for index, turn in enumerate(call.turns)
@@ -113,5 +113,5 @@ def _credits(trajectory: Trajectory, weights: Mapping[str, float]) -> Stamps:
         (call.id, index): TokenCredit(ce=[weights[call.id]] * num)
         for call in trajectory.calls
         if weights[call.id]
-        for index, num in _said(call)
+        for index, num in _replies_with_ids(call)
     }

@@ -1,11 +1,10 @@
-"""Arithmetic over the rows of a step: what goes along a call from token to token, and what is taken
-over all of them.
+"""Arithmetic on the tokens of a step: returns along a call, and statistics over all tokens.
 
-A call's sampled tokens are one line, whatever was given between them (observations, prompts of
-later turns) and into however many rows they were put: what is discounted is discounted from one
-sampled token to the next.
+The sampled tokens of a call form one line, whatever lies between them (observations, prompts of
+later turns) and however many rows hold them. Discounting goes from one sampled token to the next.
 
-    row a   . . x x . .      row b, the same call, its history cut   . . x      one line of three tokens: x x x
+    row a                            . . x x . .
+    row b, same call, history cut    . . x            one line of three tokens: x x x
 
 Legend: N tokens of a call or of a step.
 """
@@ -27,23 +26,24 @@ if TYPE_CHECKING:
 Doubles = npt.NDArray[np.float64]
 
 _TINY = 1e-8
-"""Added to a variance before its root is taken."""
+"""Added to a variance before taking its square root."""
 
 
 class CallTokens(NamedTuple):
     """The sampled tokens of one call that carry policy-gradient weight, in order."""
 
     parts: list[tuple[TokenSequence, Ints]]
-    """(row, which of its tokens)"""
+    """(row, indices of its sampled tokens)"""
 
     def read(self, name: str) -> Doubles:
-        """[N] a stream, or ``advantages``. TrainError where a row has no such stream."""
+        """[N] the values of a stream or of ``advantages``. Raises TrainError if a row has no such
+        stream."""
         return np.concatenate(
             [_column(row, name)[tokens].astype(np.float64) for row, tokens in self.parts]
         )
 
     def write(self, name: str, values: Doubles) -> None:
-        """Into the rows; 0 where the stream is new and nothing is said."""
+        """Write [N] values into the rows; a new stream is 0 on all other tokens."""
         start = 0
         for row, tokens in self.parts:
             if name != "advantages" and name not in row.streams:
@@ -54,56 +54,57 @@ class CallTokens(NamedTuple):
 
 
 def lines(rows: Sequence[TokenSequence]) -> Iterator[CallTokens]:
-    """Of each call, in the order in which calls come first."""
-    found: dict[str, list[tuple[TokenSequence, Ints]]] = {}
+    """The tokens of each call, in the order in which the calls first appear."""
+    by_call: dict[str, list[tuple[TokenSequence, Ints]]] = {}
     for row in rows:
         tokens = np.flatnonzero(row.rl)
         if len(tokens):
-            found.setdefault(call_of(row.name), []).append((row, tokens))
-    return map(CallTokens, found.values())
+            by_call.setdefault(call_of(row.name), []).append((row, tokens))
+    return map(CallTokens, by_call.values())
 
 
 def to_go(rewards: Doubles, gamma: float) -> Doubles:
-    """G_t = r_t + γ G_{t+1}.   rewards 1, 0, 2 with γ = 0.5: 1.5, 1, 2"""
-    found = rewards.copy()
-    for index in range(len(found) - 2, -1, -1):
-        found[index] += gamma * found[index + 1]
-    return found
+    """Discounted returns-to-go: G_t = r_t + γ G_{t+1}.
+
+    rewards 1, 0, 2 with γ = 0.5: returns 1.5, 1, 2"""
+    returns = rewards.copy()
+    for index in range(len(returns) - 2, -1, -1):
+        returns[index] += gamma * returns[index + 1]
+    return returns
 
 
 def gae(rewards: Doubles, values: Doubles, gamma: float, lam: float) -> Doubles:
-    """Â_t = δ_t + γλ Â_{t+1}, δ_t = r_t + γ V_{t+1} - V_t; nothing comes after the last token
-    (1506.02438)."""
+    """Generalised advantage estimation (1506.02438): Â_t = δ_t + γλ Â_{t+1},
+    δ_t = r_t + γ V_{t+1} - V_t. The value after the last token is 0."""
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
     return to_go(deltas, gamma * lam)
 
 
 def whiten(values: Doubles) -> Doubles:
-    """(x - mean) / std, unbiased; all 0 where nothing differs."""
+    """(x - mean) / std, with the unbiased std; all 0 if the values do not differ."""
     if len(values) < 2:
         return np.zeros_like(values)
-    found: Doubles = (values - values.mean()) / np.sqrt(values.var(ddof=1) + _TINY)
-    return found
+    whitened: Doubles = (values - values.mean()) / np.sqrt(values.var(ddof=1) + _TINY)
+    return whitened
 
 
 def whiten_all(parts: Sequence[list[float]]) -> None:
-    """The same over all numbers of ``parts``, in place."""
+    """Whiten all numbers of ``parts`` together, in place."""
     if not parts:
         return
-    fresh, start = (
-        whiten(np.concatenate([np.asarray(part, np.float64) for part in parts])).tolist(),
-        0,
-    )
+    whitened = whiten(np.concatenate([np.asarray(part, np.float64) for part in parts])).tolist()
+    start = 0
     for part in parts:
-        part[:] = fresh[start : start + len(part)]
+        part[:] = whitened[start : start + len(part)]
         start += len(part)
 
 
 def add_kl(
     rows: Sequence[TokenSequence], beta: float, gamma: float, *, normalise: bool
 ) -> dict[str, float]:
-    """Charge each token β (o - ref), and the tokens before it in its call; then normalise over the
-    step. What the mean of o - ref is."""
+    """Subtract β (o - ref) from the advantage of each token and, discounted by γ, of the tokens
+    before it in its call; then normalise over the step if asked to. The metric ``reward_kl`` is
+    the mean of o - ref."""
     charges: list[Doubles] = []
     calls = list(lines(rows))
     for line in calls:
@@ -112,18 +113,18 @@ def add_kl(
     if normalise:
         normalise_lines(calls)
     num = sum(map(len, charges))
-    return {"reward_kl": sum(float(each.sum()) for each in charges) / num if num else 0.0}
+    return {"reward_kl": sum(float(charge.sum()) for charge in charges) / num if num else 0.0}
 
 
 def normalise_lines(calls: Sequence[CallTokens]) -> None:
-    """Whiten the advantages of all tokens."""
+    """Whiten the advantages of all tokens of ``calls`` together."""
     if not calls:
         return
-    fresh = whiten(np.concatenate([line.read("advantages") for line in calls]))
+    whitened = whiten(np.concatenate([line.read("advantages") for line in calls]))
     start = 0
     for line in calls:
         num = sum(len(tokens) for _, tokens in line.parts)
-        line.write("advantages", fresh[start : start + num])
+        line.write("advantages", whitened[start : start + num])
         start += num
 
 

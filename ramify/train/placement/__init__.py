@@ -1,6 +1,14 @@
-"""Where the processes of a run stand: one machine or many, by this machine's own means or by Ray.
+"""Where a run's processes are placed: on one machine or many, started directly or by Ray.
 
-placement_spec.py      what a recipe says: pools, roles, who shares a seat
-placement_slots.py     who sits where, and whether that fits
-ray.py       a cluster of Ray that starts processes on those seats
+placement_spec.py       the recipe's part: pools, roles, and which roles share a slot
+placement_slots.py      which process gets which slot, and whether the slots fit the pools
+resource_counts.py      how many processes each role of a run has
+sharing.py              whether the trainer and the engines share GPUs
+launcher.py             the interface that starts processes on their slots
+local_launcher.py       the launcher of this machine
+ray_launcher.py         the launcher of a Ray cluster
+node_agent.py           the process on a slot that starts the others
+rollout_worker.py       a process that samples rollouts
+rollout_workers.py      the pool of these processes, as the run sees it
+services.py             servers of judges and rewards
 """

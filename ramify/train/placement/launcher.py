@@ -1,11 +1,12 @@
-"""What starts a run's processes where they have their seats: the one interface that ranks, engines
-and runners need of it.
+"""The launcher interface: starts a run's processes, ranks, engines and rollout workers, on their
+slots.
 
-    hosts.start(Member("trainer", 1), command, environment, log)   ->   Started: is it alive, what did it say, end it
+    hosts.start(SlotMember("trainer", 1), command, environment, log)
+        ->  LaunchedProcess: is it alive, what is in its log, end it
 
-Without one, processes are started on this machine (``backends/launch.py``,
-``inference/http/engine_process.py``); ``ray_launcher.py`` has the one by Ray. What processes say to
-each other, and who leads, is the same in either case.
+Without a launcher, processes start on this machine (``backends/launch.py``,
+``inference/http/engine_process.py``); ``ray_launcher.py`` has the launcher of Ray. How processes
+communicate, and which one leads, does not depend on it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _KILLED = -9
 
 
 class LaunchedProcess(Protocol):
-    """A process that was started somewhere."""
+    """A process that was started on a slot."""
 
     pid: int
-    """0 where it runs on another machine."""
+    """Process id; 0 if it runs on another machine."""
     where: str
-    """``process 4711 on node-2``"""
+    """Description such as ``process 4711 on node-2``."""
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; None while it runs."""
@@ -42,49 +43,50 @@ class LaunchedProcess(Protocol):
     def kill(self) -> None: ...
 
     def terminate(self, timeout_s: float) -> None:
-        """Let it end, and see to it that it and what it started does. Idempotent."""
+        """Ask it to end, and kill it and its children after ``timeout_s``. Idempotent."""
         ...
 
     def said(self) -> str:
-        """The end of its log, on one line."""
+        """The end of its log, as one line."""
         ...
 
 
 class Launcher(Protocol):
-    """Where processes can be started, each on the seat that it was given. For any thread."""
+    """Starts processes, each on its slot. Thread-safe."""
 
     @property
     def address(self) -> str:
-        """Of this process, as the others reach it."""
+        """The address at which other processes reach this one."""
         ...
 
     def start(
         self, member: SlotMember, command: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> LaunchedProcess:
-        """``environment`` is added to that of its machine; ``log`` gets all that it writes. Raises
-        ConfigError where the command is not there."""
+        """Start a process on the slot of ``member``. ``environment`` is added to that of its
+        machine; ``log`` receives all its output. Raises ConfigError if the command does not
+        exist."""
         ...
 
     def address_of(self, member: SlotMember) -> str:
-        """Of the member's machine, as others reach it."""
+        """The address at which others reach the member's machine."""
         ...
 
     def free_port(self, member: SlotMember) -> int:
-        """On that machine."""
+        """A free port on the member's machine."""
         ...
 
     def renew(self, member: SlotMember) -> None:
-        """See to it that the member has a seat, where its own is gone another one, perhaps on
-        another machine. May take its time. Raises ConfigError where there is none."""
+        """Ensure that the member has a slot: if its own is lost, find another, perhaps on another
+        machine. This may take a while. Raises ConfigError if there is none."""
         ...
 
     def close(self) -> None:
-        """End all that was started. Idempotent."""
+        """End all started processes. Idempotent."""
         ...
 
 
 class PlacedProcess:
-    """Implements ``LaunchedProcess``, by what keeps it."""
+    """A process that is controlled through its node agent; implements ``LaunchedProcess``."""
 
     def __init__(
         self,
@@ -96,20 +98,22 @@ class PlacedProcess:
         *,
         is_here: bool = True,
     ) -> None:
-        """``ask`` carries out a verb of ``Keeper``, and returns None where that is gone, and with
-        it the process."""
-        self._ask, self._name, self._log = ask, name, log
+        """``ask`` runs a method of ``NodeAgent``; it returns None if the agent is gone, and with it
+        the process."""
+        self._ask = ask
+        self._name = name
+        self._log = log
         self.pid = pid if is_here else 0
         self.where = f"process {pid} on {host}"
         self._status: int | None = None
 
     def poll(self) -> int | None:
         if self._status is None:
-            told = self._ask("poll", self._name)
-            if told is None:
+            status = self._ask("poll", self._name)
+            if status is None:
                 self._status = _KILLED
-            elif told[0]:
-                self._status = told[1]
+            elif status[0]:
+                self._status = status[1]
         return self._status
 
     def wait(self) -> int:
@@ -130,13 +134,13 @@ class PlacedProcess:
 
     def said(self) -> str:
         return str(
-            self._ask("said", self._name) or f"nothing that can be read from here ({self._log})"
+            self._ask("said", self._name) or f"no readable log from this machine ({self._log})"
         )
 
 
 class PlacedEngine:
-    """An engine on its seat: as ``inference.http.process.EngineProcess``. Started again where its
-    seat then is, perhaps at another address."""
+    """An engine on its slot, with the interface of ``EngineProcess``. It restarts wherever its slot
+    is by then, perhaps at another address."""
 
     def __init__(
         self,
@@ -148,8 +152,11 @@ class PlacedEngine:
         window: int,
         log: Path,
     ) -> None:
-        self._hosts, self._member, self.log = hosts, SlotMember("inference", index), log
-        self._spec, self._what = spec, (checkpoint.resolve(), dtype, window)
+        self._hosts = hosts
+        self._member = SlotMember("inference", index)
+        self.log = log
+        self._spec = spec
+        self._model = (checkpoint.resolve(), dtype, window)
         self._fixed = spec.ports[index] if spec.ports else 0
         self._host = ""
         self._start()
@@ -168,7 +175,7 @@ class PlacedEngine:
         if host != self._host:
             self._host, self._port = host, self._fixed or self._hosts.free_port(self._member)
             self.url = f"http://{host}:{self._port}"
-        checkpoint, dtype, window = self._what
+        checkpoint, dtype, window = self._model
         command = engine_command(self._spec, checkpoint, self._port, dtype, window, host)
         environment = engine_environment(self._spec, self._member.number)
         self._process = self._hosts.start(self._member, command, environment, self.log.resolve())

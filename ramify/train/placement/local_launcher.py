@@ -1,4 +1,4 @@
-"""This machine as ``Launcher``: its processes are started by a keeper within this process."""
+"""The launcher of this machine: processes are started by a node agent within this process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ramify.train.placement.placement_slots import SlotMember
 
 
 class LocalLauncher:
-    """Implements ``Launcher``. Processes are started in a thread of its own, which lasts: with it
-    they end."""
+    """Starts processes on this machine; implements ``Launcher``. They are started from a dedicated
+    thread, and end when that thread does."""
 
     address = "127.0.0.1"
 
     def __init__(self) -> None:
-        self._keeper = NodeAgent()
+        self._agent = NodeAgent()
         self._thread = ThreadPoolExecutor(1, "ramify hosts")
 
     def start(
@@ -30,24 +30,24 @@ class LocalLauncher:
     ) -> PlacedProcess:
         """As ``Launcher.start``."""
         name = f"{member.role}-{member.number}"
-        told = self._ask(
+        started = self._ask(
             "start", name, list(command), dict(environment), str(log), sys.executable, os.getcwd()
         )
-        if isinstance(told, str):
-            raise ConfigError(f"{member.role} {member.number} cannot be started: {told}")
-        return PlacedProcess(self._ask, name, told, os.uname().nodename, log)
+        if isinstance(started, str):
+            raise ConfigError(f"{member.role} {member.number} cannot be started: {started}")
+        return PlacedProcess(self._ask, name, started, os.uname().nodename, log)
 
     def address_of(self, member: SlotMember) -> str:
         return self.address
 
     def free_port(self, member: SlotMember) -> int:
-        return self._keeper.free_port()
+        return self._agent.free_port()
 
     def renew(self, member: SlotMember) -> None:
-        """This machine is there as long as the run is."""
+        """Does nothing: this machine is available as long as the run is."""
 
     def close(self) -> None:
         self._ask("end_all")
 
     def _ask(self, verb: str, *arguments: Any) -> Any:
-        return self._thread.submit(getattr(self._keeper, verb), *arguments).result()
+        return self._thread.submit(getattr(self._agent, verb), *arguments).result()

@@ -1,8 +1,8 @@
-"""What sits on a seat: it starts the processes of the seat, says how they are, and takes them with
-it when it ends.
+"""The agent of a slot: it starts the slot's processes, reports on them, and ends them when it ends
+itself.
 
-One per seat, in a process of its own that a cluster's software starts. Needs nothing of it, and
-nothing heavy.
+There is one agent per slot, in a separate process that the cluster's software starts. It imports
+nothing heavy, and uses that software only to report its location.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ _END_S = 5.0
 
 
 class NodeAgent:
-    """Belongs to one thread, which lasts: with it end the processes that it started."""
+    """Starts and controls the processes of one slot. It belongs to one long-lived thread: its
+    processes end when that thread does."""
 
     def __init__(self) -> None:
         self._children: dict[str, ChildProcess] = {}
 
     def about(self) -> dict[str, Any]:
-        """Where this is: the name of its host, an address, and the GPUs that it was given."""
+        """Where this agent runs: host name, address, and the GPUs of its slot."""
         from ray.util import get_node_ip_address
 
-        address: Any = get_node_ip_address  # has no types
-        gpus = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+        address: Any = get_node_ip_address  # an untyped function
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        gpus = [gpu for gpu in visible.split(",") if gpu]
         return {
             "host": socket.gethostname(),
             "address": address(),
@@ -46,9 +48,9 @@ class NodeAgent:
         python: str,
         folder: str,
     ) -> int | str:
-        """Start ``command``, which may begin with ``python``, the interpreter of who asks: that of
-        this machine is meant; in ``folder``, where that is there. Its process id; why not, where it
-        cannot be started."""
+        """Start ``command`` in ``folder``, if that exists here, and return its process id, or why
+        it cannot be started. If the command begins with ``python``, the caller's interpreter, it is
+        replaced by this machine's."""
         if command[0] == python:
             command = [sys.executable, *command[1:]]
         if name in self._children:
@@ -62,20 +64,20 @@ class NodeAgent:
         return child.pid
 
     def poll(self, name: str) -> tuple[bool, int]:
-        """(whether it has ended, its exit status)"""
+        """(whether the process has ended, its exit status)"""
         status = self._children[name].poll()
         return status is not None, status or 0
 
     def signal(self, name: str, number: int) -> None:
-        """To it and to what it started."""
+        """Send signal ``number`` to the process and to those it started."""
         self._children[name].signal(number)
 
     def end(self, name: str) -> None:
-        """Kill what is left of it and of what it started."""
+        """Kill the process and those it started."""
         self._children[name].end(0.0)
 
     def said(self, name: str) -> str:
-        """The end of its log, on one line."""
+        """The end of the process's log, as one line."""
         return self._children[name].log_tail()
 
     def free_port(self) -> int:

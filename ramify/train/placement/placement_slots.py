@@ -1,18 +1,22 @@
-"""Who sits where: the seats of a placement, and whether they fit its pools.
+"""Which process gets which slot, and whether the slots fit the pools.
 
-    pool gpus, 2 nodes of 2 GPUs         node 0   seat 0  trainer 0, inference 0      seat 1  trainer 1, inference 1
-                                         node 1   seat 2  trainer 2, inference 2      seat 3  trainer 3, inference 3
+    pool gpus, 2 nodes of 2 GPUs
+        node 0   slot 0  trainer 0, inference 0      slot 1  trainer 1, inference 1
+        node 1   slot 2  trainer 2, inference 2      slot 3  trainer 3, inference 3
 
-Roles that share seats need not be as many. A seat is as large as the process with most GPUs, and
-processes of other roles stand side by side on it; where there are fewer of a role than seats, the
-first ones have one:
+Colocated roles may have different numbers of processes. A slot is as large as the process with the
+most GPUs, and processes of other roles are placed side by side on it. A role with fewer processes
+than slots uses the first slots:
 
-    8 ranks of 1 GPU, 4 engines of 2     seat 0  trainer 0, trainer 1, inference 0      … seat 3  trainer 6, 7, inference 3
-    2 ranks of 1 GPU, 1 engine of 1      seat 0  trainer 0, inference 0                   seat 1  trainer 1
+    8 ranks of 1 GPU, 4 engines of 2     slot 0  trainer 0, trainer 1, inference 0
+                                         …       slot 3  trainer 6, trainer 7, inference 3
+    2 ranks of 1 GPU, 1 engine of 1      slot 0  trainer 0, inference 0      slot 1  trainer 1
 
-Decided by arithmetic alone, before any process starts: ``ramify cluster plan`` prints it, and Ray
-is asked for just that. Processes that share a seat share its GPUs, and their CPUs and memory add
-up. Leaves out what a machine really has.
+This is decided by arithmetic alone, before any process starts. ``ramify cluster plan`` prints the
+slots, and Ray is asked for exactly these. Processes that share a slot share its GPUs; their CPUs
+and memory add up.
+
+Not here: what a machine really has (see ray_launcher.py).
 """
 
 from __future__ import annotations
@@ -27,11 +31,11 @@ from ramify.errors import ConfigError
 from ramify.train.placement.placement_spec import ROLES, NodePool, PlacementSpec
 
 _ALMOST = 1e-9
-"""A third of a GPU, three times, is one."""
+"""Tolerance for fractions: three times a third of a GPU is one GPU."""
 
 
 class SlotResources(NamedTuple):
-    """What is taken of a node, or what one has."""
+    """Resources that a slot takes from a node, or that a node has."""
 
     gpus: float = 0.0
     cpus: float = 0.0
@@ -44,72 +48,72 @@ class SlotResources(NamedTuple):
     def without(self, other: SlotResources) -> SlotResources:
         return SlotResources(*(a - b for a, b in zip(self, other, strict=True)))
 
-    def fits(self, room: SlotResources) -> bool:
-        return all(a <= b + _ALMOST for a, b in zip(self, room, strict=True))
+    def fits(self, available: SlotResources) -> bool:
+        return all(a <= b + _ALMOST for a, b in zip(self, available, strict=True))
 
 
 class SlotMember(NamedTuple):
-    """One process."""
+    """One process of a role."""
 
     role: str
     number: int
 
 
 class PlacementSlot(msgspec.Struct, frozen=True):
-    """What processes that sit together take of one node."""
+    """The share of one node that a process takes, or several that are colocated."""
 
     pool: str
-    """Empty where the placement tells no pools."""
+    """Empty if the placement declares no pools."""
     node: int
-    """Of the pool."""
+    """Index of the node in its pool."""
     needs: SlotResources
     members: tuple[SlotMember, ...]
     offsets: tuple[float, ...] = ()
-    """Which of the seat's GPUs is the first of each member; empty: all members have all of them."""
+    """Index of each member's first GPU in the slot; empty: all members use all GPUs."""
 
-    def share(self, member: SlotMember, gpus: float, given: Sequence[str]) -> list[str]:
-        """Of the GPUs that the seat was ``given``, those of a member that takes ``gpus``."""
+    def share(self, member: SlotMember, gpus: float, slot_gpus: Sequence[str]) -> list[str]:
+        """Those of ``slot_gpus``, the GPUs of the slot, that a member with ``gpus`` GPUs uses."""
         if not self.offsets or not gpus:
-            return list(given)
+            return list(slot_gpus)
         first = int(self.offsets[self.members.index(member)] + _ALMOST)
-        return list(given[first : first + max(1, int(gpus + _ALMOST))])
+        return list(slot_gpus[first : first + max(1, int(gpus + _ALMOST))])
 
 
-def counts(spec: PlacementSpec, said: Mapping[str, int]) -> dict[str, int]:
-    """Role -> how many processes it has. ``said``: what the run says elsewhere, 0 where it does
-    not. Raises ConfigError where the two differ."""
-    found = dict.fromkeys(spec.services, 1)
+def counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
+    """Role -> number of processes. ``by_run`` holds the numbers set elsewhere in the run, 0 if not
+    set. Raises ConfigError if the two differ."""
+    num = dict.fromkeys(spec.services, 1)
     for name in ROLES:
-        here, there = spec.role(name).count, said.get(name, 0)
-        if here and there and here != there:
+        by_placement, elsewhere = spec.role(name).count, by_run.get(name, 0)
+        if by_placement and elsewhere and by_placement != elsewhere:
             raise ConfigError(
-                f"placement.{name}.count={here}, but the run has {there} ({_SAID[name]}): make "
-                "them the same"
+                f"placement.{name}.count={by_placement}, but the run has {elsewhere} "
+                f"({_FIELDS[name]}): set both to the same number"
             )
-        found[name] = here or there
-    return found
+        num[name] = by_placement or elsewhere
+    return num
 
 
-_SAID = {"trainer": "compute.shard.ranks, of the backend fsdp", "inference": "inference.num"}
-"""Where the run says it; runners are said by the placement alone."""
+_FIELDS = {"trainer": "compute.shard.ranks, of the backend fsdp", "inference": "inference.num"}
+"""Role -> the run's field that sets its number; only the placement sets that of rollouts."""
 
 
 def placement_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[PlacementSlot]:
-    """The seats of ``num`` processes of each role, the first rank's first. Raises ConfigError, with
-    the sums, where they do not fit."""
-    wanted = _wanted(spec, num)
+    """The slots of ``num`` processes of each role, beginning with the first rank's. Raises
+    ConfigError, with the sums, if they do not fit the pools."""
+    unplaced = _unplaced_slots(spec, num)
     if not spec.pools:
-        return [PlacementSlot("", 0, each.needs, each.members, each.offsets) for each in wanted]
-    found: dict[int, PlacementSlot] = {}
+        return [PlacementSlot("", 0, slot.needs, slot.members, slot.offsets) for slot in unplaced]
+    placed: dict[int, PlacementSlot] = {}
     for name, pool in spec.pools.items():
-        inside = [(index, each) for index, each in enumerate(wanted) if each.pool == name]
-        _check_sums(name, pool, [each for _, each in inside])
-        found |= _seated(name, pool, inside)
-    return [found[index] for index in range(len(wanted))]
+        inside = [(index, slot) for index, slot in enumerate(unplaced) if slot.pool == name]
+        _check_sums(name, pool, [slot for _, slot in inside])
+        placed |= _placed(name, pool, inside)
+    return [placed[index] for index in range(len(unplaced))]
 
 
 class _UnplacedSlot(NamedTuple):
-    """A seat that has no node yet."""
+    """A slot that is not assigned to a node yet."""
 
     pool: str
     needs: SlotResources
@@ -117,47 +121,45 @@ class _UnplacedSlot(NamedTuple):
     offsets: tuple[float, ...]
 
 
-def _wanted(spec: PlacementSpec, num: Mapping[str, int]) -> list[_UnplacedSlot]:
+def _unplaced_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[_UnplacedSlot]:
     grouped = {role: group for group in spec.colocate for role in group}
-    found = []
+    slots = []
     for name in spec.roles:
-        group = tuple(each for each in grouped.get(name, (name,)) if num.get(each, 0))
+        group = tuple(role for role in grouped.get(name, (name,)) if num.get(role, 0))
         if num.get(name, 0) and group[0] == name:
             _check_group(spec, group)
-            found += _shared(spec, group, num)
-    return found
+            slots += _group_slots(spec, group, num)
+    return slots
 
 
-def _shared(
+def _group_slots(
     spec: PlacementSpec, group: Sequence[str], num: Mapping[str, int]
 ) -> list[_UnplacedSlot]:
-    """The seats of roles that share them: as few as hold all of each role, with as many of it on
-    each."""
+    """The slots of colocated roles: as few as hold all processes, with equally many processes of a
+    role on each."""
     largest = max(spec.role(role).gpus for role in group)
-    num_seats = max(
+    num_slots = max(
         -(-num[role] // _side_by_side(spec.role(role).gpus, largest, num[role])) for role in group
     )
-    pool, found = spec.pool_of(group[0]), []
-    for placement_slot in range(num_seats):
+    pool, slots = spec.pool_of(group[0]), []
+    for slot in range(num_slots):
         members, offsets, needs = [], [], SlotResources()
         for role in group:
-            each, per_seat = spec.role(role), -(-num[role] // num_seats)
-            here = range(placement_slot * per_seat, min(num[role], (placement_slot + 1) * per_seat))
-            members += [SlotMember(role, index) for index in here]
-            offsets += [each.gpus * place for place in range(len(here))]
-            gpus, more = (
-                len(here) * each.gpus,
-                SlotResources(0, len(here) * each.cpus, len(here) * each.memory_gb),
-            )
+            role_spec, per_slot = spec.role(role), -(-num[role] // num_slots)
+            inside = range(slot * per_slot, min(num[role], (slot + 1) * per_slot))
+            members += [SlotMember(role, index) for index in inside]
+            offsets += [role_spec.gpus * place for place in range(len(inside))]
+            gpus = len(inside) * role_spec.gpus
+            more = SlotResources(0, len(inside) * role_spec.cpus, len(inside) * role_spec.memory_gb)
             needs = SlotResources(max(needs.gpus, gpus), needs.cpus, needs.memory_gb) + more
-        found.append(
+        slots.append(
             _UnplacedSlot(pool, needs, tuple(members), tuple(offsets) if any(offsets) else ())
         )
-    return found
+    return slots
 
 
 def _side_by_side(gpus: float, largest: float, num: int) -> int:
-    """How many of ``num`` processes with so many GPUs each a seat of the largest one's holds."""
+    """How many processes of ``gpus`` GPUs fit side by side on a slot of ``largest`` GPUs."""
     if not largest:
         return 1
     return max(1, int(largest / gpus + _ALMOST)) if gpus else num
@@ -166,83 +168,81 @@ def _side_by_side(gpus: float, largest: float, num: int) -> int:
 def _check_group(spec: PlacementSpec, group: Sequence[str]) -> None:
     pools = {role: spec.pool_of(role) for role in group}
     if len(set(pools.values())) > 1:
-        told = ", ".join(f"{role} in '{pool}'" for role, pool in pools.items())
+        names = ", ".join(f"{role} in '{pool}'" for role, pool in pools.items())
         raise ConfigError(
-            f"placement.colocate: roles that share seats need one pool, and are {told}"
+            f"placement.colocate: roles that share slots must be in one pool, but are {names}"
         )
     gpus = {role: spec.role(role).gpus for role in group}
-    for role, each in gpus.items():
-        times = max(gpus.values()) / each if each else 1.0
+    for role, num_gpus in gpus.items():
+        times = max(gpus.values()) / num_gpus if num_gpus else 1.0
         if abs(times - round(times)) > _ALMOST:
-            told = ", ".join(f"{name} {value:g}" for name, value in gpus.items())
+            listed = ", ".join(f"{name} {value:g}" for name, value in gpus.items())
             raise ConfigError(
-                f"placement.colocate: GPUs of a process are {told}: those of {role} do not divide "
-                "a seat of "
-                f"{max(gpus.values()):g} without remainder; make them 1, or as many"
+                f"placement.colocate: GPUs per process are {listed}: those of {role} do not divide "
+                f"a slot of {max(gpus.values()):g} evenly; give each process 1 GPU, or all equally "
+                "many"
             )
 
 
 def _check_sums(name: str, pool: NodePool, inside: Sequence[_UnplacedSlot]) -> None:
-    whole = _of(pool)
+    node = _resources(pool)
     for field, unit in (("gpus", "GPUs"), ("cpus", "CPUs"), ("memory_gb", "GB")):
-        has = pool.nodes * getattr(whole, field)
-        asked: dict[tuple[str, float], int] = {}
-        for each in inside:
-            key = _who(each.members), getattr(each.needs, field)
-            asked[key] = asked.get(key, 0) + 1
-        total = sum(num * each for (_, each), num in asked.items())
-        if total > has + _ALMOST:
+        available = pool.nodes * getattr(node, field)
+        num_slots: dict[tuple[str, float], int] = {}
+        for slot in inside:
+            key = _roles_of(slot.members), getattr(slot.needs, field)
+            num_slots[key] = num_slots.get(key, 0) + 1
+        total = sum(num * amount for (_, amount), num in num_slots.items())
+        if total > available + _ALMOST:
             terms = " + ".join(
-                f"{role} {num} x {each:g}" for (role, each), num in asked.items() if each
+                f"{role} {num} x {amount:g}" for (role, amount), num in num_slots.items() if amount
             )
             raise ConfigError(
                 f"placement: the roles do not fit the pool '{name}': {terms} = {total:g} {unit}, "
-                f"and it has {pool.nodes} "
-                f"x {getattr(whole, field):g} = {has:g}"
+                f"and it has {pool.nodes} x {getattr(node, field):g} = {available:g}"
             )
 
 
-def _seated(
+def _placed(
     name: str, pool: NodePool, inside: Sequence[tuple[int, _UnplacedSlot]]
 ) -> dict[int, PlacementSlot]:
-    """Index -> seat: the largest first, each on the first node that has room, or with ``spread`` on
-    that with most."""
-    rooms = [_of(pool)] * pool.nodes
-    found = {}
-    for index, each in sorted(
+    """Index -> slot. The largest slot is placed first, each on the first node with enough room, or
+    with ``spread`` on the node with the most room."""
+    free = [_resources(pool)] * pool.nodes
+    slots = {}
+    for index, slot in sorted(
         inside, key=lambda pair: (tuple(-value for value in pair[1].needs), pair[0])
     ):
-        needs = each.needs
-        fitting = [node for node, room in enumerate(rooms) if needs.fits(room)]
+        needs = slot.needs
+        fitting = [node for node, resources in enumerate(free) if needs.fits(resources)]
         if not fitting:
-            most = max(rooms)
-            who = " and ".join(f"{role} {number}" for role, number in each.members)
+            members = " and ".join(f"{role} {number}" for role, number in slot.members)
             raise ConfigError(
-                f"placement: the roles fit the pool '{name}' in sum, but not node by node: {who} "
-                f"needs {_told(needs)} on one "
-                f"node, and of its {pool.nodes} nodes the emptiest has {_told(most)} left"
+                f"placement: the roles fit the pool '{name}' in total, but not node by node: "
+                f"{members} needs {_described(needs)} on one node, and of its {pool.nodes} nodes "
+                f"the emptiest has {_described(max(free))} left"
             )
         node = (
             fitting[0]
             if pool.order == "pack"
-            else max(fitting, key=lambda node: (rooms[node], -node))
+            else max(fitting, key=lambda node: (free[node], -node))
         )
-        rooms[node] = rooms[node].without(needs)
-        found[index] = PlacementSlot(name, node, needs, each.members, each.offsets)
-    return found
+        free[node] = free[node].without(needs)
+        slots[index] = PlacementSlot(name, node, needs, slot.members, slot.offsets)
+    return slots
 
 
-def _who(members: Sequence[SlotMember]) -> str:
+def _roles_of(members: Sequence[SlotMember]) -> str:
     """``trainer and inference``, ``2 trainer and inference``"""
     num = Counter(member.role for member in members)
     return " and ".join(f"{count} {role}" if count > 1 else role for role, count in num.items())
 
 
-def _of(pool: NodePool) -> SlotResources:
+def _resources(pool: NodePool) -> SlotResources:
     return SlotResources(pool.gpus, pool.cpus, pool.memory_gb or float("inf"))
 
 
-def _told(needs: SlotResources) -> str:
+def _described(needs: SlotResources) -> str:
     parts = [f"{needs.gpus:g} GPUs", f"{needs.cpus:g} CPUs"]
     return ", ".join(
         [*parts, *([f"{needs.memory_gb:g} GB"] if 0 < needs.memory_gb < float("inf") else [])]

@@ -1,19 +1,19 @@
-"""Seats on a cluster of Ray: one that runs already is joined, otherwise one is started here and
-ended with the run.
+"""The launcher of a Ray cluster: joins a running cluster, or starts one here that ends with the
+run.
 
-    pool ── placement group, a bundle for each of its nodes (PACK or SPREAD) ── seat ── keeper ── process, process
-                                                                                        (actor)   (rank 1, engine 1)
+    pool ── placement group: one bundle per node (PACK or SPREAD)
+         ── slot ── node agent (a Ray actor) ── processes (rank 1, engine 1)
 
-Ray says where seats are, which GPUs they have and that they stay; an actor on each starts the
-processes, which speak to each other as they do without Ray. So a rank is the same program wherever
-it stands, an engine may be any server, and a process ends with its keeper, whatever ended that. The
-run itself is the first rank, on the first seat, which is on its own node. A keeper that is gone is
-replaced once somebody wants to start something on its seat: where its node is gone, too, Ray moves
-the bundle to another one that has room.
+Ray decides where slots are and which GPUs they have, and reserves them. An actor on each slot
+starts the processes, which then communicate as they do without Ray. So a rank is the same program
+everywhere, an engine may be any server, and a process ends with its node agent, whatever ended the
+agent. The run itself is the first rank, on the first slot, which is on the run's own node. A lost
+agent is replaced when a process is next started on its slot: if its node is lost, too, Ray moves
+the bundle to another node that has room.
 
-Before anything is asked for, versions of Ray and Python are compared and bundles are held against
-the nodes that there are. What a run writes must be seen by all nodes at the same path. Ray is
-imported here and nowhere else, when it is asked for.
+Before resources are requested, the versions of Ray and Python are compared, and the bundles are
+checked against the nodes of the cluster. All nodes must see the run's files at the same paths. Only
+this file imports Ray, and only when it is needed.
 """
 
 from __future__ import annotations
@@ -42,32 +42,33 @@ from ramify.train.placement.placement_spec import PlacementSpec
 ADDRESS = "RAY_ADDRESS"
 _LOOPBACK = "127.0.0.1"
 _ASK_S = 60.0
-"""How long a keeper may take to say something."""
+"""Seconds a node agent may take to answer."""
 _AGAIN_S = 1.0
 _HERE = 0.001
-"""Of the resource that each node has of its own, which holds the first seat on this one."""
+"""Amount of the resource unique to each node, which pins the first slot to this node."""
 
 
 class RayLauncher:
-    """Implements ``Launcher``."""
+    """Starts processes on the slots of a Ray cluster; implements ``Launcher``."""
 
     def __init__(
         self, spec: PlacementSpec, placement_slots: Sequence[PlacementSlot], *, num_gpus: int = 0
     ) -> None:
-        """Joins or starts the cluster and takes the seats; ``num_gpus``: of this machine, where a
-        cluster is started. Raises ConfigError where they cannot be had."""
+        """Join or start the cluster and reserve the slots. ``num_gpus`` is this machine's number of
+        GPUs, if a cluster is started here. Raises ConfigError if the slots are not available."""
         self._ray = imported()
-        self._spec, self._placement_slots = spec, list(placement_slots)
+        self._spec = spec
+        self._placement_slots = list(placement_slots)
         self._address = spec.address or os.environ.get(ADDRESS, "")
         self._folder = ""
         self._groups: list[Any] = []
         self._places: dict[int, tuple[Any, int]] = {}
-        """Seat -> its placement group, and which bundle of it."""
-        self._keepers: list[Any] = []
-        self._is_apart = False
-        """Whether a seat is, or was, on another machine."""
+        """Slot -> its placement group, and the index of its bundle."""
+        self._agents: list[Any] = []
+        self._is_distributed = False
+        """Whether a slot is, or ever was, on another machine."""
         self._renewing = threading.Lock()
-        self._about: list[dict[str, Any]] = []
+        self._locations: list[dict[str, Any]] = []
         self._is_open = True
         if not self._address:
             check_bundles(
@@ -79,7 +80,7 @@ class RayLauncher:
             self._join(num_gpus)
             self._own = str(self._ray.util.get_node_ip_address())
             check_bundles(bundles(self._placement_slots), self._nodes(), "the cluster")
-            self._take()
+            self._reserve()
         except BaseException:
             self.close()
             raise
@@ -88,65 +89,65 @@ class RayLauncher:
         self, member: SlotMember, command: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> PlacedProcess:
         """As ``Launcher.start``."""
-        index = self._seat_of(member)
+        index = self._slot_of(member)
         name = f"{member.role}-{member.number}"
-        about, ask = self._about[index], partial(self._asked, self._keepers[index])
+        location = self._locations[index]
+        ask = partial(self._ask_or_none, self._agents[index])
         share = self._placement_slots[index].share(
-            member, self._spec.role(member.role).gpus, about["gpus"]
+            member, self._spec.role(member.role).gpus, location["gpus"]
         )
-        if share != about["gpus"]:
+        if share != location["gpus"]:
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(share), **environment}
         arguments = name, list(command), dict(environment), str(log), sys.executable, os.getcwd()
         try:
-            told = self._ask(index, "start", *arguments)
+            started = self._ask(index, "start", *arguments)
         except TrainError as error:
             raise ConfigError(f"{member.role} {member.number} cannot be started: {error}") from None
-        if isinstance(told, str):
+        if isinstance(started, str):
             raise ConfigError(
-                f"{member.role} {member.number} cannot be started on {about['host']}: {told}"
+                f"{member.role} {member.number} cannot be started on {location['host']}: {started}"
             )
-        is_here = about["address"] == self._own
-        return PlacedProcess(ask, name, told, about["host"], log, is_here=is_here)
+        is_here = location["address"] == self._own
+        return PlacedProcess(ask, name, started, location["host"], log, is_here=is_here)
 
     @property
     def address(self) -> str:
-        """The loopback's, where all seats are on this machine and always were."""
-        return self._own if self._is_apart else _LOOPBACK
+        """The loopback address as long as all slots have been on this machine."""
+        return self._own if self._is_distributed else _LOOPBACK
 
     def address_of(self, member: SlotMember) -> str:
-        found = str(self._about[self._seat_of(member)]["address"])
-        return self.address if found == self._own else found
+        address = str(self._locations[self._slot_of(member)]["address"])
+        return self.address if address == self._own else address
 
     def free_port(self, member: SlotMember) -> int:
-        return int(self._ask(self._seat_of(member), "free_port"))
+        return int(self._ask(self._slot_of(member), "free_port"))
 
     def renew(self, member: SlotMember) -> None:
         """As ``Launcher.renew``."""
-        index = self._seat_of(member)
+        index = self._slot_of(member)
         with self._renewing:
-            if self._asked(self._keepers[index], "about") is not None:
+            if self._ask_or_none(self._agents[index], "about") is not None:
                 return
+            # An agent that merely does not answer would keep the slot.
             with contextlib.suppress(Exception):
-                self._ray.kill(
-                    self._keepers[index]
-                )  # one that only does not answer would keep the seat
-            keeper, about = self._kept_again(index)
-            self._keepers[index], self._about[index] = keeper, about
-            self._is_apart = self._is_apart or about["address"] != self._own
+                self._ray.kill(self._agents[index])
+            agent, location = self._replacement(index)
+            self._agents[index], self._locations[index] = agent, location
+            self._is_distributed = self._is_distributed or location["address"] != self._own
 
     def close(self) -> None:
-        """End what was started, give the seats back, and leave the cluster or end it.
+        """End all started processes, release the slots, and leave the cluster or end it.
         Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
         ray = self._ray
         if ray.is_initialized():
-            for keeper in self._keepers:
+            for agent in self._agents:
                 with contextlib.suppress(Exception):
-                    ray.get(keeper.end_all.remote(), timeout=10)
+                    ray.get(agent.end_all.remote(), timeout=10)
                 with contextlib.suppress(Exception):
-                    ray.kill(keeper)
+                    ray.kill(agent)
             for group in self._groups:
                 with contextlib.suppress(Exception):
                     ray.util.remove_placement_group(group)
@@ -154,44 +155,44 @@ class RayLauncher:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _asked(self, keeper: Any, verb: str, *arguments: Any) -> Any:
-        """A keeper's answer; None where it is gone."""
+    def _ask_or_none(self, agent: Any, method: str, *arguments: Any) -> Any:
+        """The agent's answer; None if the agent is gone."""
         if not self._is_open:
             return None
         try:
-            return self._ray.get(getattr(keeper, verb).remote(*arguments), timeout=_ASK_S)
+            return self._ray.get(getattr(agent, method).remote(*arguments), timeout=_ASK_S)
         except (self._ray.exceptions.RayError, TimeoutError):
             return None
 
-    def _ask(self, index: int, verb: str, *arguments: Any) -> Any:
+    def _ask(self, index: int, method: str, *arguments: Any) -> Any:
         if not self._is_open:
-            raise TrainError("the cluster was left")
+            raise TrainError("the run has left the cluster")
         try:
             return self._ray.get(
-                getattr(self._keepers[index], verb).remote(*arguments), timeout=_ASK_S
+                getattr(self._agents[index], method).remote(*arguments), timeout=_ASK_S
             )
         except (self._ray.exceptions.RayError, TimeoutError) as error:
-            about = self._about[index] if index < len(self._about) else {"host": "its node"}
+            known = index < len(self._locations)
+            host = self._locations[index]["host"] if known else "its node"
             first = str(error).strip().partition("\n")[0]
             raise TrainError(
-                f"seat {index} on {about['host']} does not answer ({type(error).__name__}: {first})"
+                f"slot {index} on {host} does not answer ({type(error).__name__}: {first})"
             ) from None
 
-    def _seat_of(self, member: SlotMember) -> int:
+    def _slot_of(self, member: SlotMember) -> int:
         return next(
             index
             for index, placement_slot in enumerate(self._placement_slots)
             if member in placement_slot.members
         )
 
-    # --- cluster and seats
-    # -------------------------------------------------------------------------------------------
+    # --- cluster and slots
 
     def _join(self, num_gpus: int) -> None:
         ray = self._ray
         if ray.is_initialized():
             raise ConfigError(
-                "this process is in a cluster of Ray already: one run at a time can be"
+                "this process is in a Ray cluster already: only one run at a time can use one"
             )
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -203,13 +204,12 @@ class RayLauncher:
         if self._address:
             options |= {"address": self._address}
         else:
-            # Sockets lie in there, whose paths are short: the system's folder for temporary files
-            # may be too deep.
+            # Ray keeps sockets in this folder, and socket paths must be short: the system's folder
+            # for temporary files may be too deep.
             root = tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
             self._folder = tempfile.mkdtemp(prefix="ray", dir=root)
-            os.environ.setdefault(
-                "RAY_AUTH_TOKEN", secrets.token_hex(32)
-            )  # or Ray writes one into the home folder
+            # Without a token in the environment, Ray writes one to the home folder.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             options |= {
                 "address": "local",
                 "num_cpus": os.cpu_count(),
@@ -228,76 +228,77 @@ class RayLauncher:
                     ray.init(**options)
                     return
                 except Exception as error:  # noqa: BLE001 (Ray raises this class itself)
-                    is_slow = "timed out during startup" in str(
-                        error
-                    )  # after 30 s, which a busy machine may take
+                    # Ray gives up after 30 s, which a busy machine may need.
+                    is_slow = "timed out during startup" in str(error)
                     if not is_slow or time.monotonic() > until:
-                        raise ConfigError(self._refusal(str(error))) from None
+                        raise ConfigError(self._why_not_joined(str(error))) from None
 
-    def _refusal(self, said: str) -> str:
+    def _why_not_joined(self, error: str) -> str:
         where = (
-            f"the cluster of Ray at {self._address}"
+            f"the Ray cluster at {self._address}"
             if self._address
-            else "a cluster of Ray on this machine"
+            else "a Ray cluster on this machine"
         )
-        told = " ".join(said.split())[:300]
-        if "ersion mismatch" in said:
+        message = " ".join(error.split())[:300]
+        if "ersion mismatch" in error:
             return (
-                f"{where} runs other versions than this process ({told}): install the same "
-                "versions of Ray and Python on all "
-                f"nodes; here are ray {self._ray.__version__} and Python {sys.version.split()[0]}"
+                f"{where} runs other versions than this process ({message}): install the same "
+                "versions of Ray and Python on all nodes; this process has ray "
+                f"{self._ray.__version__} and Python {sys.version.split()[0]}"
             )
-        if "timed out during startup" in said:
+        if "timed out during startup" in error:
             tried_s = time.monotonic() - self._began
-            told += f"; it was tried for {tried_s:.0f} s: give it longer (placement.start_s), or this machine less to do"
-        return f"{where} cannot be {'joined' if self._address else 'started'}: {told}"
+            message += (
+                f"; it was tried for {tried_s:.0f} s: allow more time (placement.start_s), or free "
+                "this machine of other work"
+            )
+        return f"{where} cannot be {'joined' if self._address else 'started'}: {message}"
 
     def _nodes(self) -> list[SlotResources]:
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         return [
-            SlotResources(each.get("GPU", 0.0), each.get("CPU", 0.0), each.get("memory", 0.0) / 1e9)
-            for each in alive
+            SlotResources(node.get("GPU", 0.0), node.get("CPU", 0.0), node.get("memory", 0.0) / 1e9)
+            for node in alive
         ]
 
-    def _take(self) -> None:
-        """Reserve the seats, and put a keeper on each."""
+    def _reserve(self) -> None:
+        """Reserve the slots, and start a node agent on each."""
         ray = self._ray
         from ray.util.placement_group import placement_group
 
         until = time.monotonic() + self._spec.start_s
         for pool, nodes in bundles(self._placement_slots).items():
-            asked = [_resources(needs) for needs, _ in nodes]
+            requested = [_resources(needs) for needs, _ in nodes]
             first = next((i for i, (_, members) in enumerate(nodes) if 0 in members), None)
             if first is not None:
-                asked[first][f"node:{self._own}"] = _HERE
+                requested[first][f"node:{self._own}"] = _HERE
             spread = pool in self._spec.pools and self._spec.pools[pool].order == "spread"
-            group = placement_group(asked, strategy="SPREAD" if spread else "PACK")
+            group = placement_group(requested, strategy="SPREAD" if spread else "PACK")
             self._groups.append(group)
             if not group.wait(max(1.0, until - time.monotonic())):
                 raise ConfigError(
-                    f"the cluster has not given the seats of pool '{pool or 'any'}' within "
-                    f"{self._spec.start_s:g} s: it was "
-                    f"asked for {asked} and has {ray.available_resources()} left; others may hold "
-                    "the rest"
+                    f"the cluster did not provide the slots of pool '{pool or 'any'}' within "
+                    f"{self._spec.start_s:g} s: {requested} was requested, and "
+                    f"{ray.available_resources()} is available; others may be using the rest"
                 )
             self._places |= {
                 index: (group, bundle)
                 for bundle, (_, members) in enumerate(nodes)
                 for index in members
             }
-        self._keepers += [self._keeper(index) for index in range(len(self._placement_slots))]
+        self._agents += [self._agent(index) for index in range(len(self._placement_slots))]
         try:
-            self._about = ray.get(
-                [keeper.about.remote() for keeper in self._keepers], timeout=self._spec.start_s
+            self._locations = ray.get(
+                [agent.about.remote() for agent in self._agents], timeout=self._spec.start_s
             )
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise ConfigError(
-                f"a seat's process did not start: {str(error).strip().partition(chr(10))[0]}"
+                f"a slot's node agent did not start: {str(error).strip().partition(chr(10))[0]}"
             ) from None
-        self._is_apart = any(each["address"] != self._own for each in self._about)
+        self._is_distributed = any(location["address"] != self._own for location in self._locations)
         self._check_first()
 
-    def _keeper(self, index: int) -> Any:
+    def _agent(self, index: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         (group, bundle), needs = self._places[index], self._placement_slots[index].needs
@@ -307,48 +308,48 @@ class RayLauncher:
         )
         return make.remote()
 
-    def _kept_again(self, index: int) -> tuple[Any, dict[str, Any]]:
-        """Another keeper for a seat whose own is gone, and what it says of its place. Raises
+    def _replacement(self, index: int) -> tuple[Any, dict[str, Any]]:
+        """A new node agent for a slot whose own is gone, and the agent's location. Raises
         ConfigError."""
         ray, until = self._ray, time.monotonic() + self._spec.start_s
-        where = f"seat {index}, which was on {self._about[index]['host']} ({self._about[index]['address']})"
+        lost = self._locations[index]
+        where = f"slot {index}, which was on {lost['host']} ({lost['address']})"
         while self._is_open and time.monotonic() < until:
-            keeper = self._keeper(index)
+            agent = self._agent(index)
             try:
-                return keeper, ray.get(
-                    keeper.about.remote(), timeout=max(0.0, until - time.monotonic())
+                return agent, ray.get(
+                    agent.about.remote(), timeout=max(0.0, until - time.monotonic())
                 )
             except ray.exceptions.GetTimeoutError:
-                ray.kill(keeper)
-            except (
-                ray.exceptions.RayError
-            ):  # put where the cluster does not know yet that the node is gone
+                ray.kill(agent)
+            except ray.exceptions.RayError:
+                # The cluster does not know yet that the node is gone, and used it again.
                 time.sleep(_AGAIN_S)
         needs = self._placement_slots[index].needs
         raise ConfigError(
-            f"{where}, is gone, and no node of the cluster gave its {needs.gpus:g} GPUs and "
-            f"{needs.cpus:g} CPUs within "
-            f"{self._spec.start_s:g} s (placement.start_s)"
+            f"{where}, is gone, and no node of the cluster provided its {needs.gpus:g} GPUs and "
+            f"{needs.cpus:g} CPUs within {self._spec.start_s:g} s (placement.start_s)"
         )
 
     def _check_first(self) -> None:
-        """The run is the first rank: the first seat's GPUs must be those that it computes on."""
+        """Check that the first slot's GPUs are those that the run, as the first rank, computes
+        on."""
         if not self._placement_slots or not self._placement_slots[0].needs.gpus:
             return
-        given = self._placement_slots[0].share(
-            SlotMember("trainer", 0), self._spec.trainer.gpus, self._about[0]["gpus"]
+        slot_gpus = self._placement_slots[0].share(
+            SlotMember("trainer", 0), self._spec.trainer.gpus, self._locations[0]["gpus"]
         )
-        mine = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")
-        if given and given[0] != mine[0]:
+        own_gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")
+        if slot_gpus and slot_gpus[0] != own_gpus[0]:
             raise ConfigError(
-                f"the cluster gave GPU {given[0]} of this node to the first rank, which is this "
-                "process and computes on GPU "
-                f"{mine[0]}: start it with CUDA_VISIBLE_DEVICES={','.join(given)}"
+                f"the cluster gave GPU {slot_gpus[0]} of this node to the first rank, which is "
+                f"this process and computes on GPU {own_gpus[0]}: start it with "
+                f"CUDA_VISIBLE_DEVICES={','.join(slot_gpus)}"
             )
 
 
 def imported() -> Any:
-    """The module ``ray``. Raises ConfigError where the extra is not installed."""
+    """The module ``ray``. Raises ConfigError if the extra is not installed."""
     try:
         import ray
         import ray.util
@@ -360,51 +361,51 @@ def imported() -> Any:
 def bundles(
     placement_slots: Sequence[PlacementSlot],
 ) -> dict[str, list[tuple[SlotResources, list[int]]]]:
-    """Pool -> for each of its nodes what its seats take together, and which they are. Seats of no
-    pool stand alone."""
-    found: dict[str, dict[int, tuple[SlotResources, list[int]]]] = {}
+    """Pool -> for each of its nodes, the resources of its slots together and the indices of these
+    slots. Slots without a pool are separate nodes."""
+    by_pool: dict[str, dict[int, tuple[SlotResources, list[int]]]] = {}
     for index, placement_slot in enumerate(placement_slots):
-        nodes = found.setdefault(placement_slot.pool, {})
+        nodes = by_pool.setdefault(placement_slot.pool, {})
         node = placement_slot.node if placement_slot.pool else index
         needs, members = nodes.get(node, (SlotResources(), []))
         nodes[node] = (needs + placement_slot.needs, [*members, index])
-    return {pool: list(nodes.values()) for pool, nodes in found.items()}
+    return {pool: list(nodes.values()) for pool, nodes in by_pool.items()}
 
 
 def check_bundles(
-    asked: Mapping[str, Sequence[tuple[SlotResources, object]]],
+    requested: Mapping[str, Sequence[tuple[SlotResources, object]]],
     nodes: Sequence[SlotResources],
     where: str,
 ) -> None:
-    """Raises ConfigError, with the sums, where they cannot all stand on ``nodes``."""
-    each = [(pool, needs) for pool, found in asked.items() for needs, _ in found]
+    """Raise ConfigError, with the sums, if the bundles do not all fit on ``nodes``."""
+    all_needs = [(pool, needs) for pool, bundles in requested.items() for needs, _ in bundles]
     for field, unit in (("gpus", "GPUs"), ("cpus", "CPUs"), ("memory_gb", "GB")):
-        has = [getattr(node, field) for node in nodes]
-        wants = [getattr(needs, field) for _, needs in each]
-        if sum(wants) > sum(has) + 1e-9:
-            terms = " + ".join(f"{value:g}" for value in wants if value)
+        available = [getattr(node, field) for node in nodes]
+        needed = [getattr(needs, field) for _, needs in all_needs]
+        if sum(needed) > sum(available) + 1e-9:
+            terms = " + ".join(f"{value:g}" for value in needed if value)
             raise ConfigError(
-                f"placement: the seats do not fit {where}: {terms} = {sum(wants):g} {unit}, and it "
-                "has "
-                f"{' + '.join(f'{value:g}' for value in has) or 0} = {sum(has):g}"
+                f"placement: the slots do not fit {where}: {terms} = {sum(needed):g} {unit}, and "
+                f"it has {' + '.join(f'{value:g}' for value in available) or 0} = "
+                f"{sum(available):g}"
             )
-    for pool, needs in each:
+    for pool, needs in all_needs:
         if not any(needs.fits(node) for node in nodes):
             raise ConfigError(
-                f"placement: no node of {where} has room for one of pool '{pool or 'any'}', which "
-                f"takes {needs.gpus:g} GPUs, "
-                f"{needs.cpus:g} CPUs and {needs.memory_gb:g} GB; the largest has {max(nodes)}"
+                f"placement: no node of {where} has room for a slot of pool '{pool or 'any'}', "
+                f"which needs {needs.gpus:g} GPUs, {needs.cpus:g} CPUs and {needs.memory_gb:g} GB; "
+                f"the largest has {max(nodes)}"
             )
 
 
 def _resources(needs: SlotResources) -> dict[str, float]:
-    found = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": needs.memory_gb * 1e9}
-    return {name: value for name, value in found.items() if value} or {"CPU": 0.01}
+    amounts = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": needs.memory_gb * 1e9}
+    return {name: value for name, value in amounts.items() if value} or {"CPU": 0.01}
 
 
 @contextlib.contextmanager
 def _own_handlers() -> Any:
-    """What SIGTERM does stays ours: Ray would end the process where it stands."""
+    """Keep the process's own SIGTERM handler: Ray's would end the process immediately."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:

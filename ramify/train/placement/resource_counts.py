@@ -1,5 +1,5 @@
-"""A run and its placement as one: how many processes each role has, and that they fit, before any
-of them is started."""
+"""Combining a run with its placement: how many processes each role has, and whether they fit,
+before any process is started."""
 
 from __future__ import annotations
 
@@ -23,42 +23,43 @@ if TYPE_CHECKING:
 
 
 def counted(run: Run, spec: PlacementSpec) -> dict[str, int]:
-    """Role -> processes; the trainer has at least the run's own. Raises ConfigError where placement
-    and run differ."""
+    """Role -> number of processes; the trainer has at least the run's own process. Raises
+    ConfigError if placement and run disagree."""
     inference = run.inference
-    said = {
+    by_run = {
         "trainer": run.compute.shard.ranks if run.compute.backend == "fsdp" else 1,
         "inference": inference.num if inference is not None and not inference.urls else 0,
     }
-    found = counts(spec, said)
-    if found["inference"] and not said["inference"]:
+    num = counts(spec, by_run)
+    if num["inference"] and not by_run["inference"]:
         raise ConfigError(
-            f"placement.inference.count={found['inference']}, but the run starts no engines: give "
-            "inference (an "
-            "InferenceSpec), or leave the count out for the engine in the trainer's process"
+            f"placement.inference.count={num['inference']}, but the run starts no engines: set "
+            "inference (an InferenceSpec), or leave the count out to use the engine in the "
+            "trainer's process"
         )
-    if found["rollouts"]:
-        _check_runners(run)
-    return found | {"trainer": max(1, found["trainer"])}
+    if num["rollouts"]:
+        _check_rollout_workers(run)
+    return num | {"trainer": max(1, num["trainer"])}
 
 
-def _check_runners(run: Run) -> None:
+def _check_rollout_workers(run: Run) -> None:
     if run.inference is None:
         raise ConfigError(
-            "placement.rollouts: runners ask engines over HTTP: give inference (an InferenceSpec)"
+            "placement.rollouts: rollout workers call engines over HTTP: set inference (an "
+            "InferenceSpec)"
         )
     staleness = run.rl.sample.max_staleness if run.rl is not None else 0
     if staleness and run.inference.engine != "ramify":
         raise ConfigError(
             f"placement.rollouts with rl.sample.max_staleness={staleness} needs "
-            "inference.engine=ramify, which says what "
-            f"version sampled each token; {run.inference.engine} does not: set one of them to 0"
+            "inference.engine=ramify, which reports the version that sampled each token; "
+            f"{run.inference.engine} does not: set max_staleness or placement.rollouts.count to 0"
         )
 
 
 def settled(run: Run) -> tuple[Run, list[PlacementSlot]]:
-    """``run`` with the numbers of processes that its placement says, and their seats; without one
-    as it is. Raises ConfigError for roles that do not fit their pools, with the sums."""
+    """``run`` with the process counts of its placement, and the slots; without a placement the run
+    is unchanged. Raises ConfigError, with the sums, if the roles do not fit their pools."""
     spec = run.placement
     if spec is None:
         return run, []
@@ -71,7 +72,7 @@ def settled(run: Run) -> tuple[Run, list[PlacementSlot]]:
     ):
         if not spec.trainer.count:
             raise ConfigError(
-                "--placement ray needs to know how many ranks to place: set compute.shard.ranks"
+                "--placement ray needs the number of ranks to place: set compute.shard.ranks"
             )
         shard = msgspec.structs.replace(compute.shard, ranks=num["trainer"])
         compute = msgspec.structs.replace(compute, shard=shard)
@@ -79,7 +80,7 @@ def settled(run: Run) -> tuple[Run, list[PlacementSlot]]:
 
 
 def attached(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
-    """For who asks the engines that run at ``urls``, and decides nothing about them."""
+    """The ``InferenceSpec`` of a process that only calls the engines running at ``urls``."""
     return InferenceSpec(
         engine=spec.engine,
         urls=urls,
@@ -91,8 +92,7 @@ def attached(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
 
 
 def by(run: Run, kind: str) -> Run:
-    """``run`` with its processes started by ``kind``. Raises ConfigError for one that is not
-    known."""
+    """``run`` with its processes started by ``kind``. Raises ConfigError for an unknown kind."""
     if kind not in KINDS:
         raise ConfigError(f"--placement {kind}: {nearest(kind, KINDS)}")
     spec = run.placement
@@ -106,13 +106,15 @@ def by(run: Run, kind: str) -> Run:
 
 
 def check_reach(run: Run, hosts: Launcher, num: int) -> None:
-    """Weights get to ``num`` engines where they were placed. Raises ConfigError for a carrier that
-    ends at this machine."""
+    """Check that weights can reach the ``num`` engines on their machines. Raises ConfigError for a
+    weight sync that cannot leave this machine."""
     spec = run.inference
-    away = [i for i in range(num) if hosts.address_of(SlotMember("inference", i)) != hosts.address]
-    if spec is None or not away:
+    remote = [
+        i for i in range(num) if hosts.address_of(SlotMember("inference", i)) != hosts.address
+    ]
+    if spec is None or not remote:
         return
-    where = hosts.address_of(SlotMember("inference", away[0]))
+    host = hosts.address_of(SlotMember("inference", remote[0]))
     weight_sync = (
         spec.carried_by
         if spec.carried_by != "delta"
@@ -120,16 +122,16 @@ def check_reach(run: Run, hosts: Launcher, num: int) -> None:
     )
     if weight_sync in ("shared", "cuda_ipc"):
         raise ConfigError(
-            f"inference.weight_sync={weight_sync} ends at this machine, and engine {away[0]} was "
-            f"placed on {where}: use 'nccl' or "
-            "'gloo', or 'file' on a file system that both see"
+            f"inference.weight_sync={weight_sync} works on this machine only, but engine "
+            f"{remote[0]} was placed on {host}: use 'nccl' or 'gloo', or 'file' on a file system "
+            "that both can read"
         )
     if (
         weight_sync in ("gloo", "nccl")
         and spec.weight_sync_options.get("address", "127.0.0.1") == "127.0.0.1"
     ):
         raise ConfigError(
-            f"inference.weight_sync={weight_sync} waits at the loopback, and engine {away[0]} was "
-            f"placed on {where}: set "
+            f"inference.weight_sync={weight_sync} listens on the loopback, but engine {remote[0]} "
+            f"was placed on {host}: set "
             f"inference.weight_sync_options.address={hosts.address}"
         )

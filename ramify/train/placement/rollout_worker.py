@@ -1,13 +1,13 @@
-"""A process that rolls out: its own sandboxes, its own connections to the engines, and the scores
-of its rollouts.
+"""A rollout worker: a process with its own sandboxes and connections to the engines, which samples
+rollouts and scores them.
 
-    run ── Ask: item, name, seed, version ──> runner: ``evaluate.attempt`` ──> engines, over HTTP
-        <── trajectory (as it is stored), and what engines were given ──
+    run ── RolloutRequest: item, name, seed, version ──> worker: ``evaluate.attempt`` ──> engines
+        <── trajectory (in its stored form), and hashes of the ids that engines received ──
 
-Started by the run (``rollout_workers.py``), to which it connects with the key that it was given.
-Decides nothing: what a rollout samples follows from what it is asked, wherever it runs. What is
-asked is pickled, by the run that started it. What comes back is not, since code of models may have
-run here: it is decoded as what it has to be.
+The run starts the worker (``rollout_workers.py``), and the worker connects back with the key that
+it was given. It decides nothing: a rollout depends only on the request, not on where it runs.
+Requests are pickled, by the run that started the worker. Replies are not, because model-written
+code may have run here: they are decoded as exactly the expected type.
 """
 
 from __future__ import annotations
@@ -35,70 +35,70 @@ AT, KEY, NUMBER = "RAMIFY_RUNNER_AT", "RAMIFY_RUNNER_KEY", "RAMIFY_RUNNER_NUMBER
 
 
 class RolloutWorkerSpec(msgspec.Struct, frozen=True):
-    """Of a run what its rollouts need."""
+    """The part of a run that its rollouts need."""
 
     name: str
     task: str
     options: dict[str, Any]
-    """Of the task."""
+    """Options of the task."""
     scaffold: str
     limits: Limits
     sandbox: SandboxSpec
     inference: InferenceSpec
-    """With the addresses of engines that run."""
+    """With the addresses of the running engines."""
     checkpoint: str
-    """A folder with the policy's configuration and tokenizer; its weights are not read."""
+    """Folder with the policy's configuration and tokenizer; its weights are not read."""
     dtype: str
-    """Of the engines."""
+    """Data type of the engines' weights."""
     grace_s: float
     direct: bool = False
-    """Whether one plain call may answer a short context."""
+    """Whether a single plain call may answer a short context."""
     variables: tuple[str, ...] = ()
-    """Environment variables with the addresses of services."""
+    """Environment variables that hold the addresses of services."""
 
 
 class RolloutRequest(NamedTuple):
-    """One rollout that is wanted."""
+    """A request for one rollout."""
 
     id: int
     item: Item
     name: str
     sampling: Sampling
     version: int
-    """Of the weights that the engines have."""
+    """Version of the weights that the engines have."""
 
 
 class AvailableEngines(NamedTuple):
-    """Which engines may be asked from now on."""
+    """The engines that the worker may call from now on."""
 
     urls: tuple[str, ...]
 
 
 class WorkerMessage(NamedTuple):
-    """What a runner says."""
+    """A message from a worker to the run."""
 
     kind: str
-    """``ready``, ``said``, ``done``, ``broke`` (a bug), ``failed`` (it cannot begin) or ``gone``:
-    the address of an engine that does not answer."""
+    """``ready``, ``said`` (a log line), ``done``, ``broke`` (a bug), ``failed`` (the worker cannot
+    start) or ``gone`` (with the address of an engine that does not answer)."""
     id: int = 0
     data: bytes = b""
-    """A trajectory as JSON; else text."""
+    """A trajectory as JSON for ``done``, otherwise text."""
     paths: tuple[int, ...] = ()
-    """Hashes of the ids that went through engines since it was last said."""
+    """Hashes of the ids that went through engines since the last message with hashes."""
 
 
-def heard(connection: Connection) -> WorkerMessage:
-    """What a runner says next. Raises EOFError where it has ended, MsgspecError for anything
-    else."""
+def receive(connection: Connection) -> WorkerMessage:
+    """The worker's next message. Raises EOFError if the worker has ended, and MsgspecError if it
+    sent anything else."""
     return msgspec.msgpack.decode(connection.recv_bytes(), type=WorkerMessage)
 
 
-def _say(connection: Connection, told: WorkerMessage) -> None:
-    connection.send_bytes(msgspec.msgpack.encode(told))
+def _send(connection: Connection, message: WorkerMessage) -> None:
+    connection.send_bytes(msgspec.msgpack.encode(message))
 
 
 def main() -> None:
-    """Be a runner until the run ends."""
+    """Run a rollout worker until the run ends."""
     host, _, port = os.environ[AT].rpartition(":")
     connection = Client((host, int(port)), authkey=bytes.fromhex(os.environ.pop(KEY)))
     connection.send(int(os.environ[NUMBER]))
@@ -106,7 +106,7 @@ def main() -> None:
     try:
         asyncio.run(_RolloutWorker(connection, spec).serve())
     except RamifyError as error:
-        _say(connection, WorkerMessage("failed", data=str(error).encode()))
+        _send(connection, WorkerMessage("failed", data=str(error).encode()))
     except EOFError:
         pass
     sys.stdout.flush()
@@ -115,17 +115,19 @@ def main() -> None:
 
 class _RolloutWorker:
     def __init__(self, connection: Connection, spec: RolloutWorkerSpec) -> None:
-        self._connection, self._spec = connection, spec
+        self._connection = connection
+        self._spec = spec
         self._sending = threading.Lock()
-        self._rolling: dict[int, asyncio.Task[None]] = {}
+        self._rollouts: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
-        """Roll out what is asked until nothing more will be. Raises RamifyError where that cannot
-        begin."""
+        """Sample rollouts as requested until the run ends. Raises RamifyError if the worker cannot
+        start."""
         from ramify.tasks.base import task_of
 
         spec = self._spec
-        self._task = task_of(spec.task, **spec.options)  # before anything that takes seconds
+        # Fails fast if the task is unknown, before imports that take seconds.
+        self._task = task_of(spec.task, **spec.options)
 
         import torch
 
@@ -141,11 +143,11 @@ class _RolloutWorker:
         await self._engines.start(
             Path(),
             lambda folder: None,
-            gone=lambda url: self._tell(WorkerMessage("gone", data=url.encode())),
+            gone=lambda url: self._send(WorkerMessage("gone", data=url.encode())),
         )
-        self._seen = AuditedClient(self._engines)
+        self._client = AuditedClient(self._engines)
         self._rlm = RLM(
-            self._seen,
+            self._client,
             limits=spec.limits,
             scaffold=scaffold_of(spec.scaffold),
             sandbox=spec.sandbox,
@@ -153,71 +155,72 @@ class _RolloutWorker:
         try:
             async with self._rlm:
                 await self._rlm.prepare()
-                self._tell(WorkerMessage("ready"))
-                await self._until_told()
+                self._send(WorkerMessage("ready"))
+                await self._until_closed()
         finally:
-            for task in self._rolling.values():
+            for task in self._rollouts.values():
                 task.cancel()
             await self._engines.close()
 
-    async def _until_told(self) -> None:
+    async def _until_closed(self) -> None:
         loop = asyncio.get_running_loop()
-        asked: asyncio.Queue[Any] = asyncio.Queue()
+        requests: asyncio.Queue[Any] = asyncio.Queue()
 
         def read() -> None:
-            word: Any = None
+            request: Any = None
             with contextlib.suppress(EOFError, OSError):
-                while (word := self._connection.recv()) is not None:
-                    loop.call_soon_threadsafe(asked.put_nowait, word)
+                while (request := self._connection.recv()) is not None:
+                    loop.call_soon_threadsafe(requests.put_nowait, request)
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(asked.put_nowait, None)
+                loop.call_soon_threadsafe(requests.put_nowait, None)
 
-        threading.Thread(target=read, daemon=True, name="ramify runner").start()
-        while (word := await asked.get()) is not None:
-            if isinstance(word, RolloutRequest):
-                self._rolling[word.id] = asyncio.create_task(self._roll(word))
-            elif isinstance(word, AvailableEngines):
-                self._engines.listed(word.urls)
-            elif task := self._rolling.get(word):  # the id of one that is wanted no more
+        threading.Thread(target=read, daemon=True, name="ramify rollout worker").start()
+        while (request := await requests.get()) is not None:
+            if isinstance(request, RolloutRequest):
+                self._rollouts[request.id] = asyncio.create_task(self._roll(request))
+            elif isinstance(request, AvailableEngines):
+                self._engines.listed(request.urls)
+            elif task := self._rollouts.get(request):  # the id of a cancelled request
                 task.cancel()
 
-    async def _roll(self, ask: RolloutRequest) -> None:
+    async def _roll(self, request: RolloutRequest) -> None:
         from ramify.evaluate.attempt import attempt
 
-        self._engines.follow(ask.version)
+        self._engines.follow(request.version)
         try:
             trajectory = await attempt(
                 self._rlm,
                 self._task,
-                ask.item,
-                name=ask.name,
-                sampling=ask.sampling,
-                metadata={"rollout": ask.name},
+                request.item,
+                name=request.name,
+                sampling=request.sampling,
+                metadata={"rollout": request.name},
                 grace_s=self._spec.grace_s,
                 on_stall=self._say,
                 direct=self._spec.direct,
             )
-            self._tell(
-                WorkerMessage("done", ask.id, msgspec.json.encode(trajectory), self._seen.take())
+            self._send(
+                WorkerMessage(
+                    "done", request.id, msgspec.json.encode(trajectory), self._client.take()
+                )
             )
-        except Exception as error:  # noqa: BLE001 -- raised by the run
-            self._tell(
-                WorkerMessage("broke", ask.id, f"{error!r}\n{traceback.format_exc()}".encode())
+        except Exception as error:  # noqa: BLE001 -- the run raises it
+            self._send(
+                WorkerMessage("broke", request.id, f"{error!r}\n{traceback.format_exc()}".encode())
             )
         finally:
-            self._rolling.pop(ask.id, None)
+            self._rollouts.pop(request.id, None)
 
     def _say(self, text: str) -> None:
-        self._tell(WorkerMessage("said", data=text.encode()))
+        self._send(WorkerMessage("said", data=text.encode()))
 
-    def _tell(self, told: WorkerMessage) -> None:
+    def _send(self, message: WorkerMessage) -> None:
         with self._sending, contextlib.suppress(OSError):
-            _say(self._connection, told)
+            _send(self._connection, message)
 
 
 if __name__ == "__main__":
-    from ramify.train.placement.rollout_worker import (
-        main as begin,
-    )  # what is pickled is of the module, not of __main__
+    # Pickled classes must belong to the imported module, not to __main__.
+    from ramify.train.placement.rollout_worker import main as imported_main
 
-    begin()
+    imported_main()

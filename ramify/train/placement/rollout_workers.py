@@ -1,15 +1,16 @@
-"""Rollouts in processes of their own: each attempt goes to the runner with least to do, and comes
+"""Rollouts in separate processes: each rollout goes to the worker with the least work, and comes
 back as a trajectory.
 
-    Rollouts ── attempt(item, name, sampling) ──> Runners ── runner 0  runner 1 …      (``rollout_worker.py``)
+    rollouts ── attempt(item, name, sampling) ──> RolloutWorkers ──> worker 0, worker 1, …
+                                                                     (``rollout_worker.py``)
 
-Seeds, groups and their order stay with who asks (``train/rollout.py``), so that a group is the same
-wherever it is rolled out. A runner that ends is named and started again, a few times in a row; what
-it was at is begun again by others, or by it: with the same seeds that is the same rollout. When
-none is left and none is expected, whoever asks is told why.
+Seeds, groups and their order are the caller's (``train/rollout.py``), so a group is the same
+wherever it is sampled. A worker that ends is reported and restarted, a few times in a row. Its
+rollouts are sampled again, by it or by others: equal seeds give equal rollouts. If no worker is
+left and none is being restarted, rollouts fail with the reason.
 
-Engines are looked after by the run, which gives them their weights: a runner that gets no answer
-from one says so, and is told whenever it changes which of them may be asked.
+The run manages the engines and gives them their weights. A worker that gets no answer from an
+engine reports it, and is notified whenever the list of available engines changes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from ramify.train.placement.rollout_worker import (
     RolloutRequest,
     RolloutWorkerSpec,
     WorkerMessage,
-    heard,
+    receive,
 )
 from ramify.types.trajectory import Trajectory
 
@@ -53,13 +54,13 @@ _END_S = 10.0
 _LOOK_S = 0.5
 _POLL_S = 0.1
 _PAUSE_S = 1.0
-"""Before another try."""
-_TOLD = 3
-"""Of the runners that went last an error says why."""
+"""Pause before the next attempt to restart a worker."""
+_MAX_REASONS = 3
+"""An error quotes the reasons of this many most recent failures."""
 
 
 class RolloutSource(Protocol):
-    """What rolls out, in this process or elsewhere."""
+    """Samples rollouts, in this process or elsewhere."""
 
     async def attempt(self, item: Item, name: str, sampling: Sampling) -> Trajectory:
         """As ``evaluate.attempt``."""
@@ -67,53 +68,56 @@ class RolloutSource(Protocol):
 
 
 class EngineHealth(Protocol):
-    """What runners need of the run's engines: the part of ``HttpEngines`` that looks after them."""
+    """What rollout workers need of the run's engines; ``HttpEngines`` implements it."""
 
     @property
     def version(self) -> int:
-        """Of the weights that they have now."""
+        """Version of the engines' current weights."""
         ...
 
     @property
     def answering(self) -> tuple[str, ...]:
-        """Addresses of those that may be asked."""
+        """Addresses of the engines that may be called."""
         ...
 
     async def look_after(self, url: str, who: str) -> None:
-        """``who`` got no answer from one."""
+        """Check on an engine from which ``who`` got no answer."""
         ...
 
 
 class _Worker:
-    """One runner, as the run has it."""
+    """One rollout worker, as the run sees it."""
 
     def __init__(self, number: int, process: LaunchedProcess, connection: Connection) -> None:
-        self.number, self.process, self.connection = number, process, connection
-        self.asks: dict[int, RolloutRequest] = {}
-        """What it is at."""
-        self.told: tuple[str, ...] = ()
-        """Which engines it asks."""
-        self._words: queue.SimpleQueue[object] = queue.SimpleQueue()
-        threading.Thread(target=self._write, daemon=True, name="ramify to a runner").start()
+        self.number = number
+        self.process = process
+        self.connection = connection
+        self.requests: dict[int, RolloutRequest] = {}
+        """Request id -> the rollouts it is sampling."""
+        self.urls: tuple[str, ...] = ()
+        """The engines that it was last told to call."""
+        self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        threading.Thread(target=self._write, daemon=True, name="ramify to a rollout worker").start()
 
     def send(
-        self, word: RolloutWorkerSpec | RolloutRequest | AvailableEngines | int | None
+        self, message: RolloutWorkerSpec | RolloutRequest | AvailableEngines | int | None
     ) -> None:
-        """Say it, in order, without waiting: a runner that stands still takes nothing. None is the
-        last."""
-        self._words.put(word)
+        """Queue a message without waiting, because a stalled worker reads nothing. Messages keep
+        their order; None is the last."""
+        self._outbox.put(message)
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # its reader finds out
+        with contextlib.suppress(OSError):  # the reading thread notices a broken connection
             while True:
-                word = self._words.get()
-                self.connection.send(word)
-                if word is None:
+                message = self._outbox.get()
+                self.connection.send(message)
+                if message is None:
                     return
 
 
 class RolloutWorkers:
-    """Implements ``RolloutSource``. Belongs to one event loop; ``start`` comes first."""
+    """The rollout workers of a run; implements ``RolloutSource``. Belongs to one event loop; call
+    ``start`` first."""
 
     def __init__(
         self,
@@ -128,122 +132,123 @@ class RolloutWorkers:
         start_s: float = 120.0,
         restarts: int = 3,
     ) -> None:
-        """``seen`` is given the hashes of what went through engines; ``restarts``: how often a
-        runner may end without having brought a rollout in between."""
-        self._hosts, self._num, self._spec, self._out, self._engines = (
-            hosts,
-            num,
-            spec,
-            out,
-            engines,
-        )
-        self._seen, self._say, self._start_s, self._restarts = seen, say, start_s, restarts
+        """``seen`` receives the hashes of the ids that went through engines. ``restarts``: how
+        often a worker may end without having completed a rollout in between."""
+        self._hosts = hosts
+        self._num = num
+        self._spec = spec
+        self._out = out
+        self._engines = engines
+        self._seen = seen
+        self._say = say
+        self._start_s = start_s
+        self._restarts = restarts
         self._key = secrets.token_bytes(32)
         self._alive: list[_Worker] = []
         self._processes: dict[int, LaunchedProcess] = {}
         self._tries = dict.fromkeys(range(num), 0)
-        self._coming: dict[int, asyncio.Task[None]] = {}
+        self._restarting: dict[int, asyncio.Task[None]] = {}
         self._waiting: list[RolloutRequest] = []
-        """Asked while no runner was there."""
+        """Requests that arrived while no worker was available."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._wanted: dict[int, asyncio.Future[Trajectory]] = {}
+        self._futures: dict[int, asyncio.Future[Trajectory]] = {}
         self._ids = itertools.count(1)
-        self._why: list[str] = []
+        self._reasons: list[str] = []
         self._is_closing = False
 
     async def start(self) -> None:
-        """Bring the runners up. Raises ConfigError for one that cannot begin."""
+        """Start all workers. Raises ConfigError if one cannot start."""
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(self._num):
-                    group.create_task(self._bring(number))
+                    group.create_task(self._start_worker(number))
         except BaseExceptionGroup as errors:
             await self.close()
             raise errors.exceptions[0] from None
         except BaseException:
             await self.close()
             raise
-        self._keep(self._watch())
+        self._run_task(self._watch())
 
     async def attempt(self, item: Item, name: str, sampling: Sampling) -> Trajectory:
-        """One rollout, by the runner with least to do. Raises TrainError where none is left, and
-        what is a bug."""
-        ask = RolloutRequest(next(self._ids), item, name, sampling, self._engines.version)
+        """Sample one rollout on the worker with the least work. Raises TrainError if no worker is
+        left, and RuntimeError for a bug in the worker."""
+        request = RolloutRequest(next(self._ids), item, name, sampling, self._engines.version)
         future: asyncio.Future[Trajectory] = self._loop.create_future()
-        self._wanted[ask.id] = future
+        self._futures[request.id] = future
         try:
-            self._give(ask)
+            self._assign(request)
             return await future
         finally:
-            del self._wanted[ask.id]
+            del self._futures[request.id]
             if future.cancelled():
-                for one in self._alive:
-                    if one.asks.pop(ask.id, None) is not None:
-                        one.send(ask.id)
+                for worker in self._alive:
+                    if worker.requests.pop(request.id, None) is not None:
+                        worker.send(request.id)
 
     async def close(self) -> None:
-        """End them all. Idempotent."""
+        """End all workers. Idempotent."""
         self._is_closing = True
-        tasks, self._coming = [*self._tasks, *self._coming.values()], {}
+        tasks, self._restarting = [*self._tasks, *self._restarting.values()], {}
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        rollout_workers, self._alive = self._alive, []
-        for one in rollout_workers:
-            one.send(None)
+        workers, self._alive = self._alive, []
+        for worker in workers:
+            worker.send(None)
         processes, self._processes = list(self._processes.values()), {}
-        await asyncio.gather(*(asyncio.to_thread(_ended, process) for process in processes))
-        for one in rollout_workers:
-            one.connection.close()
+        await asyncio.gather(*(asyncio.to_thread(_end, process) for process in processes))
+        for worker in workers:
+            worker.connection.close()
 
-    # --- bringing one up
-    # ---------------------------------------------------------------------------------------------
+    # --- starting a worker
 
-    async def _bring(self, number: int) -> None:
-        """Start runner ``number``, and return once it can roll out. Raises ConfigError where it
+    async def _start_worker(self, number: int) -> None:
+        """Start worker ``number``, and return once it can sample rollouts. Raises ConfigError if it
         cannot."""
         until = time.monotonic() + self._start_s
         while not self._engines.answering:
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"runner {number} has no engine to ask within {self._start_s:g} s"
+                    f"rollout worker {number} found no engine to call within {self._start_s:g} s"
                 )
             await asyncio.sleep(_POLL_S)
         with socket.create_server((self._hosts.address, 0), backlog=1) as server:
             server.setblocking(False)
             process = await asyncio.to_thread(
-                self._started, number, "{}:{}".format(*server.getsockname())
+                self._start_process, number, "{}:{}".format(*server.getsockname())
             )
             self._processes[number] = process
-            one = _Worker(number, process, await self._joined(server, number, process))
-        urls = one.told = self._engines.answering
+            worker = _Worker(number, process, await self._connected(server, number, process))
+        urls = worker.urls = self._engines.answering
         inference = msgspec.structs.replace(self._spec.inference, urls=urls)
-        one.send(msgspec.structs.replace(self._spec, inference=inference))
+        worker.send(msgspec.structs.replace(self._spec, inference=inference))
         ready = self._loop.create_future()
         threading.Thread(
-            target=self._read, args=(one, ready), daemon=True, name="ramify runners"
+            target=self._read, args=(worker, ready), daemon=True, name="ramify rollout workers"
         ).start()
         try:
             async with asyncio.timeout(self._start_s):
                 await ready
         except TimeoutError:
-            one.send(None)
+            worker.send(None)
             raise ConfigError(
-                f"runner {number} ({process.where}) did not begin within {self._start_s:g} s"
+                f"rollout worker {number} ({process.where}) did not start within "
+                f"{self._start_s:g} s"
             ) from None
-        one.told = ()  # the next look tells it which engines there are now
-        self._alive.append(one)
+        worker.urls = ()  # ``_watch`` sends the current list of engines next
+        self._alive.append(worker)
         waiting, self._waiting = self._waiting, []
-        for ask in waiting:
-            self._give(ask)
+        for request in waiting:
+            self._assign(request)
 
-    def _started(self, number: int, at: str) -> LaunchedProcess:
+    def _start_process(self, number: int, address: str) -> LaunchedProcess:
         package = str(Path(__file__).parents[3])
         names = {self._spec.inference.key_variable, *self._spec.variables}
-        told = {
-            AT: at,
+        environment = {
+            AT: address,
             KEY: self._key.hex(),
             NUMBER: str(number),
             "OMP_NUM_THREADS": "1",
@@ -258,12 +263,12 @@ class RolloutWorkers:
         if before := self._processes.get(number):
             before.terminate(0.0)
             self._hosts.renew(member)
-        return self._hosts.start(member, command, told, log)
+        return self._hosts.start(member, command, environment, log)
 
-    async def _joined(
+    async def _connected(
         self, server: socket.socket, number: int, process: LaunchedProcess
     ) -> Connection:
-        """The runner's connection, once it has come back with the key. Raises ConfigError."""
+        """The worker's connection, once it has connected back with the key. Raises ConfigError."""
         until = time.monotonic() + self._start_s
         while True:
             try:
@@ -272,149 +277,159 @@ class RolloutWorkers:
             except TimeoutError:
                 status = await asyncio.to_thread(process.poll)
                 if status is not None:
-                    said = await asyncio.to_thread(process.said)
+                    log = await asyncio.to_thread(process.said)
                     raise ConfigError(
-                        f"runner {number} ended with status {status} before it began: {said}"
+                        f"rollout worker {number} ended with status {status} before it connected: "
+                        f"{log}"
                     ) from None
                 if time.monotonic() > until:
                     raise ConfigError(
-                        f"runner {number} did not come back to the run within {self._start_s:g} s"
+                        f"rollout worker {number} did not connect to the run within "
+                        f"{self._start_s:g} s"
                     ) from None
                 continue
-            if joined := await asyncio.to_thread(authenticate, peer, self._key):
-                return joined[0]
+            if authenticated := await asyncio.to_thread(authenticate, peer, self._key):
+                return authenticated[0]
 
-    async def _replace(self, number: int) -> None:
-        """Bring runner ``number`` up again, or give it up, aloud."""
+    async def _restart(self, number: int) -> None:
+        """Restart worker ``number``, or give it up; either is logged."""
         try:
             while True:
                 try:
-                    await self._bring(number)
-                    return self._say(f"runner {number} is back ({self._processes[number].where})")
+                    await self._start_worker(number)
+                    where = self._processes[number].where
+                    return self._say(f"rollout worker {number} is back ({where})")
                 except (RamifyError, OSError, EOFError) as error:
-                    self._why.append(f"runner {number} did not come back: {error}")
-                    is_last = not self._may_try(number)
-                    self._say(f"{self._why[-1]}; it is {'given up' if is_last else 'tried again'}")
+                    self._reasons.append(f"rollout worker {number} did not restart: {error}")
+                    is_last = not self._may_retry(number)
+                    self._say(
+                        f"{self._reasons[-1]}; it is {'given up' if is_last else 'tried again'}"
+                    )
                     if is_last:
                         return None
                     await asyncio.sleep(_PAUSE_S)
         finally:
-            self._coming.pop(number, None)
-            if not self._is_closing and not self._alive and not self._coming:
-                self._give_up()
+            self._restarting.pop(number, None)
+            if not self._is_closing and not self._alive and not self._restarting:
+                self._fail_waiting()
 
-    def _may_try(self, number: int) -> bool:
+    def _may_retry(self, number: int) -> bool:
         self._tries[number] += 1
         return self._tries[number] <= self._restarts
 
-    # --- looking after them
-    # ------------------------------------------------------------------------------------------
+    # --- supervision
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _run_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self) -> None:
-        """Tell them which engines may be asked, and find those that ended without a word, as with
-        their machine."""
+        """Send workers the list of available engines, and detect workers that ended without a
+        message, for example with their machine."""
         while True:
             urls = self._engines.answering
-            for one in list(self._alive):
-                if urls and one.told != urls:
-                    one.told = urls
-                    one.send(AvailableEngines(urls))
-                if await asyncio.to_thread(one.process.poll) is not None:
-                    self._lost(one, await asyncio.to_thread(_why, one))
+            for worker in list(self._alive):
+                if urls and worker.urls != urls:
+                    worker.urls = urls
+                    worker.send(AvailableEngines(urls))
+                if await asyncio.to_thread(worker.process.poll) is not None:
+                    self._lost(worker, await asyncio.to_thread(_why_lost, worker))
             await asyncio.sleep(_LOOK_S)
 
-    async def _look_after(self, one: _Worker, url: str) -> None:
-        await self._engines.look_after(url, f"runner {one.number}")
-        one.told = ()
+    async def _check_engine(self, worker: _Worker, url: str) -> None:
+        await self._engines.look_after(url, f"rollout worker {worker.number}")
+        worker.urls = ()
 
-    # --- what they say
-    # -----------------------------------------------------------------------------------------------
+    # --- messages from workers
 
-    def _read(self, one: _Worker, ready: asyncio.Future[None]) -> None:
-        """In a thread of its own, as long as it speaks."""
+    def _read(self, worker: _Worker, ready: asyncio.Future[None]) -> None:
+        """Receive the worker's messages, in a separate thread, until it ends."""
         with contextlib.suppress(EOFError, OSError, RuntimeError, msgspec.MsgspecError):
             while True:
-                told = heard(one.connection)
-                self._loop.call_soon_threadsafe(self._told, one, told, ready)
-        why = _why(one)  # another machine may take its time to say so
+                message = receive(worker.connection)
+                self._loop.call_soon_threadsafe(self._on_message, worker, message, ready)
+        why = _why_lost(worker)  # takes a while if it asks another machine
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._ended, one, ready, why)
+            self._loop.call_soon_threadsafe(self._on_end, worker, ready, why)
 
-    def _told(self, one: _Worker, told: WorkerMessage, ready: asyncio.Future[None]) -> None:
-        text = told.data.decode("utf-8", "replace") if told.kind != "done" else ""
-        self._seen(told.paths)
-        ask, wanted = one.asks.pop(told.id, None), self._wanted.get(told.id)
-        match told.kind:
+    def _on_message(
+        self, worker: _Worker, message: WorkerMessage, ready: asyncio.Future[None]
+    ) -> None:
+        text = message.data.decode("utf-8", "replace") if message.kind != "done" else ""
+        self._seen(message.paths)
+        request = worker.requests.pop(message.id, None)
+        future = self._futures.get(message.id)
+        match message.kind:
             case "ready" if not ready.done():
                 ready.set_result(None)
             case "failed" if not ready.done():
-                ready.set_exception(ConfigError(f"runner {one.number} cannot begin: {text}"))
+                ready.set_exception(
+                    ConfigError(f"rollout worker {worker.number} cannot start: {text}")
+                )
             case "said":
-                self._say(f"runner {one.number}: {text}")
+                self._say(f"rollout worker {worker.number}: {text}")
             case "gone" if not self._is_closing:
-                self._keep(self._look_after(one, text))
-            case "done" if ask is not None and wanted is not None and not wanted.done():
-                self._tries[one.number] = 0
-                wanted.set_result(msgspec.json.decode(told.data, type=Trajectory))
-            case "broke" if wanted is not None and not wanted.done():
-                wanted.set_exception(RuntimeError(f"in runner {one.number}: {text}"))
+                self._run_task(self._check_engine(worker, text))
+            case "done" if request is not None and future is not None and not future.done():
+                self._tries[worker.number] = 0
+                future.set_result(msgspec.json.decode(message.data, type=Trajectory))
+            case "broke" if future is not None and not future.done():
+                future.set_exception(RuntimeError(f"in rollout worker {worker.number}: {text}"))
 
-    def _ended(self, one: _Worker, ready: asyncio.Future[None], why: str) -> None:
+    def _on_end(self, worker: _Worker, ready: asyncio.Future[None], why: str) -> None:
         if not ready.done():
             ready.set_exception(ConfigError(why))
-        self._lost(one, why)
+        self._lost(worker, why)
 
-    def _lost(self, one: _Worker, why: str) -> None:
-        if self._is_closing or one not in self._alive:
+    def _lost(self, worker: _Worker, why: str) -> None:
+        if self._is_closing or worker not in self._alive:
             return
-        self._alive.remove(one)
-        one.send(None)
-        one.connection.close()
-        self._why.append(why)
-        back = "it is started again" if self._may_try(one.number) else "it is given up"
+        self._alive.remove(worker)
+        worker.send(None)
+        worker.connection.close()
+        self._reasons.append(why)
+        next_step = "it is restarted" if self._may_retry(worker.number) else "it is given up"
         self._say(
-            f"{self._why[-1]}; {len(one.asks)} rollouts are begun again, {len(self._alive)} others "
-            f"are there; {back}"
+            f"{self._reasons[-1]}; {len(worker.requests)} rollouts are sampled again, "
+            f"{len(self._alive)} other workers remain; {next_step}"
         )
-        if self._tries[one.number] <= self._restarts:
-            self._coming[one.number] = asyncio.ensure_future(self._replace(one.number))
-        asks, one.asks = list(one.asks.values()), {}
-        for ask in asks:
-            self._give(ask)
+        if self._tries[worker.number] <= self._restarts:
+            self._restarting[worker.number] = asyncio.ensure_future(self._restart(worker.number))
+        requests, worker.requests = list(worker.requests.values()), {}
+        for request in requests:
+            self._assign(request)
 
-    def _give(self, ask: RolloutRequest) -> None:
-        if ask.id not in self._wanted:
+    def _assign(self, request: RolloutRequest) -> None:
+        if request.id not in self._futures:
             return
         if not self._alive:
-            self._waiting.append(ask)
-            if not self._coming:
-                self._give_up()
+            self._waiting.append(request)
+            if not self._restarting:
+                self._fail_waiting()
             return
-        one = min(self._alive, key=lambda each: (len(each.asks), each.number))
-        one.asks[ask.id] = ask
-        one.send(ask)
+        worker = min(self._alive, key=lambda worker: (len(worker.requests), worker.number))
+        worker.requests[request.id] = request
+        worker.send(request)
 
-    def _give_up(self) -> None:
-        """There is nobody for what waits."""
+    def _fail_waiting(self) -> None:
+        """Fail queued rollouts: no worker is left."""
         waiting, self._waiting = self._waiting, []
-        for ask in waiting:
-            wanted = self._wanted.get(ask.id)
-            if wanted is not None and not wanted.done():
-                wanted.set_exception(
-                    TrainError(f"no runner of rollouts is left: {'; '.join(self._why[-_TOLD:])}")
-                )
+        for request in waiting:
+            future = self._futures.get(request.id)
+            if future is not None and not future.done():
+                reasons = "; ".join(self._reasons[-_MAX_REASONS:])
+                future.set_exception(TrainError(f"no rollout worker is left: {reasons}"))
 
 
-def _why(one: _Worker) -> str:
-    return f"runner {one.number} ({one.process.where}) is lost: its process ended; its log ends: {one.process.said()}"
+def _why_lost(worker: _Worker) -> str:
+    return (
+        f"rollout worker {worker.number} ({worker.process.where}) is lost: its process ended; its "
+        f"log ends: {worker.process.said()}"
+    )
 
 
-def _ended(process: LaunchedProcess) -> None:
+def _end(process: LaunchedProcess) -> None:
     until = time.monotonic() + _END_S
     while process.poll() is None and time.monotonic() < until:
         time.sleep(0.02)

@@ -1,12 +1,11 @@
-"""Whether the trainer and the engines that a run starts are on the same GPUs, and who has their
-memory when.
+"""Whether the trainer and the engines share GPUs, and who uses their memory when.
 
-    rollouts ── engines: weights, keys and values      the trainer keeps weights and optimizer, and nothing else
-    learning ── the trainer: gradients, activations    engines sleep
+    rollouts ── engines: weights, keys and values      the trainer keeps only weights and optimizer
+    learning ── the trainer: gradients, activations    the engines sleep
     rollouts ── …
 
-Told by the recipe and by what this process may see of the machine; of engines that run already
-(``urls``) it is not known.
+Decided from the recipe and from the GPUs that this process sees. It is unknown for engines that are
+already running (``urls``).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def sleeping(run: Run, device: str) -> InferenceSpec | None:
-    """``run.inference`` with ``sleep`` decided: "learn" or "never". ``device``: the trainer's kind,
-    cpu or cuda. Raises ConfigError where engines would have to sleep and to answer at the same
+    """``run.inference`` with ``sleep`` set to "learn" or "never". ``device`` is the trainer's kind,
+    cpu or cuda. Raises ConfigError if engines would have to sleep and to sample at the same
     time."""
     spec = run.inference
     if spec is None or spec.sleep == "never":
@@ -35,18 +34,16 @@ def sleeping(run: Run, device: str) -> InferenceSpec | None:
     staleness = run.rl.sample.max_staleness if run.rl is not None else 0
     if why and staleness:
         raise ConfigError(
-            f"{why}, so that engines sleep while the trainer learns, and with "
-            f"rl.sample.max_staleness={staleness} they are "
-            "asked meanwhile: set max_staleness to 0, give engines GPUs of their own, or, where "
-            "both fit at once (`ramify "
-            "cluster plan` has the sums), set inference.sleep=never"
+            f"{why}, so engines sleep while the trainer learns, but with "
+            f"rl.sample.max_staleness={staleness} they also sample meanwhile: set max_staleness "
+            "to 0, give the engines separate GPUs, or, if both fit at once (`ramify cluster plan` "
+            "has the sums), set inference.sleep=never"
         )
     return msgspec.structs.replace(spec, sleep="learn" if why else "never")
 
 
 def shared(run: Run, device: str) -> str:
-    """What puts engines that the run starts on the trainer's GPUs, in words; empty where nothing
-    does."""
+    """Why the run's engines share the trainer's GPUs, as a clause; empty if they do not."""
     inference, spec = run.inference, run.placement or PlacementSpec()
     if inference is None or inference.urls or device != "cuda":
         return ""
@@ -63,11 +60,11 @@ def shared(run: Run, device: str) -> str:
 
 
 def _on_this_machine(run: Run, inference: InferenceSpec) -> str:
-    """Where each process says itself which GPUs it takes."""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """The same without Ray, for processes that select their GPUs themselves."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = (
-        [each.strip() for each in told.split(",") if each.strip()]
-        if told
+        [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+        if visible
         else [str(index) for index in range(64)]
     )
     first = int(run.policy.device.partition(":")[2] or 0)
@@ -75,6 +72,6 @@ def _on_this_machine(run: Run, inference: InferenceSpec) -> str:
     if run.compute.backend == "fsdp":
         num = run.compute.shard.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or len(seen)
     trainer = set(seen[first : first + num])
-    taken = {each.strip() for gpus in inference.gpus for each in gpus.split(",")} or set(seen[:1])
-    both = sorted(trainer & taken)
+    engines = {gpu.strip() for gpus in inference.gpus for gpu in gpus.split(",")} or set(seen[:1])
+    both = sorted(trainer & engines)
     return f"trainer and engines share the GPU {both[0]} (inference.gpus)" if both else ""

@@ -1,8 +1,10 @@
-"""One formula, one file. ``POLICY_LOSSES`` names them; ``module:name`` of one's own does as well,
-and so does whatever a recipe registers:
+"""The built-in policy losses, one formula per file.
+
+``POLICY_LOSSES`` maps names to classes. A recipe can also name its own class as ``module:name``, or
+register one:
 
     @POLICY_LOSSES.register("mine")
-    class Mine(Formula, frozen=True, kw_only=True, tag="mine"): …
+    class Mine(LossFormula, frozen=True, kw_only=True, tag="mine"): …
 """
 
 from ramify.train.policy_losses.base import LossFormula, LossTokens, PolicyLoss, ratio
@@ -62,4 +64,4 @@ POLICY_LOSSES = Registry(
         "critic": CriticOnlyLoss,
     },
 )
-"""In a configuration ``{"name": "ppo_clip", "clip_high": 0.3}``."""
+"""Name -> class. In a configuration: ``{"name": "ppo_clip", "clip_high": 0.3}``."""

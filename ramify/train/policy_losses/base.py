@@ -1,15 +1,17 @@
-"""What a policy loss is: what one sampled token adds to the loss, from its log-probabilities and
-its advantage.
+"""The policy-loss interface: the loss of one sampled token, from its log-probabilities and its
+advantage.
 
-    now  l    under the policy that is trained, with gradient          r = exp(clamp(l - o, ±20))
-    old  o    under the policy at the step's start; the sampler's      rho = exp(clamp(l - m, ±20))
-              where no old pass was made                               p = exp(l), q = exp(m)
-    sampler m when the token was sampled                               A  advantage;  sg  stop-gradient
+    now      l   under the policy being trained, with gradient
+    old      o   under the policy at the start of the step; the sampler's if not recomputed
+    sampler  m   when the token was sampled
 
-Each class of this room is one formula and its options; each returns a loss per token, which
-``loss.py`` weighs and sums. A formula that looks at more than its own token says how far it looks:
-over the token's whole sequence (``whole``: then no sequence may be split), or over all tokens of
-the optimizer step, of which it chooses some before any is learnt from (``choose``).
+    r = exp(clamp(l - o, ±20))     rho = exp(clamp(l - m, ±20))     p = exp(l)     q = exp(m)
+    A  advantage                   sg  stop-gradient
+
+Each class in this package is one formula with its options. It returns a loss per token, which
+``loss.py`` weights and sums. A formula that looks beyond its own token declares how far: over the
+token's whole sequence (``whole``: such sequences may not be split), or over all tokens of the
+optimizer step, from which it selects some beforehand (``choose``).
 
 Legend: E entries of a batch, N tokens of an optimizer step.
 """
@@ -22,9 +24,8 @@ import msgspec
 
 from ramify.errors import ConfigError
 
-if (
-    TYPE_CHECKING
-):  # methods of tensors are all that is needed: a configuration is read without torch
+# Configurations can be read without torch: this file only calls methods of tensors.
+if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     from torch import Tensor
@@ -37,40 +38,42 @@ _MAX_LOG_RATIO = 20.0
 class LossFormula(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name"
 ):
-    """How a formula is stored, and how far it looks. Its tag is its name."""
+    """Base of all formulas: how they are stored, and how far they look. The tag is the name."""
 
     reads: ClassVar[frozenset[str]] = frozenset()
-    """Streams that it needs besides those of every batch: ``old_logprobs``, ``staleness``."""
+    """Streams that it needs in addition to those of every batch: ``old_logprobs``,
+    ``staleness``."""
     whole: ClassVar[bool] = False
-    """Whether it looks at whole sequences."""
+    """Whether the formula looks at whole sequences."""
 
 
 class SequenceSums(NamedTuple):
-    """Which entries are of one sequence."""
+    """Sums over sequences: which entries of a batch belong to the same sequence."""
 
     owner: Tensor
-    """[E] of the sequence, from 0."""
+    """[E] index of the entry's sequence, from 0."""
     num: int
-    """Sequences."""
+    """Number of sequences."""
     weighs: Tensor
-    """[E] whether the entry carries policy-gradient weight; the others count for nothing."""
+    """[E] whether the entry carries policy-gradient weight; other entries are ignored."""
 
     def sum(self, values: Tensor) -> Tensor:
         """[E] the sum over the entry's sequence."""
-        kept = values.masked_fill(~self.weighs, 0.0)
-        return kept.new_zeros(self.num).index_add(0, self.owner, kept)[self.owner]
+        weighed = values.masked_fill(~self.weighs, 0.0)
+        sums = weighed.new_zeros(self.num).index_add(0, self.owner, weighed)
+        return sums[self.owner]
 
     def mean(self, values: Tensor) -> Tensor:
         """[E] the mean over the entry's sequence."""
         return self.sum(values) / self.sum(self.weighs.to(values.dtype)).clamp(min=1.0)
 
     def any(self, flags: Tensor) -> Tensor:
-        """[E] whether it is so anywhere in the entry's sequence."""
+        """[E] whether any entry of the same sequence is flagged."""
         return self.sum(flags.float()) > 0
 
 
 class LossTokens(NamedTuple):
-    """What a policy loss sees; each [E], in fp32."""
+    """The inputs of a policy loss; each [E], in fp32."""
 
     now: Tensor
     old: Tensor
@@ -78,18 +81,15 @@ class LossTokens(NamedTuple):
     advantages: Tensor
     whole: SequenceSums | None = None
     chosen: Tensor | None = None
-    """Whether ``choose`` chose the token."""
+    """Whether ``choose`` selected the token."""
     staleness: Tensor | None = None
-    """How many versions older than the policy at the step's start the one was that sampled the
-    token."""
+    """How many versions the sampling policy was behind the policy at the start of the step."""
 
     @property
     def sequences(self) -> SequenceSums:
-        """Raises ConfigError where it is not known which tokens are of one sequence."""
+        """The entries' sequences. Raises ConfigError if they are unknown."""
         if self.whole is None:
-            raise ConfigError(
-                "a loss over whole sequences was given tokens without their sequences"
-            )
+            raise ConfigError("a loss over whole sequences received tokens without their sequences")
         return self.whole
 
 
@@ -100,29 +100,29 @@ class LossStep(NamedTuple):
     old: Doubles
     advantages: Doubles
     keys: npt.NDArray[np.uint64]
-    """A random number per token, from its sequence's name and its place in it: the same in whatever
-    order they come."""
+    """A random number per token, derived from its sequence's name and its position, so it does not
+    depend on the order of tokens."""
 
 
 class PolicyLoss(Protocol):
-    """Implemented by every class of this room; most are a ``LossFormula``, some
+    """The interface of every policy loss; most extend ``LossFormula``, some also implement
     ``TokenSelectingLoss``."""
 
     def per_token(self, tokens: LossTokens) -> Tensor:
-        """[E]"""
+        """[E] the loss of each token."""
         ...
 
     def clipped(self, tokens: LossTokens) -> Tensor:
-        """[E] whether the token's policy gradient was cut off; without gradient."""
+        """[E] whether the token's policy gradient is cut off; without gradient."""
         ...
 
 
 @runtime_checkable
 class TokenSelectingLoss(Protocol):
-    """A policy loss that treats some tokens of the step otherwise."""
+    """A policy loss that treats selected tokens of the step differently."""
 
     def choose(self, step: LossStep) -> npt.NDArray[np.bool_]:
-        """[N] which."""
+        """[N] whether each token is selected."""
         ...
 
 
@@ -132,15 +132,15 @@ def ratio(now: Tensor, then: Tensor) -> Tensor:
 
 
 def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A)"""
+    """The clipped surrogate of PPO: -min(r A, clip(r, 1 - low, 1 + high) A)."""
     return -(r * advantages).minimum(r.clamp(1 - low, 1 + high) * advantages)
 
 
 def is_clipped(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Where that has no gradient."""
+    """[E] whether the clipped surrogate has no gradient."""
     return ((advantages > 0) & (r > 1 + high)) | ((advantages < 0) & (r < 1 - low))
 
 
 def nowhere(tokens: LossTokens) -> Tensor:
-    """[E] False."""
+    """[E] False for every token."""
     return (tokens.now > 0).logical_and(tokens.now < 0)

@@ -1,4 +1,4 @@
-"""CISPO: the ratio only weighs, so that no token loses its gradient by being far off."""
+"""CISPO: the ratio is only a weight, so a token never loses its gradient for being far off."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class Cispo(LossFormula, frozen=True, kw_only=True, tag="cispo"):
-    """-sg(clip(r, 1 - low, 1 + high)) A l   (2506.13585): every token keeps a gradient, its weight
-    is bounded."""
+    """-sg(clip(r, 1 - low, 1 + high)) A l   (2506.13585): every token keeps a gradient, with a
+    bounded weight."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     clip_low: float = 0.2
     clip_high: float = 0.28
     anchor: str = "old"
-    """r is taken against ``old`` or ``sampler``."""
+    """Policy that r is computed against: ``old`` or ``sampler``."""
 
     def __post_init__(self) -> None:
         if self.anchor not in ("old", "sampler"):

@@ -1,11 +1,11 @@
-"""Clip-Cov and KL-Cov (2505.22617): entropy is lost at few tokens, those that are likely and do
-better than others. They are found among all tokens of the optimizer step by
+"""Clip-Cov and KL-Cov (2505.22617): entropy is lost at few tokens, those that are both likely and
+better than average. They are found among all tokens of the optimizer step, before training on any
+of them, by
 
     cov_i = (A_i - mean A) (l_i - mean l)                  both means over all tokens of the step
 
-before any of them is learnt from. Advantages are taken as they are: multiplied by a token's weight
-beforehand they would be too small for any bound to be met, and the loss would be plain PPO without
-a word.
+Advantages are used as they are. Multiplied by token weights they would be too small to reach any
+bound, and the loss would silently become plain PPO.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class ClipCov(LossFormula, frozen=True, kw_only=True, tag="clip_cov"):
-    """``ppo_clip``, of which a random ``share`` of all tokens, of those with cov in (cov_low,
-    cov_high), adds nothing."""
+    """``ppo_clip``, in which a random ``share`` of all tokens, chosen from those with cov in
+    (cov_low, cov_high), adds nothing."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     clip_low: float = 0.2
     clip_high: float = 0.28
     share: float = 2e-4
-    """At least one token."""
+    """Share of all tokens to choose; at least one token, if any qualifies."""
     cov_low: float = 1.0
     cov_high: float = 5.0
 
@@ -72,11 +72,11 @@ class ClipCov(LossFormula, frozen=True, kw_only=True, tag="clip_cov"):
 
 
 class KlCov(LossFormula, frozen=True, kw_only=True, tag="kl_cov"):
-    """-r A, and beta |l - o| besides at the ``share`` of all tokens whose cov is largest."""
+    """-r A, plus beta |l - o| at the ``share`` of all tokens whose cov is largest."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     share: float = 2e-4
-    """At least one token."""
+    """Share of all tokens to choose; at least one token is chosen."""
     beta: float = 1.0
 
     def __post_init__(self) -> None:
@@ -89,28 +89,28 @@ class KlCov(LossFormula, frozen=True, kw_only=True, tag="kl_cov"):
         return chosen
 
     def per_token(self, tokens: LossTokens) -> Tensor:
-        held = (tokens.now - tokens.old).abs().masked_fill(~_chosen(tokens), 0.0)
-        return -ratio(tokens.now, tokens.old) * tokens.advantages + self.beta * held
+        penalty = (tokens.now - tokens.old).abs().masked_fill(~_chosen(tokens), 0.0)
+        return -ratio(tokens.now, tokens.old) * tokens.advantages + self.beta * penalty
 
     def clipped(self, tokens: LossTokens) -> Tensor:
         return nowhere(tokens)
 
 
 def covariance(step: LossStep) -> Doubles:
-    """[N]"""
-    found: Doubles = (step.advantages - step.advantages.mean()) * (step.now - step.now.mean())
-    return found
+    """[N] cov of each token."""
+    cov: Doubles = (step.advantages - step.advantages.mean()) * (step.now - step.now.mean())
+    return cov
 
 
 def _chosen(tokens: LossTokens) -> Tensor:
     if tokens.chosen is None:
         raise ConfigError(
-            "clip_cov and kl_cov choose among all tokens of a step first: the batch has no stream "
-            "'chosen'"
+            "clip_cov and kl_cov first choose among all tokens of a step, but the batch has no "
+            "stream 'chosen'"
         )
     return tokens.chosen
 
 
 def _check_share(share: float) -> None:
     if not 0 < share <= 1:
-        raise ConfigError(f"the share of tokens is {share}: it must be above 0 and at most 1")
+        raise ConfigError(f"share={share} of tokens must be above 0 and at most 1")

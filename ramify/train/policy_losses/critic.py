@@ -1,4 +1,4 @@
-"""What a critic learns: to say, before each sampled token, what its call will come to."""
+"""The critic's loss: predict, before each sampled token, the return of its call."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 class CriticTokens(NamedTuple):
-    """What a critic's loss sees; each [E]."""
+    """The inputs of a critic's loss; each [E]."""
 
     now: Tensor
-    """V, with gradient."""
+    """V, the predicted value, with gradient."""
     old: Tensor
-    """At the step's start."""
+    """V at the start of the step."""
     returns: Tensor
 
 
 class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """½ max((V - R)², (clip(V, V_old ± clip) - R)²), which is added to the policy's at each token
-    that has a return."""
+    """½ max((V - R)², (clip(V, V_old ± clip) - R)²), added to the policy loss at each token that
+    has a return."""
 
     weight: float = 0.5
     clip: float = 0.2
-    """0: no bound."""
+    """Maximum change of V within a step; 0: not clipped."""
 
     def __post_init__(self) -> None:
         if self.weight <= 0 or self.clip < 0:
@@ -38,16 +38,16 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             )
 
     def per_token(self, values: CriticTokens) -> Tensor:
-        """[E]"""
-        missed = (values.now - values.returns).square()
+        """[E] the loss of each token."""
+        squared_error = (values.now - values.returns).square()
         if not self.clip:
-            return missed / 2
-        near = values.old + (values.now - values.old).clamp(-self.clip, self.clip)
-        return missed.maximum((near - values.returns).square()) / 2
+            return squared_error / 2
+        clipped = values.old + (values.now - values.old).clamp(-self.clip, self.clip)
+        return squared_error.maximum((clipped - values.returns).square()) / 2
 
 
 class CriticOnlyLoss(LossFormula, frozen=True, kw_only=True, tag="critic"):
-    """0: nothing of the policy is trained, only the critic beside it (``loss.value``)."""
+    """0: trains only the critic (``loss.value``) and not the policy."""
 
     def per_token(self, tokens: LossTokens) -> Tensor:
         return tokens.now * 0.0

@@ -1,12 +1,13 @@
-"""Decoupled PPO: what a token is weighed against and what it is held near to are two policies, so
-that stale rollouts do not narrow the trust region.
+"""Decoupled PPO: the policy of the importance weights and the policy of the trust region differ, so
+stale rollouts do not narrow the trust region.
 
-    w · ppo_clip(r = exp(l - x)),   w = min(exp(x - m), cap)        m  the sampler, x  the policy that is held near
+    w · ppo_clip(r = exp(l - x)),   w = min(exp(x - m), cap)
+        m the sampler, x the proximal policy, around which updates are clipped
 
-``decoupled`` recomputes x at the step's start (2505.24298); ``prox_approx`` interpolates it between
-the sampler and the policy as it is, by version, and saves that pass:
+``decoupled`` recomputes x at the start of the step (2505.24298). ``prox_approx`` interpolates it
+between the sampler and the current policy by staleness, which saves that pass:
 
-    x = m + a (sg(l) - m),   a = lag / (lag + 1)                    lag 0: x = m, lag 1: halfway
+    x = m + a (sg(l) - m),   a = staleness / (staleness + 1)    staleness 0: x = m, 1: halfway
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Decoupled(LossFormula, frozen=True, kw_only=True, tag="decoupled"):
 
 
 class ProxApprox(LossFormula, frozen=True, kw_only=True, tag="prox_approx"):
-    """``decoupled`` with x = m + a (sg(l) - m), a = lag / (lag + 1), in place of o: without an old
-    pass."""
+    """``decoupled`` with x = m + a (sg(l) - m), a = staleness / (staleness + 1), instead of o;
+    needs no recomputed old log-probabilities."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"staleness"})
     clip_low: float = 0.2
@@ -55,19 +56,19 @@ class ProxApprox(LossFormula, frozen=True, kw_only=True, tag="prox_approx"):
     cap: float = 5.0
 
     def per_token(self, tokens: LossTokens) -> Tensor:
-        near = self._near(tokens)
-        weight = ratio(near, tokens.sampler).clamp(max=self.cap)
-        r = ratio(tokens.now, near)
+        proximal = self._proximal(tokens)
+        weight = ratio(proximal, tokens.sampler).clamp(max=self.cap)
+        r = ratio(tokens.now, proximal)
         return weight * clipped_surrogate(r, tokens.advantages, self.clip_low, self.clip_high)
 
     def clipped(self, tokens: LossTokens) -> Tensor:
-        r = ratio(tokens.now, self._near(tokens))
+        r = ratio(tokens.now, self._proximal(tokens))
         return is_clipped(r, tokens.advantages, self.clip_low, self.clip_high)
 
-    def _near(self, tokens: LossTokens) -> Tensor:
+    def _proximal(self, tokens: LossTokens) -> Tensor:
         if tokens.staleness is None:
             raise ConfigError(
-                "prox_approx interpolates by version: the batch has no stream 'staleness'"
+                "prox_approx interpolates by staleness: the batch has no stream 'staleness'"
             )
         part = tokens.staleness / (tokens.staleness + 1)
         return tokens.sampler + part * (tokens.now.detach() - tokens.sampler)

@@ -1,4 +1,4 @@
-"""DPPO: bounds on how far a token's probability moves, in place of bounds on its ratio."""
+"""DPPO: bounds on how far a token's probability moves, instead of bounds on its ratio."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EDGE = 1e-6
-"""Probabilities are kept so far from 0 and 1 before their logarithm is taken."""
+"""Probabilities are kept this far from 0 and 1 before their logarithm is taken."""
 
 
 class DppoTv(LossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
     """-rho A 1[not (A > 0 and p - q > delta) and not (A < 0 and q - p > delta)] + pull (l - m)²
     (2602.04879)
 
-    A token stops being pushed once its probability has moved by delta that way; a rare token may
-    change by a large factor, which a bound on the ratio forbids. No old pass is needed. The
-    default."""
+    A token is no longer pushed once its probability has moved by delta in that direction. A rare
+    token may still change by a large factor, which a bound on the ratio would forbid. Needs no
+    recomputed old log-probabilities. The default."""
 
     delta: float = 0.2
     pull: float = 1e-3
@@ -37,8 +37,8 @@ class DppoTv(LossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
 
 
 class DppoKl(LossFormula, frozen=True, kw_only=True, tag="dppo_kl"):
-    """``dppo_tv`` by the KL of token or not, q log(q/p) + (1-q) log((1-q)/(1-p)) > delta, and the
-    sign of p - q."""
+    """``dppo_tv`` with the binary KL q log(q/p) + (1-q) log((1-q)/(1-p)) > delta, and the sign of
+    p - q, as the bound."""
 
     delta: float = 0.05
 
@@ -48,7 +48,8 @@ class DppoKl(LossFormula, frozen=True, kw_only=True, tag="dppo_kl"):
 
     def clipped(self, tokens: LossTokens) -> Tensor:
         p, q = (
-            each.exp().clamp(_EDGE, 1 - _EDGE) for each in (tokens.now.detach(), tokens.sampler)
+            logprobs.exp().clamp(_EDGE, 1 - _EDGE)
+            for logprobs in (tokens.now.detach(), tokens.sampler)
         )
         far = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log() > self.delta
         return far & ((tokens.advantages > 0) & (p > q) | (tokens.advantages < 0) & (p < q))

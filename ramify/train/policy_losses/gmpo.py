@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean of a sequence's ratios, each clipped on its own in logarithms."""
+"""GMPO: the geometric mean of a sequence's ratios, each clipped separately in log space."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Gmpo(LossFormula, frozen=True, kw_only=True, tag="gmpo"):
-    """-Ā exp(mean over the sequence of c), c = min(l - o, high) where Ā > 0, max(l - o, -low)
-    elsewhere   (2507.20673)
+    """-Ā exp(mean over the sequence of c), c = min(l - o, high) if Ā > 0, else max(l - o, -low)
+    (2507.20673)
 
-    Ā is the mean advantage of the sequence. Each of its tokens has the sequence's value."""
+    Ā is the mean advantage of the sequence. Every token of the sequence gets this value."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     whole: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""GSPO: one ratio for a whole sequence, the geometric mean of its tokens'."""
+"""GSPO: one ratio for a whole sequence, the geometric mean of its tokens' ratios."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Gspo(LossFormula, frozen=True, kw_only=True, tag="gspo"):
     """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the sequence of (l - o))
     (2507.18071)
 
-    Written per token, log s_t = l - sg(l) + sg(log s), so that advantages may differ within a
-    sequence. Bounds are those of a mean: some thousand times closer than a token's."""
+    Computed per token as log s_t = l - sg(l) + sg(log s), so advantages may differ within a
+    sequence. The bounds apply to a mean, so they are about a thousand times tighter than those of
+    a single token."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     whole: ClassVar[bool] = True

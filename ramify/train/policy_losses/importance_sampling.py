@@ -1,4 +1,4 @@
-"""Importance sampling without any bound."""
+"""Importance sampling without bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 class ImportanceSampling(LossFormula, frozen=True, kw_only=True, tag="importance_sampling"):
-    """-rho A, without any bound; with one step per rollout it is the plain policy gradient."""
+    """-rho A, without bounds; with one optimizer step per rollout it is the plain policy
+    gradient."""
 
     def per_token(self, tokens: LossTokens) -> Tensor:
         return -ratio(tokens.now, tokens.sampler) * tokens.advantages

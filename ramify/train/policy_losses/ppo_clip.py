@@ -1,4 +1,4 @@
-"""The clipped surrogate of PPO, and its form with a bound on what one token can cost."""
+"""The clipped surrogate of PPO, and its dual-clip variant, which bounds what one token can cost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PpoClip(LossFormula, frozen=True, kw_only=True, tag="ppo_clip"):
 
 
 class DualClip(LossFormula, frozen=True, kw_only=True, tag="dual_clip"):
-    """``ppo_clip``, of which a token with A < 0 adds at most -bound A, however far r has run away
+    """``ppo_clip``, in which a token with A < 0 adds at most -bound A, however large r is
     (1912.09729)"""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
@@ -45,12 +45,12 @@ class DualClip(LossFormula, frozen=True, kw_only=True, tag="dual_clip"):
     bound: float = 3.0
 
     def per_token(self, tokens: LossTokens) -> Tensor:
-        loss, most = self._ppo().per_token(tokens), -self.bound * tokens.advantages
-        return loss.minimum(most).where(tokens.advantages < 0, loss)
+        loss = self._ppo().per_token(tokens)
+        return loss.minimum(-self.bound * tokens.advantages).where(tokens.advantages < 0, loss)
 
     def clipped(self, tokens: LossTokens) -> Tensor:
-        ran_away = (tokens.advantages < 0) & (ratio(tokens.now, tokens.old) > self.bound)
-        return self._ppo().clipped(tokens) | ran_away
+        is_bounded = (tokens.advantages < 0) & (ratio(tokens.now, tokens.old) > self.bound)
+        return self._ppo().clipped(tokens) | is_bounded
 
     def _ppo(self) -> PpoClip:
         return PpoClip(clip_low=self.clip_low, clip_high=self.clip_high)

@@ -1,5 +1,5 @@
-"""The plain policy gradient, weighed by how much likelier the token has become since it was
-sampled, within bounds."""
+"""Policy gradient with bounded importance weights: each token is weighted by how much more likely
+it has become since it was sampled, and masked if that ratio is out of bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 class RolloutIs(LossFormula, frozen=True, kw_only=True, tag="rollout_is"):
     """-sg(rho 1[1 - low < rho < 1 + high]) A l   (2602.15763): a token out of bounds has no
-    gradient. No old pass is needed."""
+    gradient. Needs no recomputed old log-probabilities."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28

@@ -1,4 +1,4 @@
-"""SAPO: a sigmoid in place of the clip, so that the gradient fades and is never cut off."""
+"""SAPO: a sigmoid instead of the clip, so the gradient fades but is never cut off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Sapo(LossFormula, frozen=True, kw_only=True, tag="sapo"):
-    """-(4/tau) sigmoid(tau (r - 1)) A, with tau by the sign of A   (2511.20347)"""
+    """-(4/tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A   (2511.20347)"""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     tau_positive: float = 1.0

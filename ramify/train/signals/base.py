@@ -1,13 +1,14 @@
-"""What a signal is: it looks at the rollouts of one task and writes numbers on turns and tokens; it
-knows of no other.
+"""The signal interface: a signal looks at the rollouts of one task and gives numbers to turns and
+tokens.
 
-    Group ── signal.read(group, context) ──> [Reading], one per trajectory ── compose.py ──> advantages, weights
+    Group ── signal.read(group, context) ──> [SignalScore], one per trajectory
+                                             ── compose.py ──> advantages, weights
 
-A number is about a *place*: a turn of a call. A judge looks at a finished trajectory through a
-``JudgeView`` and gives a ``JudgeVerdict``; whether a model or a rule answers is no matter. A scorer
-gives log-probabilities of tokens that stand at the end of a row of ids. Decides these forms alone.
-Leaves out what is made of the readings (``compose.py``), and who runs signals, and when
-(``stages.py``).
+Signals are independent of each other. Every number belongs to a *turn* of a call (``TurnId``). A
+judge, a model or a rule, looks at a trajectory through a ``JudgeView`` and returns a
+``JudgeVerdict``. A scorer returns log-probabilities of given tokens. Decides only these interfaces.
+
+Not here: how scores are combined (see compose.py), and when signals run (see stages.py).
 
 Legend: N tokens sampled in a turn, k candidate tokens per position, T tokens of a row.
 """
@@ -24,162 +25,160 @@ from ramify.tasks.base import Item
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Trajectory
 
-Place = tuple[str, int]
+TurnId = tuple[str, int]
 """(call id, index of the turn in ``Call.turns``)"""
 
 
 class TopKCandidates(msgspec.Struct, eq=False):
-    """Distributions of one turn's positions, told by k tokens each; log-probabilities are over the
-    whole vocabulary."""
+    """The k candidate tokens at each position of one turn; log-probabilities are normalised over
+    the whole vocabulary."""
 
     ids: list[list[int]]
     """[N, k]"""
     teacher: list[list[float]]
-    """[N, k] their log-probabilities under the teacher."""
+    """[N, k] log-probabilities of the candidates under the teacher."""
     student: list[list[float]] = msgspec.field(default_factory=list)
-    """[N, k] under the policy that is learning, as it was when the reading was made; empty where it
-    was not asked for."""
+    """[N, k] log-probabilities under the policy being trained, as it was when the signal read the
+    turn; empty if not requested."""
 
 
 class SignalScore(msgspec.Struct, eq=False):
-    """What one signal found in one trajectory; with all empty it abstained."""
+    """The output of one signal for one trajectory. If all fields are empty, the signal
+    abstained."""
 
-    turns: dict[Place, float] = msgspec.field(default_factory=dict)
-    """A number for a whole turn."""
-    tokens: dict[Place, list[float]] = msgspec.field(default_factory=dict)
+    turns: dict[TurnId, float] = msgspec.field(default_factory=dict)
+    """A number for each turn."""
+    tokens: dict[TurnId, list[float]] = msgspec.field(default_factory=dict)
     """[N] a number for each sampled token of the turn's reply."""
-    logprobs: dict[Place, list[float]] = msgspec.field(default_factory=dict)
-    """[N] a teacher's log-probability of each sampled token, for losses that want it and not its
-    gap."""
-    top: dict[Place, TopKCandidates] = msgspec.field(default_factory=dict)
-    """Where a teacher gives more than the sampled token's log-probability."""
-    reference: dict[Place, list[float]] = msgspec.field(default_factory=dict)
-    """[N] what the policy that rollouts began with thinks of each sampled token as it was sampled,
-    without any hint; of all turns of a call or of none. A by-product that a loss with a KL to that
-    policy needs not compute again."""
-    notes: dict[Place, str] = msgspec.field(default_factory=dict)
-    """One short text, as a hint, which is shown beside what it is about."""
+    logprobs: dict[TurnId, list[float]] = msgspec.field(default_factory=dict)
+    """[N] the teacher's log-probability of each sampled token, for losses that need it instead of
+    the difference."""
+    top: dict[TurnId, TopKCandidates] = msgspec.field(default_factory=dict)
+    """Candidate tokens, if the teacher was asked for more than the sampled token."""
+    reference: dict[TurnId, list[float]] = msgspec.field(default_factory=dict)
+    """[N] log-probability of each sampled token under the initial policy, without any hint; for
+    all turns of a call or for none. A by-product that saves the trainer a forward pass if its loss
+    has a KL to that policy."""
+    notes: dict[TurnId, str] = msgspec.field(default_factory=dict)
+    """A short text per turn, such as a hint, which the viewer shows next to the turn."""
     abstained: str = ""
-    """Why it says nothing, in a word or a few, where it does not; metrics count them."""
+    """Why the signal abstained, in a few words; metrics count the reasons."""
     outcome: float | None = None
-    """A reward of the whole trajectory, where the signal gives one."""
+    """A reward for the whole trajectory, if the signal gives one."""
     counts: dict[str, float] = msgspec.field(default_factory=dict)
-    """What happened on the way, for the metrics: votes, those outside the format, hints rejected
-    and why."""
+    """Counts for the metrics: votes, votes outside the format, hints rejected and why."""
     calls: list[Call] = msgspec.field(default_factory=list)
-    """What was asked of judges, of kind ``judge``: put on the tree once its streams are made, so
-    that it is never trained."""
+    """The judges' calls, of kind ``judge``. They are added to the tree after its streams are made,
+    so they are never trained on."""
 
 
 class JudgedTurn(msgspec.Struct, frozen=True):
     """One turn as a judge sees it."""
 
-    place: Place
-    said: str
-    """The reply, reasoning included where it was kept apart."""
+    place: TurnId
+    reply: str
+    """The reply, including reasoning that is stored separately."""
     observed: str
-    """What came back for it: what the next turn's prompt adds. Empty for the last."""
+    """The result of the turn: what the next turn's prompt adds. Empty for the last turn."""
     error: str = ""
-    """The traceback of its first cell that raised."""
+    """Traceback of the turn's first cell that raised."""
 
 
 class ModelCaller(Protocol):
-    """Asks a model through the run's own pool, cache and ledger, and keeps the call for the
-    tree."""
+    """Asks a model through the run's own client pool, cache and ledger, and records the call for
+    the tree."""
 
     async def __call__(
-        self, model: str, messages: Sequence[Message], sampling: Sampling, about: Place
+        self, model: str, messages: Sequence[Message], sampling: Sampling, about: TurnId
     ) -> Reply:
-        """Raises RamifyError where no reply came, or the budget for judges is used up."""
+        """Raises RamifyError if no reply arrived, or if the judges' budget is used up."""
         ...
 
 
 class JudgeView(msgspec.Struct, frozen=True, eq=False):
-    """What a judge is shown. The item holds what the policy did not know; a judge that reads it is
-    privileged, and says so."""
+    """What a judge sees. The item holds information that the policy did not have; a judge that uses
+    it is privileged and must say so."""
 
     trajectory: Trajectory
     steps: tuple[JudgedTurn, ...]
-    """Of the root call, or of the call that is judged, in order; where a turn is judged, those up
-    to it."""
-    place: Place
-    """The turn that is judged; for a finished trajectory its last."""
+    """The turns of the judged call, in order, up to and including the judged turn."""
+    place: TurnId
+    """The turn to judge; the last one if the whole trajectory is judged."""
     item: Item
     ask: ModelCaller | None = None
-    """For judges that are models."""
+    """For judges that are models; None if no client pool is available."""
 
     @property
     def step(self) -> JudgedTurn:
-        """The turn that is judged."""
+        """The turn to judge."""
         return next(step for step in self.steps if step.place == self.place)
 
 
 class JudgeVerdict(msgspec.Struct, frozen=True):
-    """What a judge says. All empty, it abstains."""
+    """A judge's result. If all fields are empty, the judge abstains."""
 
     accept: bool = False
-    """A hint is worth it."""
+    """Whether a hint is worth giving."""
     hint: str = ""
     votes: tuple[int, ...] = ()
-    """Valid ones: +1, -1 (and 0 where its scale has a middle)."""
+    """Valid votes: +1, -1, and 0 if the judge's scale has a middle."""
     hints: tuple[str, ...] = ()
-    """All hints that were accepted, where there are several; ``hint`` is the one that the judge
-    would choose."""
+    """All accepted hints, if there are several; ``hint`` is the one that the judge prefers."""
     invalid: int = 0
-    """Votes that were outside the format, and count for nothing."""
+    """Number of votes outside the format; they are ignored."""
     reason: str = ""
-    """Why it abstains, in a word or a few."""
-    place: Place | None = None
-    """The turn that the hint is about, where that is another than was asked about."""
+    """Why the judge abstains, in a few words."""
+    place: TurnId | None = None
+    """The turn that the hint is about, if it is not the turn that was judged."""
 
 
 class Judge(Protocol):
-    """A model (``judge.py``), or a rule."""
+    """A judge of turns or trajectories: a model (``judge.py``) or a rule."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict: ...
 
 
 class ScoringRow(msgspec.Struct, frozen=True, eq=False):
-    """A path of tokens, some of which are to be scored. They are given as ids, never as text."""
+    """A sequence of token ids, some of which are scored. Ids are never converted to text."""
 
     ids: Sequence[int]
     """[T]"""
     spans: Sequence[tuple[int, int]]
-    """The stretches ``[start, end)`` to be scored, in order; N tokens in all. The first token of a
-    path has no score."""
+    """Half-open ranges ``[start, end)`` to score, in order; N tokens in total. The first token of a
+    row cannot be scored."""
     candidates: Sequence[Sequence[int]] = ()
-    """[N, k] further ids that are scored at each position; empty for none."""
+    """[N, k] further ids to score at each position; empty for none."""
     temperature: float = 1.0
-    """Logits are divided by it: the one that the tokens were sampled at."""
+    """Logits are divided by it: the temperature that the tokens were sampled at."""
     is_plain: bool = False
-    """What training would compute by itself, and is taken along here because others begin with the
-    same tokens."""
+    """Whether training would compute this row anyway. It is scored here because other rows share
+    its prefix."""
 
 
 class TokenScores(msgspec.Struct, frozen=True, eq=False):
-    """What a model thinks of a row's spans, one after the other."""
+    """A model's scores for the spans of one row, concatenated."""
 
     logprobs: list[float]
-    """[N]"""
+    """[N] log-probabilities of the tokens."""
     candidates: list[list[float]] = []
-    """[N, k] of the row's candidates, where it has any."""
+    """[N, k] log-probabilities of the row's candidates, if it has any."""
     top_ids: list[list[int]] = []
-    """[N, k] the likeliest tokens, where they were asked for."""
+    """[N, k] ids of the most likely tokens, if requested."""
     top: list[list[float]] = []
     """[N, k] their log-probabilities."""
 
 
 class TokenScorer(Protocol):
-    """One model that scores; see ``teacher.py``."""
+    """One model that scores tokens; see ``scorer.py``."""
 
     async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
-        """One per row, in order; with ``top`` the likeliest that many tokens at each position, too.
-        Raises RamifyError where it cannot, never gives zeros in place of numbers."""
+        """One result per row, in order. ``top`` also requests that many of the most likely tokens
+        at each position. Raises RamifyError if it cannot score; never returns zeros instead."""
         ...
 
 
 class PromptRenderer(Protocol):
-    """How a policy writes conversations as ids; its renderer."""
+    """Converts conversations to token ids; the policy's renderer implements it."""
 
     def prompt(self, messages: Sequence[Message]) -> list[int]: ...
 
@@ -187,38 +186,38 @@ class PromptRenderer(Protocol):
 
 
 class SignalContext(msgspec.Struct, eq=False, kw_only=True):
-    """What a signal may need besides the rollouts."""
+    """What a signal may need in addition to the rollouts."""
 
     step: int
     items: Mapping[str, Item]
-    """Id of an item (``Group.task``) -> the item, gold answer included: for verifiers and leak
-    filters only."""
+    """Item id (``Group.task``) -> the item, including the gold answer: only for verifiers and leak
+    filters."""
     weights: Mapping[str, float] = {}
-    """The task's, by reward name."""
+    """The task's weights, by reward name."""
     asking: ModelCallerFactory | None = None
-    """For judges that are models; None where there is no pool to ask through."""
+    """For judges that are models; None if no client pool is available."""
     scorers: Mapping[str, TokenScorer] = {}
-    """Teachers by name: ``reference``, ``ema``, ``live`` (the policy as it is), or a checkpoint's
+    """Teachers by name: ``reference``, ``ema``, ``live`` (the current policy), or a checkpoint
     folder."""
     writing: PromptRenderer | None = None
     temperature: float = 1.0
-    """That the rollouts were sampled at."""
+    """The temperature at which rollouts were sampled."""
     wants_reference: bool = False
-    """Whether training will ask for ``SignalScore.reference`` of what it learns from."""
+    """Whether training needs ``SignalScore.reference`` of the rollouts it learns from."""
 
 
 class ModelCallerFactory(Protocol):
-    """Makes ``ModelCaller``s."""
+    """Creates ``ModelCaller`` objects."""
 
     def of(self, trajectory: Trajectory, signal: str, reading: SignalScore) -> ModelCaller:
-        """One whose calls go into ``reading.calls``, under the places that they are about."""
+        """A caller that records its calls in ``reading.calls``, each under the turn it is about."""
         ...
 
 
 class Signal(Protocol):
-    """Implemented by every class that a recipe names under ``signals``."""
+    """A source of numbers for turns and tokens, named in a recipe under ``signals``."""
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
-        """One per trajectory of ``group``, in order; never another signal's output. What goes wrong
-        with one trajectory is that one's ``abstained``."""
+        """One score per trajectory of ``group``, in order. It never depends on another signal's
+        output. A failure on one trajectory is recorded in that trajectory's ``abstained``."""
         ...

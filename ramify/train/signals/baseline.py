@@ -1,10 +1,11 @@
-"""Advantages from the returns of attempts at one thing: what each was better than.
+"""Baselines: how much better each attempt was than other attempts at the same task.
 
-Pure functions ``[n returns], [n lengths] -> [n advantages]``; only one looks at lengths. Which
-calls are attempts at one thing is ``credit.py``'s to decide. One attempt has nothing to be compared
-with: its advantage is 0 (two public implementations return the raw reward there).
+Pure functions ``[n returns], [n lengths] -> [n advantages]``; only ``by_length`` uses the lengths.
+``credit.py`` decides which calls count as attempts at the same task. A single attempt cannot be
+compared with others, so its advantage is 0 (two public implementations return the raw reward).
 
-    returns 3, 1, 1, 3     mean: 1, -1, -1, 1     mean_std: ±0.866     leave_one_out: ±4/3     mean_ratio: ±0.5
+    returns 3, 1, 1, 3     mean: 1, -1, -1, 1     mean_std: ±0.866
+                           leave_one_out: ±4/3    mean_ratio: ±0.5
     returns 3, 1, 0, 0     best_alone: 2/std, 0, 0, 0
 """
 
@@ -18,24 +19,25 @@ EPSILON = 1e-6
 
 
 class Baseline(Protocol):
+    """A function from the returns of several attempts to their advantages."""
+
     def __call__(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-        """``lengths``: sampled tokens of each attempt; none where they are not known."""
+        """``lengths``: sampled tokens of each attempt; empty if unknown."""
         ...
 
 
 def mean(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-    """A_i = R_i - mean(R). Dr.GRPO (2503.20783): no division, so that hard and easy tasks keep
-    their size."""
-    if len(returns) < 2 or min(returns) == max(
-        returns
-    ):  # exactly 0 where nothing differs, whatever floats do to a mean
+    """A_i = R_i - mean(R). Dr.GRPO (2503.20783): no division, so advantages keep their scale on
+    both hard and easy tasks."""
+    # Exactly 0 if all returns are equal, whatever rounding does to the mean.
+    if len(returns) < 2 or min(returns) == max(returns):
         return [0.0] * len(returns)
     centre = statistics.fmean(returns)
     return [value - centre for value in returns]
 
 
 def mean_std(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-    """A_i = (R_i - mean(R)) / (std(R) + 1e-6), unbiased std. GRPO (2402.03300)."""
+    """A_i = (R_i - mean(R)) / (std(R) + 1e-6), with the unbiased std. GRPO (2402.03300)."""
     centred = mean(returns)
     if not any(centred):
         return centred
@@ -50,16 +52,16 @@ def leave_one_out(returns: Sequence[float], lengths: Sequence[int] = ()) -> list
 
 
 def mean_ratio(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-    """A_i = (R_i - mean(R)) / (mean(R) + 1e-6), 0 where the mean is not positive. MaxRL
-    (2602.02710): with rewards of 0 and 1 the gradient of the log of the pass rate, so that rare
+    """A_i = (R_i - mean(R)) / (mean(R) + 1e-6), or 0 if the mean is not positive. MaxRL
+    (2602.02710): with rewards of 0 and 1 this is the gradient of the log of the pass rate, so rare
     successes count for more."""
     centre = statistics.fmean(returns) if returns else 0.0
     return [value / (centre + EPSILON) if centre > 0 else 0.0 for value in mean(returns)]
 
 
 def best_alone(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-    """(best - second) / (std(R) + 1e-6) for the best, 0 for the others, as of two that are equally
-    good. GRPO for pass@k: what one more attempt than n - 1 was worth."""
+    """(best - second) / (std(R) + 1e-6) for the best, 0 for the others; all 0 if two share the best
+    return. GRPO for pass@k: the value of the n-th attempt."""
     if not any(mean(returns)):
         return [0.0] * len(returns)
     first, second = sorted(returns, reverse=True)[:2]
@@ -68,8 +70,8 @@ def best_alone(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[fl
 
 
 def by_length(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-    """A_i = R_i - sum(len · R) / sum(len). OPO (2505.23585): of least variance where gradients grow
-    with length.
+    """A_i = R_i - sum(len · R) / sum(len). OPO (2505.23585): has the least variance if gradients
+    grow with length.
 
     returns 1, 0 of lengths 1, 3: the baseline is 1/4, advantages 3/4, -1/4"""
     if not any(mean(returns)) or not sum(lengths):

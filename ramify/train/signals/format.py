@@ -1,9 +1,9 @@
-r"""The form of replies: 0 for a turn whose reply has it, -1 for one that has not.
+r"""The format of replies: 0 for a turn whose reply matches, -1 for one that does not.
 
-    pattern=r"```repl\n.*?```"     a reply with a block of code
-    last=r"\\boxed\{.+\}"          the last reply has another form
+    pattern=r"```repl\n.*?```"     a reply with a code block
+    last=r"\\boxed\{.+\}"          the last reply has a different format
 
-Being well-formed earns nothing, since a policy that is paid for its form answers in form alone.
+A well-formed reply earns nothing: a policy that is rewarded for its format learns the format alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ramify.train.signals.judge_view import steps_of
 from ramify.types.trajectory import Group, Trajectory
 
 MAX_CHARS = 50_000
-"""Of a reply that is looked at, its end."""
+"""Only this many characters at the end of a reply are searched."""
 
 
 class FormatSignal(
@@ -29,12 +29,12 @@ class FormatSignal(
     tag_field="name",
     tag="format",
 ):
-    """Implements ``Signal``: a number per turn."""
+    """Format check that gives a number per turn; implements ``Signal``."""
 
     pattern: str
-    """Regular expression that a reply must contain; a dot matches line ends, too."""
+    """Regular expression that a reply must contain; a dot also matches newlines."""
     last: str = ""
-    """The same for the last reply of a call; empty: as ``pattern``."""
+    """The same for the last reply of a call; empty: ``pattern`` applies."""
     good: float = 0.0
     bad: float = -1.0
 
@@ -44,13 +44,13 @@ class FormatSignal(
                 re.compile(pattern, re.DOTALL)
             except re.error as error:
                 raise ConfigError(
-                    f"format: {pattern!r} is no regular expression: {error}"
+                    f"format: {pattern!r} is not a regular expression: {error}"
                 ) from error
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
-        return [self._one(trajectory) for trajectory in group.trajectories]
+        return [self._score(trajectory) for trajectory in group.trajectories]
 
-    def _one(self, trajectory: Trajectory) -> SignalScore:
+    def _score(self, trajectory: Trajectory) -> SignalScore:
         reading = SignalScore()
         if not trajectory.calls or not trajectory.root.turns:
             reading.abstained = "empty"
@@ -58,7 +58,7 @@ class FormatSignal(
         steps = steps_of(trajectory.root)
         for step in steps:
             pattern = self.last if self.last and step is steps[-1] else self.pattern
-            is_good = re.search(pattern, step.said[-MAX_CHARS:], re.DOTALL) is not None
+            is_good = re.search(pattern, step.reply[-MAX_CHARS:], re.DOTALL) is not None
             reading.turns[step.place] = self.good if is_good else self.bad
         reading.counts["malformed"] = float(
             sum(value == self.bad for value in reading.turns.values())

@@ -1,11 +1,13 @@
-"""How judges ask: through the pool of the rollouts, within a budget of their own, and on the tree.
+"""How judges call models: through the rollouts' client pool, within their own budget, recorded in
+the tree.
 
-    judge ── Ask(model, messages, sampling, place) ── cache? ── Pool.ask (gates, rate limits, retries) ──> Reply
-                                                        └─ a call of kind ``judge`` under the call that it is about
+    judge ── ModelCaller(model, messages, sampling, turn) ── cached reply?
+          ── ClientPool.ask (gates, rate limits, retries) ──> Reply
+          └─ a call of kind ``judge``, below the call that it is about
 
-The pool is the one that rollouts use, so that judges and rollouts give way to each other; the
-ledger is the engine's, for all judges of a run. A call goes into the reading, and from there onto
-the tree once the streams are made.
+Judges and rollouts share one pool, and with it its rate limits. One ledger counts the calls of all
+judges of a run. A call is stored in the signal's score, and is added to the tree once the
+streams are made.
 """
 
 from __future__ import annotations
@@ -20,20 +22,21 @@ from ramify.clients.pool import ClientPool
 from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
 from ramify.engine.run_state import ReplyCache, prompt_hash
 from ramify.errors import ConfigError, RamifyError
-from ramify.train.signals.base import ModelCaller, Place, SignalScore
+from ramify.train.signals.base import ModelCaller, SignalScore, TurnId
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Annotation, Call, Parent, Stop, Trajectory, Turn
 
 POLICY = "policy"
-"""As a judge's model: the policy that is learning."""
+"""Model name by which a judge selects the policy being trained."""
 BUDGET = Limits(max_calls=10_000_000, max_tokens=1_000_000_000_000)
-"""Of a run's judges, besides their dollars, which are bounded as any run's are."""
+"""Budget of a run's judges for calls and tokens; their cost is limited like the run's."""
 DECIMALS = 4
-"""Of numbers on single tokens, as they are kept: there are many."""
+"""Decimals of stored per-token numbers, of which there are many."""
 
 
 class JudgeCallers:
-    """Implements ``ModelCallerFactory``. Belongs to one event loop."""
+    """Model access of a run's judges; implements ``ModelCallerFactory``. Belongs to one event
+    loop."""
 
     def __init__(
         self,
@@ -43,21 +46,23 @@ class JudgeCallers:
         own: Mapping[str, Client] | None = None,
         cache: ReplyCache | None = None,
     ) -> None:
-        """``own`` maps names to clients that need not be connected: ``policy``."""
-        self.pool, self._own, self._cache = pool, dict(own or {}), cache
+        """``own`` maps model names to clients that need no connection, such as ``policy``."""
+        self.pool = pool
+        self._own = dict(own or {})
+        self._cache = cache
         self.ledger = Ledger(limits, priced=True)
 
     def of(self, trajectory: Trajectory, signal: str, reading: SignalScore) -> ModelCaller:
-        return _Asker(self, trajectory, signal, reading)
+        return _TrajectoryCaller(self, trajectory, signal, reading)
 
     async def ask(self, model: str, request: Request) -> tuple[str, Reply]:
-        """(the client's name, its reply)."""
+        """(name of the client, its reply); a cached reply costs nothing."""
         client = self._own.get(model) or self.pool.client(model)
         digest = prompt_hash(client.name, request)
-        kept = self._cache.get(digest) if self._cache is not None else None
-        if kept is not None:
+        cached = self._cache.get(digest) if self._cache is not None else None
+        if cached is not None:
             return client.name, msgspec.structs.replace(
-                kept, usage=Usage(), cost=None if kept.cost is None else 0.0
+                cached, usage=Usage(), cost=None if cached.cost is None else 0.0
             )
         reply = await self.pool.ask(client, request, _JudgeBudget(self.ledger, client, request))
         if self._cache is not None:
@@ -65,21 +70,19 @@ class JudgeCallers:
         return client.name, reply
 
 
-class _Asker:
-    """Implements ``ModelCaller`` for one trajectory and one signal."""
+class _TrajectoryCaller:
+    """Calls models for one trajectory and one signal; implements ``ModelCaller``."""
 
     def __init__(
         self, judges: JudgeCallers, trajectory: Trajectory, signal: str, reading: SignalScore
     ) -> None:
-        self._judges, self._trajectory, self._signal, self._reading = (
-            judges,
-            trajectory,
-            signal,
-            reading,
-        )
+        self._judges = judges
+        self._trajectory = trajectory
+        self._signal = signal
+        self._reading = reading
 
     async def __call__(
-        self, model: str, messages: Sequence[Message], sampling: Sampling, about: Place
+        self, model: str, messages: Sequence[Message], sampling: Sampling, about: TurnId
     ) -> Reply:
         request = Request(
             tuple(messages), sampling, affinity=f"{self._trajectory.id}/{self._signal}"
@@ -108,10 +111,11 @@ class _Asker:
 
 
 class _JudgeBudget:
-    """Reserves for one request of a judge."""
+    """Reserves budget in the ledger for one request of a judge."""
 
     def __init__(self, ledger: Ledger, client: Client, request: Request) -> None:
-        self._ledger, self._client = ledger, client
+        self._ledger = ledger
+        self._client = client
         self._most = request.max_usage()
         self._amount: ResourceAmount = bound(
             request.max_input_tokens(), request.sampling.max_tokens, client.price
@@ -133,20 +137,20 @@ class _JudgeBudget:
 
 
 def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> None:
-    """Add the judges' calls to ``trajectory``, each under the call that it is about, numbered after
-    that one's children; and what each signal found as marks, by the signal's name: on turns, and a
-    reward of its own on the root."""
+    """Add the judges' calls to ``trajectory``, each below the call that it is about and numbered
+    after that call's children. Also add each signal's numbers as annotations under the signal's
+    name: on turns, and as a separate reward on the root."""
     for signal, reading in readings.items():
         for call in reading.calls:
             assert call.parent is not None
-            above = call.parent.call
-            taken = [
-                int(each.id.rpartition(".")[2])
-                for each in trajectory.calls
-                if _above(each.id) == above
+            parent = call.parent.call
+            numbers = [
+                int(other.id.rpartition(".")[2])
+                for other in trajectory.calls
+                if _parent_id(other.id) == parent
             ]
             trajectory.calls.append(
-                msgspec.structs.replace(call, id=f"{above}.{max(taken, default=-1) + 1}")
+                msgspec.structs.replace(call, id=f"{parent}.{max(numbers, default=-1) + 1}")
             )
             trajectory.usage += call.usage
             if call.cost is not None:
@@ -155,7 +159,8 @@ def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> 
 
 
 def _marks(trajectory: Trajectory, signal: str, reading: SignalScore) -> Iterator[Annotation]:
-    """A number that is none stands in no file; the trajectory's errors tell of it."""
+    """The annotations of one signal. Non-finite numbers are never stored; the trajectory's errors
+    report them."""
     if reading.outcome is not None and trajectory.calls and math.isfinite(reading.outcome):
         yield Annotation(signal, trajectory.root.id, values={signal: reading.outcome})
     for call, turn in dict.fromkeys([*reading.turns, *reading.tokens, *reading.notes]):
@@ -180,5 +185,5 @@ def _marks(trajectory: Trajectory, signal: str, reading: SignalScore) -> Iterato
             yield mark
 
 
-def _above(id: str) -> str:
+def _parent_id(id: str) -> str:
     return id.rpartition(".")[0]

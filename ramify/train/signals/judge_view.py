@@ -1,26 +1,27 @@
-"""What a judge is shown of a trajectory: its steps, each with what came back for it.
+"""What a judge sees of a trajectory: its turns, each with the observation that followed it.
 
-    turn 0: reply, cells      turn 1: prompt adds "4 rows found"     ──>  Step(said=reply, observed="4 rows found", error="")
+    turn 0: reply, cells      turn 1: prompt adds "4 rows found"
+        ──>  JudgedTurn(reply=reply, observed="4 rows found", error="")
 
-Decides what counts as observed: what the next turn's prompt adds, since that is what the model
-itself was shown. The last turn has none, but the error of its cells.
+Decides what counts as observed: whatever the next turn's prompt adds, since that is what the model
+itself was shown. The last turn has no observation, only its cells' error.
 """
 
 from __future__ import annotations
 
 from ramify.tasks.base import Item
-from ramify.train.signals.base import JudgedTurn, JudgeView, ModelCaller, Place
+from ramify.train.signals.base import JudgedTurn, JudgeView, ModelCaller, TurnId
 from ramify.types.trajectory import Call, Trajectory, Turn
 
 NO_ITEM = Item("")
 
 
 def steps_of(call: Call) -> tuple[JudgedTurn, ...]:
-    """One per turn, in order."""
+    """The turns of ``call`` as a judge sees them, in order."""
     turns = call.turns
     after = [*turns[1:], None]
     return tuple(
-        JudgedTurn((call.id, index), _said(turn), _observed(following), _error(turn))
+        JudgedTurn((call.id, index), _reply_text(turn), _observed(following), _error(turn))
         for index, (turn, following) in enumerate(zip(turns, after, strict=True))
     )
 
@@ -32,19 +33,19 @@ def view_of(
     item: Item | None = None,
     ask: ModelCaller | None = None,
 ) -> JudgeView:
-    """Of one turn, with the steps up to it; of the finished call where ``turn`` is None."""
+    """The view of one turn, with the turns up to it; of the finished call if ``turn`` is None."""
     steps = steps_of(call)
     last = len(steps) - 1 if turn is None else turn
-    place: Place = (call.id, last)
+    place: TurnId = (call.id, last)
     return JudgeView(trajectory, steps[: last + 1], place, item or NO_ITEM, ask)
 
 
-def _said(turn: Turn) -> str:
+def _reply_text(turn: Turn) -> str:
     message = turn.reply.message
     parts = [
         message.reasoning or "",
         message.content,
-        *(f"{each.name}({each.arguments})" for each in message.tool_calls),
+        *(f"{call.name}({call.arguments})" for call in message.tool_calls),
     ]
     return "\n".join(part for part in parts if part)
 

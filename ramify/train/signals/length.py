@@ -1,10 +1,9 @@
-"""What becomes of rollouts that ran long or were cut off by a limit: pure functions on rewards,
-lengths and flags.
+"""How long or cut-off rollouts are treated: pure functions on rewards, lengths and flags.
 
-A cut-off rollout says little about the answer it would have given. ``punish`` (the default) lets it
-count as what it scored; ``mask`` leaves it in the baseline but takes the loss off its tokens
-(DAPO's overlong filtering); the soft punishment and the length penalty change the reward before any
-comparison.
+A rollout that was cut off by a limit says little about the answer it would have given. ``punish``
+(the default) keeps its score. ``mask`` keeps it in the baseline but removes its tokens from the
+loss (DAPO's overlong filtering). The soft overlong penalty and the length penalty change the reward
+before any comparison.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ Overlong = Literal["punish", "mask"]
 
 
 class RolloutLength(NamedTuple):
-    """How long one rollout was."""
+    """The length of one rollout."""
 
     output: int
     """Sampled tokens."""
     input: int
-    """Given tokens."""
+    """Prompt tokens."""
     turns: int
 
 
 class LengthLimits(NamedTuple):
-    """The limits that lengths are measured against."""
+    """The maximum lengths that the length penalty divides by."""
 
     output: int
     input: int
@@ -34,8 +33,8 @@ class LengthLimits(NamedTuple):
 
 
 def soft_overlong(num_tokens: int, max_tokens: int, buffer: int) -> float:
-    """DAPO (2503.14476) eq. 13: 0 up to max_tokens - buffer, then falling to -1 at max_tokens, -1
-    beyond.
+    """DAPO (2503.14476) eq. 13: 0 up to max_tokens - buffer, then a linear fall to -1 at
+    max_tokens, and -1 beyond.
 
     max_tokens 100, buffer 20:  80 -> 0,  90 -> -0.5,  100 -> -1,  150 -> -1."""
     if buffer <= 0:
@@ -47,10 +46,10 @@ def length_penalty(
     rewards: Sequence[float], lengths: Sequence[RolloutLength], most: LengthLimits, weight: float
 ) -> list[float]:
     """R'_i = R_i - max(0, mean(R)) · (w·out_i/max_out + 0.1·in_i/max_in + 0.1·turns_i/max_turns),
-    for the rollouts of a group.
+    for the rollouts of one group.
 
-    The better a group does, the more brevity counts; a group whose mean is not above 0 is left
-    alone: a mean below 0 would pay for length."""
+    The better a group does, the more brevity counts. A group whose mean is not above 0 is left
+    unchanged: a negative mean would reward length."""
     centre = max(0.0, sum(rewards) / len(rewards)) if rewards else 0.0
     return [
         reward

@@ -1,11 +1,12 @@
-"""The outcome: a verifier says whether, tool use shapes how wrong; its number takes the place of
-the task's reward.
+"""The outcome signal: a verifier decides whether a rollout is right, and tool use shapes how wrong
+a wrong one is. Its number replaces the task's reward.
 
-    acc = 1 -> o = 1        acc = 0 -> o = min(-0.6, -1 + 0.05·(k - 2)),  k = tool observations: 0 -> -1.1, 4 -> -0.9
+    accuracy 1 -> outcome 1
+    accuracy 0 -> outcome min(-0.6, -1 + 0.05·(k - 2)) for k tool observations: 0 -> -1.1, 4 -> -0.9
 
-A wrong answer stays below zero however many tools it used, and a right one gets no bonus, so that
-shaping cannot pay for being wrong. Without a verifier the task's own total counts. Evaluate on the
-task's reward, never on this one.
+A wrong answer stays below zero however many tools it used, and a right one gets no bonus, so
+shaping can never reward a wrong answer. Without a verifier, the task's own total reward counts.
+Evaluate on the task's reward, never on this one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WORST, PER_CALL, FREE, CAP = -1.0, 0.05, 2, -0.6
 
 
 def shaped(right: bool, num_calls: int) -> float:
-    """The outcome of a rollout with ``num_calls`` tool observations. 12 calls and wrong: -0.6, the
+    """The outcome of a rollout with ``num_calls`` tool observations. Wrong with 12 calls: -0.6, the
     cap."""
     return RIGHT if right else min(CAP, WORST + PER_CALL * (num_calls - FREE))
 
@@ -41,30 +42,32 @@ class OutcomeSignal(
     tag_field="name",
     tag="outcome",
 ):
-    """Implements ``Signal``: ``SignalScore.outcome``."""
+    """Verifier or judge that sets ``SignalScore.outcome``; implements ``Signal``."""
 
     verifier: str = ""
-    """Of ``tasks.scoring.SCORERS``, or ``module:attribute`` called with (answer, item); empty: the
-    task's own reward."""
+    """A name from ``tasks.scoring.SCORERS``, or ``module:attribute``, called with (answer, item);
+    empty: use the task's own reward."""
     rubric: Rubric | None = None
-    """A judge model grades instead."""
+    """A rubric by which a judge model grades, instead of a verifier."""
     model: str = ""
-    """The judge's, ``provider:model``, for a rubric."""
+    """The judge model for a rubric, as ``provider:model``."""
     sampling: Sampling = Sampling(2048, temperature=0.0)
     passed: float = 0.5
-    """Least score that is right."""
+    """Minimum score of a right answer."""
     tools: bool = True
-    """Shape what is wrong by tool use; otherwise it is -1."""
+    """Whether tool use shapes the outcome of a wrong answer; otherwise it is -1."""
     raw: bool = False
-    """The score itself, neither ±1 nor shaped."""
+    """Use the score itself, neither mapped to ±1 nor shaped."""
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
         item = context.items.get(group.task)
         return list(
-            await asyncio.gather(*(self._one(each, item, context) for each in group.trajectories))
+            await asyncio.gather(
+                *(self._outcome(trajectory, item, context) for trajectory in group.trajectories)
+            )
         )
 
-    async def _one(
+    async def _outcome(
         self, trajectory: Trajectory, item: Item | None, context: SignalContext
     ) -> SignalScore:
         reading = SignalScore()
@@ -89,15 +92,13 @@ class OutcomeSignal(
     ) -> float:
         if self.rubric is not None:
             if context.asking is None:
-                raise RamifyError(
-                    "a rubric needs a judge to ask, and there is no pool of clients here"
-                )
+                raise RamifyError("a rubric needs a judge to ask, and this run has no client pool")
             ask = context.asking.of(trajectory, "outcome", reading)
             return await self._graded(self.rubric, trajectory, item, ask)
         if not self.verifier:
             return total(trajectory.rewards, context.weights)
-        worth = await asyncio.to_thread(_verifier(self.verifier), trajectory.answer, item)
-        return float(worth)
+        score = await asyncio.to_thread(_verifier(self.verifier), trajectory.answer, item)
+        return float(score)
 
     async def _graded(
         self, rubric: Rubric, trajectory: Trajectory, item: Item, ask: ModelCaller
@@ -109,7 +110,7 @@ class OutcomeSignal(
         grade = rubric.read(reply.message.content)
         if grade is None:
             raise RamifyError(
-                "the judge's reply holds no grades in the form asked for: "
+                "the judge's reply holds no grades in the requested form: "
                 f"…{reply.message.content[-80:]!r}"
             )
         return grade

@@ -1,10 +1,11 @@
-"""Process reward: a judge says of each turn, from what came back for it, whether it was right.
+"""Process reward: a judge says of each turn, given the observation that followed, whether it was
+right.
 
-    votes 1, 1, -1        mean: 1/3        majority: 1, a tie is 0
-    votes all outside the format: that turn has no number; where no turn has one, the signal abstains
+    votes 1, 1, -1                 mean: 1/3        majority: 1, and a tie is 0
+    all votes outside the format   the turn has no number; if no turn has one, the signal abstains
 
-Every turn of the root is judged, the last included, all at once. The judge never sees the right
-answer.
+Every turn of the root is judged, including the last, all concurrently. The judge never sees the
+right answer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Merge = Literal["mean", "majority"]
 
 
 def merged(votes: Sequence[int], merge: Merge) -> float | None:
-    """One number of valid votes; None where there are none."""
+    """Merge valid votes into one number; None if there are none."""
     if not votes:
         return None
     if merge == "mean":
@@ -44,13 +45,13 @@ class ProcessRewardSignal(
     tag_field="name",
     tag="process",
 ):
-    """Implements ``Signal``: a number from -1 to 1 per turn."""
+    """A judge's score from -1 to 1 for each turn; implements ``Signal``."""
 
     judge: Any
-    """Of ``judge.JUDGES``, ``module:Class``, or one that is made already: its ``votes`` count."""
+    """A name from ``judge.JUDGES``, ``module:Class``, or an instance; its ``votes`` are used."""
     merge: Merge = "mean"
     children: bool = False
-    """Judge the turns of calls below the root, too."""
+    """Also judge the turns of calls below the root."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "judge", known_judge(self.judge))
@@ -59,11 +60,14 @@ class ProcessRewardSignal(
         judge = judge_of(self.judge)
         return list(
             await asyncio.gather(
-                *(self._one(judge, each, group.task, context) for each in group.trajectories)
+                *(
+                    self._score(judge, trajectory, group.task, context)
+                    for trajectory in group.trajectories
+                )
             )
         )
 
-    async def _one(
+    async def _score(
         self, judge: Judge, trajectory: Trajectory, task: str, context: SignalContext
     ) -> SignalScore:
         reading = SignalScore()
@@ -86,7 +90,8 @@ class ProcessRewardSignal(
             _count(reading, "votes", len(verdict.votes))
             _count(reading, "invalid", verdict.invalid)
         if not reading.turns:
-            reading.abstained = next((each.reason for each in verdicts if each.reason), "no vote")
+            reasons = (verdict.reason for verdict in verdicts if verdict.reason)
+            reading.abstained = next(reasons, "no vote")
         return reading
 
     def _calls(self, trajectory: Trajectory) -> list[Call]:

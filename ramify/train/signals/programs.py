@@ -1,12 +1,14 @@
-"""Judges of programs that are rules: hints from the errors of a rollout, or from what only the task
-knows; marks for turns.
+"""Rule-based judges for the programs task: hints from a rollout's errors or from privileged facts,
+and votes for turns.
 
-    RuleJudge        what the errors said                     ``ramify.train.signals.programs:RuleJudge``
-    OracleJudge      also what went wrong in silence          privileged: an upper bound, to be reported as such
-    StepRules        a program that ran is +1, one that raised -1, an answer as what it rests on
-    Shuffled         a control: each rollout gets the hint of another problem's
+    RuleJudge        rules that the errors revealed
+    OracleJudge      also silent mistakes; privileged: an upper bound, to be reported as such
+    StepRules        +1 for a program that ran, -1 for one that raised;
+                     an answer gets the vote of the program before it
+    ShuffledHints    a control: each rollout gets a hint about a different problem
 
-None of them asks a model. The rules themselves are in ``tasks/programs/hints.py``.
+In a recipe: ``ramify.train.signals.programs:RuleJudge``. None of them asks a model. The rules
+themselves are in ``tasks/programs/hints.py``.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ class RuleJudge(
     tag_field="name",
     tag="ramify.train.signals.programs:RuleJudge",
 ):
-    """Implements ``Judge``: pure tool feedback. It reads what the policy itself was shown."""
+    """Pure tool feedback: reads only what the policy itself was shown; implements ``Judge``."""
 
     several: bool = False
-    """Offer each rule alone, too, for a teacher that chooses."""
+    """Also offer each rule separately, for a teacher that chooses among hints."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
-        told = [hints.from_errors([step.observed or step.error]) for step in view.steps]
+        rules_by_step = [hints.from_errors([step.observed or step.error]) for step in view.steps]
         rules = hints.from_errors([step.observed or step.error for step in view.steps])
         if not rules:
             return NOTHING
-        last = max(index for index, named in enumerate(told) if named)
-        alone = [[rule] for rule in rules] if self.several and len(rules) > 1 else []
-        texts = tuple(hints.hint_text(each) for each in (rules, *alone))
+        last = max(index for index, named in enumerate(rules_by_step) if named)
+        single = [[rule] for rule in rules] if self.several and len(rules) > 1 else []
+        texts = tuple(hints.hint_text(selected) for selected in (rules, *single))
         return JudgeVerdict(True, texts[0], (1,), texts, place=view.steps[last].place)
 
 
@@ -56,14 +58,15 @@ class OracleJudge(
     tag_field="name",
     tag="ramify.train.signals.programs:OracleJudge",
 ):
-    """Implements ``Judge``, with what the policy cannot know: the library's secret."""
+    """Privileged judge that knows the library's secret, which the policy cannot know; implements
+    ``Judge``."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
         problem = ProgramProblem.read(view.item.question)
         if problem is None or "secret" not in view.item.metadata:
             return JudgeVerdict(reason="no problem of programs")
-        said = [step.said for step in view.steps]
-        rules = hints.from_facts(problem, said, library(view.item.metadata["secret"]))
+        replies = [step.reply for step in view.steps]
+        rules = hints.from_facts(problem, replies, library(view.item.metadata["secret"]))
         return JudgeVerdict(True, hints.hint_text(rules), (1,)) if rules else NOTHING
 
 
@@ -74,17 +77,17 @@ class StepRules(
     tag_field="name",
     tag="ramify.train.signals.programs:StepRules",
 ):
-    """Implements ``Judge``: one vote on the view's turn. "It ran" is not "it was right": a wrong
-    program that runs in silence is marked +1, which is why this signal alone helps little."""
+    """One vote on the view's turn: did its program run? Implements ``Judge``. "It ran" is not "it
+    was right": a wrong program that raises no error gets +1, so this signal alone helps little."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
         before = [step for step in view.steps if step.place[1] < view.place[1]]
         judged = (
             view.step
-            if Program.read(view.step.said) is not None
+            if Program.read(view.step.reply) is not None
             else (before[-1] if before else None)
         )
-        ran = judged is not None and Program.read(judged.said) is not None and not judged.error
+        ran = judged is not None and Program.read(judged.reply) is not None and not judged.error
         return JudgeVerdict(votes=(1 if ran else -1,))
 
 
@@ -95,32 +98,32 @@ class ShuffledHints(
     tag_field="name",
     tag="ramify.train.signals.programs:ShuffledHints",
 ):
-    """Implements ``HintSource``: where ``source`` has a hint, one of as many rules about another
-    problem of the same step. A control: as many hints, as long, each true, and none to the
-    point."""
+    """Control experiment: replace each hint of ``source`` by one about another problem of the same
+    step, with as many rules. Hints are as many and as long, and true, but irrelevant. Implements
+    ``HintSource``."""
 
     source: Any
 
     async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
         source = hints_of(self.source)
         assert source is not None
-        found = await source.hints(group, context)
+        hinted = await source.hints(group, context)
         others = [item for id, item in sorted(context.items.items()) if id != group.task]
-        for index, each in enumerate(found):
-            for place, given in each.at.items() if others else ():
+        for index, result in enumerate(hinted):
+            for place, texts in result.at.items() if others else ():
                 rng = random.Random(f"{context.step}/{group.task}/{index}")
-                each.at[place] = [_of_another(rng.choice(others), hint, rng) for hint in given]
-                each.reading.notes = dict.fromkeys(each.reading.notes, each.at[place][0])
-        return found
+                result.at[place] = [_about_another(rng.choice(others), hint, rng) for hint in texts]
+                result.reading.notes = dict.fromkeys(result.reading.notes, result.at[place][0])
+        return hinted
 
 
-def _of_another(item: Item, hint: str, rng: random.Random) -> str:
-    """A hint of as many rules as ``hint`` has, about ``item``."""
+def _about_another(item: Item, hint: str, rng: random.Random) -> str:
+    """A hint about ``item`` with as many rules as ``hint`` has."""
     problem = ProgramProblem.read(item.question)
     assert problem is not None, item.question
     words = [word for word, _ in problem.steps]
-    known = library(item.metadata["secret"])
+    secret = library(item.metadata["secret"])
     num = max(1, hint.count("@w"))
     return hints.hint_text(
-        hints.HintRule(word, known.right[word]) for word in rng.sample(words, min(num, len(words)))
+        hints.HintRule(word, secret.right[word]) for word in rng.sample(words, min(num, len(words)))
     )

@@ -1,13 +1,14 @@
-"""Models that score: log-probabilities of given tokens, by the same forward pass that trains the
+"""Models that score: log-probabilities of given tokens, from the same forward pass that trains the
 policy.
 
-    rows of several groups ── wait while a pass runs ── pack (shared prefixes once) ── trunk, head ──> scores per row
+    rows of several groups ── wait while a pass runs ── pack (shared prefixes once)
+                           ── trunk, head ──> scores per row
 
-Rows of a group share the prompt up to where a hint was put in, and are packed as training packs
-them. One thread computes, so that passes do not crowd each other out; rows that come meanwhile go
-together into the next pass. Temperatures are those that the tokens were sampled at. Decides where
-teachers' weights come from (``RunTeachers``), which of them a checkpoint holds, and that a teacher
-with another vocabulary is refused before anything is spent.
+Rows of a group share the prompt up to where a hint was inserted, and are packed as training packs
+them. One thread computes, so passes do not compete; rows that arrive meanwhile form the next pass.
+Each row is scored at the temperature that it was sampled at. Decides where teachers' weights come
+from (``RunTeachers``), which of them a checkpoint must hold, and that a teacher with a different
+vocabulary is rejected before any compute is spent.
 
 Legend: E entries of a batch, N scored tokens of a row, k candidates.
 """
@@ -39,34 +40,37 @@ if TYPE_CHECKING:
 Run = Callable[[Callable[[], Any]], Awaitable[Any]]
 """A function -> its result, computed in some thread."""
 REFERENCE = "reference"
-"""Folder of a run with the policy that its rollouts began with."""
+"""Subfolder of a run with its initial policy."""
 CHUNK = 64
-"""Rows of one pass at most, so that a large group does not hold up others."""
+"""Maximum rows per pass, so that a large group does not delay others."""
 
 
 class PolicyScorer:
-    """A ``TokenScorer`` over a policy of this process."""
+    """Scores tokens with a policy in this process; implements ``TokenScorer``."""
 
     def __init__(self, backend: SingleBackend, window: int, num_ids: int, run: Run) -> None:
-        """``run`` computes in the thread that the model belongs to."""
-        self._backend, self._window, self._num_ids, self._in_thread = backend, window, num_ids, run
+        """``run`` executes a function in the thread that the model belongs to."""
+        self._backend = backend
+        self._window = window
+        self._num_ids = num_ids
+        self._in_thread = run
         self._waiting: list[tuple[ScoringRow, int, asyncio.Future[TokenScores]]] = []
         self._running: asyncio.Task[None] | None = None
         self.busy_s = 0.0
-        """Seconds of computing so far."""
+        """Total compute time in seconds."""
         self.row_tokens = 0.0
-        """TokenSequence of all rows so far."""
+        """Tokens of all rows except plain ones."""
         self.packed_tokens = 0.0
-        """Those that were computed, what rows share counted once, beyond those of plain rows."""
+        """Tokens computed for them: shared prefixes count once, and plain rows are subtracted."""
         self.plain_tokens = 0.0
-        """What plain rows took, which training does not compute again."""
+        """Tokens computed for plain rows, which training does not compute again."""
 
     async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
         for row in rows:
             if len(row.ids) > self._window:
                 raise RamifyError(
                     f"a row of {len(row.ids)} tokens does not fit the teacher's window of "
-                    f"{self._window}"
+                    f"{self._window} tokens"
                 )
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[TokenScores]] = []
@@ -80,11 +84,11 @@ class PolicyScorer:
         return list(await asyncio.gather(*futures))
 
     async def _run(self) -> None:
-        await asyncio.sleep(0)  # those who ask in the same moment go together
+        await asyncio.sleep(0)  # let requests of the same moment share one pass
         while self._waiting:
-            asked, self._waiting = self._waiting[:CHUNK], self._waiting[CHUNK:]
+            chunk, self._waiting = self._waiting[:CHUNK], self._waiting[CHUNK:]
             by_top: dict[tuple[int, int], list[tuple[ScoringRow, asyncio.Future[TokenScores]]]] = {}
-            for row, top, future in asked:
+            for row, top, future in chunk:
                 width = len(row.candidates[0]) if row.candidates else 0
                 by_top.setdefault((top, width), []).append((row, future))
             for (top, _), together in by_top.items():
@@ -96,8 +100,8 @@ class PolicyScorer:
         self, rows: list[ScoringRow], top: int, futures: list[asyncio.Future[TokenScores]]
     ) -> None:
         try:
-            found = await self._in_thread(lambda: self.compute(rows, top))
-        except Exception as error:  # noqa: BLE001 -- told to those who wait for it
+            results = await self._in_thread(lambda: self.compute(rows, top))
+        except Exception as error:  # noqa: BLE001 -- passed on to those who await the scores
             failure = (
                 error
                 if isinstance(error, RamifyError)
@@ -107,51 +111,51 @@ class PolicyScorer:
                 if not future.done():
                     future.set_exception(failure)
             return
-        for future, scores in zip(futures, found, strict=True):
+        for future, scores in zip(futures, results, strict=True):
             if not future.done():
                 future.set_result(scores)
 
     def compute(self, rows: Sequence[ScoringRow], top: int = 0) -> list[TokenScores]:
-        """The same, at once and in this thread."""
+        """Score the rows immediately, in this thread."""
         started = time.perf_counter()
         sequences = [_sequence(row, index) for index, row in enumerate(rows)]
         batches = pack(sequences, self._backend.packing)
         self._count(rows, sequences, describe(batches, sequences)["packed_tokens"])
-        logprobs = [np.zeros(len(each), np.float64) for each in sequences]
-        wide: list[dict[str, Any]] = [{} for _ in sequences]
-        for batch, found in zip(batches, self._backend.scores(batches, top), strict=True):
+        logprobs = [np.zeros(len(sequence), np.float64) for sequence in sequences]
+        columns: list[dict[str, Any]] = [{} for _ in sequences]
+        for batch, scores in zip(batches, self._backend.scores(batches, top), strict=True):
             for index in batch.sequences:
-                mine = batch.owners[:, 0] == index
-                places = batch.owners[mine, 1]
-                logprobs[index][places] = found["logprobs"][mine]
-                for name in found.keys() - {"logprobs"}:
-                    column = wide[index].setdefault(
-                        name, np.zeros((len(sequences[index]), found[name].shape[1]))
+                is_own = batch.owners[:, 0] == index
+                places = batch.owners[is_own, 1]
+                logprobs[index][places] = scores["logprobs"][is_own]
+                for name in scores.keys() - {"logprobs"}:
+                    column = columns[index].setdefault(
+                        name, np.zeros((len(sequences[index]), scores[name].shape[1]))
                     )
-                    column[places] = found[name][mine]
+                    column[places] = scores[name][is_own]
         self.busy_s += time.perf_counter() - started
-        return [_scores(row, logprobs[index], wide[index]) for index, row in enumerate(rows)]
+        return [_scores(row, logprobs[index], columns[index]) for index, row in enumerate(rows)]
 
     def _count(
         self, rows: Sequence[ScoringRow], sequences: Sequence[TokenSequence], packed: float
     ) -> None:
         plain = [sequence for row, sequence in zip(rows, sequences, strict=True) if row.is_plain]
-        alone = (
+        num_plain = (
             describe(pack(plain, self._backend.packing), plain)["packed_tokens"] if plain else 0.0
         )
         self.row_tokens += sum(len(row.ids) for row in rows if not row.is_plain)
-        self.packed_tokens += packed - alone
-        self.plain_tokens += alone
+        self.packed_tokens += packed - num_plain
+        self.plain_tokens += num_plain
 
 
 class ClientScorer:
-    """A ``TokenScorer`` over an engine that gives log-probabilities of a prompt
-    (``InferenceClient.logprobs``)."""
+    """Scores tokens with an inference engine that returns prompt log-probabilities
+    (``InferenceClient.logprobs``); implements ``TokenScorer``."""
 
     def __init__(self, client: Any) -> None:
         if not callable(getattr(client, "logprobs", None)):
             raise ConfigError(
-                f"{client.name} gives no log-probabilities of prompts: it cannot be a teacher"
+                f"{client.name} returns no log-probabilities of prompts, so it cannot be a teacher"
             )
         self._client = client
         self.busy_s = self.row_tokens = self.packed_tokens = self.plain_tokens = 0.0
@@ -159,32 +163,32 @@ class ClientScorer:
     async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
         if top or any(row.candidates for row in rows):
             raise RamifyError(
-                f"{self._client.name} gives log-probabilities of the tokens themselves alone: set "
+                f"{self._client.name} returns log-probabilities of the given tokens only: set "
                 "teacher.top=0"
             )
-        return list(await asyncio.gather(*(self._one(row) for row in rows)))
+        return list(await asyncio.gather(*(self._score_row(row) for row in rows)))
 
-    async def _one(self, row: ScoringRow) -> TokenScores:
+    async def _score_row(self, row: ScoringRow) -> TokenScores:
         if row.temperature != 1:
             raise RamifyError(
-                f"{self._client.name} scores at temperature 1, and these were sampled at "
+                f"{self._client.name} scores at temperature 1, but these tokens were sampled at "
                 f"{row.temperature:g}"
             )
         started = time.perf_counter()
-        found = await self._client.logprobs(list(row.ids))
+        logprobs = await self._client.logprobs(list(row.ids))
         self.busy_s += time.perf_counter() - started
         self.row_tokens += len(row.ids)
         self.packed_tokens += len(row.ids)
-        if len(found) != len(row.ids) - 1:
+        if len(logprobs) != len(row.ids) - 1:
             raise RamifyError(
-                f"{self._client.name} gave {len(found)} log-probabilities for {len(row.ids)} "
-                "tokens, not one less"
+                f"{self._client.name} returned {len(logprobs)} log-probabilities for "
+                f"{len(row.ids)} tokens, instead of one fewer than tokens"
             )
-        values = [found[index - 1] for start, end in row.spans for index in range(start, end)]
+        values = [logprobs[index - 1] for start, end in row.spans for index in range(start, end)]
         if any(value is None or not math.isfinite(value) or value > 1e-3 for value in values):
             raise RamifyError(
-                f"{self._client.name} gave a log-probability that is none; nothing is put in its "
-                "place"
+                f"{self._client.name} returned an invalid log-probability; it is not replaced by "
+                "another number"
             )
         return TokenScores([float(value) for value in values])
 
@@ -198,9 +202,9 @@ def _sequence(row: ScoringRow, index: int) -> TokenSequence:
         raise ValueError("the first token of a path has no log-probability: nothing predicts it")
     streams = {}
     if row.candidates:
-        wide = np.zeros((num, len(row.candidates[0])), np.float32)
-        wide[weights > 0] = np.asarray(row.candidates, np.float32)
-        streams["teacher_ids"] = wide
+        candidates = np.zeros((num, len(row.candidates[0])), np.float32)
+        candidates[weights > 0] = np.asarray(row.candidates, np.float32)
+        streams["teacher_ids"] = candidates
     return TokenSequence(
         name=f"teacher/row={index}",
         token_ids=np.asarray(row.ids, np.int64),
@@ -213,36 +217,37 @@ def _sequence(row: ScoringRow, index: int) -> TokenSequence:
     )
 
 
-def _scores(row: ScoringRow, logprobs: Any, wide: Mapping[str, Any]) -> TokenScores:
+def _scores(row: ScoringRow, logprobs: Any, columns: Mapping[str, Any]) -> TokenScores:
     at = np.concatenate([np.arange(start, end) for start, end in row.spans])
     return TokenScores(
         logprobs[at].tolist(),
-        wide["candidates"][at].tolist() if "candidates" in wide else [],
-        wide["top_ids"][at].astype(int).tolist() if "top_ids" in wide else [],
-        wide["top"][at].tolist() if "top" in wide else [],
+        columns["candidates"][at].tolist() if "candidates" in columns else [],
+        columns["top_ids"][at].astype(int).tolist() if "top_ids" in columns else [],
+        columns["top"][at].tolist() if "top" in columns else [],
     )
 
 
 def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
-    """Raises ConfigError, with the first difference, where the teacher's ids mean something
-    else."""
-    ours, theirs = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
-    if ours != theirs:
+    """Raise ConfigError, with the first difference, if the teacher's token ids have other
+    meanings."""
+    policy_ids = policy.tokenizer.get_vocab()
+    teacher_ids = teacher.tokenizer.get_vocab()
+    if policy_ids != teacher_ids:
         texts = sorted(
-            text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text)
+            text
+            for text in policy_ids.keys() | teacher_ids.keys()
+            if policy_ids.get(text) != teacher_ids.get(text)
         )
         text = texts[0]
         raise ConfigError(
-            f"teacher '{name}' has another vocabulary: {text!r} is token {ours.get(text)} of the "
-            "policy and "
-            f"{theirs.get(text)} of the teacher ({len(texts)} differ); a teacher scores the "
-            "policy's own ids, so both need "
-            "one tokenizer"
+            f"teacher '{name}' has another vocabulary: {text!r} is token {policy_ids.get(text)} of "
+            f"the policy and {teacher_ids.get(text)} of the teacher ({len(texts)} differ); a "
+            "teacher scores the policy's own ids, so both need one tokenizer"
         )
 
 
 class RunTeachers:
-    """The scorers of one run, made when the first step needs them."""
+    """The teachers of one run, loaded when the first step needs them."""
 
     def __init__(
         self,
@@ -257,21 +262,24 @@ class RunTeachers:
         in_engine: Run | None = None,
         is_copy: bool = False,
     ) -> None:
-        """``sources``: name -> decay of the average, for ``ema``. ``policy`` is the one that
-        learns; ``weights`` are those that it has now, and ``save`` writes them into a folder.
-        ``is_copy``: what learns lies elsewhere, as over ranks, and ``policy`` is what answers.
-        ``client_of`` connects an engine by name. ``in_engine`` computes between two steps of the
-        engine, where that samples from the very module that learns.
+        """``sources``: name -> decay of the average, for ``ema``. ``policy`` is the policy being
+        trained; ``weights`` yields its current weights, and ``save`` writes them to a folder.
+        ``is_copy``: the trained weights live elsewhere, as in a sharded run, and ``policy`` is a
+        copy that only samples. ``client_of`` connects to an engine by name. ``in_engine`` runs a
+        function between two engine steps, if the engine samples from the very module that is
+        trained.
 
-        Raises ConfigError for a checkpoint that is not there, or has another vocabulary."""
-        self._sources, self._policy, self._backend_of, self._out = (
-            dict(sources),
-            policy,
-            backend_of,
-            out,
-        )
-        self._save, self._client_of, self._seed, self._in_engine = save, client_of, seed, in_engine
-        self._weights, self._is_copy = weights, is_copy
+        Raises ConfigError for a checkpoint that does not exist or has another vocabulary."""
+        self._sources = dict(sources)
+        self._policy = policy
+        self._backend_of = backend_of
+        self._out = out
+        self._save = save
+        self._client_of = client_of
+        self._seed = seed
+        self._in_engine = in_engine
+        self._weights = weights
+        self._is_copy = is_copy
         self._executor = ThreadPoolExecutor(1, "ramify-teacher")
         self._models: dict[str, Any] = {}
         self._scorers: dict[str, Any] = {}
@@ -279,16 +287,16 @@ class RunTeachers:
             if name not in ("reference", "ema", "live", "random") and not name.startswith(
                 "client:"
             ):
-                self._models[name] = self._other(name)
+                self._models[name] = self._from_checkpoint(name)
 
     async def at(self, step: int) -> Mapping[str, TokenScorer]:
-        """The scorers for step ``step`` of the stage, averages brought up to date."""
+        """The scorers for step ``step`` of the stage, with averages updated."""
         if self._sources:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._prepare, step)
         return self._scorers
 
     def measured(self) -> dict[str, float]:
-        """Seconds of computing, tokens of rows and tokens computed, over all scorers and since the
+        """Compute seconds, tokens of rows and computed tokens, summed over all scorers since the
         run began."""
         names = {
             "busy_s": "teacher_s",
@@ -297,7 +305,7 @@ class RunTeachers:
             "plain_tokens": "teacher_plain_tokens",
         }
         return {
-            shown: float(sum(getattr(each, name) for each in self._scorers.values()))
+            shown: float(sum(getattr(scorer, name) for scorer in self._scorers.values()))
             for name, shown in names.items()
         }
 
@@ -305,58 +313,62 @@ class RunTeachers:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     @property
-    def is_kept(self) -> bool:
-        """Whether a checkpoint must hold something of them."""
+    def has_state(self) -> bool:
+        """Whether a checkpoint must store something: only the average cannot be recomputed."""
         return "ema" in self._sources
 
     def save(self, folder: Path) -> None:
-        """Write what cannot be made again: the average, as the last step left it."""
+        """Write the state that cannot be recomputed: the average after the last step."""
         from ramify.models.load import save
 
         save(self._models["ema"], folder)
 
     def load(self, folder: Path) -> None:
-        """Go on with what ``save`` wrote. Raises ConfigError where there is none."""
+        """Restore what ``save`` wrote. Raises ConfigError if the folder does not exist."""
         from ramify.models.load import load
 
         if not folder.is_dir():
             raise ConfigError(
-                f"{folder} is not there: the checkpoint does not hold the average that the teacher "
-                "'ema' is, so this run "
-                "cannot go on from it; start anew, or resume from a checkpoint that does"
+                f"{folder} is not there: the checkpoint does not hold the averaged weights of the "
+                "teacher 'ema', so this run cannot be resumed from it; start a new run, or resume "
+                "from a checkpoint that holds them"
             )
         self._models["ema"] = load(folder, None, self._policy.device)
 
     def _prepare(self, step: int) -> None:
-        """In the teachers' thread."""
+        """Update the average and create missing scorers; runs in the teachers' thread."""
         from ramify.models.weights import load_weights
 
         for name, decay in self._sources.items():
             if name == "ema" and name in self._models:
                 self._average(decay)
             if name not in self._scorers:
-                self._scorers[name] = self._made(name, step)
+                self._scorers[name] = self._scorer(name, step)
             if name == "live" and self._is_copy:
                 load_weights(
                     self._models[name].model, dict(self._weights()), "the policy that is trained"
                 )
 
-    def _made(self, name: str, step: int) -> Any:
+    def _scorer(self, name: str, step: int) -> Any:
         if name.startswith("client:"):
             if self._client_of is None:
-                raise ConfigError(f"teacher '{name}': there is nothing to connect it with here")
+                raise ConfigError(f"teacher '{name}': this run cannot connect to its client")
             return ClientScorer(self._client_of(name.removeprefix("client:")))
-        policy = self._models.get(name) or self._own(name, step)
+        policy = self._models.get(name) or self._policy_for(name, step)
         self._models[name] = policy
         backend = self._backend_of(policy)
-        run = self._in_engine if name == "live" and self._in_engine is not None else self._in_own
+        run = (
+            self._in_engine
+            if name == "live" and self._in_engine is not None
+            else self._in_teacher_thread
+        )
         return PolicyScorer(backend, policy.window, policy.config.vocab_size, run)
 
-    async def _in_own(self, function: Callable[[], Any]) -> Any:
+    async def _in_teacher_thread(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
-    def _own(self, name: str, step: int) -> Policy:
-        """The policy as it is, or a copy of it."""
+    def _policy_for(self, name: str, step: int) -> Policy:
+        """The current policy, a copy of it, or an untrained one, as the source ``name`` needs."""
         from ramify.models.load import from_config, load
 
         policy = self._policy
@@ -377,13 +389,12 @@ class RunTeachers:
             self._save(folder)
         elif not folder.is_dir():
             raise ConfigError(
-                f"{folder} is not there: it is the policy that rollouts began with, which the "
-                "teacher 'reference' is; copy it "
-                "from the run that the checkpoint is of"
+                f"{folder} is not there: it holds the initial policy of the run, which is the "
+                "teacher 'reference'; copy it from the run that wrote the checkpoint"
             )
         return load(folder, policy.dtype, policy.device)
 
-    def _other(self, name: str) -> Policy:
+    def _from_checkpoint(self, name: str) -> Policy:
         from ramify.models.load import load
 
         teacher = load(name, self._policy.dtype, self._policy.device)
@@ -391,10 +402,11 @@ class RunTeachers:
         return teacher
 
     def _average(self, decay: float) -> None:
-        """w ← (1 − decay) w + decay · policy"""
+        """Update the average: w ← (1 − decay) w + decay · policy"""
         import torch
 
-        theirs = dict(self._models["ema"].model.named_parameters())
+        averages = dict(self._models["ema"].model.named_parameters())
         with torch.no_grad():
             for name, weight in self._weights():
-                theirs[name].lerp_(weight.to(theirs[name].device, theirs[name].dtype), decay)
+                average = averages[name]
+                average.lerp_(weight.to(average.device, average.dtype), decay)

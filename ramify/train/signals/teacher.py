@@ -1,15 +1,19 @@
-"""A teacher reads the policy's own tokens again, shown a hint that the policy had not: ℓ_T − ℓ_o,
-token by token.
+"""The teacher signal: a teacher rescores the policy's own tokens after a hint is added to the
+prompt, ℓ_T − ℓ_o per token.
 
-    path     P P P u u u </u> <a> r r r </a> o o o <a> r r       r sampled, o observed, u the last user message
-    row      P P P u u u h h </u> <a> r r r </a> o o o <a> r r   the hint at the end of the message, the rest unchanged
+    path     P P P u u u </u> <a> r r r </a> o o o <a> r r
+    row      P P P u u u h h </u> <a> r r r </a> o o o <a> r r
                                       x x x            x x       scored
 
-Positive where the hint makes the token likelier: minus a one-sample estimate of the reverse KL from
-policy to teacher. Everything is ids: the hint's are put into the prompt's, and those of the
-response are asserted to be the same. Without hints (``hints=None``) it is on-policy distillation
-from whoever the source is. What cannot be scored has no reading, never zeros. Decides rows, the
-choice among hints and what becomes of the scores; leaves out who computes them (``scorer.py``).
+    P prompt, u last user message, h hint at the end of that message, r sampled, o observed
+
+The difference is positive if the hint makes the token more likely. It is minus a one-sample
+estimate of the reverse KL from policy to teacher. Everything is done on ids: the hint's ids are
+inserted into the prompt's, and the response ids are checked to be unchanged. Without hints
+(``hints=None``) this is on-policy distillation from the source. A turn that cannot be scored gets
+no number, never zeros. Decides the rows, the choice among hints, and what is made of the scores.
+
+Not here: the computation of log-probabilities (see scorer.py).
 
 Legend: N tokens sampled in a turn, k candidates per position.
 """
@@ -24,7 +28,6 @@ import msgspec
 
 from ramify.errors import ConfigError, RamifyError, TrainError
 from ramify.train.signals.base import (
-    Place,
     PromptRenderer,
     ScoringRow,
     SignalContext,
@@ -32,6 +35,7 @@ from ramify.train.signals.base import (
     TokenScorer,
     TokenScores,
     TopKCandidates,
+    TurnId,
 )
 from ramify.train.signals.hindsight import TrajectoryHints, hints_of
 from ramify.train.signals.rollout_trees import is_scored, was_cut_off
@@ -41,7 +45,7 @@ from ramify.types.trajectory import Call, Group, Trajectory
 
 TEMPLATE = "\n\n[A hint for this task]\n{hint}"
 ALL = -1
-"""As ``top``: the whole vocabulary."""
+"""Value of ``top`` for the whole vocabulary."""
 
 
 class TeacherSignal(
@@ -52,68 +56,67 @@ class TeacherSignal(
     tag_field="name",
     tag="teacher",
 ):
-    """Implements ``Signal``: ``tokens`` is ℓ_T − ℓ_o, ``logprobs`` ℓ_T, ``top`` candidates where
-    asked for."""
+    """Teacher that rescores sampled tokens; implements ``Signal``.
+
+    ``tokens`` is ℓ_T − ℓ_o, ``logprobs`` is ℓ_T, and ``top`` holds candidates if requested."""
 
     hints: Any = None
-    """Of ``hindsight.HINTS``; None: the teacher sees what the policy saw, and every trajectory is
-    scored."""
+    """A name from ``hindsight.HINTS``. None: the teacher sees what the policy saw, and every
+    trajectory is scored."""
     source: str = "reference"
-    """Who it is: ``reference`` (the policy that rollouts began with, frozen), ``ema`` (an average
-    of the policy's weights), ``live`` (the policy as it is), ``random`` (untrained weights: a
-    control), ``client:NAME`` (an engine that gives log-probabilities of a prompt), or a
-    checkpoint's folder."""
+    """The teacher: ``reference`` (the initial policy, frozen), ``ema`` (an average of the policy's
+    weights), ``live`` (the current policy), ``random`` (untrained weights, a control),
+    ``client:NAME`` (an engine that returns prompt log-probabilities), or a checkpoint folder."""
     template: str = TEMPLATE
-    """What is put at the end of the last message before the reply, ``{hint}`` in it."""
+    """Text appended to the last message before the reply; must contain ``{hint}``."""
     student: Literal["sampler", "recomputed"] = "sampler"
-    """Where ℓ_o comes from: what the sampler said, or one more pass over the plain path by the code
-    that scores the teacher: exact where sampler and trainer round differently (bf16), for another
-    half of a forward pass."""
+    """Where ℓ_o comes from. ``sampler``: the sampler's log-probabilities. ``recomputed``: another
+    pass over the row without the hint, by the code that scores the teacher. That is exact even if
+    sampler and trainer round differently (bf16), and costs half of a forward pass."""
     top: int = 0
-    """Candidates per position for losses over more than the sampled token; -1: the whole
+    """Candidates per position, for losses over more than the sampled token; -1: the whole
     vocabulary; 0: none."""
     support: Literal["teacher", "student"] = "teacher"
-    """Whose likeliest tokens the candidates are."""
+    """Whose most likely tokens are the candidates."""
     choose: Literal["first", "overlap"] = "first"
-    """Among several accepted hints: as their source ordered them, or the one whose teacher shares
-    the most of its likeliest tokens with the policy."""
+    """How to choose among several accepted hints: ``first`` as ordered by their source, or
+    ``overlap``, the one whose teacher shares most of its top tokens with the policy."""
     overlap: int = 4
-    """Likeliest tokens per position that are compared."""
+    """Number of most likely tokens per position to compare."""
     evidence: float = 0.0
-    """Only tokens whose log-probability the hint itself moves by more than this count, so that
-    un-hinted tokens are not pulled back to an old teacher; takes another pass of the teacher. 0:
-    all tokens count."""
+    """Only tokens whose log-probability the hint changes by more than this count, so that tokens
+    which it does not affect are not pulled towards an old teacher. Needs one more teacher pass.
+    0: all tokens count."""
     turns: Literal["all", "named"] = "all"
-    """Which are scored: all from the hint on, or those up to the one that the hint is about. What
-    comes after it has seen what the hint says, so that there the teacher mostly repeats what it was
-    before."""
+    """Which turns are scored: ``all`` from the hint on, or ``named``, those up to the turn that the
+    hint is about. Later turns have already seen what the hint says, so the teacher adds little
+    there."""
     cut_off: bool = False
-    """Score trajectories that a limit cut off, too."""
+    """Also score trajectories that were cut off by a limit."""
     ema_decay: float = 0.05
-    """Of the policy in each step's average."""
+    """Weight of the current policy in each step's average."""
 
     def __post_init__(self) -> None:
         if isinstance(self.hints, str | Mapping):
             msgspec.structs.force_setattr(self, "hints", hints_of(self.hints))
         if "{hint}" not in self.template:
-            raise ConfigError(f"teacher.template={self.template!r} has no {{hint}} in it")
+            raise ConfigError(f"teacher.template={self.template!r} does not contain {{hint}}")
         if self.top < ALL or self.overlap < 1 or self.evidence < 0 or not 0 < self.ema_decay <= 1:
             raise ConfigError(
-                f"teacher: top={self.top} is -1 (all), 0 (none) or more, overlap={self.overlap} at "
-                "least 1, "
-                f"evidence={self.evidence} not negative, ema_decay={self.ema_decay} in (0, 1]"
+                f"teacher: top={self.top} must be -1 (all), 0 (none) or more, "
+                f"overlap={self.overlap} at least 1, evidence={self.evidence} not negative, and "
+                f"ema_decay={self.ema_decay} in (0, 1]"
             )
         if self.source == "live" and self.hints is not None:
             warnings.warn(
-                "a live teacher (the policy itself, with a hint) eroded or collapsed in two of "
-                "five seeds: source=reference "
-                "or source=ema is safer",
+                "a live teacher (the policy itself, with a hint) eroded or collapsed the policy in "
+                "two of five seeds: source=reference or source=ema is safer",
                 stacklevel=2,
             )
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Scorers that it needs."""
+        """The scorers that this signal needs."""
         needs_student = (
             self.student == "recomputed"
             or self.choose == "overlap"
@@ -124,38 +127,39 @@ class TeacherSignal(
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
         source = hints_of(self.hints)
         if source is None:
-            found = [self._unhinted(each) for each in group.trajectories]
+            hints = [self._without_hints(trajectory) for trajectory in group.trajectories]
         else:
-            found = await source.hints(group, context)
+            hints = await source.hints(group, context)
         scorer = context.scorers.get(self.source)
         if scorer is None:
             raise ConfigError(
-                f"there is no teacher '{self.source}' here: "
-                f"{', '.join(context.scorers) or 'none was made'}"
+                f"this run has no teacher '{self.source}'; it has "
+                f"{', '.join(context.scorers) or 'none'}"
             )
         rows = [
             row
-            for index, (trajectory, hints) in enumerate(zip(group.trajectories, found, strict=True))
-            for row in self._rows(index, trajectory, hints, context.writing)
+            for index, (trajectory, own) in enumerate(zip(group.trajectories, hints, strict=True))
+            for row in self._rows(index, trajectory, own, context.writing)
         ]
         try:
-            await self._score(rows, scorer, group, found, context)
-        except RamifyError as error:  # no zeros in place of what could not be scored
-            for hints in found:
-                _abstain(hints.reading, type(error).__name__)
-                hints.reading.tokens.clear()
-                hints.reading.reference.clear()
-        return [hints.reading for hints in found]
+            await self._score(rows, scorer, group, hints, context)
+        except RamifyError as error:
+            # A failed pass must not leave numbers: the signal abstains instead.
+            for own in hints:
+                _abstain(own.reading, type(error).__name__)
+                own.reading.tokens.clear()
+                own.reading.reference.clear()
+        return [own.reading for own in hints]
 
-    def _unhinted(self, trajectory: Trajectory) -> TrajectoryHints:
-        found = TrajectoryHints(SignalScore())
+    def _without_hints(self, trajectory: Trajectory) -> TrajectoryHints:
+        hints = TrajectoryHints(SignalScore())
         if not trajectory.calls or not trajectory.root.turns or not trajectory.rewards:
-            found.reading.abstained = "not scored"
+            hints.reading.abstained = "not scored"
         elif not self.cut_off and was_cut_off(trajectory.root):
-            found.reading.abstained = "cut off"
+            hints.reading.abstained = "cut off"
         else:
-            found.at[trajectory.root.id, 0] = [""]
-        return found
+            hints.at[trajectory.root.id, 0] = [""]
+        return hints
 
     def _rows(
         self,
@@ -164,8 +168,8 @@ class TeacherSignal(
         hints: TrajectoryHints,
         writing: PromptRenderer | None,
     ) -> list[_HintedRow]:
-        """One per place and candidate. What cannot be written is counted, and the reading
-        abstains."""
+        """One row per turn and candidate hint. If a hint cannot be inserted, the failure is counted
+        and the signal abstains."""
         rows = []
         for place, candidates in hints.at.items():
             call = trajectory.call(place[0])
@@ -184,15 +188,15 @@ class TeacherSignal(
                             *self._row(trajectory, call, paths[0], spans, hint, writing),
                         )
                     )
-                except _CannotWrite as error:
+                except _CannotInsert as error:
                     _abstain(hints.reading, str(error))
         return rows
 
     def _spans(
-        self, path: TokenPath, call: Call, place: Place, hints: TrajectoryHints
+        self, path: TokenPath, call: Call, place: TurnId, hints: TrajectoryHints
     ) -> list[TokenSpan]:
-        """What is scored of ``path`` with a hint at ``place``. With hints at several turns each is
-        for its own."""
+        """The spans of ``path`` to score for a hint at ``place``. If several turns have hints, each
+        hint is only for its own turn."""
         spans = [span for span in path.spans if span.call == call.id and span.turn >= place[1]]
         about = [turn for id, turn in hints.reading.notes if id == call.id]
         if self.turns == "named" and about:
@@ -208,22 +212,22 @@ class TeacherSignal(
         hint: str,
         writing: PromptRenderer | None,
     ) -> tuple[ScoringRow, ScoringRow, list[TokenSpan]]:
-        """(the teacher's row, the plain one, the spans that are scored)."""
+        """(the teacher's row, the row without the hint, the spans to score)."""
         begin, end = spans[0].start, spans[-1].end
         plain = list(path.ids[:end])
         prompt = plain[:begin]
-        given = (
+        hinted = (
             self._hinted(trajectory, call, spans[0].turn, prompt, hint, writing) if hint else prompt
         )
         row = ScoringRow(
-            [*given, *plain[begin:]],
-            [(s.start + len(given) - begin, s.end + len(given) - begin) for s in spans],
+            [*hinted, *plain[begin:]],
+            [(s.start + len(hinted) - begin, s.end + len(hinted) - begin) for s in spans],
         )
         for span, (start, stop) in zip(spans, row.spans, strict=True):
             if list(row.ids[start:stop]) != plain[span.start : span.end]:
                 raise TrainError(
-                    f"{trajectory.id}/call={call.id}/turn={span.turn}: the teacher's row has other "
-                    "response ids"
+                    f"{trajectory.id}/call={call.id}/turn={span.turn}: the teacher's row has "
+                    "different response ids"
                 )
         return row, ScoringRow(plain, [(s.start, s.end) for s in spans]), spans
 
@@ -236,39 +240,41 @@ class TeacherSignal(
         hint: str,
         writing: PromptRenderer | None,
     ) -> list[int]:
-        """The ids of ``prompt`` with the hint at the end of its last message. The messages are
-        written with and without it; where they differ, and there alone, the ids are exchanged."""
+        """The ids of ``prompt`` with the hint at the end of its last message.
+
+        The messages are rendered with and without the hint, and only the ids that differ are
+        replaced."""
         if writing is None:
-            raise _CannotWrite("no renderer")
+            raise _CannotInsert("no renderer")
         messages = trajectory.conversation(call, turn)[:-1]
         if not messages or messages[-1].role not in ("user", "tool"):
-            raise _CannotWrite("the prompt ends with no message to it")
+            raise _CannotInsert("the prompt ends with no message to it")
         last = messages[-1]
-        more = Message(
+        extended = Message(
             last.role,
             last.content + self.template.format(hint=hint),
             tool_call_id=last.tool_call_id,
         )
-        without, with_hint = writing.prompt(messages), writing.prompt([*messages[:-1], more])
-        same = next(
-            (index for index, (a, b) in enumerate(zip(without, with_hint, strict=False)) if a != b),
-            len(without),
+        plain, with_hint = writing.prompt(messages), writing.prompt([*messages[:-1], extended])
+        num_same = next(
+            (index for index, (a, b) in enumerate(zip(plain, with_hint, strict=False)) if a != b),
+            len(plain),
         )
-        tail = without[same:]
+        tail = plain[num_same:]
         if not tail or prompt[-len(tail) :] != tail:
-            raise _CannotWrite("the prompt cannot be written again")
-        return [*prompt[: len(prompt) - len(tail)], *with_hint[same:]]
+            raise _CannotInsert("the prompt cannot be written again")
+        return [*prompt[: len(prompt) - len(tail)], *with_hint[num_same:]]
 
     async def _score(
         self,
         rows: Sequence[_HintedRow],
         scorer: TokenScorer,
         group: Group,
-        found: Sequence[TrajectoryHints],
+        hints: Sequence[TrajectoryHints],
         context: SignalContext,
     ) -> None:
-        """One pass of the policy over the plain rows, where it is asked for, and one of the teacher
-        over all candidates."""
+        """Run one pass of the policy over the plain rows, if needed, and one of the teacher over
+        all rows with hints."""
         if not rows:
             return
         temperature = context.temperature
@@ -276,41 +282,42 @@ class TeacherSignal(
             {(row.number, row.place) for row in rows}
         ) < len(rows)
         student = await self._student(rows, compares, context)
-        theirs = [
+        hinted = [
             ScoringRow(
-                each.row.ids, each.row.spans, _first(scores.top_ids, self._num_support), temperature
+                row.row.ids, row.row.spans, _first(scores.top_ids, self._num_support), temperature
             )
-            for each, scores in zip(rows, student, strict=True)
+            for row, scores in zip(rows, student, strict=True)
         ]
         plain = [
-            ScoringRow(each.plain.ids, each.plain.spans, row.candidates, temperature)
-            for each, row in zip(rows, theirs, strict=True)
+            ScoringRow(row.plain.ids, row.plain.spans, scored.candidates, temperature)
+            for row, scored in zip(rows, hinted, strict=True)
         ]
-        whole = list(self._whole(group, context))
+        roots = list(self._sampled_roots(group, context))
         top = max(self.top if self.support == "teacher" else 0, self.overlap if compares else 0)
         top = ALL if self.top == ALL and self.support == "teacher" else top
-        asked = [*theirs, *(plain if self.evidence else ()), *(each.row for each in whole)]
-        scores = await scorer.score(asked, top=top)
-        for root, values in zip(whole, scores[len(asked) - len(whole) :], strict=True):
-            found[root.number].reading.reference |= _by_place(root.spans, values.logprobs)
+        requested = [*hinted, *(plain if self.evidence else ()), *(root.row for root in roots)]
+        scores = await scorer.score(requested, top=top)
+        for root, values in zip(roots, scores[len(requested) - len(roots) :], strict=True):
+            hints[root.number].reading.reference |= _by_place(root.spans, values.logprobs)
         for index in self._chosen(rows, scores, student):
-            each, reading = rows[index], found[rows[index].number].reading
-            if compares and each.hint and len(reading.notes) == 1:
-                reading.notes = dict.fromkeys(reading.notes, each.hint)
+            row = rows[index]
+            reading = hints[row.number].reading
+            if compares and row.hint and len(reading.notes) == 1:
+                reading.notes = dict.fromkeys(reading.notes, row.hint)
             evidence = scores[len(rows) + index].logprobs if self.evidence else None
-            old = student[index].logprobs if self.student == "recomputed" else _sampled(each, group)
-            self._write(reading, each, scores[index], student[index], old, evidence)
+            old = student[index].logprobs if self.student == "recomputed" else _sampled(row, group)
+            self._write(reading, row, scores[index], student[index], old, evidence)
 
     @property
     def _num_support(self) -> int:
-        """Of the policy's likeliest tokens that are candidates."""
+        """How many of the policy's most likely tokens are candidates; 0 if the teacher's are."""
         return self.top if self.support == "student" else 0
 
     async def _student(
         self, rows: Sequence[_HintedRow], compares: bool, context: SignalContext
     ) -> list[TokenScores]:
-        """What the policy thinks of the plain rows; empty ones where nobody asks. Rows of one
-        trajectory are the same."""
+        """The policy's scores of the plain rows; empty if not needed. Rows of one trajectory are
+        the same."""
         if not (compares or self._num_support or self.student == "recomputed"):
             return [TokenScores([])] * len(rows)
         top = (
@@ -319,15 +326,16 @@ class TeacherSignal(
             else max(self._num_support, self.overlap if compares else 0)
         )
         plain = [
-            ScoringRow(each.plain.ids, each.plain.spans, (), context.temperature) for each in rows
+            ScoringRow(row.plain.ids, row.plain.spans, (), context.temperature) for row in rows
         ]
         return list(await context.scorers["live"].score(plain, top=top))
 
-    def _whole(self, group: Group, context: SignalContext) -> Iterator[_SampledRoot]:
-        """The roots of the group as they were sampled, where the teacher is who training compares
-        them with by a KL: packed together, teacher's rows cost no prompt of their own, and training
-        is spared this pass. Not where candidates are asked for, which would be made of these rows
-        as well."""
+    def _sampled_roots(self, group: Group, context: SignalContext) -> Iterator[_SampledRoot]:
+        """The roots of the group as they were sampled, if the loss has a KL to this same teacher.
+
+        Packed together with the teacher's rows they cost no extra prompt, and training saves
+        this pass. Not used if candidates are requested, since those would be computed for these
+        rows as well."""
         if not context.wants_reference or self.source != "reference" or self.top:
             return
         for index, trajectory in enumerate(group.trajectories):
@@ -353,8 +361,8 @@ class TeacherSignal(
         teacher: Sequence[TokenScores],
         student: Sequence[TokenScores],
     ) -> list[int]:
-        """Of the rows of each trajectory and place the index of one."""
-        by_place: dict[tuple[int, Place], list[int]] = {}
+        """The index of one row for each trajectory and turn."""
+        by_place: dict[tuple[int, TurnId], list[int]] = {}
         for index, row in enumerate(rows):
             by_place.setdefault((row.number, row.place), []).append(index)
         if self.choose == "first":
@@ -364,7 +372,10 @@ class TeacherSignal(
             pairs = zip(teacher[index].top_ids, student[index].top_ids, strict=True)
             return sum(len({*a[: self.overlap]} & {*b[: self.overlap]}) for a, b in pairs)
 
-        return [max(each, key=shared) if len(each) > 1 else each[0] for each in by_place.values()]
+        return [
+            max(indices, key=shared) if len(indices) > 1 else indices[0]
+            for indices in by_place.values()
+        ]
 
     def _write(
         self,
@@ -379,21 +390,23 @@ class TeacherSignal(
         if not len(scores.logprobs) == len(old) == num:
             raise TrainError(
                 f"the teacher '{self.source}' gave {len(scores.logprobs)} log-probabilities and "
-                f"the policy {len(old)} for "
-                f"{num} tokens"
+                f"the policy {len(old)} for {num} tokens"
             )
         begin = 0
         for span in row.spans:
             at = slice(begin, begin := begin + span.end - span.start)
             place = (span.call, span.turn)
-            gaps = [t - o for t, o in zip(scores.logprobs[at], old[at], strict=True)]
+            differences = [t - o for t, o in zip(scores.logprobs[at], old[at], strict=True)]
             if plain is not None:
                 moved = [
                     abs(t - p) > self.evidence
                     for t, p in zip(scores.logprobs[at], plain[at], strict=True)
                 ]
-                gaps = [gap if counts else 0.0 for gap, counts in zip(gaps, moved, strict=True)]
-            reading.tokens[place], reading.logprobs[place] = gaps, scores.logprobs[at]
+                differences = [
+                    difference if counts else 0.0
+                    for difference, counts in zip(differences, moved, strict=True)
+                ]
+            reading.tokens[place], reading.logprobs[place] = differences, scores.logprobs[at]
             if num := self._num_support:
                 reading.top[place] = TopKCandidates(
                     _first(student.top_ids[at], num),
@@ -406,25 +419,25 @@ class TeacherSignal(
                 )
 
 
-class _CannotWrite(Exception):
-    """Why a hint cannot be put before a reply, in a few words."""
+class _CannotInsert(Exception):
+    """A hint cannot be inserted before a reply; the message says why in a few words."""
 
 
 class _HintedRow(NamedTuple):
-    """One row to be scored."""
+    """One row to score, with its hint."""
 
     number: int
-    """Of the trajectory in its group."""
-    place: Place
+    """Index of the trajectory in its group."""
+    place: TurnId
     hint: str
     row: ScoringRow
     plain: ScoringRow
-    """The same without the hint."""
+    """The same row without the hint."""
     spans: list[TokenSpan]
 
 
 class _SampledRoot(NamedTuple):
-    """A root as it was sampled."""
+    """A root call as it was sampled."""
 
     number: int
     row: ScoringRow
@@ -435,23 +448,23 @@ T = TypeVar("T")
 
 
 def _first(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
-    """The first ``num`` of each row, which are the likeliest; nothing for 0, all for ``ALL``."""
+    """The first ``num`` of each row, the most likely ones; nothing for 0, all for ``ALL``."""
     if not num:
         return []
     return [list(row if num == ALL else row[:num]) for row in rows]
 
 
-def _by_place(spans: Sequence[TokenSpan], values: Sequence[float]) -> dict[Place, list[float]]:
-    """One number after the other, by the turns that they are about."""
-    given = iter(values)
+def _by_place(spans: Sequence[TokenSpan], values: Sequence[float]) -> dict[TurnId, list[float]]:
+    """Split ``values``, one per scored token, by turn."""
+    remaining = iter(values)
     return {
-        (span.call, span.turn): [next(given) for _ in range(span.end - span.start)]
+        (span.call, span.turn): [next(remaining) for _ in range(span.end - span.start)]
         for span in spans
     }
 
 
 def _sampled(row: _HintedRow, group: Group) -> list[float]:
-    """ℓ_o of the row's scored tokens, as the sampler said."""
+    """ℓ_o of the row's scored tokens, as the sampler reported it."""
     turns = {
         (c.id, i): t for c in group.trajectories[row.number].calls for i, t in enumerate(c.turns)
     }
@@ -467,9 +480,9 @@ def _abstain(reading: SignalScore, reason: str) -> None:
 
 
 def needed(signals: Mapping[str, Any]) -> dict[str, float]:
-    """Scorers that these signals need -> the decay of its average, for ``ema``."""
-    found: dict[str, float] = {}
+    """Scorer that these signals need -> the decay of its average, which only ``ema`` uses."""
+    decays: dict[str, float] = {}
     for signal in signals.values():
         if isinstance(signal, TeacherSignal):
-            found |= dict.fromkeys(signal.sources, signal.ema_decay)
-    return found
+            decays |= dict.fromkeys(signal.sources, signal.ema_decay)
+    return decays

@@ -1,9 +1,9 @@
-"""Tool use, turn by turn: +1 for a turn whose code ran, -1 for one whose code raised, nothing for
-one without code.
+"""Tool use, turn by turn: +1 for a turn whose code ran, -1 for a turn whose code raised, nothing
+for a turn without code.
 
-Only a part of doing well: code that runs can be silently wrong, and a policy that is paid for
-running code learns to run code. Its correlation with the outcome is reported beside it
-(``NAME/outcome_correlation``); keep its weight small.
+This is only part of doing well: code that runs can still be wrong, and a policy that is rewarded
+for running code learns to run code. The correlation with the outcome is reported as
+``NAME/outcome_correlation``; keep the weight of this signal small.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from ramify.train.signals.judge_view import steps_of
 from ramify.types.trajectory import Call, Group, Trajectory
 
 _ERROR = re.compile(
-    r"(?:^|\n)(?:Traceback \(most recent call last\)|\w*(?:Error|Exception)\b[^\n]{0,200}$|Timeout)",
+    r"(?:^|\n)(?:Traceback \(most recent call last\)"
+    r"|\w*(?:Error|Exception)\b[^\n]{0,200}$|Timeout)",
     re.M,
 )
 
 
 def has_tool(call: Call, turn: int) -> bool:
-    """Whether the turn used a tool: it ran cells, or made native tool calls, or is answered by
-    one."""
-    found = call.turns[turn]
+    """Whether the turn used a tool: it ran cells, made native tool calls, or is followed by a tool
+    message."""
+    used = call.turns[turn]
     following = call.turns[turn + 1].prompt if turn + 1 < len(call.turns) else ()
-    return bool(found.cells or found.reply.message.tool_calls) or any(
-        each.role == "tool" for each in following
+    return bool(used.cells or used.reply.message.tool_calls) or any(
+        message.role == "tool" for message in following
     )
 
 
 def num_observations(call: Call) -> int:
-    """How many of the call's turns used a tool and saw what came of it."""
+    """Number of the call's turns that used a tool and observed the result."""
     return sum(has_tool(call, index) for index in range(len(call.turns)))
 
 
@@ -45,15 +46,15 @@ class ToolUseSignal(
     tag_field="name",
     tag="tools",
 ):
-    """Implements ``Signal``: a number per turn that used a tool."""
+    """Tool-use score for each turn that used a tool; implements ``Signal``."""
 
     ran: float = 1.0
     raised: float = -1.0
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
-        return [self._one(trajectory) for trajectory in group.trajectories]
+        return [self._score(trajectory) for trajectory in group.trajectories]
 
-    def _one(self, trajectory: Trajectory) -> SignalScore:
+    def _score(self, trajectory: Trajectory) -> SignalScore:
         reading = SignalScore()
         if not trajectory.calls:
             reading.abstained = "empty"

@@ -1,25 +1,25 @@
-"""How much each sampled token weighs in the loss, by how many tokens there are.
+"""Token weights: how much each sampled token counts in the loss.
 
-Every rollout of a step weighs the same under the default, however many calls and tokens it has: a
-tree with more children does not weigh more. Two rollouts, of 4 tokens (one call) and of 12 (three
-calls of 4):
+By default every rollout of a step has the same total weight, however many calls and tokens it has:
+a tree with more children does not weigh more. Two rollouts, of 4 tokens (one call) and of 12 (three
+calls of 4), which form one group:
 
-    reduction   a token of the first   of the second   the loss is divided by
-    rollout     1/4                    1/12            2        rollouts
-    token       1                      1               16       tokens                    (DAPO)
-    constant    1/max_tokens           1/max_tokens    2        rollouts                  (Dr.GRPO)
-    group       1/8                    1/24            1        groups, each of weight 1  (both are of one group of 2)
-    prompt      1/16                   1/16            1        groups, each of weight 1, token by token   (ScaleRL)
-    sum         1                      1               1        nothing
+    reduction   token of the first   of the second   the loss is divided by
+    rollout     1/4                  1/12            2   rollouts
+    token       1                    1               16  tokens                       (DAPO)
+    constant    1/max_tokens         1/max_tokens    2   rollouts                     (Dr.GRPO)
+    group       1/8                  1/24            1   group of weight 1
+    prompt      1/16                 1/16            1   group of weight 1, by token  (ScaleRL)
+    sum         1                    1               1   (not divided)
 
-Others call them ``token_mean`` (token), ``seq_mean_token_mean`` (rollout),
+Other libraries call them ``token_mean`` (token), ``seq_mean_token_mean`` (rollout),
 ``seq_mean_token_sum_norm`` (constant), ``prompt_mean`` (prompt) and ``token_sum`` (sum); these
-names do as well.
+names are accepted, too.
 
-Within a rollout, ``share`` says how its weight is divided: ``token`` evenly over its tokens,
-``call`` evenly over its calls and within each over its tokens. Counted are the tokens that carry
-loss. The numbers are those of the whole optimizer step, so that loss and gradient do not depend on
-how the step is cut into batches.
+``share`` says how a rollout's weight is divided: ``token`` divides it evenly among its tokens,
+``call`` evenly among its calls and then among each call's tokens. Only tokens that carry loss are
+counted. All counts are of the whole optimizer step, so loss and gradient do not depend on how the
+step is cut into batches.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ ALSO = {
     "prompt_mean": "prompt",
     "token_sum": "sum",
 }
-"""What others call a reduction -> its name here."""
+"""A reduction's name in other libraries -> its name here."""
 Share = Literal["token", "call"]
 Counts = Mapping[str, int]
-"""Call id -> how many of its tokens carry loss; of one rollout."""
+"""Call id -> number of its tokens that carry loss, for one rollout."""
 Weights = dict[str, float]
 """Call id -> weight of each of these tokens."""
 
@@ -61,16 +61,14 @@ def weights(
     share: Share = "token",
     max_tokens: int = 1,
 ) -> tuple[list[list[Weights]], float]:
-    """(weights by group, rollout and call, the denominator of the step). Rollouts without tokens
-    count for nothing.
+    """(weights by group, rollout and call; the denominator of the step). Rollouts without tokens do
+    not count.
 
-    ``max_tokens`` is the constant length of ``constant``."""
+    ``max_tokens`` is the constant length for ``reduction="constant"``."""
     name = ALSO.get(reduction, reduction)
     sizes = [_size(group) for group in groups]
-    num_rollouts, num_groups = (
-        sum(size.rollouts for size in sizes),
-        sum(1 for size in sizes if size.tokens),
-    )
+    num_rollouts = sum(size.rollouts for size in sizes)
+    num_groups = sum(1 for size in sizes if size.tokens)
     denominators = {
         "rollout": num_rollouts,
         "constant": num_rollouts,
@@ -79,14 +77,16 @@ def weights(
         "token": sum(size.tokens for size in sizes),
         "sum": 1,
     }
-    found = []
+    by_group = []
     for group, size in zip(groups, sizes, strict=True):
-        found.append([_of_rollout(rollout, name, share, size, max_tokens) for rollout in group])
-    return found, float(denominators[name])
+        by_group.append(
+            [_rollout_weights(rollout, name, share, size, max_tokens) for rollout in group]
+        )
+    return by_group, float(denominators[name])
 
 
 class _Size(NamedTuple):
-    """Of a group, counting what carries loss."""
+    """Rollouts and tokens of a group that carry loss."""
 
     rollouts: int
     tokens: int
@@ -97,7 +97,7 @@ def _size(group: Sequence[Counts]) -> _Size:
     return _Size(sum(1 for total in totals if total), sum(totals))
 
 
-def _of_rollout(
+def _rollout_weights(
     counts: Counts, reduction: str, share: Share, group: _Size, max_tokens: int
 ) -> Weights:
     total = sum(counts.values())

@@ -1,12 +1,12 @@
-"""Services that a run's measurements are also sent to: by name, beside ``metrics.jsonl``, which has
-all of them in any case.
+"""Experiment trackers: services that receive a run's metrics in addition to ``metrics.jsonl``.
 
-    Measured ── listener ──> queue ── a thread ──> each tracker: log(step, {"rl/reward": 0.46, …})
+    StepMetrics ── listener ──> queue ── thread ──> each tracker: log(step, {"rl/reward": 0.46, …})
 
-Decides what is sent (every value, under its stage's name; the run's configuration once, never a
-secret), that a resumed run goes on in the same run over there, and that nothing over there can hold
-training up or end it: a tracker that fails is told of once and left alone. Leaves out what each
-service wants: a file each, with a class that implements ``Tracker``.
+Decides what is sent: every value, under its stage's name, and the run's configuration once, never
+with secrets. A resumed run continues the same run at the service. No tracker can delay or end
+training: one that fails is reported once and not used again.
+
+Not here: each service's API (see the other files, each with a class that implements ``Tracker``).
 """
 
 from __future__ import annotations
@@ -33,50 +33,52 @@ TRACKERS = {
     "mlflow": "ramify.train.trackers.mlflow:MlflowTracker",
     "trackio": "ramify.train.trackers.trackio:TrackioTracker",
 }
-"""Name -> class."""
+"""Name -> the class that implements ``Tracker``."""
 FILE = "trackers.json"
-"""Of a run's folder: name of a tracker -> id of the run over there."""
+"""File in the run's folder: tracker name -> id of the run at the service."""
 CLOSE_S = 60.0
-"""For what is still to be sent when a run is over."""
+"""Seconds to wait at the end of a run until pending metrics are sent."""
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tracker is told of a run at its beginning."""
+    """What a tracker receives when a run begins."""
 
     name: str
     folder: Path
-    """Of the run; what a tracker writes to this disk belongs below it."""
+    """The run's folder; a tracker writes its local files below it."""
     config: dict[str, Any]
-    """Dotted name -> plain value, without secrets."""
+    """Dotted option name -> plain value, without secrets."""
     id: str = ""
-    """Of the run over there that goes on; empty for a new one."""
+    """Id of the run to continue at the service; empty for a new run."""
     step: int = 0
-    """The last step that was kept; what was sent of later ones will be measured again."""
+    """The step that the run resumes from; metrics of later steps will be measured again."""
 
 
 class Tracker(Protocol):
-    """One run at a service. Made as ``Class(about, **options)``, on the main thread, before
-    anything is trained; everything else is called on one other thread."""
+    """One run at a tracking service.
+
+    It is created as ``Class(about, **options)`` on the main thread before training. All other
+    methods are called on one other thread."""
 
     modules: ClassVar[tuple[str, ...]]
-    """What it imports; any one of them will do."""
+    """Modules that it can use; at least one must be installed."""
     extra: ClassVar[str]
-    """``tensorboard`` for ``pip install 'ramify[tensorboard]'``; empty for a class of one's own."""
+    """``tensorboard`` for ``pip install 'ramify[tensorboard]'``; empty for a user-defined class."""
 
     @property
     def id(self) -> str:
-        """What to go on with this run by."""
+        """The id by which a resumed run continues at the service."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self, failed: bool) -> None:
-        """Send what is left. ``failed``: the run ended by an error."""
+        """Send everything that is pending. ``failed``: the run ended with an error."""
         ...
 
 
 class RunTrackers:
-    """The trackers of one run: a listener of its measurements."""
+    """The trackers of one run, as a listener of its metrics."""
 
     def __init__(
         self,
@@ -84,40 +86,44 @@ class RunTrackers:
         options: Mapping[str, Mapping[str, Any]],
         say: Callable[[str], None],
     ) -> None:
-        """Nothing is opened. Raises ConfigError for what could not be: an unknown name or option, a
-        missing package."""
+        """Check the trackers without opening them. Raises ConfigError for an unknown name or
+        option, or a missing package."""
         self._classes = {
             name: _class_of(name, options.get(name, {})) for name in dict.fromkeys(names)
         }
-        self._options, self._say = options, say
+        self._options = options
+        self._say = say
         self._open: dict[str, Tracker] = {}
-        self._waiting: queue.SimpleQueue[StepMetrics | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[StepMetrics | None] = queue.SimpleQueue()
         self._failed = False
 
     def __call__(self, measured: StepMetrics) -> None:
         if self._open:
-            self._waiting.put(measured)
+            self._queue.put(measured)
 
     @contextlib.contextmanager
     def opened(
         self, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None = None
     ) -> Iterator[None]:
-        """Open all as long as the block lasts. ``resumed_at`` is the step that a run goes on from.
-        Raises ConfigError where one cannot be opened."""
+        """Keep all trackers open for the duration of the block. ``resumed_at`` is the step that a
+        resumed run starts from. Raises ConfigError if a tracker cannot be opened."""
         if not self._classes:
             yield
             return
         folder.mkdir(parents=True, exist_ok=True)
-        known = _ids(folder) if resumed_at is not None else {}
+        stored_ids = _ids(folder) if resumed_at is not None else {}
         about = RunInfo(name=name, folder=folder, config=flat(config), step=resumed_at or 0)
         sender = threading.Thread(target=self._send, daemon=True, name="ramify trackers")
         self._failed = True
         try:
-            for each, kind in self._classes.items():
-                self._open[each] = self._opened_one(
-                    each, kind, msgspec.structs.replace(about, id=known.get(each, ""))
+            for tracker_name, kind in self._classes.items():
+                self._open[tracker_name] = self._opened_one(
+                    tracker_name,
+                    kind,
+                    msgspec.structs.replace(about, id=stored_ids.get(tracker_name, "")),
                 )
-            ids = {**known, **{each: tracker.id for each, tracker in self._open.items()}}
+            new_ids = {tracker_name: tracker.id for tracker_name, tracker in self._open.items()}
+            ids = {**stored_ids, **new_ids}
             (folder / FILE).write_bytes(msgspec.json.format(msgspec.json.encode(ids)))
             sender.start()
             yield
@@ -130,52 +136,53 @@ class RunTrackers:
             tracker: Tracker = kind(about, **self._options.get(name, {}))
         except Exception as error:
             raise ConfigError(
-                f"tracker '{name}' cannot be opened: {_short(error)}; leave it out to go on without"
+                f"tracker '{name}' cannot be opened: {_short(error)}; remove it from the recipe to "
+                "run without it"
             ) from error
         return tracker
 
     def _end(self, sender: threading.Thread) -> None:
-        if not sender.ident:  # one could not be opened
+        if not sender.ident:  # a tracker could not be opened
             self._close_all()
             return
-        self._waiting.put(None)
+        self._queue.put(None)
         sender.join(CLOSE_S)
         if sender.is_alive():
             self._say(
-                f"{', '.join(self._open)}: not all was sent within {CLOSE_S:g} s; metrics.jsonl "
-                "has it"
+                f"{', '.join(self._open)}: some metrics were not sent within {CLOSE_S:g} s; "
+                "metrics.jsonl has all of them"
             )
 
     def _send(self) -> None:
-        while (measured := self._waiting.get()) is not None:
+        while (measured := self._queue.get()) is not None:
             values = {f"{measured.stage}/{name}": value for name, value in measured.values.items()}
             for name, tracker in tuple(self._open.items()):
                 try:
                     tracker.log(measured.step, values)
-                except Exception as error:  # noqa: BLE001 -- whatever it raises, a paid run goes on
+                except Exception as error:  # noqa: BLE001 -- no tracker error may end a run
                     del self._open[name]
                     self._say(
-                        f"tracker '{name}' failed and is told no more; the run goes on: "
+                        f"tracker '{name}' failed and is no longer used; the run continues: "
                         f"{_short(error)}"
                     )
-                    self._close(name, tracker, is_told=True)
+                    self._close(name, tracker, is_reported=True)
         self._close_all()
 
     def _close_all(self) -> None:
         for name, tracker in self._open.items():
             self._close(name, tracker)
 
-    def _close(self, name: str, tracker: Tracker, is_told: bool = False) -> None:
+    def _close(self, name: str, tracker: Tracker, is_reported: bool = False) -> None:
         try:
-            tracker.close(self._failed or is_told)
+            tracker.close(self._failed or is_reported)
         except Exception as error:  # noqa: BLE001 -- as above
-            if not is_told:
-                self._say(f"tracker '{name}' failed at the end: {_short(error)}")
+            if not is_reported:
+                self._say(f"tracker '{name}' failed to close: {_short(error)}")
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"rl": {"steps": 3}}`` -> ``{"rl.steps": 3}``, without secrets; options of trackers are
-    left out."""
+    """``{"rl": {"steps": 3}}`` -> ``{"rl.steps": 3}``, without secrets; the trackers' own options
+    are left out."""
     return dict(
         _leaves(redacted({key: value for key, value in config.items() if key != "tracker_options"}))
     )
@@ -202,12 +209,12 @@ def _class_of(name: str, options: Mapping[str, Any]) -> Any:
         how = f"pip install 'ramify[{kind.extra}]'" if kind.extra else f"pip install {modules[0]}"
         raise ConfigError(f"tracker '{name}' needs a package that is not installed: {how}")
     parameters = [*inspect.signature(kind).parameters.values()][1:]
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-    known = [each.name for each in parameters]
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    names = [parameter.name for parameter in parameters]
     for option in options:
-        if not takes_all and option not in known:
+        if not takes_all and option not in names:
             raise ConfigError(
-                f"tracker '{name}' has no option '{option}': {nearest(option, known)}"
+                f"tracker '{name}' has no option '{option}': {nearest(option, names)}"
             )
     return kind
 

@@ -1,4 +1,4 @@
-"""MLflow: a tracking server, or a store on disk, by ``MLFLOW_TRACKING_URI`` or the option
+"""MLflow: a tracking server or a local store, given by ``MLFLOW_TRACKING_URI`` or the option
 ``uri``."""
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 from ramify.train.trackers.base import RunInfo
 
-_AT_ONCE = 100
-"""Parameters of one request."""
-_MOST_CHARS = 500
-"""Of a parameter; older servers take no more."""
+_PARAMS_PER_REQUEST = 100
+"""Maximum parameters per request."""
+_MAX_CHARS = 500
+"""Maximum length of a parameter's value; older servers accept no more."""
 
 
 class MlflowTracker:
-    """One run of an experiment."""
+    """Tracker that logs to one run of an MLflow experiment."""
 
     modules: ClassVar[tuple[str, ...]] = ("mlflow",)
     extra: ClassVar[str] = "mlflow"
@@ -26,21 +26,24 @@ class MlflowTracker:
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
-        logging.getLogger("mlflow").setLevel(
-            logging.WARNING
-        )  # it tells of every table that it makes
+        # MLflow logs every table that it creates.
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
         self._client: Any = MlflowClient(uri or None)
         self._metric = Metric
         self.id = about.id
         if self.id:
             self._client.update_run(self.id, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(experiment)
-        where = self._client.create_experiment(experiment) if found is None else found.experiment_id
-        self.id = str(self._client.create_run(where, run_name=about.name).info.run_id)
-        params = [Param(name, str(value)[:_MOST_CHARS]) for name, value in about.config.items()]
-        for at in range(0, len(params), _AT_ONCE):
-            self._client.log_batch(self.id, params=params[at : at + _AT_ONCE])
+        existing = self._client.get_experiment_by_name(experiment)
+        experiment_id = (
+            self._client.create_experiment(experiment)
+            if existing is None
+            else existing.experiment_id
+        )
+        self.id = str(self._client.create_run(experiment_id, run_name=about.name).info.run_id)
+        params = [Param(name, str(value)[:_MAX_CHARS]) for name, value in about.config.items()]
+        for start in range(0, len(params), _PARAMS_PER_REQUEST):
+            self._client.log_batch(self.id, params=params[start : start + _PARAMS_PER_REQUEST])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run's folder, for ``tensorboard --logdir DIR``. Nothing leaves
+"""TensorBoard: event files in the run's folder, for ``tensorboard --logdir DIR``. No data leaves
 the machine."""
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from ramify.train.trackers.base import RunInfo
 
 
 class TensorBoardTracker:
-    """Written by ``tensorboardX``, or by torch where TensorBoard itself is installed; both write
-    the same files."""
+    """Tracker that writes TensorBoard event files, by ``tensorboardX``, or by torch if TensorBoard
+    is installed. Both write the same files."""
 
     modules: ClassVar[tuple[str, ...]] = ("tensorboardX", "tensorboard")
     extra: ClassVar[str] = "tensorboard"
 
     def __init__(self, about: RunInfo, folder: str = "") -> None:
-        """``folder``: by default ``tensorboard`` in the run's. What was written of later steps than
-        a resumed run goes on from is dropped by whoever reads the files."""
+        """``folder`` is ``tensorboard`` in ``about.folder`` by default. After a resume, readers of
+        the files drop events of steps later than the resumed one."""
         self.id = str(Path(folder) if folder else about.folder / "tensorboard")
-        # Files are named by the second: without a suffix, a run resumed within one would write over
-        # what it wrote.
+        # File names have a resolution of one second: without a suffix, a run that is resumed within
+        # the same second would overwrite its own file.
         resumed = (
             {"purge_step": about.step + 1, "filename_suffix": f".from-{about.step}"}
             if about.id
@@ -33,8 +33,10 @@ class TensorBoardTracker:
         )
         self._writer: Any = _writer_class()(self.id, **resumed)
         if not about.id:
-            shown = msgspec.json.format(msgspec.json.encode(about.config)).decode()
-            self._writer.add_text("run", "\n".join(f"    {line}" for line in shown.splitlines()), 0)
+            config = msgspec.json.format(msgspec.json.encode(about.config)).decode()
+            self._writer.add_text(
+                "run", "\n".join(f"    {line}" for line in config.splitlines()), 0
+            )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

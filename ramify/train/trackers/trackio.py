@@ -1,4 +1,4 @@
-"""Trackio: a local dashboard (``trackio show``), or a Space of Hugging Face by the option
+"""Trackio: a local dashboard (``trackio show``), or a Hugging Face Space given by the option
 ``space_id``."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ramify.train.trackers.base import RunInfo
 
 
 class TrackioTracker:
-    """Options are those of ``trackio.init``. A run is known by its name, which is therefore made
-    unique."""
+    """Tracker that logs to Trackio. Options are those of ``trackio.init``. Trackio identifies a run
+    by its name, so the name gets a unique suffix."""
 
     modules: ClassVar[tuple[str, ...]] = ("trackio",)
     extra: ClassVar[str] = "trackio"
@@ -25,7 +25,7 @@ class TrackioTracker:
         import trackio
 
         self.id = about.id or f"{about.name}-{uuid.uuid4().hex[:6]}"
-        given = {"auto_log_cpu": False, "auto_log_gpu": False, **options}
+        run_options = {"auto_log_cpu": False, "auto_log_gpu": False, **options}
         begin = functools.partial(
             trackio.init,
             project=project,
@@ -33,21 +33,20 @@ class TrackioTracker:
             resume="allow" if about.id else "never",
             embed=False,
             config=about.config,
-            **given,
+            **run_options,
         )
-        with (
-            _zero_variance()
-        ):  # in a context of its own, or it would be finished again when the process ends
+        # In a separate context, or the run would be finished again when the process ends.
+        with _silenced():
             self._run: Any = contextvars.copy_context().run(begin)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self, failed: bool) -> None:
-        with _zero_variance():
+        with _silenced():
             self._run.finish()
 
 
-def _zero_variance() -> contextlib.AbstractContextManager[Any]:
-    """It prints how to look at a run; standard output is the command's."""
+def _silenced() -> contextlib.AbstractContextManager[Any]:
+    """Suppress Trackio's usage hints: only the command itself writes to standard output."""
     return contextlib.redirect_stdout(io.StringIO())

@@ -1,4 +1,5 @@
-"""Weights & Biases: ``WANDB_MODE=offline`` keeps it on this machine until ``wandb sync``."""
+"""Weights & Biases. With ``WANDB_MODE=offline`` the run stays on this machine until ``wandb
+sync``."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from ramify.train.trackers.base import RunInfo
 
 
 class WandbTracker:
-    """Options are those of ``wandb.init``: ``project``, ``entity``, ``group``, ``tags``, ``mode``,
-    …"""
+    """Tracker that logs to Weights & Biases. Options are those of ``wandb.init``: ``project``,
+    ``entity``, ``group``, ``tags``, ``mode``, …"""
 
     modules: ClassVar[tuple[str, ...]] = ("wandb",)
     extra: ClassVar[str] = "wandb"
@@ -18,9 +19,8 @@ class WandbTracker:
     def __init__(self, about: RunInfo, project: str = "ramify", **options: Any) -> None:
         import wandb
 
-        settings = wandb.Settings(
-            zero_variance=True, console="off"
-        )  # the terminal is the command's
+        # Only ``ramify train`` itself writes to the terminal.
+        settings = wandb.Settings(silent=True, console="off")
         self._run: Any = wandb.init(
             project=project,
             name=about.name,
@@ -31,9 +31,8 @@ class WandbTracker:
             settings=settings,
             **options,
         )
-        self._run.define_metric(
-            "*", step_metric="step"
-        )  # its own counter cannot go back to a checkpoint
+        # W&B's own step counter cannot go back to the step of a checkpoint.
+        self._run.define_metric("*", step_metric="step")
 
     @property
     def id(self) -> str:

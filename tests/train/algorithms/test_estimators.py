@@ -227,12 +227,12 @@ def test_gdpo_compares_each_reward_on_its_own() -> None:
         "0/0": pytest.approx([HALF_STD - 0.5 * small]),
         "1/0": pytest.approx([-HALF_STD + 0.5 * small]),
     }
-    with pytest.raises(ConfigError, match="let the task score length as one of them"):
+    with pytest.raises(ConfigError, match="have the task score length as one of its"):
         GDPO(length_weight=0.1)
 
 
 def test_rae_remembers_what_roles_came_to() -> None:
-    """Over the batch roots came to 0.75 in the mean, the child to 1."""
+    """Over the batch, the roots have a mean return of 0.75 and the child a return of 1."""
     first = RAE(decay=0.9).assign_advantages(batch(), {})
     assert first.memory == pytest.approx({"rlm@0": 0.075, "rlm@1": 0.1})
     again = remembering(RAE(decay=0.9), first.memory).assign_advantages(batch(), {})
@@ -268,7 +268,7 @@ def learnt(row: TokenSequence, name: str) -> list[float]:
 
 
 def test_gae_goes_from_one_sampled_token_to_the_next() -> None:
-    """A call of turns of 2 and 1 tokens with an observation between them, which came to 1; V = 0.2,
+    """A call of turns of 2 and 1 tokens with an observation between them and return 1; V = 0.2,
     0.5, 0.6, γ = 0.9, λ = 0.5: δ = 0.9·0.5 - 0.2, 0.9·0.6 - 0.5, 1 - 0.6; Â_3 = 0.4, Â_2 = 0.04 +
     0.45·0.4, Â_1 = 0.25 + 0.45·Â_2."""
     algorithm = PPO(gamma=0.9, lam=0.5, normalise=False)
@@ -400,7 +400,7 @@ def test_many_that_failed_are_counted() -> None:
     )
     assert len(found.rollouts) == 2
     assert found.notes[0] == "0 is left out of its group: it has no call"
-    assert found.notes[3:] == ["6 further rollouts are left out likewise"]
+    assert found.notes[3:] == ["6 more rollouts are left out for such reasons"]
 
 
 def test_cut_off_rollouts_can_be_masked_by_every_estimator() -> None:

@@ -153,9 +153,9 @@ def test_a_failed_rollout_leaves_its_group_going() -> None:
     [
         (
             [group(tree(call("0", 1), reward=1))],
-            "no group has two rollouts, so none has anything to be compared with",
+            "no group has two rollouts, so no rollout can be compared with another",
         ),
-        ([group(tree(reward=None), tree(reward=None))], "none of 2 rollouts came to a reward"),
+        ([group(tree(reward=None), tree(reward=None))], "none of 2 rollouts has a reward"),
         (
             [group(tree(call("0"), reward=1), tree(call("0"), reward=0))],
             "all calls with an advantage were masked",

@@ -30,14 +30,14 @@ WHO = SlotMember("rollouts", 3)
 
 
 class Apart(LocalLauncher):
-    """Two machines: whoever is not the first stands on the other."""
+    """Two machines: every member except the first is on the other one."""
 
     def address_of(self, member: SlotMember) -> str:
         return "10.0.0.2" if member.number else self.address
 
 
 def is_running(pid: int) -> bool:
-    """A process that has ended and that nobody has asked for is none."""
+    """Whether process ``pid`` runs; a zombie does not."""
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -177,7 +177,7 @@ class Moving(LocalLauncher):
 def test_a_service_that_ends_is_started_again_and_keeps_its_address(
     hosts: type[LocalLauncher], tmp_path: Path
 ) -> None:
-    """On this machine, and where it is on another one and then on a third. At last it is given
+    """On this machine, or first on a second machine and then on a third. In the end it is given
     up."""
     service = ServiceSpec(
         command=(sys.executable, "-c", SERVES, "{host}", "{port}"),
@@ -212,7 +212,7 @@ def test_a_service_that_ends_is_started_again_and_keeps_its_address(
 
     asyncio.run(ask())
     assert [re.sub(r" \(process \d+ on .*?\)|: .*(?=;)", "", each) for each in said] == [
-        "service 'judge' ended with status 5; it is started again",
+        "service 'judge' ended with status 5; it is restarted",
         "service 'judge' is back",
         "service 'judge' ended with status 5; it is given up",
     ]
@@ -223,18 +223,18 @@ def test_a_service_that_ends_is_started_again_and_keeps_its_address(
     [
         (
             {},
-            "inference.weight_sync=shared ends at this machine, and engine 1 was placed on "
+            "inference.weight_sync=shared works on this machine only, but engine 1 was placed on "
             "10.0.0.2: use 'nccl' or 'gloo'",
         ),
         (
             {"weight_sync": "delta"},
-            "inference.weight_sync=shared ends at this machine, and engine 1 was placed on "
+            "inference.weight_sync=shared works on this machine only, but engine 1 was placed on "
             "10.0.0.2",
         ),
         ({"weight_sync": "gloo"}, "set inference.weight_sync_options.address=127.0.0.1"),
         (
             {"weight_sync": "delta", "weight_sync_options": {"by": "gloo"}},
-            "inference.weight_sync=gloo waits at the loopback, and",
+            "inference.weight_sync=gloo listens on the loopback, but",
         ),
     ],
 )

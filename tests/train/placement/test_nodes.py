@@ -1,9 +1,9 @@
-"""A cluster of Ray of several nodes, which are several raylets of one machine with loopback
-addresses of their own.
+"""A Ray cluster of several nodes, which are raylets on one machine with different loopback
+addresses.
 
-A run whose engine and runner are on another node is the run in one process; what stands on a node
-that goes is started again on another one. Such nodes share processors, files and memory: nothing is
-shown of networks that are slow or cut in two, of file systems that not all see, or of GPUs.
+A run whose engine and rollout worker are on another node equals the run in one process. Processes
+of a lost node are restarted on another one. These nodes share CPUs, files and memory, so the tests
+show nothing about slow or split networks, file systems that not all nodes see, or GPUs.
 """
 
 from __future__ import annotations
@@ -140,15 +140,15 @@ def test_a_run_over_nodes_and_what_becomes_of_those_that_go(tmp_path: Path) -> N
     if "timed out during startup" in done.stderr:
         pytest.skip("Ray gives a node 30 s to come up, and this machine was too busy")
     lines = [
-        line for line in done.stdout.splitlines() if line.startswith(("127.", "seat", "service"))
+        line for line in done.stdout.splitlines() if line.startswith(("127.", "slot", "service"))
     ]
     assert done.returncode == 0, done.stdout + done.stderr
     assert lines[:2] == ["127.0.0.2 True", "127.0.0.3 True"]
     assert (
-        "(127.0.0.3), is gone, and no node of the cluster gave its 0 GPUs and 1.5 CPUs within 5 s"
-        in lines[2]
+        "(127.0.0.3), is gone, and no node of the cluster provided its 0 GPUs and 1.5 CPUs within "
+        "5 s" in lines[2]
     )
-    assert [line.rpartition("; ")[2] for line in lines[3:5]] == ["it is started again", lines[4]]
+    assert [line.rpartition("; ")[2] for line in lines[3:5]] == ["it is restarted", lines[4]]
     assert lines[4].endswith("is back")
 
     alone = msgspec.structs.replace(spread(), inference=None, placement=None)

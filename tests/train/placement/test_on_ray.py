@@ -46,7 +46,7 @@ SMALL = RoleSpec(cpus=0.4)
 
 
 def placed() -> Run:
-    """Two ranks and an engine, each on a seat of its own."""
+    """Two ranks and an engine, each on a separate slot."""
     spec = PlacementSpec(pools={"main": NodePool(cpus=2)}, trainer=SMALL, inference=SMALL)
     return tuned(compute=RANKS, inference=InferenceSpec(), placement=spec)
 
@@ -72,8 +72,7 @@ def on_a_cluster(folder: str) -> None:
 
 
 def refused(address: str) -> None:
-    """Say in the cluster's own records that it is of another version, while somebody wants to
-    join."""
+    """Change the version in the cluster's records while a run tries to join."""
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
     key, where = b"CLUSTER_METADATA", b"cluster"
@@ -95,8 +94,8 @@ def gcs_address() -> str:
 
 
 def pid_of(name: str) -> int:
-    """Of the one process that descends from this one's cluster and runs the module ``name`` with
-    its environment."""
+    """Id of the one process that descends from this process's cluster and runs the module ``name``
+    with its environment."""
     mine = f"/{Path(os.environ['HOME']).name}"
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -121,7 +120,7 @@ def test_a_run_on_ray(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.count("\n")) == (0, 2), done.stdout + done.stderr
     version, lost = done.stdout.splitlines()[-2:]
     assert re.match(
-        r"the cluster of Ray at .* runs other versions than this process \(.*2\.9\.3", version
+        r"the Ray cluster at .* runs other versions than this process \(.*2\.9\.3", version
     )
     assert re.match(
         rf"rank 1 \(process \d+ on {socket.gethostname()}\) is lost: its process ended \(killed by signal 9",

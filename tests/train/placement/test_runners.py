@@ -1,5 +1,5 @@
-"""Rollouts in processes of their own: the run that it is in one process; a runner that dies is
-named, and its work is done."""
+"""Rollouts in separate processes: the run equals that in one process; a rollout worker that dies is
+reported, and its rollouts are still sampled."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def short(**changes: Any) -> Run:
 
 
 def sampled(out: Path) -> list[tuple[Any, ...]]:
-    """All that a rollout is, but for when it was."""
+    """All of a rollout except its times."""
     files = sorted((out / "rollouts").iterdir())
     return [_what(tree) for file in files for tree in trajectories(file)]
 
@@ -70,7 +70,8 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
             os.kill(pid, signal.SIGSTOP)  # what it is given next it does not do
             threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
             killed.append(
-                f"runner 0 (process {pid} on {os.uname().nodename}) is lost: its process ended"
+                f"rollout worker 0 (process {pid} on {os.uname().nodename}) is lost: its process "
+                "ended"
             )
 
     said: list[str] = []
@@ -91,8 +92,8 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     lost = next(number for number, text in enumerate(said) if text.startswith(killed[0]))
-    assert said[lost].endswith("0 others are there; it is started again")
-    assert re.match(r"runner 0 is back \(process \d+ on ", said[lost + 1])
+    assert said[lost].endswith("0 other workers remain; it is restarted")
+    assert re.match(r"rollout worker 0 is back \(process \d+ on ", said[lost + 1])
     assert not list(_pids("RAMIFY_RUNNER_NUMBER=", str(tmp_path)))
 
 
@@ -107,7 +108,7 @@ def _pids(*texts: str) -> Any:
 
 
 class NoEngines:
-    """Nobody listens there."""
+    """Engines at an address where no server listens."""
 
     version = 0
     answering = ("http://127.0.0.1:9",)
@@ -135,12 +136,12 @@ def test_a_runner_that_cannot_begin_says_why(tmp_path: Path) -> None:
             LocalLauncher(), 1, spec, tmp_path, NoEngines(), seen=lambda paths: None, say=print
         ).start()
 
-    with pytest.raises(ConfigError, match="runner 0 cannot begin: unknown task 'nonesuch'"):
+    with pytest.raises(ConfigError, match="rollout worker 0 cannot start: unknown task 'nonesuch'"):
         asyncio.run(begin())
 
 
 def test_runners_need_engines_that_others_can_ask() -> None:
-    with pytest.raises(ConfigError, match="runners ask engines over HTTP: give inference"):
+    with pytest.raises(ConfigError, match="rollout workers call engines over HTTP: set inference"):
         settled(tuned(placement=RUNNERS))
     rl = tuned().rl
     assert rl is not None

@@ -158,9 +158,8 @@ def test_a_large_seat_is_placed_before_small_ones_take_its_node() -> None:
                 pools={"main": NodePool(nodes=2, gpus=3, cpus=64)}, inference=RoleSpec(gpus=2)
             ),
             {"inference": 3},
-            "fit the pool 'main' in sum, but not node by node: inference 2 needs 2 GPUs, 1 CPUs on "
-            "one node, and of its 2 "
-            "nodes the emptiest has 1 GPUs, 63 CPUs left",
+            "fit the pool 'main' in total, but not node by node: inference 2 needs 2 GPUs, 1 CPUs "
+            "on one node, and of its 2 nodes the emptiest has 1 GPUs, 63 CPUs left",
         ),
         (
             PlacementSpec(
@@ -177,8 +176,8 @@ def test_a_large_seat_is_placed_before_small_ones_take_its_node() -> None:
                 colocate=(("trainer", "inference"),),
             ),
             {"trainer": 4, "inference": 2},
-            "GPUs of a process are trainer 2, inference 3: those of trainer do not divide a seat "
-            "of 3 without remainder",
+            "GPUs per process are trainer 2, inference 3: those of trainer do not divide a slot "
+            "of 3 evenly",
         ),
         (
             PlacementSpec(
@@ -197,7 +196,7 @@ def test_a_large_seat_is_placed_before_small_ones_take_its_node() -> None:
                 pools={"a": NodePool(cpus=4), "b": NodePool(cpus=4)}, trainer=RoleSpec(pool="a")
             ),
             {"trainer": 1, "inference": 1},
-            "placement.inference names no pool, and there are 2: a, b",
+            "placement.inference names no pool, but there are 2: a, b",
         ),
     ],
     ids=["sums", "node by node", "memory", "remainder", "shared sums", "no pool"],
@@ -215,9 +214,9 @@ def test_what_does_not_fit_is_said_with_the_sums(
     [
         (
             lambda: PlacementSpec(trainer=RoleSpec(pool="gpu"), pools={"gpus": NodePool()}),
-            "no pool 'gpu': did you mean 'gpus'",
+            "unknown pool 'gpu': did you mean 'gpus'",
         ),
-        (lambda: PlacementSpec(colocate=(("trainer", "engines"),)), "there is no role 'engines'"),
+        (lambda: PlacementSpec(colocate=(("trainer", "engines"),)), "unknown role 'engines'"),
         (
             lambda: PlacementSpec(colocate=(("trainer",), ("trainer", "inference"))),
             "'trainer' is named twice",
@@ -256,7 +255,7 @@ def test_counts_come_from_the_run_or_from_the_placement() -> None:
         ConfigError, match=r"placement.trainer.count=3, but the run has 4 \(compute\.shard\.ranks"
     ):
         settled(placed(PlacementSpec(trainer=RoleSpec(count=3)), ranks=4))
-    with pytest.raises(ConfigError, match="but the run starts no engines: give inference"):
+    with pytest.raises(ConfigError, match="but the run starts no engines: set inference"):
         settled(placed(PlacementSpec(inference=RoleSpec(count=1))))
     with pytest.raises(ConfigError, match=r"set compute\.shard\.ranks"):
         settled(by(small(compute=ComputeSpec(backend="fsdp")), "ray"))
@@ -294,7 +293,8 @@ def test_what_is_asked_of_a_cluster_is_held_against_its_nodes() -> None:
     ):
         check_bundles(asked, [SlotResources(1, 8, 9), SlotResources(1, 8, 9)], "the cluster")
     with pytest.raises(
-        ConfigError, match="no node of the cluster has room for one of pool 'a', which takes 2 GPUs"
+        ConfigError,
+        match="no node of the cluster has room for a slot of pool 'a', which needs 2 GPUs",
     ):
         check_bundles(asked, [SlotResources(1, 8, 9)] * 3, "the cluster")
 

@@ -89,7 +89,7 @@ def ahead(**fields: Any) -> Run:
 
 
 def test_engines_cannot_sleep_and_answer() -> None:
-    says = r"{}, so that engines sleep while the trainer learns, and with rl.sample.max_staleness=1 they are asked meanwhile"
+    says = r"{}, so engines sleep while the trainer learns, but with rl.sample.max_staleness=1 they also sample meanwhile"
     with pytest.raises(
         ConfigError, match=says.format(r"trainer and engines share the GPU 0 \(inference.gpus\)")
     ):
@@ -148,6 +148,6 @@ def test_a_plan_is_refused_where_engines_cannot_sleep() -> None:
         run, rl=msgspec.structs.replace(run.rl, sample=StepSampleSpec(max_staleness=1))
     )
     with pytest.raises(
-        ConfigError, match=r"placement\.colocate has trainer and engines share GPUs, so that"
+        ConfigError, match=r"placement\.colocate has trainer and engines share GPUs, so engines"
     ):
         plan(apart)

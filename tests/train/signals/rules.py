@@ -1,4 +1,4 @@
-"""Judges of the small run that are rules, and what they are told by."""
+"""Rule-based judges for the small run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Steps:
     """Every other turn was right."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
-        return JudgeVerdict(votes=(1 if len(view.step.said) % 2 else -1,))
+        return JudgeVerdict(votes=(1 if len(view.step.reply) % 2 else -1,))
 
 
 class Hints:

@@ -58,7 +58,7 @@ def group(*rewards: float | None, sampled: tuple[int, ...] = (2, 1)) -> Group:
 
 
 def advantages(assigned: AssignedStep) -> dict[str, list[float]]:
-    """Of each rollout, all its tokens in order."""
+    """Trajectory id -> the advantages of all its tokens, in order."""
     return {
         each.trajectory.id: [
             value for place in sorted(each.credits) for value in each.credits[place].advantages
@@ -102,7 +102,7 @@ def test_e1_outcome_shaping_and_group_baselines() -> None:
         (GRPO(), [1.464917, -0.732458, -0.523185, -0.209274]),
         (DrGRPO(), [1.4, -0.7, -0.5, -0.2]),
     ):
-        assigned = Hybrid(outcome=algorithm).given(readings, 0).assign_advantages([one], {})
+        assigned = Hybrid(outcome=algorithm).with_readings(readings, 0).assign_advantages([one], {})
         assert [row[0] for row in advantages(assigned).values()] == pytest.approx(
             expected, abs=1e-5
         )
@@ -131,7 +131,7 @@ def test_e2_step_buckets() -> None:
     hybrid = Hybrid(
         w_rl=0.0, terms=(HybridTerm(signal="process", norm="step_index", plus_outcome=1.0),)
     )
-    found = hybrid.given(readings, 0).assign_advantages([one], {}, every_token=True)
+    found = hybrid.with_readings(readings, 0).assign_advantages([one], {}, every_token=True)
     assert advantages(found)["r0"] == pytest.approx([1.224744] * 4, abs=1e-6)
     assert advantages(found)["r1"] == pytest.approx([-1.224744] * 2 + [0.0] * 4, abs=1e-6)
     # Spans [0,3) and [5,7) of a path of 7, observation at 3 and 4.
@@ -143,7 +143,7 @@ def test_e2_step_buckets() -> None:
     spans.calls[0].turns[1] = msgspec.structs.replace(spans.calls[0].turns[1], reused_ids=4)
     one.trajectories[0] = spans
     spans.rewards = {"correct": 1.0}
-    row = sequences(hybrid.given(readings, 0).assign_advantages([one], {}).rollouts[:1])[0]
+    row = sequences(hybrid.with_readings(readings, 0).assign_advantages([one], {}).rollouts[:1])[0]
     assert row.advantages[1:].tolist() == pytest.approx(
         [1.224744] * 3 + [0, 0] + [1.224744] * 2, abs=1e-6
     )
@@ -162,7 +162,7 @@ def test_e3_teacher_hybrid_surrogate_and_kl() -> None:
     hybrid = Hybrid(
         outcome=DrGRPO(), terms=(HybridTerm(signal="teacher", clip=2.0, route="hinted"),)
     )
-    found = hybrid.given(readings, 0).assign_advantages([Group("t/0", pair)], {})
+    found = hybrid.with_readings(readings, 0).assign_advantages([Group("t/0", pair)], {})
     assert advantages(found)["a"] == pytest.approx([-0.5, 0.886294, -2.5], abs=1e-6)
     assert advantages(found)["b"] == pytest.approx([0.5] * 3)
     a = torch.tensor(advantages(found)["a"], dtype=torch.float64)
@@ -236,16 +236,16 @@ def gap(*values: float, turn: int = 0, note: str = "a hint") -> SignalScore:
 def test_permuting_a_group_permutes_its_advantages() -> None:
     one = group(1, 0, 0, 0.5)
     readings = {"teacher": {"r1": gap(0.5, -3.0), "r3": gap(1.0, turn=1)}}
-    before = advantages(TEACHES.given(readings, 0).assign_advantages([one], {}))
+    before = advantages(TEACHES.with_readings(readings, 0).assign_advantages([one], {}))
     random.Random(1).shuffle(one.trajectories)
-    after = advantages(TEACHES.given(readings, 0).assign_advantages([one], {}))
+    after = advantages(TEACHES.with_readings(readings, 0).assign_advantages([one], {}))
     assert before == after
     assert before["r1"] == pytest.approx([-0.375 + 0.5, -0.375 - 2, -0.375])
 
 
 def test_given_tokens_get_exactly_nothing_and_unread_rollouts_their_outcome() -> None:
     readings = {"teacher": {"r0": gap(0.5, -3.0)}}
-    assigned = TEACHES.given(readings, 0).assign_advantages([group(1, 0)], {})
+    assigned = TEACHES.with_readings(readings, 0).assign_advantages([group(1, 0)], {})
     rows = sequences(assigned.rollouts)
     assert [row.advantages[~row.mask].tolist() for row in rows] == [[0.0] * 4] * 2
     assert advantages(assigned)["r1"] == [-0.5] * 3
@@ -258,7 +258,9 @@ def test_given_tokens_get_exactly_nothing_and_unread_rollouts_their_outcome() ->
 def test_a_group_that_only_a_signal_tells_apart_is_kept() -> None:
     groups = [group(1, 1), Group("t/1", [rollout("s0", 2, reward=1), rollout("s1", 2, reward=0)])]
     alone = DrGRPO().assign_advantages(groups, {})
-    with_signal = TEACHES.given({"teacher": {"r0": gap(1.0, 0.0)}}, 0).assign_advantages(groups, {})
+    with_signal = TEACHES.with_readings({"teacher": {"r0": gap(1.0, 0.0)}}, 0).assign_advantages(
+        groups, {}
+    )
     assert (len(alone.rollouts), alone.denominators) == (2, {"rl": 2.0})
     assert (len(with_signal.rollouts), with_signal.denominators) == (3, {"rl": 4.0})
     assert advantages(with_signal)["r0"] == [1.0, 0.0]
@@ -283,7 +285,9 @@ def test_weights_follow_their_schedule_and_at_zero_the_signal_is_not_wanted() ->
     hybrid = Hybrid(terms=(HybridTerm(signal="teacher", weight=anneal),))
     readings = {"teacher": {"r0": gap(1.0, 1.0)}}
     found = [
-        advantages(hybrid.given(readings, step).assign_advantages([group(1, 0)], {}))["r0"][0]
+        advantages(hybrid.with_readings(readings, step).assign_advantages([group(1, 0)], {}))["r0"][
+            0
+        ]
         for step in (0, 2, 4)
     ]
     assert found == [1.5, 1.0, 0.5]
@@ -298,7 +302,7 @@ def test_weights_follow_their_schedule_and_at_zero_the_signal_is_not_wanted() ->
 def test_routes(route: Any, acted: list[str]) -> None:
     readings = {"teacher": {"r0": gap(1.0, 1.0), "r1": gap(1.0, 1.0), "r2": gap(1.0, 1.0, note="")}}
     hybrid = Hybrid(w_rl=0.0, terms=(HybridTerm(signal="teacher", route=route),))
-    found = hybrid.given(readings, 0).assign_advantages([group(1, 0, 0)], {})
+    found = hybrid.with_readings(readings, 0).assign_advantages([group(1, 0, 0)], {})
     assert sorted(advantages(found)) == acted
     assert found.metrics["teacher/acts_on"] == pytest.approx(len(acted) / 3)
 
@@ -307,7 +311,7 @@ def test_early_tokens_are_trusted_more() -> None:
     assert early_first([1, 1, 2], 0.5) == [1.5, 1.375, 1.25 * 2]
     assert early_first([0, 0], 0.5) == [0, 0]
     hybrid = Hybrid(w_rl=0.0, terms=(HybridTerm(signal="teacher", early=0.5),))
-    found = hybrid.given({"teacher": {"r0": gap(1.0, -1.0)}}, 0).assign_advantages(
+    found = hybrid.with_readings({"teacher": {"r0": gap(1.0, -1.0)}}, 0).assign_advantages(
         [group(1, 1)], {}
     )
     assert advantages(found)["r0"] == [1.5, -1.25]
@@ -322,10 +326,10 @@ def test_a_number_that_is_none_is_left_out_and_its_rollout_named() -> None:
     hybrid = Hybrid(
         terms=(HybridTerm(signal="teacher"), HybridTerm(signal="process", norm="step_index"))
     )
-    found = hybrid.given(readings, 0).assign_advantages([one], {})
+    found = hybrid.with_readings(readings, 0).assign_advantages([one], {})
     assert (found.metrics["teacher/not_finite"], found.metrics["process/not_finite"]) == (1, 1)
     assert one.trajectories[0].errors == [
-        "signal 'teacher' gave nan for a token of call 0, turn 0: the rollout goes on without it"
+        "signal 'teacher' gave nan for a token of call 0, turn 0: the rollout is used without it"
     ]
     assert "inf for call 0, turn 1" in one.trajectories[2].errors[0]
     assert advantages(found)["r1"] == pytest.approx([2 / 3, 2 / 3, -1 / 3])
@@ -341,7 +345,7 @@ def test_a_stream_of_the_wrong_length_is_refused_with_both() -> None:
     with pytest.raises(
         TrainError, match="signal 'teacher', trajectory r0, call 0, turn 0: 3 numbers for 2 sampled"
     ):
-        TEACHES.given({"teacher": {"r0": gap(1.0, 1.0, 1.0)}}, 0).assign_advantages(
+        TEACHES.with_readings({"teacher": {"r0": gap(1.0, 1.0, 1.0)}}, 0).assign_advantages(
             [group(1, 0)], {}
         )
     with pytest.raises(
@@ -359,7 +363,9 @@ def test_a_stream_of_the_wrong_length_is_refused_with_both() -> None:
 
 def test_a_teacher_that_is_silently_off_is_said() -> None:
     with pytest.raises(TrainError, match="scored 2 hinted tokens and its term is 0 on all"):
-        TEACHES.given({"teacher": {"r0": gap(0.0, 0.0)}}, 0).assign_advantages([group(1, 0)], {})
+        TEACHES.with_readings({"teacher": {"r0": gap(0.0, 0.0)}}, 0).assign_advantages(
+            [group(1, 0)], {}
+        )
 
 
 def test_process_reward_that_does_not_go_with_the_outcome_shows() -> None:
@@ -370,7 +376,7 @@ def test_process_reward_that_does_not_go_with_the_outcome_shows() -> None:
     }
     found = (
         Hybrid(terms=(HybridTerm(signal="process", weight=0.3),))
-        .given(readings, 0)
+        .with_readings(readings, 0)
         .assign_advantages([group(1, 0, 0)], {})
     )
     assert found.metrics["process/outcome_correlation"] == pytest.approx(-1)
@@ -387,7 +393,7 @@ def test_a_reading_into_the_loss() -> None:
         "teacher": {"r0": SignalScore(logprobs={("0", 0): [-0.1, -0.2]}, top={("0", 0): top})}
     }
     hybrid = Hybrid(terms=(HybridTerm(signal="teacher", weight=0.5, into="loss"),))
-    assigned = hybrid.given(readings, 0).assign_advantages([group(1, 0)], {})
+    assigned = hybrid.with_readings(readings, 0).assign_advantages([group(1, 0)], {})
     assert assigned.denominators == {"rl": 2.0, "kd": 2.0}
     rows = sequences(assigned.rollouts)
     assert rows[0].kd is not None
@@ -397,7 +403,9 @@ def test_a_reading_into_the_loss() -> None:
     assert not rows[1].streams["teacher_ids"].any()
     assert advantages(assigned)["r0"] == [0.5] * 3
     sampled = {"teacher": {"r0": SignalScore(logprobs={("0", 0): [-0.1, -0.2]})}}
-    row = sequences(hybrid.given(sampled, 0).assign_advantages([group(1, 0)], {}).rollouts)[0]
+    row = sequences(hybrid.with_readings(sampled, 0).assign_advantages([group(1, 0)], {}).rollouts)[
+        0
+    ]
     assert row.streams["teacher_logprobs"].tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, 0, 0])
 
 
@@ -419,7 +427,7 @@ def test_terms_and_wrapped_algorithms_that_there_are_not() -> None:
     with pytest.raises(ConfigError, match="clip=0 must be positive"):
         HybridTerm(signal="teacher", clip=0)
     assert isinstance(Hybrid(outcome={"name": "grpo", "credit": "root"}).outcome, GRPO)
-    assert isinstance(Hybrid().given({}, 0), HybridAlgorithm)
+    assert isinstance(Hybrid().with_readings({}, 0), HybridAlgorithm)
 
 
 def test_what_a_signal_computed_of_the_reference_is_not_asked_for_again() -> None:
@@ -428,7 +436,7 @@ def test_what_a_signal_computed_of_the_reference_is_not_asked_for_again() -> Non
     known = {("0", 0): [-0.25, -0.5], ("0", 1): [-1.0]}
     found = (
         Hybrid()
-        .given({"teacher": {"r1": SignalScore(reference=known)}}, 0)
+        .with_readings({"teacher": {"r1": SignalScore(reference=known)}}, 0)
         .assign_advantages([one], {})
     )
     first, second = sequences(found.rollouts)
@@ -439,9 +447,9 @@ def test_what_a_signal_computed_of_the_reference_is_not_asked_for_again() -> Non
         TrainError,
         match="'reference', trajectory r1, call 0, turn 0: 1 numbers for 2 sampled tokens",
     ):
-        Hybrid().given({"teacher": {"r1": SignalScore(reference=known)}}, 0).assign_advantages(
-            [one], {}
-        )
+        Hybrid().with_readings(
+            {"teacher": {"r1": SignalScore(reference=known)}}, 0
+        ).assign_advantages([one], {})
 
 
 def test_judges_calls_are_never_learnt_from() -> None:
@@ -516,5 +524,5 @@ def test_tool_use_and_format() -> None:
         FormatSignal(pattern="^x$", last="boxed").read(Group("t/0", [one]), context)
     )[0]
     assert formed.turns == {("0", 0): 0.0, ("0", 1): 0.0, ("0", 2): -1.0}
-    with pytest.raises(ConfigError, match="is no regular expression"):
+    with pytest.raises(ConfigError, match="is not a regular expression"):
         FormatSignal(pattern="(")

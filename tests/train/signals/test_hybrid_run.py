@@ -132,7 +132,7 @@ def test_two_steps_with_every_signal(tmp_path: Path) -> None:
         assert row["judge_calls"] <= row["process/votes"] * 2
     assert (
         rows[0]["ref_kl"] < 1e-6 < rows[1]["ref_kl"]
-    )  # at first the policy is the reference, whoever scored it
+    )  # at first the policy is the reference, whichever model scored it
     assert rows[1]["teacher/weight"] == pytest.approx(0.98)
     kept = list(trajectories(out / "rollouts"))
     assert len(kept) == 12
@@ -210,7 +210,7 @@ def learn_from_what_was_kept(out: Path, tmp_path: Path) -> None:
     ],
 )
 def test_distillation_into_the_loss(tmp_path: Path, top: int, support: Any, loss: LossSpec) -> None:
-    """On-policy, from a checkpoint: nobody needs a hint, and the outcome may weigh nothing."""
+    """On-policy, from a checkpoint: no hints are needed, and the outcome may have weight 0."""
     run = hybrid(
         tmp_path,
         steps=1,
@@ -259,15 +259,16 @@ def test_a_run_taught_by_its_average_resumes_to_the_bit_in_another_folder_too(
     assert max(float((ended[name] - resumed[name]).abs().max()) for name in ended) == 0
     shutil.rmtree(whole / f"checkpoints/step-{step - 1:06d}/teachers")
     checksums.write(whole / f"checkpoints/step-{step - 1:06d}")  # as of a run without teachers
-    with pytest.raises(ConfigError, match="start anew, or resume from a checkpoint that does"):
+    with pytest.raises(
+        ConfigError, match="start a new run, or resume from a checkpoint that holds"
+    ):
         train(run, tmp_path / "third", resume=whole / f"checkpoints/step-{step - 1:06d}")
 
 
 def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(
     tmp_path: Path,
 ) -> None:
-    """Nobody brings them into the policy of this process: it is not what answers, and not what is
-    trained."""
+    """They are never loaded into this process's policy, which neither samples nor is trained."""
     run = hybrid(
         tmp_path,
         algorithm=Hybrid(outcome=DrGRPO(), observe=0.1),

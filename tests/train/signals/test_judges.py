@@ -348,7 +348,7 @@ def test_a_rubric_gives_the_outcome() -> None:
     found = reading(signal, one, other, script=[r"\boxed{1}", "splendid"])
     assert [each.outcome for each in found] == [1.0, None]
     assert found[1].abstained == "no grade"
-    assert "holds no grades in the form" in other.errors[0]
+    assert "holds no grades in the requested form" in other.errors[0]
     assert [len(each.calls) for each in found] == [1, 1]
     worth = reading(
         OutcomeSignal(verifier="math", raw=True),
@@ -360,7 +360,7 @@ def test_a_rubric_gives_the_outcome() -> None:
 def test_judges_that_there_are_not() -> None:
     with pytest.raises(ConfigError, match="unknown judge 'step_jugde': did you mean 'step_judge'"):
         judge_of("step_jugde")
-    with pytest.raises(ConfigError, match="is no judge"):
+    with pytest.raises(ConfigError, match="is not a judge"):
         judge_of(3)
     with pytest.raises(ConfigError, match=r"missing required field `model`"):
         judge_of("step_judge")

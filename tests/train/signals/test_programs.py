@@ -25,7 +25,7 @@ RIGHT = dict(enumerate(library().right))
 
 
 def trajectory(item: Item, *rounds: tuple[str, str, bool]) -> Trajectory:
-    """Of (reply, what came back, whether it raised), and a last reply."""
+    """A trajectory of (reply, observation, whether it raised) rounds and a final reply."""
     turns, prompt = [], item.question
     for reply, shown, raised in [*rounds, ("FINAL(1)", "", False)]:
         cell = Cell(reply, error=shown) if raised else Cell(reply, value=shown)
@@ -83,8 +83,8 @@ def test_a_hint_is_what_the_error_named() -> None:
 
 def test_only_the_oracle_sees_what_went_wrong_in_silence() -> None:
     item, code, word = checked_problem()
-    zero_variance = trajectory(item, (code, "17", False))
-    assert judged(OracleJudge(), zero_variance, item).hint == f"use @w{word}@f{RIGHT[word]}"
+    without_error = trajectory(item, (code, "17", False))
+    assert judged(OracleJudge(), without_error, item).hint == f"use @w{word}@f{RIGHT[word]}"
 
 
 def test_marks_for_turns() -> None:

@@ -298,7 +298,7 @@ def test_the_chosen_hints_candidates_take_one_pass_of_each_model(
     read(hinted(HINT, OTHER), group, policy, reference=first)
     assert [len(rows) for rows in first.asked] == [
         3
-    ]  # where nothing is compared only the first hint is scored
+    ]  # without a comparison only the first hint is scored
     alone = {hint: read(hinted(hint, **options), group, policy) for hint in (HINT, OTHER)}
     for index, reading in enumerate(found):
         expected = alone[reading.notes[("0", 1)]][index].top
@@ -324,12 +324,10 @@ def test_what_training_compares_with_is_scored_on_the_way(policy: Policy, group:
     whole = [len(row.ids) for row in rows if row.is_plain]
     assert scorer.inner.plain_tokens <= sum(whole)
     assert scorer.inner.packed_tokens <= max(len(row.ids) for row in rows if not row.is_plain)
-    for zero_variance in (
-        Says(),
-        Says(HINT),
-    ):  # nobody is hinted; the teacher is another than who training compares with
-        source = "reference" if not zero_variance.hints else "ema"
-        quiet = TeacherSignal(hints=Hindsight(judge=zero_variance), source=source)
+    # no trajectory has a hint; the teacher is not the policy of the KL
+    for judge in (Says(), Says(HINT)):
+        source = "reference" if not judge.hints else "ema"
+        quiet = TeacherSignal(hints=Hindsight(judge=judge), source=source)
         assert not any(
             each.reference
             for each in read(quiet, group, policy, wants_reference=True, ema=Counting(policy))
@@ -395,11 +393,11 @@ def test_what_cannot_be_scored_has_no_reading_and_never_zeros(
 def test_an_engine_that_leaves_a_token_out_is_refused(policy: Policy) -> None:
     row = ScoringRow([1, 2, 3], [(1, 3)])
     for broken in (Broken(value=None), Broken(value=0.5)):
-        with pytest.raises(RamifyError, match="gave a log-probability that is none"):
+        with pytest.raises(RamifyError, match="returned an invalid log-probability"):
             asyncio.run(ClientScorer(broken).score([row]))
-    with pytest.raises(RamifyError, match="of the tokens themselves alone"):
+    with pytest.raises(RamifyError, match="of the given tokens only"):
         asyncio.run(ClientScorer(Broken()).score([row], top=3))
-    with pytest.raises(ConfigError, match="gives no log-probabilities of prompts"):
+    with pytest.raises(ConfigError, match="returns no log-probabilities of prompts"):
         ClientScorer(type("Client", (), {"name": "openai:x"})())
 
 
@@ -499,7 +497,7 @@ def test_frozen_averaged_live_and_other_teachers(policy: Policy, folder: Path) -
         again = teachers(policy, folder / "out", "reference", "ema")
         again.load(
             folder / "kept"
-        )  # a run that goes on: neither begins anew, and the step after is averaged in
+        )  # a resumed run: neither restarts, and the next step is averaged in
         resumed = asyncio.run(again.at(2))
         assert asyncio.run(resumed["reference"].score([row]))[0].logprobs == second["reference"]
         wanted = averaged.lerp(weight, 0.25)
@@ -507,11 +505,12 @@ def test_frozen_averaged_live_and_other_teachers(policy: Policy, folder: Path) -
         again.close()
         elsewhere = teachers(policy, folder / "other", "reference", "ema")
         with pytest.raises(
-            ConfigError, match="other/reference is not there: it is the policy that"
+            ConfigError, match="other/reference is not there: it holds the initial policy"
         ):
             asyncio.run(elsewhere.at(2))
         with pytest.raises(
-            ConfigError, match="the checkpoint does not hold the average that the teacher 'ema' is"
+            ConfigError,
+            match="the checkpoint does not hold the averaged weights of the teacher 'ema'",
         ):
             elsewhere.load(folder / "none")
         elsewhere.close()
@@ -547,7 +546,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_at_the_start(
 
 
 def test_options_that_mean_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"has no \{hint\} in it"):
+    with pytest.raises(ConfigError, match=r"does not contain \{hint\}"):
         TeacherSignal(template="x")
     with pytest.raises(ConfigError, match="evidence=-1 not negative"):
         TeacherSignal(evidence=-1)
