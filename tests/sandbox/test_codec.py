@@ -1,5 +1,5 @@
-"""Values over the wire: everything that is carried comes back the same, and nothing hostile decodes
-to a surprise."""
+"""The codec: every supported value survives a round trip, and hostile data never decodes to a
+surprise."""
 
 import math
 import os
@@ -47,7 +47,7 @@ values = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, also in type at every level and in the sign of zero."""
+    """Equal, including types at every level and the sign of zero."""
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):
@@ -144,7 +144,7 @@ def test_frames_survive_any_cut(tmp_path: Any) -> None:
                 (type(m).__name__, [len(b) for b in blobs])
                 for m, blobs in map(parse, assembler.feed(memoryview(data[at : at + step])))
             ]
-        assert got == [("Out", [5]), ("Agreed", []), ("Out", [200_000])]
+        assert got == [("OutputFrame", [5]), ("OkFrame", []), ("OutputFrame", [200_000])]
     path = tmp_path / "frames"
     with path.open("w+b") as file:
         write_all(file.fileno(), [part for parts in frames for part in parts])
