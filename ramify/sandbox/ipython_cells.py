@@ -79,6 +79,10 @@ class CellShell(interactiveshell.InteractiveShell):
         pass
 
 
+# Code in a session can see the name of this class, so it does not change with our names.
+CellShell.__name__ = CellShell.__qualname__ = "Shell"
+
+
 def make_shell() -> CellShell:
     folder = os.path.join(os.path.dirname(os.environ["HOME"]), "ipython")
     config = Config()

@@ -321,8 +321,8 @@ def test_without_the_package_it_is_not_there() -> None:
 
 
 def test_a_cell_that_aborts_is_told_as_one_and_aborts_nobody_else() -> None:
-    """A session may not send signals; the host sends the signal of its own abort() and of no
-    other."""
+    """A session may not send signals. If it calls abort(), the host signals that session and no
+    other process."""
 
     async def test(sandbox: JailSandbox) -> None:
         other = await sandbox.open()
