@@ -270,7 +270,7 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
     return sandbox
 
 
-def said_aloud(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
+def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
     """Return the warning of ``sandbox``, unless the user both named the weak provider and accepted
     it. ``allow_weaker`` with the jail does not say how much weaker, so that warning stays."""
     return None if spec.allow_weaker and spec.provider != "jail" else sandbox.warning

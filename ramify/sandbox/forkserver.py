@@ -180,14 +180,14 @@ class ForkServer:
                     self._reap()
                     continue
                 try:
-                    self.obey(*self.control.receive())
+                    self.handle(*self.control.receive())
                     while self.control.has_frame():
-                        self.obey(*self.control.receive())
+                        self.handle(*self.control.receive())
                 except (EOFError, OSError):
                     self._end()
         os._exit(0)
 
-    def obey(self, header: dict[str, Any], fds: list[int]) -> None:
+    def handle(self, header: dict[str, Any], fds: list[int]) -> None:
         op = header["op"]
         if op == "open":
             self._open(header, fds)
@@ -333,7 +333,7 @@ class ForkServer:
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
-            self.end_strays()
+            self.kill_orphans()
             if prepared is not _TEMPLATE and prepared is not BRANCH:
                 self.clear(prepared)
             if is_child:
@@ -342,7 +342,7 @@ class ForkServer:
                         {"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)}
                     )
 
-    def end_strays(self) -> None:
+    def kill_orphans(self) -> None:
         """Kill processes that left their session's group: this process is their subreaper, so they
         become its children when the session ends."""
         with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -361,7 +361,7 @@ class ForkServer:
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
             self._reap()
-            self.end_strays()
+            self.kill_orphans()
             if not self.children and not _has_children():
                 break
             time.sleep(0.002)

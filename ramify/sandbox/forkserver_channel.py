@@ -102,13 +102,13 @@ class ForkServerChannel:
             id = header["id"] = self._last_id
             reply = self._replies[id] = self._loop.create_future()
             try:
-                self.tell(header, fds)
+                self.send(header, fds)
                 answer: tuple[dict[str, Any], list[int]] = await reply
                 return answer
             finally:
                 self._replies.pop(id, None)
 
-    def tell(self, header: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    def send(self, header: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Send a message that has no reply. Messages are small and few, so the socket's buffer
         holds them."""
         if fds:

@@ -125,7 +125,7 @@ class ThreadTransport:
         if (
             self._guest is not None
             and self._thread.ident is not None
-            and self._guest.interrupts.may_rise()
+            and self._guest.interrupts.may_raise()
         ):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread.ident), ctypes.py_object(KeyboardInterrupt)

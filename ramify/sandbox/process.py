@@ -187,7 +187,7 @@ class ProcessSandbox:
         if task.done() and not task.cancelled() and task.exception() is None:
             channel = task.result()
             with contextlib.suppress(SandboxError):
-                channel.tell({"op": "retire"})
+                channel.send({"op": "retire"})
             self._retired = [old for old in self._retired if not old.gone.done()] + [channel]
         else:
             task.cancel()
@@ -265,7 +265,7 @@ class ProcessSandbox:
             if key not in self._compiled:
                 self._compiled.add(key)
                 with contextlib.suppress(SandboxError):
-                    channel.tell({"op": "compile", "module": module, "source": source})
+                    channel.send({"op": "compile", "module": module, "source": source})
                 self.compiled()
 
         return on_install

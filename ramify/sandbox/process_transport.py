@@ -164,7 +164,7 @@ class ProcessTransport:
         """End the fork: the branch has started, or will not start."""
         if transport.pidfd >= 0:
             with contextlib.suppress(SandboxError):
-                self.channel.tell({"op": "adopt", "pid": transport.pid})
+                self.channel.send({"op": "adopt", "pid": transport.pid})
 
     def move(self, sock: socket.socket, files: SessionMemoryFiles) -> SessionMemoryFiles:
         """Switch the session to a new socket and new files. Returns its old files."""
@@ -200,7 +200,7 @@ class ProcessTransport:
                 signal.pidfd_send_signal(self.pidfd, number)
         else:  # the server is the parent: it knows whether the pid still belongs to this process
             with contextlib.suppress(SandboxError):
-                self.channel.tell({"op": "signal", "pid": self._pid, "signal": int(number)})
+                self.channel.send({"op": "signal", "pid": self._pid, "signal": int(number)})
 
     def leftover(self, start: int) -> bytes:
         spool = self._files.spool
@@ -295,7 +295,7 @@ class BranchTransport(ProcessTransport):
     def _gone(self) -> None:
         asyncio.get_running_loop().remove_reader(self.pidfd)
         with contextlib.suppress(SandboxError):
-            self.channel.tell({"op": "disown", "pid": self._pid})
+            self.channel.send({"op": "disown", "pid": self._pid})
         self._note_exit(None)
 
     async def close(self) -> None:

@@ -376,12 +376,12 @@ class RemoteTransport:
                 )
             if len(data) < end:
                 break
-            self._obey(kind, bytes(data[at + HEAD.size : end]))
+            self._handle(kind, bytes(data[at + HEAD.size : end]))
             at = end
         if at:
             del data[:at]
 
-    def _obey(self, kind: bytes, body: bytes) -> None:
+    def _handle(self, kind: bytes, body: bytes) -> None:
         if kind == DATA:
             self._received(memoryview(body))
         elif kind == FAILED:

@@ -100,7 +100,7 @@ class SessionSupervisor:
 
     def run(self) -> None:
         """Run until the guest has ended or the host is gone."""
-        for work in (self._obey, self._deliver):
+        for work in (self._receive, self._deliver):
             threading.Thread(target=work, daemon=True).start()
         with contextlib.suppress(OSError):
             while data := self._sock.recv(_CHUNK):
@@ -109,7 +109,7 @@ class SessionSupervisor:
         start, output = self._leftover()
         self._wire.send(ENDED, END.pack(status, start) + output)
 
-    def _obey(self) -> None:
+    def _receive(self) -> None:
         with contextlib.suppress(EOFError, OSError, ValueError):
             while True:
                 kind, data = self._wire.receive()

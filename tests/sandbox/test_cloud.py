@@ -314,6 +314,6 @@ def test_the_sdk_has_each_call_that_the_provider_makes(provider: str) -> None:
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    assert extras[provider] == [found.package + found.wanted]
+    assert extras[provider] == [found.package + found.versions]
     sdk_module(found.module)
     found.load()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.sandbox.base import SandboxSpec, open_sandbox, said_aloud
+from ramify.sandbox.base import SandboxSpec, open_sandbox, warning_of
 from ramify.sandbox.process import WARNING, ProcessSandbox
 
 linux = pytest.mark.skipif(
@@ -176,7 +176,7 @@ def test_a_weakness_is_passed_over_only_if_it_was_named() -> None:
         (SandboxSpec(provider="process"), WARNING),
         (SandboxSpec(provider="process", allow_weaker=True), None),
     ):
-        assert said_aloud(ProcessSandbox(spec), spec) == warning
+        assert warning_of(ProcessSandbox(spec), spec) == warning
 
 
 def test_mounts_are_not_passed_over() -> None:

@@ -59,7 +59,7 @@ class Sdk:
     module: str
     package: str
     """Package name for ``pip``."""
-    wanted: str
+    versions: str
     """Versions whose interface was compared with these calls; the same range as in the extra."""
     calls: tuple[SdkCall, ...]
 
@@ -78,7 +78,7 @@ class Sdk:
                 raise SandboxError(
                     f"sandbox '{self.provider}' cannot use {self.package} {self._version()}: "
                     f"{fault}; "
-                    f"nothing was created; install {self.package}{self.wanted}: pip install "
+                    f"nothing was created; install {self.package}{self.versions}: pip install "
                     f"'ramify[{self.provider}]'"
                 )
         return module

@@ -95,7 +95,7 @@ class Guest:
                 break
             except KeyboardInterrupt:
                 continue  # it arrived after its cell had ended
-            self._obey(header, blobs)
+            self._handle(header, blobs)
             self._branches.reap()
         self.notebook.end_loop()
 
@@ -103,7 +103,7 @@ class Guest:
         """Write now to the memory pages that the first cell would otherwise have to copy."""
         eval(CellCode("x = 1\nx", "<cell 0>", 0).body, {})
 
-    def _obey(self, header: dict[str, Any], blobs: list[memoryview]) -> None:
+    def _handle(self, header: dict[str, Any], blobs: list[memoryview]) -> None:
         op, id = header["op"], header["id"]
         if op == "run":
             self._run(id, header["code"])
@@ -223,5 +223,5 @@ class Guest:
         """Signal handler for SIGINT."""
         if not self._channel.is_ours():
             os._exit(130)
-        if self.interrupts.may_rise():
+        if self.interrupts.may_raise():
             raise KeyboardInterrupt

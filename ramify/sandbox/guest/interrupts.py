@@ -26,7 +26,7 @@ class GuestInterrupts:
         self._depth = 0
         self._pending = False
 
-    def may_rise(self) -> bool:
+    def may_raise(self) -> bool:
         """Return True if KeyboardInterrupt may be raised now; if it must wait, it is raised
         later."""
         if self.is_live and self._depth:

@@ -32,9 +32,9 @@ class CellOutput:
         "_count",
         "_ended",
         "_flushed",
+        "_full_output",
         "_held",
         "_interrupts",
-        "_kept",
         "_max_bytes",
         "_pending",
         "_sent",
@@ -67,13 +67,13 @@ class CellOutput:
         self._pending = 0
         self._sent = 0
         self._count = _Utf8("replace").decode
-        self._kept = HeadTailBuffer(16 * self._max_bytes)
+        self._full_output = HeadTailBuffer(16 * self._max_bytes)
         self._held = TailBuffer(max(self._max_bytes // 2, 1))
         self._flushed = _clock()
 
     def end(self) -> None:
         """Keep the output of the cell, which has ended and was taken."""
-        self._ended = (self._kept, self.chars)
+        self._ended = (self._full_output, self.chars)
 
     def last_output(self) -> str:
         """Return the output of the last cell that ended, up to 16 times what the host keeps. In
@@ -115,7 +115,7 @@ class CellOutput:
         parts: list[Buffer] = []
         for data in self.spool.take():
             self.chars += len(self._count(data))
-            self._kept.add(data)
+            self._full_output.add(data)
             room = max(self._max_bytes - self._sent, 0)
             if room:
                 parts += self._out(data[:room], 0, self.spool.at - len(data[room:]))

@@ -136,11 +136,11 @@ class Zygote(forkserver.ForkServer):
     def clear(self, prepared: confine.PreparedSession) -> None:
         prepared.drop()
 
-    def obey(self, header: dict[str, Any], fds: list[int]) -> None:
+    def handle(self, header: dict[str, Any], fds: list[int]) -> None:
         if header["op"] == "freeze":
             self._freeze(header["id"], header["pid"])
         else:
-            super().obey(header, fds)
+            super().handle(header, fds)
 
     def _freeze(self, id: int, pid: int) -> None:
         """Make a session's folder read-only: from now on the session may have branches."""
@@ -153,11 +153,11 @@ class Zygote(forkserver.ForkServer):
             return
         self.control.send({"op": "frozen", "id": id})
 
-    def end_strays(self) -> None:
+    def kill_orphans(self) -> None:
         """Do nothing unless the zygote is ending: a session can start only branches, and the host
         ends these."""
         if self.is_ending and self._walls.outer:
-            super().end_strays()
+            super().kill_orphans()
 
 
 def main(control_fd: int) -> None:
