@@ -96,8 +96,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Maximum memory of all sessions of a sandbox together; 0: three quarters of the machine's
     memory. If they exceed it, the session that uses the most is ended. Jail only."""
     allow_weaker: bool = False
-    """Accept a weaker tier, or the ``process`` provider if no jail is available, with a warning. A
-    weak provider that was named explicitly runs without its warning."""
+    """Accept a weaker tier, or the ``process`` provider if no jail is available, with a warning. If
+    ``provider`` names a weak provider, accepting it silences its warning."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "cell_s", "grace_s", "max_output_bytes"):
