@@ -1,7 +1,7 @@
-"""The command, from its first moment: Ctrl-C while its modules are imported ends it without a word.
+"""The ``ramify`` command: Ctrl-C ends it silently even while its modules are still being imported.
 
-Nothing is imported here before that is so; ``signal`` itself would take as long as all else in this
-file.
+The default signal handler is installed before anything else is imported. ``_signal`` is used
+because importing ``signal`` takes as long as the rest of this file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import _signal  # type: ignore[import-not-found]
 
 
 def main() -> None:
-    """The entry point. Never returns."""
+    """Command-line entry point. Never returns."""
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     from ramify.cli.main import main as run
 

@@ -1,10 +1,12 @@
-"""Processes that this one starts: in sessions of their own, with a log, and gone when whoever
-started them is.
+"""Child processes of this process: each has its own session and log, and ends when its parent ends.
 
-    Child(command, log=…)  ->  poll: how it ended    said: the end of its log    end: SIGTERM, then SIGKILL
+    child = ChildProcess(command, log=…)
+    child.poll()         exit status, or None while it runs
+    child.log_tail()     end of its log, without secrets
+    child.end(10.0)      SIGTERM, then SIGKILL for it and everything it started
 
-What a child starts itself ends with it. Leaves out what is started, and who starts it again.
-Sessions of a sandbox, which obey no signal and are forked, have a way of their own (``sandbox/``).
+Not here: which commands are run, and when one is restarted (see their callers), and sandbox
+sessions, which ignore signals and are forked (see ``sandbox/``).
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from ramify.secrets import SecretRedactor
 
 _POLL_S = 0.01
 _KILLED_S = 10.0
-"""In which one that was killed must be gone."""
+"""Seconds that a killed process may take to disappear."""
 _QUOTED = 600
-"""Characters of a log that are told."""
+"""Characters of the log that are quoted in an error."""
 _READ = 1 << 14
-"""Bytes that are read for them: a secret at their beginning is seen whole."""
+"""Bytes that are read from the end of the log. More than is quoted, so that a secret cut by the
+quote is still recognised and redacted."""
 _FOLLOW = """
 import ctypes, os, sys
 parent, number, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
@@ -40,7 +43,8 @@ os.execvp(command[0], command)
 
 
 class ChildProcess:
-    """One process. For any thread, but the one that makes it must last: the child ends with it."""
+    """One child process. Safe to use from any thread, but it ends when the thread that created it
+    ends."""
 
     def __init__(
         self,
@@ -51,10 +55,13 @@ class ChildProcess:
         folder: Path | None = None,
         follow: signal.Signals = signal.SIGKILL,
     ) -> None:
-        """``environment`` is added to this process's. ``log`` is appended to, and made with its
-        folder; without one only what it says on stderr is seen, on this process's. It works in
-        ``folder``, where that is there. ``follow`` is sent to it when its starter ends. Raises
-        OSError where it cannot be started."""
+        """Start ``command``.
+
+        ``environment`` is added to the environment of this process. Output is appended to ``log``,
+        which is created with its folder; without a log, only stderr is shown, on the stderr of this
+        process. The child runs in ``folder`` if that exists. ``follow`` is the signal that it
+        receives when its parent ends. Raises OSError if it cannot be started.
+        """
         self._log = log
         self._environment = {**os.environ, **(environment or {})}
         with contextlib.ExitStack() as stack:
@@ -74,24 +81,27 @@ class ChildProcess:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs. It is not reaped: its number
-        still stands for what it started itself."""
+        """Return the exit status, negative for a signal, or None while the process runs.
+
+        Does not reap the process, so its id still identifies the process group of what it started.
+        """
         if self._process.returncode is not None or not hasattr(os, "waitid"):
             return self._process.poll()
         try:
-            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # another thread has just reaped it
             return self._process.wait()
-        if found is None:
+        if state is None:
             return None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
     def wait(self) -> int:
-        """Its exit status, once it has ended. What it started is left alone."""
+        """Wait until the process has ended and return its exit status. Processes that it started
+        are not stopped."""
         return self._process.wait()
 
-    def said(self) -> str:
-        """The end of its log on one line, without the secrets of its environment."""
+    def log_tail(self) -> str:
+        """Return the end of the log on one line, without the secrets of the environment."""
         if self._log is None:
             return ""
         with contextlib.suppress(OSError), self._log.open("rb") as file:
@@ -103,7 +113,7 @@ class ChildProcess:
         return ""
 
     def signal(self, number: int) -> None:
-        """Send it to the child and to what it started, as long as it was not reaped."""
+        """Send ``number`` to the process group of the child unless the child was reaped."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
@@ -112,12 +122,13 @@ class ChildProcess:
         self.signal(signal.SIGKILL)
 
     def end(self, timeout_s: float) -> None:
-        """Let it end for so long, and see to it that it and what it started does. Idempotent."""
+        """Send SIGTERM, wait up to ``timeout_s``, then kill the child and everything it started.
+        Idempotent."""
         end_all([self], timeout_s)
 
 
 def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
-    """As ``ChildProcess.end``, of all at the same time."""
+    """Do the same as ``ChildProcess.end`` for several children at the same time."""
     alive = [child for child in children if child._process.returncode is None]
     until = time.monotonic() + timeout_s
     for child in alive:
@@ -126,19 +137,21 @@ def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
     for child in alive:
         while child.poll() is None and time.monotonic() < until:
             time.sleep(_POLL_S)
-        child.kill()  # also for what it left behind
+        child.kill()  # also ends processes that it left behind
     for child in alive:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child._process.wait(_KILLED_S)
 
 
 def following(command: Sequence[str], number: signal.Signals) -> list[str]:
-    """``command`` so that the kernel sends it ``number`` when the thread that starts it ends; where
-    there is no Linux, as it is. Raises FileNotFoundError where there is none.
+    """Return ``command`` wrapped so that the kernel sends it ``number`` when the starting thread
+    ends. On systems other than Linux the command is returned unchanged. Raises FileNotFoundError if
+    the program does not exist.
 
-    A small program asks for that and becomes the command. Asked for between fork and exec
-    (``preexec_fn``), a process of several threads stands still for ever now and then: what another
-    thread had locked stays locked in the child."""
+    A small program sets the signal and then becomes the command. Setting it between fork and exec
+    (``preexec_fn``) sometimes deadlocks a process with several threads, because a lock held by
+    another thread stays locked in the child.
+    """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
     if sys.platform != "linux":

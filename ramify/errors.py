@@ -1,32 +1,32 @@
-"""Every error that Ramify raises, and the ``except`` a user should write.
+"""Every error that Ramify raises, and the ``except`` clause to write.
 
     RamifyError
-    ├── ConfigError         a wrong option, model name, key, schema or limit: fix the call
-    ├── SourceError         something to read that cannot be read
+    ├── ConfigError         invalid option, model name, key, schema or limit: fix the call
+    ├── SourceError         an input cannot be read
     ├── ModelError          a language model gave no usable reply
-    │   ├── RateLimited         429 or 503 with a time to wait       (tried again)
-    │   ├── Unreachable         never sent: refused, no route, DNS   (tried again)
-    │   ├── ReplyLost           sent, but the reply did not arrive   (tried again; may have been paid)
-    │   ├── ServerFailed        a 5xx                                (tried again)
-    │   ├── BadReply            not the API: HTML, no choices        (not tried again)
-    │   ├── ReplyCut            ended at its length limit, unfinished (``.text`` is what arrived)
-    │   ├── ReplyFiltered       stopped by a content filter, or the model refused
+    │   ├── RateLimited         429, or 503 with a time to wait      (retried)
+    │   ├── Unreachable         never sent: refused, no route, DNS   (retried)
+    │   ├── ReplyLost           sent, but the reply did not arrive   (retried; may be billed)
+    │   ├── ServerFailed        a 5xx                                (retried)
+    │   ├── BadReply            not the API: HTML, no choices        (not retried)
+    │   ├── ReplyCut            truncated at its length limit (``.text`` holds what arrived)
+    │   ├── ReplyFiltered       stopped by a content filter, or refused by the model
     │   └── Refused             4xx: key, quota, unknown model, prompt too long
-    ├── SandboxError        a session could not be had, or broke
+    ├── SandboxError        a session could not be started, or failed
     │   └── SessionDied         the process behind a session ended
-    ├── StoreError          a journal or blob that cannot be read or written
-    │   ├── UnknownRun          no run or evaluation has that name, or several do
-    │   ├── RunInUse            another process is writing that run, evaluation or training folder
-    │   └── ReplayDiverged      a replay asked something that was not recorded
-    ├── TrainError          training cannot go on: a loss or gradient that is not finite
+    ├── StoreError          a journal or blob cannot be read or written
+    │   ├── UnknownRun          no run or evaluation matches the name, or several do
+    │   ├── RunInUse            another process is writing the run, evaluation or training folder
+    │   └── ReplayDiverged      a replay sent a request that was not recorded
+    ├── TrainError          training cannot continue: a loss or gradient is not finite
     └── LimitReached        a limit was reached; ``.stop`` says which
 
     try:
         result = rlm.completion(context, query)
     except ramify.RamifyError as error:
-        print(error)            # one line: what, where, what was got, what to do
+        print(error)            # one line: what failed, where, what was received, what to do
 
-A run that meets its limits is not an error: it returns its best answer and its ``Stop``.
+Reaching a limit is not an error for a run: it returns its best answer and its ``Stop``.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from difflib import get_close_matches
 
 
 class RamifyError(Exception):
-    """The root of all errors of this package. ``str(error)`` is one line for a person."""
+    """Base class of all errors of this package. ``str(error)`` is one readable line."""
 
 
 class ConfigError(RamifyError):
-    """A wrong option, model name, key, schema or limit."""
+    """An option, model name, key, schema or limit is invalid."""
 
 
 class SourceError(RamifyError):
-    """Something to read that cannot be read; the message names it."""
+    """An input cannot be read. The message names it."""
 
 
 class ModelError(RamifyError):
     """A language model gave no usable reply."""
 
     may_be_paid = False
-    """Whether the provider may have charged for the attempt although no usage was reported."""
+    """True if the provider may have billed the attempt although it reported no usage."""
     transient = False
-    """Whether the same request may succeed when it is sent again."""
+    """True if the same request may succeed when it is sent again."""
 
 
 class RateLimited(ModelError):
-    """The server asked to slow down."""
+    """The server asked the client to slow down."""
 
     transient = True
 
@@ -69,32 +69,32 @@ class RateLimited(ModelError):
 
 
 class Unreachable(ModelError):
-    """The request never left: connection refused, no route, name not found."""
+    """The request was never sent: connection refused, no route, or unknown host name."""
 
     transient = True
 
 
 class ReplyLost(ModelError):
-    """The request was sent and its reply did not arrive whole: dropped connection, timeout."""
+    """The request was sent, but no complete reply arrived: dropped connection or timeout."""
 
     transient = True
     may_be_paid = True
 
 
 class ServerFailed(ModelError):
-    """The server answered with a 5xx."""
+    """The server answered with a 5xx status."""
 
     transient = True
 
 
 class BadReply(ModelError):
-    """The server answered 200 with something that is not the API's shape."""
+    """The server answered 200, but the body does not have the shape of the API."""
 
     may_be_paid = True
 
 
 class ReplyCut(ModelError):
-    """The reply ended at its length limit, unfinished. ``text`` is what arrived."""
+    """The reply was truncated at its length limit. ``text`` is what arrived."""
 
     def __init__(self, message: str, text: str) -> None:
         super().__init__(message)
@@ -110,18 +110,18 @@ class ReplyFiltered(ModelError):
 
 
 class Refused(ModelError):
-    """The server refused the request: a 4xx other than 429."""
+    """The server rejected the request: a 4xx other than 429."""
 
     too_long = False
-    """Whether the reason was that the prompt does not fit the model's window."""
+    """True if the request was rejected because the prompt does not fit the model's window."""
 
 
 class SandboxError(RamifyError):
-    """A session could not be had, or broke its protocol."""
+    """A session could not be started, or violated its protocol."""
 
 
 class SessionDied(SandboxError):
-    """The process behind a session ended. ``stdout`` is what it had printed in the cell so far."""
+    """The process behind a session ended. ``stdout`` is what the current cell printed so far."""
 
     def __init__(self, message: str, stdout: str = "") -> None:
         super().__init__(message)
@@ -129,33 +129,33 @@ class SessionDied(SandboxError):
 
 
 class WeakSandboxWarning(UserWarning):
-    """Code of a model runs where it could do harm; ``SandboxSpec(allow_weaker=True)`` says that
-    this is accepted."""
+    """Code written by a model runs without strong isolation. ``SandboxSpec(allow_weaker=True)``
+    accepts this."""
 
 
 class OldNameWarning(DeprecationWarning):
-    """A setting is given under a name that it has elsewhere or had; the command line shows it."""
+    """A setting was given under an old or alternative name. The command line shows the warning."""
 
 
 class StoreError(RamifyError):
-    """A journal or a blob that cannot be read or written."""
+    """A journal or blob cannot be read or written."""
 
 
 class UnknownRun(StoreError):
-    """A name that is of no run or evaluation, or that several begin with."""
+    """A name matches no run or evaluation, or is a prefix of several."""
 
 
 class RunInUse(StoreError):
-    """Another process is writing what this one would write: a run, an evaluation or a training
-    folder."""
+    """Another process is writing the run, evaluation or training folder that is about to be
+    written."""
 
 
 class ReplayDiverged(StoreError):
-    """A replayed run asked a model something other than what its journal recorded."""
+    """A replayed run sent a model a request that its journal does not contain."""
 
 
 class TrainError(RamifyError):
-    """Training cannot go on: a loss or gradient that is not finite. The message names the sequence
+    """Training cannot continue: a loss or gradient is not finite. The message names the sequence
     and the dump."""
 
 
@@ -168,10 +168,11 @@ class LimitReached(RamifyError):
 
 
 class HostCallError(Exception):
-    """Raised by the host while it answers a call from a session; it rises again inside the session.
+    """Raised by the host while it handles a call from a session; the session raises it again
+    inside.
 
-    ``kind`` names the exception class there; ``data`` holds its attributes.
-    Not a ``RamifyError``: no user of the library meets it.
+    ``kind`` names the exception class in the session and ``data`` holds its attributes. Not a
+    ``RamifyError``, because users of the library never see it.
     """
 
     def __init__(self, kind: str, message: str, data: Mapping[str, object] | None = None) -> None:
@@ -181,12 +182,11 @@ class HostCallError(Exception):
 
 
 def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
-    """Why a server does not start, and which option to change."""
+    """The error for a server that cannot start, naming the option to change."""
     if isinstance(error, OverflowError):
-        return ConfigError(f"--port {port}: ports go from 1 to 65535, and 0 takes a free one")
-    if (
-        error.errno or -1
-    ) < 0 or error.errno == errno.EADDRNOTAVAIL:  # a name that nobody knows, or of another machine
+        return ConfigError(f"--port {port}: a port must be from 1 to 65535, or 0 for any free port")
+    # A negative number comes from name resolution: the host name is unknown.
+    if (error.errno or -1) < 0 or error.errno == errno.EADDRNOTAVAIL:
         return ConfigError(
             f"cannot listen on {host}: {error.strerror}: give an address of this machine as --host"
         )
@@ -196,7 +196,7 @@ def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> Confi
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The tail of an error about an unknown name: ``"did you mean 'a'? known: a, b"``."""
+    """The end of an error about an unknown name: ``"did you mean 'a'? known: a, b"``."""
     names: Sequence[str] = sorted(known)
     close = get_close_matches(name, names, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""

@@ -1,15 +1,17 @@
-"""How far long work is: said by whoever does it, heard by whoever shows it.
+"""Progress of long work: the code that does the work reports it, and front ends display it.
 
-    with doing("reading", unit="bytes") as work:        any floor says it: loading, tokenising, evaluating, a stage of training
-        work.at(12_000, note="server.log")
-    with heard(listener): …                             a face hears it: ``cli/progress_screen.py``
-    moved()                                             a part of it too small to be told, as a batch of a step, is done
-    with felt(pulse): …                                 for who must know that nothing stands still: ``train/watchdog.py``
+    with report_progress("reading", unit="bytes") as task:    loading, tokenizing, evaluating, …
+        task.at(12_000, note="server.log")
+    with subscribe(listener): …           a front end displays it: ``cli/progress_screen.py``
+    heartbeat()                           a small part is done, such as one batch of a step
+    with on_heartbeat(callback): …        detects work that hangs: ``train/watchdog.py``
 
-It is for the whole process, as logging is, so that no floor passes a listener on to the next. Where
-nobody listens it costs an attribute and a comparison, and whoever works need not count calls: a
-listener thins out what it is told. What happens in a run (``types/event.py``) and what a step of
-training measures (``train/metrics.py``) have streams of their own.
+Progress is global to the process, as logging is, so listeners are not passed down through the
+layers. Without a listener, a report costs one attribute and one comparison. Reporters need not
+throttle their calls: listeners do.
+
+Not here: the events of a run (see ``types/event.py``) and the metrics of a training step (see
+``train/metrics.py``).
 """
 
 from __future__ import annotations
@@ -26,31 +28,31 @@ _pulses: tuple[Callable[[], object], ...] = ()
 
 
 class ProgressState(msgspec.Struct, frozen=True):
-    """How far one piece of work is."""
+    """Progress of one task."""
 
     id: int
-    """Of the piece of work, in order of beginning."""
+    """Number of the task, in order of creation."""
     what: str
     """``reading``, ``evaluating test``"""
     done: float
-    """In ``unit``."""
+    """Progress so far, in ``unit``."""
     total: float | None
-    """In ``unit``; None where it is not known before the end."""
+    """Total amount, in ``unit``; None if it is not known in advance."""
     unit: str
-    """``bytes``, ``steps``, …; empty for work that is not counted."""
+    """``bytes``, ``steps``, …; empty if the work is not counted."""
     note: str
-    """What it is at, or what came of it so far: a file's name, an average."""
+    """Current item or latest result, such as a file name or an average."""
     is_over: bool = False
     first: float = 0.0
-    """What ``done`` began with, where work goes on that was stopped before; in ``unit``."""
+    """Initial value of ``done`` if earlier work is being resumed, in ``unit``."""
 
 
 Listener = Callable[[ProgressState], None]
-"""Called in whichever thread the work is done; must be quick."""
+"""Called in the thread that does the work. Must return quickly."""
 
 
 class ProgressTask:
-    """One piece of work, for whoever does it."""
+    """Handle through which code reports the progress of one task."""
 
     def __init__(
         self,
@@ -60,64 +62,68 @@ class ProgressTask:
         note: str = "",
         first: float = 0.0,
     ) -> None:
-        self.id, self.what, self.total, self.unit, self.note = next(_ids), what, total, unit, note
-        self.done = self.first = first
+        self.id = next(_ids)
+        self.what = what
+        self.total = total
+        self.unit = unit
+        self.note = note
+        self.done = first
+        self.first = first
 
     def at(self, done: float, note: str | None = None) -> None:
-        """It is ``done`` far; ``note``, where given, replaces the last one."""
+        """Set progress to ``done``. A ``note`` replaces the last one."""
         self.done = done
         if note is not None:
             self.note = note
         if _listeners:
-            self._tell()
+            self._notify()
 
     def more(self, num: float = 1, note: str | None = None) -> None:
-        """``num`` more is done."""
+        """Add ``num`` to the progress."""
         self.at(self.done + num, note)
 
-    def _tell(self, is_over: bool = False) -> None:
-        now = ProgressState(
+    def _notify(self, is_over: bool = False) -> None:
+        state = ProgressState(
             self.id, self.what, self.done, self.total, self.unit, self.note, is_over, self.first
         )
         for listener in _listeners:
-            listener(now)
+            listener(state)
 
 
 @contextlib.contextmanager
 def report_progress(
     what: str, total: float | None = None, unit: str = "", note: str = "", first: float = 0.0
 ) -> Iterator[ProgressTask]:
-    """A piece of work that lasts as long as the block, however it ends; ``first`` of it was done
-    before."""
-    work = ProgressTask(what, total, unit, note, first)
-    work._tell()
+    """Report a task for as long as the block runs, however it ends. ``first`` of it was done
+    earlier."""
+    task = ProgressTask(what, total, unit, note, first)
+    task._notify()
     try:
-        yield work
+        yield task
     finally:
-        work._tell(is_over=True)
+        task._notify(is_over=True)
 
 
 @contextlib.contextmanager
 def subscribe(listener: Listener) -> Iterator[None]:
-    """``listener`` is told of all work, in any thread, as long as the block lasts."""
+    """Pass the progress of all tasks, from any thread, to ``listener`` while the block runs."""
     global _listeners
     _listeners = (*_listeners, listener)
     try:
         yield
     finally:
-        _listeners = tuple(each for each in _listeners if each is not listener)
+        _listeners = tuple(other for other in _listeners if other is not listener)
 
 
 def heartbeat() -> None:
-    """Long work gets on, in any thread."""
+    """Report that long work is making progress. May be called from any thread."""
     for pulse in _pulses:
         pulse()
 
 
 @contextlib.contextmanager
 def on_heartbeat(pulse: Callable[[], object]) -> Iterator[None]:
-    """``pulse`` is called whenever something ``heartbeat``, as long as the block lasts; it must be
-    quick."""
+    """Call ``pulse`` at every ``heartbeat()`` while the block runs. It must return quickly."""
     global _pulses
     _pulses = (*_pulses, pulse)
     try:

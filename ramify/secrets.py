@@ -1,10 +1,11 @@
-"""The last line of defence against keys on the disk: known secret values are cut out of what a
-journal writes.
+"""Redaction of known secret values from what a journal writes: the last line of defence for keys.
 
-Nothing that Ramify writes itself holds a key; a session's output or a tool's result might. Secrets
+Ramify itself never writes a key, but a session's output or a tool's result may contain one. Secrets
 are the values of environment variables whose names end in ``_KEY``, ``_TOKEN``, ``_SECRET`` or
-``_PASSWORD``, and those given by name. Leaves out encoded forms (base64 …) and the contexts that a
-user points at: those are stored as they are.
+``_PASSWORD``, and values that are given by name.
+
+Not covered: encoded forms such as base64, and the contexts that a user supplies. Those are stored
+unchanged.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ MIN_CHARS = 12
 
 
 class SecretRedactor:
-    """The secret values of this process, ready to be looked for in encoded JSON."""
+    """Secret values of this process, prepared for searching in encoded JSON."""
 
     def __init__(
         self, given: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
     ) -> None:
         environ = os.environ if environ is None else environ
-        found = {value: name for name, value in environ.items() if name.upper().endswith(ENDINGS)}
-        found.update({value: name for name, value in (given or {}).items()})
-        # The longest first: one secret may contain another.
-        self._names = {v: found[v] for v in sorted(found, key=len, reverse=True) if _is_secret(v)}
+        names = {value: name for name, value in environ.items() if name.upper().endswith(ENDINGS)}
+        names.update({value: name for name, value in (given or {}).items()})
+        # Longest first, because one secret may contain another.
+        self._names = {v: names[v] for v in sorted(names, key=len, reverse=True) if _is_secret(v)}
         self._encoded = [msgspec.json.encode(_clean(value))[1:-1] for value in self._names]
 
     def found_in(self, line: bytes) -> bool:
-        """Whether an encoded line holds a secret; one fast search per secret."""
+        """True if an encoded line contains a secret. Makes one fast search per secret."""
         return any(secret in line for secret in self._encoded)
 
     def redact(self, text: str) -> str:
@@ -44,7 +45,7 @@ class SecretRedactor:
 
 
 def _is_secret(value: str) -> bool:
-    """Not short words, plain numbers or the path of a key file: those occur in any text."""
+    """Exclude short words, plain numbers and paths of key files, which occur in ordinary text."""
     return (
         len(value) >= MIN_CHARS
         and not value.isdigit()
@@ -53,6 +54,6 @@ def _is_secret(value: str) -> bool:
 
 
 def _clean(value: str) -> str:
-    """Environment variables that are not UTF-8 hold lone surrogates, which no encoded line can
-    hold."""
+    """Replace lone surrogates, which non-UTF-8 environment variables contain and encoded lines
+    cannot."""
     return value.encode("utf-8", "replace").decode()

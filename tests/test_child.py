@@ -65,7 +65,7 @@ STUBBORN = "trap '' TERM; echo begins; sleep 1000 & echo $!; wait; wait"
 
 def said(child: ChildProcess, num: int) -> list[str]:
     """Its first lines, once there are so many."""
-    while len(lines := child.said().split(" | ")) < num:
+    while len(lines := child.log_tail().split(" | ")) < num:
         assert child.poll() is None
         time.sleep(0.01)
     return lines
@@ -88,7 +88,7 @@ def test_what_a_child_left_behind_is_ended_after_it(tmp_path: Path) -> None:
     child = ChildProcess(["sh", "-c", "sleep 1000 & echo $!; exit 7"], log=tmp_path / "log")
     while child.poll() is None:
         time.sleep(0.01)
-    left = int(child.said())
+    left = int(child.log_tail())
     assert (child.poll(), _is_running(left)) == (7, True)
     child.end(10.0)
     while _is_running(left):
@@ -106,6 +106,6 @@ def test_what_it_said_last_is_short_and_without_secrets(tmp_path: Path) -> None:
         [sys.executable, "-c", says], environment=given, log=log, folder=tmp_path / "here"
     )
     assert child.wait() == 0
-    assert child.said().endswith(f"x | with «redacted ENGINE_KEY» | and | {tmp_path / 'here'}")
-    assert len(child.said()) <= 600 + 10
+    assert child.log_tail().endswith(f"x | with «redacted ENGINE_KEY» | and | {tmp_path / 'here'}")
+    assert len(child.log_tail()) <= 600 + 10
     assert ChildProcess(["true"]).wait() == 0

@@ -1,12 +1,14 @@
-"""Claude through Anthropic's own SDK (``pip install 'ramify[anthropic]'``): ``anthropic:MODEL``.
+"""Client for Claude through Anthropic's SDK (``pip install 'ramify[anthropic]'``):
+``anthropic:MODEL``.
 
-System messages at the head become ``system``, tool results become blocks of a user turn, thinking
-becomes ``reasoning``. A conversation that will be sent again (it has a reply in it, or an
-``affinity``) is marked for the prompt cache at its end, so that an append-only history is read from
-there; a single question is not, since storing costs more than sending. ``seed`` and ``logprobs`` do
-not exist there and are left out. Thinking is asked for through ``Sampling.extra``.
+Leading system messages become ``system``, tool results become blocks of a user turn, and thinking
+becomes ``reasoning``. A conversation that will be sent again (it contains a reply, or has an
+``affinity``) is marked for the prompt cache at its end, so an append-only history is read from the
+cache. A single question is not marked, because writing to the cache costs more than sending.
+``seed`` and ``logprobs`` do not exist in this API and are omitted. Request thinking through
+``Sampling.extra``.
 
-The SDK does not try again: the pool does.
+The SDK's retries are disabled: see ``pool.py``.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class AnthropicClient:
         )
         self._enforces_schema = True
         self._thoughts: dict[Message, Blocks] = {}
-        """Signed thinking of replies with tool calls, which must go back as it was."""
+        """Signed thinking blocks of replies with tool calls, which must be sent back unchanged."""
 
     async def complete(self, request: Request) -> Reply:
         import anthropic
@@ -95,7 +97,7 @@ class AnthropicClient:
     def _fields(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
         head = next(
-            (i for i, each in enumerate(request.messages) if each.role != "system"),
+            (i for i, message in enumerate(request.messages) if message.role != "system"),
             len(request.messages),
         )
         turns = _turns(request.messages[head:], self._thoughts)
@@ -177,9 +179,8 @@ class AnthropicClient:
             and self._enforces_schema
             and "output_config" in str(failure)
         ):
-            self._enforces_schema = (
-                False  # an older model: the schema is checked when the reply is read
-            )
+            # An older model cannot enforce the schema, which is checked when the reply is read.
+            self._enforces_schema = False
             failure.transient = True
         return failure
 
@@ -202,7 +203,7 @@ class AnthropicClient:
 
 
 def _turns(messages: tuple[Message, ...], thoughts: dict[Message, Blocks]) -> list[dict[str, Any]]:
-    """Alternating user and assistant turns, each a list of blocks; empty messages are left out."""
+    """Return alternating user and assistant turns as lists of blocks, without empty messages."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         role = "assistant" if message.role == "assistant" else "user"
@@ -250,8 +251,8 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _mark_for_cache(fields: dict[str, Any]) -> None:
-    """Mark the end of the system prompt and of the conversation: the next request's prefix is found
-    from there."""
+    """Mark the end of the system prompt and of the conversation, where the next request's prefix
+    ends."""
     if "system" in fields:
         fields["system"][-1]["cache_control"] = _CACHE
     if fields["messages"]:
@@ -270,13 +271,15 @@ def _sendable(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(sent: Any) -> Usage:
-    """The prompt is what was fresh, what was read from the cache and what was stored in it."""
+    """Usage of a reply. The prompt is the sum of fresh, cache-read and cache-written tokens."""
     parts = [
         sent.input_tokens,
         sent.cache_read_input_tokens or 0,
         sent.cache_creation_input_tokens or 0,
     ]
     thinking = getattr(getattr(sent, "output_tokens_details", None), "thinking_tokens", None)
-    known = [counted(part, 0).input_tokens if counted(part, 0).calls else None for part in parts]
-    given = None if None in known else sum(filter(None, known))
-    return counted(given, sent.output_tokens, cached=known[1], stored=known[2], reasoning=thinking)
+    counts = [counted(part, 0).input_tokens if counted(part, 0).calls else None for part in parts]
+    prompt_tokens = None if None in counts else sum(filter(None, counts))
+    return counted(
+        prompt_tokens, sent.output_tokens, cached=counts[1], stored=counts[2], reasoning=thinking
+    )

@@ -1,13 +1,13 @@
-"""What the engine asks of a model: one ``Request`` in, one ``Reply`` out, one attempt at a time.
+"""Interface between the engine and a model: one ``Request`` in, one ``Reply`` out, one attempt.
 
-A client translates and sends once. Trying again, waiting for one's turn and charging the budget are
-the ``Pool``'s (``clients/pool.py``), so that they are written once for every provider:
+A client translates a request and sends it once. Retries, rate limiting and budgets are handled by
+``ClientPool`` (see ``pool.py``), so they are written once for every provider:
 
-    engine ── Pool.ask(client, request, account) ──┐
-                 account.reserve()                 │  may wait; raises LimitReached
-                 limiter slot                      │  held only while on the wire
-                 client.complete(request)          │  one attempt: Reply, or a ModelError that says what it cost
-                 account.settle / forfeit / release┘
+    engine ── ClientPool.ask(client, request, account) ──┐
+                 account.reserve()                       │  may wait; raises LimitReached
+                 limiter slot                            │  held only while a request is in flight
+                 client.complete(request)                │  one attempt: a Reply or a ModelError
+                 account.settle / forfeit / release ─────┘
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from ramify.types.message import Message, Reply, Usage
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a reply is drawn."""
+    """Sampling settings of a reply."""
 
     max_tokens: int = 8192
-    """Of the reply. Always sent: a budget can only be kept exactly if every reply is bounded."""
+    """Maximum length of the reply. Always sent, because a budget is exact only if every reply is
+    bounded."""
     temperature: float | None = None
     top_p: float | None = None
     stop: tuple[str, ...] = ()
     seed: int | None = None
     logprobs: bool = False
-    """Ask for token ids and log-probabilities where the server has them."""
+    """Request token ids and log-probabilities if the server supports them."""
     extra: dict[str, Any] = {}
-    """Further fields for the provider's request body, as they are: ``{"reasoning_effort":
+    """Additional fields for the provider's request body, passed unchanged: ``{"reasoning_effort":
     "low"}``."""
     top_k: int | None = None
-    """Draw among the k likeliest tokens; left out where a provider's API has no such field."""
+    """Sample from the k most likely tokens. Omitted if the provider's API has no such field."""
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool offered natively to a model."""
+    """A native tool that a model may call."""
 
     name: str
     description: str
@@ -47,12 +48,14 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class KnownPrefix(msgspec.Struct, frozen=True):
-    """The exact ids of a request's beginning, as the model was given and sampled them. A client
-    that has them extends them by the messages after, and never makes ids of that text again: a
-    tokenizer may cut it up in another way than the model wrote it."""
+    """Exact token ids of the start of a request, as the model received and sampled them.
+
+    A client that receives them appends the later messages and never tokenizes the earlier text
+    again, because a tokenizer may split it differently from how the model sampled it.
+    """
 
     num_messages: int
-    """Messages of the request that the ids stand for; the last of them is a reply of the model."""
+    """Number of messages that the ids cover. The last of them is a reply of the model."""
     ids: tuple[int, ...]
 
 
@@ -62,20 +65,20 @@ class Request(msgspec.Struct, frozen=True):
     messages: tuple[Message, ...]
     sampling: Sampling = Sampling()
     schema: dict[str, Any] | None = None
-    """JSON schema that the reply's content should meet, where the provider can enforce it."""
+    """JSON schema that the reply's content should match, if the provider can enforce it."""
     tools: tuple[Tool, ...] = ()
     affinity: str = ""
-    """Requests with the same value share a prefix; a server with several engines may keep them
-    together. The engine gives the call's id, unique within its run."""
+    """Requests with the same value share a prefix, so a server with several engines may route them
+    together. The engine uses the call's id, which is unique within its run."""
     known: KnownPrefix | None = None
-    """Where the replies so far came with ids; no part of what makes two requests the same."""
+    """Set if the replies so far came with token ids. Ignored when requests are compared."""
 
     def max_input_tokens(self) -> int:
-        """An upper bound on the prompt's tokens, known before sending: its UTF-8 bytes, plus what
-        templates add.
+        """Upper bound on the prompt's tokens, known before sending: its UTF-8 bytes plus template
+        overhead.
 
-        No byte-level tokenizer makes more tokens than bytes. 16 per message and 64 per request
-        cover role markers.
+        No byte-level tokenizer produces more tokens than bytes. 16 per message and 64 per request
+        cover the role markers.
         """
         total = 64
         for message in self.messages:
@@ -89,8 +92,8 @@ class Request(msgspec.Struct, frozen=True):
         return total
 
     def max_usage(self) -> Usage:
-        """An upper bound on what one attempt uses: what to reserve, and what to book where no usage
-        came back."""
+        """Upper bound on the usage of one attempt: reserved before it, and booked if no usage is
+        reported."""
         tokens = self.max_input_tokens()
         return Usage(
             tokens, self.sampling.max_tokens, cache_write_tokens=tokens, calls=1, unknown_calls=1
@@ -107,9 +110,9 @@ class Price(msgspec.Struct, frozen=True):
     input: float
     output: float
     cached: float | None = None
-    """For input read from the provider's cache; None: the same as ``input``."""
+    """For input read from the provider's cache; None means the same as ``input``."""
     cache_write: float | None = None
-    """For input that the provider stored in its cache and charges more for; None: the same as
+    """For input that the provider writes to its cache at a surcharge; None means the same as
     ``input``."""
 
     def of(self, usage: Usage) -> float:
@@ -124,43 +127,47 @@ class Price(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Client(Protocol):
-    """A model that can be asked. One attempt per call; every failure is a ``ModelError``."""
+    """A model that accepts requests. Each call makes one attempt, and every failure is a
+    ``ModelError``."""
 
     name: str
     """``provider:model``"""
     window: int
-    """Tokens that prompt and reply together may have."""
+    """Context window: maximum tokens of prompt and reply together."""
     price: Price | None
-    """None where it is not known; free local models have ``Price(0, 0)``."""
+    """None if the price is unknown. Free local models have ``Price(0, 0)``."""
 
     async def complete(self, request: Request) -> Reply:
-        """Send ``request`` once. ``Reply.usage.calls`` is 1, or 0 where the server did not say what
-        was used: the pool then books ``request.max_usage()``. ``Reply.cost`` is left to the
-        pool."""
+        """Send ``request`` once.
+
+        ``Reply.usage.calls`` is 1, or 0 if the server reported no usage; the pool then books
+        ``request.max_usage()``. The pool sets ``Reply.cost``.
+        """
         ...
 
     async def close(self) -> None: ...
 
 
 class RequestBudget(Protocol):
-    """Who pays for one request. The engine's ledger implements it; ``reserve`` comes before every
-    attempt."""
+    """Budget that pays for one request, implemented by the engine's ledger. ``reserve`` is called
+    before every attempt."""
 
     async def reserve(self) -> None:
-        """Set aside the most that one attempt can cost; waits while others' reservations may yet be
+        """Reserve the most that one attempt can cost. Waits while other reservations may still be
         freed.
 
-        Raises LimitReached where it cannot fit even then."""
+        Raises LimitReached if the attempt would not fit even then.
+        """
         ...
 
     def settle(self, usage: Usage, cost: float | None) -> None:
-        """The attempt cost this much."""
+        """Book the actual cost of the attempt."""
         ...
 
     def forfeit(self, error: str) -> None:
-        """The attempt may have cost everything that was reserved; record it as an upper bound."""
+        """Book the full reservation as an upper bound, because the attempt may have been billed."""
         ...
 
     def release(self, error: str) -> None:
-        """The attempt cost nothing."""
+        """Free the reservation, because the attempt cost nothing."""
         ...

@@ -1,10 +1,10 @@
 """Token ids for scripted replies: one per UTF-8 byte, with a marker before and after each message.
 
-    [user "hi"]                  ->  257 104 105 260   258                 the prompt; 258 begins the reply
-    reply "ok"                   ->  111 107 260                           what was sampled, its end included
+    [user "hi"]                  ->  257 104 105 260   258     prompt; 258 starts the reply
+    reply "ok"                   ->  111 107 260               sampled ids, with the end marker
     [user "hi", "ok", user "?"]  ->  257 104 105 260   258 111 107 260   257 63 260   258
 
-A prompt so begins with the ids of everything before, as an engine's does that extends by ids.
+A prompt therefore starts with all earlier ids, as it does with an engine that appends ids.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ NUM_IDS = 261
 
 
 class ByteTokenIds:
-    """``version`` is the policy's; whoever trains it counts it up."""
+    """Adds byte-level token ids to replies. A trainer increments ``version`` to set the policy
+    version."""
 
     def __init__(self, version: int = 0, logprob: float = -0.5, *, keeps_ids: bool = True) -> None:
-        """Without ``keeps_ids`` it makes ids of the whole conversation again for each request, and
-        not as it sampled them, as a server does that only knows text."""
+        """Without ``keeps_ids``, the whole conversation is tokenized again for each request, with
+        other ids than were sampled. A server that only handles text does the same."""
         self.version = version
         self._logprob = logprob
         self._keeps_ids = keeps_ids
 
     def added_to(self, reply: Reply, request: Request) -> Reply:
-        """``reply`` with the ids of itself and of its prompt."""
+        """Return ``reply`` with its token ids and those of its prompt."""
         token_ids = (*_text(reply.message), END)
         return msgspec.structs.replace(
             reply,

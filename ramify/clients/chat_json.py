@@ -1,12 +1,13 @@
-"""The JSON of OpenAI's chat completions: a ``Request`` into a body, a body into a ``Reply``. No
-sockets.
+"""JSON of OpenAI's chat completions: translate a ``Request`` to a body and a body to a ``Reply``.
 
-    Request(messages, Sampling(max_tokens=64))  ->  {"model": …, "messages": […], "max_completion_tokens": 64}
-    {"choices": [{"message": {"content": "hi"}, …}], "usage": {…}}  ->  Reply(Message("assistant", "hi"), …)
+    Request(messages, Sampling(max_tokens=64))  ->  {"model": …, "messages": […], "max_tokens": 64}
+    {"choices": [{"message": {"content": "hi"}}]}  ->  Reply(Message("assistant", "hi"), …)
 
-Where servers differ in what they take, the provider's line in ``providers.py`` says so; where they
-differ in what they send, every known form is read: thinking as ``reasoning``, ``reasoning_content``
-or parts of the content, token ids of vLLM, thinking that is counted in the total alone.
+Differences in what servers accept are listed per provider in ``providers.py``. Where they differ in
+what they send, every known form is read: reasoning as ``reasoning``, ``reasoning_content`` or parts
+of the content, vLLM's token ids, and reasoning tokens that are counted only in the total.
+
+Not here: sockets (see ``http_pool.py``).
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ class _Choice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct):
-    """A server's answer, as far as it is read."""
+    """The fields of a server's response that are read."""
 
     choices: list[_Choice] | None = None
     usage: Any = None
-    """As the server reports it: often wrong in form, so ``_usage`` reads it."""
+    """Usage as the server reports it. Often malformed, so ``_usage`` validates it."""
     model: str | None = None
     error: Any = None
     prompt_token_ids: tuple[int, ...] | None = None
@@ -72,8 +73,8 @@ _decode = msgspec.json.Decoder(ChatCompletion).decode
 
 
 def decode(body: bytes) -> ChatCompletion:
-    """Raises msgspec.DecodeError. Half characters, which a model may sample and a server pass on,
-    are replaced: the reply is paid for."""
+    """Decode a response. Raises msgspec.DecodeError. Invalid characters, which a model may sample
+    and a server pass on, are replaced, because the reply has already been billed."""
     try:
         return _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -86,14 +87,14 @@ def decode(body: bytes) -> ChatCompletion:
 
 
 def _no_number(constant: str) -> None:
-    """NaN and the infinities, which some servers write and JSON does not have."""
+    """Read NaN and infinities, which some servers write although JSON has none, as null."""
 
 
 _encode = msgspec.json.Encoder().encode
 
 
 def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[str, Any]:
-    """The request's body as the server wants it."""
+    """Return the request's body in the form that the server expects."""
     sampling = request.sampling
     fields: dict[str, Any] = {
         "model": endpoint.model,
@@ -106,7 +107,7 @@ def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[
     for name in ("temperature", "top_p", "seed"):
         if (value := getattr(sampling, name)) is not None:
             fields[name] = value
-    if sampling.top_k is not None and endpoint.provider.local:  # no field of OpenAI's own API
+    if sampling.top_k is not None and endpoint.provider.local:  # not part of OpenAI's own API
         fields["top_k"] = sampling.top_k
     if sampling.stop:
         fields["stop"] = sampling.stop
@@ -126,8 +127,8 @@ def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[
 
 
 def is_strict(schema: Any) -> bool:
-    """Whether OpenAI would enforce ``schema``: every object closed, with all of its properties
-    required."""
+    """True if OpenAI can enforce ``schema``: every object is closed and requires all its
+    properties."""
     if isinstance(schema, list):
         return all(map(is_strict, schema))
     if not isinstance(schema, dict):
@@ -141,16 +142,16 @@ def is_strict(schema: Any) -> bool:
             return False
         if not all(map(is_strict, named.values())):
             return False
-    rest = (
+    subschemas = (
         value
         for key, value in schema.items()
         if key not in ("properties", "enum", "const", "default", "examples")
     )
-    return all(map(is_strict, rest))
+    return all(map(is_strict, subschemas))
 
 
 def encode(fields: dict[str, Any]) -> bytes:
-    """The body's bytes; text that is not valid Unicode is repaired."""
+    """Encode the body and repair text that is not valid Unicode."""
     try:
         return _encode(fields)
     except UnicodeEncodeError:
@@ -158,8 +159,8 @@ def encode(fields: dict[str, Any]) -> bytes:
 
 
 def read(completion: ChatCompletion, choice: _Choice, model: str, seconds: float) -> Reply:
-    """``completion`` as a ``Reply``; raises ValueError where it contradicts itself, ServerFailed
-    where the server says that it broke off."""
+    """Return ``completion`` as a ``Reply``. Raises ValueError if it contradicts itself, and
+    ServerFailed if the server says that it aborted the reply."""
     finish = _finish(choice, model)
     return Reply(
         message=_message(choice.message),
@@ -195,13 +196,13 @@ def _wire_message(message: Message, reasoning_field: str) -> dict[str, Any]:
 
 
 def without_surrogates(value: Any) -> Any:
-    """Lone surrogates, which bytes read as text may leave, cannot be sent: each becomes U+FFFD."""
+    """Replace each lone surrogate, which cannot be sent, with U+FFFD."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
-        return {key: without_surrogates(each) for key, each in value.items()}
+        return {key: without_surrogates(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [without_surrogates(each) for each in value]
+        return [without_surrogates(item) for item in value]
     return (
         without_surrogates(msgspec.to_builtins(value))
         if isinstance(value, msgspec.Struct)
@@ -210,13 +211,13 @@ def without_surrogates(value: Any) -> Any:
 
 
 def _message(wire: _Message) -> Message:
-    content, thought = (
+    content, reasoning = (
         (wire.content, None) if not isinstance(wire.content, list) else _parts(wire.content)
     )
     return Message(
         role="assistant",
         content=content or wire.refusal or "",
-        reasoning=wire.reasoning or wire.reasoning_content or thought or None,
+        reasoning=wire.reasoning or wire.reasoning_content or reasoning or None,
         tool_calls=tuple(_tool_call(i, call) for i, call in enumerate(wire.tool_calls or ())),
     )
 
@@ -228,7 +229,7 @@ def _tool_call(index: int, wire: _ToolCall) -> ToolCall:
 
 
 def _parts(parts: list[Any]) -> tuple[str, str | None]:
-    """Content given as a list of parts: its text, and its thinking."""
+    """Split content that is a list of parts into its text and its reasoning."""
     text, thinking = [], []
     for part in parts:
         if isinstance(part, str):
@@ -248,12 +249,14 @@ def _finish(choice: _Choice, model: str) -> Finish:
 
 
 def _filter(choice: _Choice) -> str:
-    """What stopped the reply: ``refusal``, or the server's word, with the categories that Azure
+    """What stopped the reply: ``refusal``, or the server's reason with the categories that Azure
     adds."""
     if choice.message.refusal:
         return "refusal"
-    about = _fields(choice.content_filter_results)
-    kinds = [str(kind) for kind, found in about.items() if _fields(found).get("filtered") is True]
+    results = _fields(choice.content_filter_results)
+    kinds = [
+        str(kind) for kind, result in results.items() if _fields(result).get("filtered") is True
+    ]
     return f"{choice.finish_reason} ({', '.join(kinds)})" if kinds else str(choice.finish_reason)
 
 
@@ -264,7 +267,8 @@ def _logprobs(choice: _Choice) -> tuple[float, ...] | None:
 
 
 def _usage(reported: Any) -> Usage:
-    """``calls`` is 0 if the server did not count both sides, or counted what cannot be."""
+    """Usage of a reply. ``calls`` is 0 if the server did not count prompt and reply, or the counts
+    are impossible."""
     fields = _fields(reported)
     inputs, outputs = (
         _fields(fields.get(f"{kind}_tokens_details")) for kind in ("prompt", "completion")

@@ -1,9 +1,8 @@
-"""What a server's refusal means: status, headers and body in; the right ``ModelError`` out. One
-line, never a key.
+"""Translate an HTTP error response (status, headers and body) into the matching ``ModelError``.
 
-Shared by all clients that speak HTTP, whatever library sends for them. The time to wait is read
-from ``retry-after-ms``, ``retry-after`` (seconds or a date), the ``x-ratelimit-reset-*`` of a limit
-that is used up, and Google's ``retryDelay``.
+The message is one line and never contains a key. All clients that speak HTTP share this module,
+whatever library they use. The time to wait is read from ``retry-after``, from the reset header of
+an exhausted rate limit, and from Google's ``retryDelay``.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFai
 
 _LOOKS_LIKE_A_KEY = re.compile(r"\b((?:sk|pk|rk|gsk|xai|key)[-_]|AIza|Bearer\s+)[\w*.+/=-]{8,}")
 _TOO_LONG = re.compile(
-    r"context.{0,12}(length|window)|maximum context|too many (input )?tokens|prompt is too long|input is too long"
-    r"|max_model_len|longer than the (model|maximum)|exceeds? the (maximum|model|limit)[^.]{0,40}tokens",
+    r"context.{0,12}(length|window)|maximum context|too many (input )?tokens|prompt is too long"
+    r"|input is too long|max_model_len|longer than the (model|maximum)"
+    r"|exceeds? the (maximum|model|limit)[^.]{0,40}tokens",
     re.IGNORECASE,
 )
 _NO_MONEY = re.compile(
     r"insufficient_quota|billing|credit balance|exceeded your current quota", re.IGNORECASE
 )
 _NOT_THERE = (404, 405, 501)
-"""No such path, or not for POST: what a server that is no API answers."""
+"""Path not found, or not available for POST: typical answers of a server that is not an API."""
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _UNIT_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _RETRY_DELAY = re.compile(rb'"retryDelay"\s*:\s*"(\d+(?:\.\d+)?)s"')
@@ -43,24 +43,25 @@ def from_status(
     key_variable: str = "",
     secrets: Iterable[str] = (),
 ) -> ModelError:
-    """The error for an answer that is not a 2xx. ``where`` names model and address."""
-    said = redacted(message_of(body), secrets)
-    text = f"{where} answered {status}: {said}" if said else f"{where} answered {status}"
+    """Return the error for a response that is not a 2xx. ``where`` names the model and its
+    address."""
+    message = redacted(message_of(body), secrets)
+    text = f"{where} answered {status}: {message}" if message else f"{where} answered {status}"
     if status in (429, 529) or (status == 503 and retry_after_s(headers, body) is not None):
-        if _NO_MONEY.search(said) and status == 429:
+        if _NO_MONEY.search(message) and status == 429:
             return Refused(f"{text}; the account has no quota left")
         return RateLimited(text, retry_after_s(headers, body))
     if status in (504, 524):
         return ReplyLost(f"{text}; a gateway gave up waiting")
     if status in (408, 425) or (status >= 500 and status not in _NOT_THERE):
         return ServerFailed(text)
-    return _refused(text, status, said, headers, key_variable)
+    return _refused(text, status, message, headers, key_variable)
 
 
 def _refused(
-    text: str, status: int, said: str, headers: Mapping[str, str], key_variable: str
+    text: str, status: int, message: str, headers: Mapping[str, str], key_variable: str
 ) -> Refused:
-    if status in (400, 413, 422) and (status == 413 or _TOO_LONG.search(said)):
+    if status in (400, 413, 422) and (status == 413 or _TOO_LONG.search(message)):
         error = Refused(f"{text}; shorten the prompt or name a model with a larger window")
         error.too_long = True
         return error
@@ -72,31 +73,31 @@ def _refused(
 
 
 def message_of(body: bytes) -> str:
-    """What an error body says, in whatever shape this provider says it; at most 300 characters on
-    one line."""
+    """Return the message of an error body in any provider's format: one line of at most 300
+    characters."""
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         text = body[:2000].decode("utf-8", "replace")
         parsed = "a web page" if text.lstrip()[:1] == "<" else text
-    return " ".join(_said(parsed).split())[:300]
+    return " ".join(_error_text(parsed).split())[:300]
 
 
-def _said(parsed: Any) -> str:
+def _error_text(parsed: Any) -> str:
     if isinstance(parsed, list):
-        return _said(parsed[0]) if parsed else ""
+        return _error_text(parsed[0]) if parsed else ""
     if not isinstance(parsed, dict):
         return str(parsed)
     for field in ("error", "message", "detail", "msg", "error_message"):
         if parsed.get(field):
             code = parsed.get("code") or parsed.get("type")
             tail = f" ({code})" if field == "message" and isinstance(code, str) else ""
-            return _said(parsed[field]) + tail
+            return _error_text(parsed[field]) + tail
     return msgspec.json.encode(parsed).decode() if parsed else ""
 
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """``text`` without the given secrets and without what looks like a key."""
+    """Return ``text`` without the given secrets and without anything that looks like a key."""
     for secret in secrets:
         if len(secret) >= 6:
             text = text.replace(secret, "***")
@@ -104,11 +105,11 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def retry_after_s(headers: Mapping[str, str], body: bytes = b"") -> float | None:
-    """Seconds to wait, where the server said so."""
+    """Return how many seconds the server asked to wait, or None if it did not say."""
     waits = [
         _scaled(headers.get("retry-after-ms"), 1e-3),
         seconds_of(headers.get("retry-after")),
-        _reset_of_what_is_used_up(headers),
+        _reset_of_exhausted_limit(headers),
     ]
     for wait_s in waits:
         if wait_s is not None:
@@ -124,7 +125,7 @@ def _scaled(value: str | None, unit: float) -> float | None:
         return None
 
 
-def _reset_of_what_is_used_up(headers: Mapping[str, str]) -> float | None:
+def _reset_of_exhausted_limit(headers: Mapping[str, str]) -> float | None:
     waits = []
     for name, value in headers.items():
         name = name.lower()
@@ -136,8 +137,8 @@ def _reset_of_what_is_used_up(headers: Mapping[str, str]) -> float | None:
 
 
 def seconds_of(value: str | None) -> float | None:
-    """``"2"``, ``"6m0.5s"``, ``"20ms"``, an HTTP date, an ISO date or a Unix time: seconds from
-    now."""
+    """Parse ``"2"``, ``"6m0.5s"``, ``"20ms"``, an HTTP date, an ISO date or a Unix time as seconds
+    from now."""
     if not value:
         return None
     value = value.strip()

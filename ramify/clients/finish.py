@@ -1,8 +1,8 @@
-"""A server's word for why a reply ended -> our ``Finish``.
+"""Map a server's finish reason to our ``Finish``.
 
-Servers pass on the words of their backends, such as ``MAX_TOKENS`` or ``SAFETY``.
+Servers pass on the reasons of their backends, such as ``MAX_TOKENS`` or ``SAFETY``.
 
-Not here: what a cut or filtered reply means for a run (``engine/plain.py``,
+Not here: how a run handles a truncated or filtered reply (see ``engine/plain.py`` and
 ``engine/rlm_loop.py``).
 """
 
@@ -36,7 +36,8 @@ _BROKEN = {
 
 
 def finish_of(reason: Any, where: str) -> Finish:
-    """Raises ServerFailed if the server itself broke the reply off; ``where`` names the model."""
+    """Return the ``Finish`` for a finish reason. Raises ServerFailed if the server aborted the
+    reply; ``where`` names the model in the error."""
     word = str(reason).lower()
     if word in _BROKEN:
         failed = ServerFailed(f"{where} broke the reply off (finish reason {word!r})")

@@ -1,12 +1,12 @@
-"""Plain HTTP/1.1 to servers on one's own machines: the short way for thousands of small calls.
+"""Plain HTTP/1.1 client for servers on the user's own machines: fast for thousands of small calls.
 
-    post ── an idle connection, or a new one ── write the request ── wait for the whole answer ── keep the connection
+    post ── idle or new connection ── send the request ── read the whole response ── keep it open
 
-Measured against the general library that serves everything else (``https.py``): half the processor
-time per call, and a tenth of a second less to import, which is felt where a local model answers in
-milliseconds. So it does only what that needs: no TLS, no proxies, no redirects, no compression,
-answers whole. It reads lengths, chunks and answers that end with the connection; anything else is
-an error, never a guess.
+Compared with the general client (``https.py``), it takes half the CPU time per call and a tenth of
+a second less to import, which matters if a local model answers within milliseconds. It supports
+only what that needs: no TLS, proxies, redirects or compression, and only complete responses. It
+reads bodies delimited by length, by chunks or by the end of the connection. Anything else is an
+error, never a guess.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import msgspec
 from ramify.errors import BadReply, ModelError, ReplyLost, Unreachable
 
 _MOST_HEAD_BYTES = 1 << 16
-"""Of the head with the interim replies before it; of all chunk extensions and trailers together."""
+"""Limit for the head with the interim replies before it, and for all chunk extensions and
+trailers."""
 _MOST_HEADERS = 256
 _MOST_INTERIM = 16
 _MOST_LINE_BYTES = 1 << 13
-"""Of a chunk's first line, and of a trailer."""
+"""Limit for the first line of a chunk, and for a trailer."""
 _MOST_DIGITS = 18
 _ENDLESS = 10**_MOST_DIGITS
-"""Stands for every length of more digits; longer than any bound."""
+"""Stands for every length with more digits; larger than any limit."""
 
 _NAME = r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _TEXT = r"[^\r\n\0]*"
@@ -36,7 +37,7 @@ _STATUS = re.compile(rf"HTTP/1\.[0-9] [1-9][0-9]{{2}}(?: {_TEXT})?")
 _HEADER = re.compile(f"{_NAME}:{_TEXT}")
 _HEAD = re.compile(rf"{_STATUS.pattern}(?:\r\n{_HEADER.pattern})*")
 _FOLD = re.compile(r"\r\n[ \t]+")
-"""A header that continues in the next line: obsolete, and read as a space (RFC 9112, 5.2)."""
+"""A header that continues on the next line: obsolete, and read as a space (RFC 9112, 5.2)."""
 _ALONE = re.compile(rb"(?<!\r)\n|\r(?=[^\n])")
 _CHUNK = re.compile(rf"([0-9A-Fa-f]{{1,16}})(?:[ \t]*;{_TEXT})?\r\n".encode())
 _TRAILER = re.compile(rf"({_HEADER.pattern}|)\r\n".encode())
@@ -44,31 +45,31 @@ _DIGITS = re.compile("[0-9]+")
 
 
 class HttpResponse(msgspec.Struct, frozen=True):
-    """What a server sent back."""
+    """Response of a server."""
 
     status: int
     headers: Mapping[str, str]
-    """To be asked for in lower case."""
+    """Headers; look them up by lower-case name."""
     body: bytes
 
 
 class HttpOrigin(msgspec.Struct, frozen=True):
-    """Where requests go and what they begin with."""
+    """Destination of requests and the bytes that they start with."""
 
     host: str
     port: int
     url: str
-    """For errors."""
+    """URL for error messages."""
     head: bytes
-    """Request line and headers, up to and with the name of ``Content-Length``. Holds the key: never
-    printed."""
+    """Request line and headers, up to and including the name ``Content-Length``. Contains the key,
+    so it is never printed."""
 
     def __repr__(self) -> str:
         return f"Origin({self.url!r})"
 
 
 class Http1Client:
-    """Connections kept open to any number of origins. Belongs to one event loop."""
+    """Keeps connections open to any number of origins. Belongs to one event loop."""
 
     def __init__(self, keepalive_s: float, connect_s: float, max_body_bytes: int) -> None:
         self._keepalive_s = keepalive_s
@@ -78,7 +79,8 @@ class Http1Client:
         self._open: set[_Connection] = set()
 
     async def post(self, where: str, origin: HttpOrigin, body: bytes) -> HttpResponse:
-        """The answer whatever its status; ``where`` names the model in errors."""
+        """Send ``body`` and return the response, whatever its status. ``where`` names the model in
+        errors."""
         connection = self._take(origin) or await self._connect(where, origin)
         try:
             answer = await connection.ask(b"%s: %d\r\n\r\n" % (origin.head, len(body)), body)
@@ -99,7 +101,7 @@ class Http1Client:
         await asyncio.sleep(0)  # lets the transports notice
 
     def _take(self, origin: HttpOrigin) -> _Connection | None:
-        """The idle connection that was used last; those that waited too long are closed."""
+        """Return the most recently used idle connection and close those that were idle too long."""
         idle = self._idle.get((origin.host, origin.port))
         too_old = asyncio.get_running_loop().time() - self._keepalive_s
         while idle:
@@ -138,7 +140,7 @@ class Http1Client:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one request at a time."""
+    """One connection that handles one request at a time."""
 
     def __init__(self, max_body_bytes: int, all: set[_Connection]) -> None:
         self.idle_since = 0.0
@@ -151,7 +153,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether another request may be sent."""
+        """True if another request can be sent."""
         return (
             self._keep
             and self._waiting is None
@@ -197,7 +199,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is None or self._waiting.done():
-            self._keep = False  # no request is open, so these bytes are not a reply
+            self._keep = False  # no request is pending, so these bytes are not a reply
             self.abort()
             return
         self._received += data
@@ -211,16 +213,16 @@ class _Connection(asyncio.Protocol):
     def _reset(self) -> None:
         self._received = bytearray()
         self._at = 0
-        """How far what was received has been read."""
+        """Number of received bytes that have been parsed."""
         self._search_from = 0
-        """Where to look for the end of the head."""
+        """Index at which to search for the end of the head."""
         self._interim = 0
         """Number of 1xx replies before the final one."""
         self._status = 0
         self._headers: dict[str, str] = {}
         self._ends = -1
-        """Where the body ends; -1 where its length is not known before."""
-        self._chunked = False  # what chunks need is set where they begin
+        """Index at which the body ends; -1 if its length is not known in advance."""
+        self._chunked = False  # further state for chunks is set when they begin
 
     def _read(self) -> None:
         while not self._status:
@@ -262,8 +264,8 @@ class _Connection(asyncio.Protocol):
         return True  # the final reply follows
 
     def _check_head_so_far(self) -> None:
-        """Raises ValueError for a head that can no longer become a valid one: its end may never
-        come."""
+        """Raise ValueError if the head can no longer become valid, because its end may never
+        arrive."""
         begin = bytes(self._received[self._at : self._at + 40])
         if not (begin.startswith(b"HTTP/1.") or b"HTTP/1.".startswith(begin)):
             raise ValueError(f"it begins with {begin!r}")
@@ -281,9 +283,9 @@ class _Connection(asyncio.Protocol):
             headers[name] = f"{headers[name]}, {value}" if name in headers else value
 
     def _frame(self, version: str) -> None:
-        """How the body is delimited, and whether the connection may be used again."""
+        """Determine how the body is delimited and whether the connection can be reused."""
         headers = self._headers
-        connection = _words(headers["connection"]) if "connection" in headers else ()
+        connection = _list_items(headers["connection"]) if "connection" in headers else ()
         self._keep = "close" not in connection and (
             version == "HTTP/1.1" or "keep-alive" in connection
         )
@@ -302,24 +304,25 @@ class _Connection(asyncio.Protocol):
         self._chunked = True
         self._in_trailers = False
         self._overhead = 0
-        """Bytes of chunk extensions and trailers, which nobody needs and which are bounded."""
+        """Bytes of chunk extensions and trailers. They are ignored, but their total is limited."""
         self._body = bytearray()
-        """Data of the chunks so far."""
+        """Chunk data received so far."""
         del self._received[: self._at]
         self._at = 0
 
     def _check_chunked(self, headers: Mapping[str, str]) -> None:
         if "content-length" in headers:
             raise ValueError("it has both Transfer-Encoding and Content-Length")
-        if _words(headers["transfer-encoding"]) != ["chunked"]:
+        if _list_items(headers["transfer-encoding"]) != ["chunked"]:
             raise ValueError(f"its Transfer-Encoding is {headers['transfer-encoding'][:40]!r}")
 
     def _length(self, value: str) -> int:
-        """Bytes of the body. The same length given twice is one; anything else is an error."""
-        if len(value) <= _MOST_DIGITS and _DIGITS.fullmatch(value):  # as nearly always
+        """Return the number of bytes of the body. The same length given twice is accepted; anything
+        else is an error."""
+        if len(value) <= _MOST_DIGITS and _DIGITS.fullmatch(value):  # the usual case
             self._bound(int(value))
             return int(value)
-        lengths = {each.strip(" \t") for each in value.split(",")}
+        lengths = {length.strip(" \t") for length in value.split(",")}
         length = lengths.pop()
         if lengths or not _DIGITS.fullmatch(length):
             raise ValueError(f"its Content-Length is {value[:40]!r}")
@@ -331,14 +334,14 @@ class _Connection(asyncio.Protocol):
     # --- chunks ----------------------------------------------------------------------------------
 
     def _read_chunks(self) -> None:
-        """Move whole chunks from what was received to the body. Each round takes one, or ends."""
+        """Move complete chunks from the received bytes to the body, one per iteration."""
         received, at = self._received, 0
         while not self._in_trailers:
-            found = _CHUNK.match(received, at)
-            if found is None:
+            match = _CHUNK.match(received, at)
+            if match is None:
                 self._check_line(at)
                 break
-            start, size = found.end(), int(found[1], 16)
+            start, size = match.end(), int(match[1], 16)
             stop = start + size
             if size:
                 self._bound(len(self._body) + size)
@@ -346,34 +349,34 @@ class _Connection(asyncio.Protocol):
                     self._check_chunk(size, received[stop : stop + 2])
                     break
                 self._body += received[start:stop]
-            if start - found.end(1) > 2:
-                self._count_overhead(start - found.end(1) - 2)
+            if start - match.end(1) > 2:
+                self._count_overhead(start - match.end(1) - 2)
             self._in_trailers, at = not size, stop + 2 if size else start
         del received[:at]
         if self._in_trailers:
             self._read_trailers()
 
     def _check_chunk(self, size: int, end: bytearray) -> None:
-        """Raises ValueError if what follows a chunk is not the beginning of a line's end."""
+        """Raise ValueError if the bytes after a chunk cannot be the start of a line end."""
         if not b"\r\n".startswith(end):
             raise ValueError(f"a chunk of {size} bytes is followed by {bytes(end)!r}")
 
     def _read_trailers(self) -> None:
-        """After the last chunk come headers that nobody needs, and an empty line."""
+        """Skip the trailers after the last chunk, up to the empty line."""
         at = 0
-        while found := _TRAILER.match(self._received, at):
-            at = found.end()
-            if not found[1]:
+        while trailer := _TRAILER.match(self._received, at):
+            at = trailer.end()
+            if not trailer[1]:
                 self._keep = self._keep and len(self._received) == at
                 return self._finish(bytes(self._body))
-            self._count_overhead(len(found[0]))
+            self._count_overhead(len(trailer[0]))
         self._check_line(at)
         del self._received[:at]
         return None
 
     def _check_line(self, at: int) -> None:
-        """Raises ValueError for a line that is whole or too long, where no valid one begins at
-        ``at``."""
+        """Raise ValueError if no valid line starts at ``at`` although the line is complete or too
+        long."""
         line, newline, _ = bytes(self._received[at : at + _MOST_LINE_BYTES]).partition(b"\n")
         if newline:
             raise ValueError(f"its chunks have the line {(line + newline)[:40]!r}")
@@ -404,13 +407,13 @@ class _Connection(asyncio.Protocol):
         self.abort()
 
 
-def _words(value: str) -> list[str]:
-    """The elements of a header that is a list, in lower case."""
-    return [word for each in value.lower().split(",") if (word := each.strip(" \t"))]
+def _list_items(value: str) -> list[str]:
+    """Return the elements of a list-valued header in lower case."""
+    return [word for item in value.lower().split(",") if (word := item.strip(" \t"))]
 
 
 def _unfolded(head: str) -> str:
-    """``head`` with each continued header in one line. Raises ValueError where it is malformed."""
+    """Return ``head`` with each folded header on one line. Raises ValueError if it is malformed."""
     head = _FOLD.sub(" ", head)
     first, *lines = head.split("\r\n")
     if not _STATUS.fullmatch(first):

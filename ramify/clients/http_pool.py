@@ -1,16 +1,15 @@
-"""One HTTP connection pool for a whole run: bytes of JSON out, status and bytes back, failures as
-``ModelError``.
+"""One HTTP connection pool for a whole run: JSON bytes out, status and bytes back.
 
-    http://, no proxy   ── http1.py     our own, short: local models and other services of one's own
+    http://, no proxy   ── http1.py     our own small client: local models and services
     everything else     ── https.py     aiohttp: TLS, proxies, compression
 
-Nothing is imported or opened before the first request, so that naming a model costs nothing.
-Proxies come from ``HTTPS_PROXY``, ``HTTP_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``, and are looked up
-once per model.
+Nothing is imported or opened before the first request, so naming a model costs nothing. Proxies
+come from ``HTTPS_PROXY``, ``HTTP_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``, and are looked up once
+per model.
 
-What it knows of a failure is whether the request may have been acted upon: nothing was sent before
-a connection stood; after that, a reply that does not arrive may have been paid. It does not try
-again and does not read what the JSON says.
+Failures are ``ModelError``s that say whether the request may have been processed: before a
+connection is established nothing was sent; after that, a reply that does not arrive may have been
+billed. Not here: retries (see ``pool.py``) and the meaning of the JSON (see ``chat_json.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ if TYPE_CHECKING:
     from ramify.clients.https import HttpsClient
 
 _KEEPALIVE_S = 4.0
-"""Common servers close idle connections after five seconds; a request must not meet that moment."""
+"""Common servers close idle connections after five seconds. A request must not be sent at that
+moment."""
 _CONNECT_S = 30.0
 _HEADERS = {
     "User-Agent": "ramify",
@@ -39,21 +39,21 @@ _HEADERS = {
 
 
 class RequestRoute(msgspec.Struct, frozen=True):
-    """Where one client's requests go; made once, so that a request looks nothing up."""
+    """Destination of one client's requests, computed once so that a request needs no lookup."""
 
     url: str
     headers: dict[str, str]
-    """With the key: never printed."""
+    """Includes the key, so it is never printed."""
     proxy: str | None
     origin: HttpOrigin | None
-    """Set where the short way serves."""
+    """Set if ``http1.py`` can send the requests."""
 
     def __repr__(self) -> str:
         return f"Route({self.url!r})"
 
 
 def route_to(url: str, headers: dict[str, str]) -> RequestRoute:
-    """The way to ``url``, by the environment as it is now."""
+    """Return the route to ``url`` under the current environment."""
     proxy, headers = proxy_for(url), {**_HEADERS, **headers}
     parts = urlsplit(url)
     short = parts.scheme == "http" and proxy is None and parts.username is None and url.isascii()
@@ -61,7 +61,7 @@ def route_to(url: str, headers: dict[str, str]) -> RequestRoute:
 
 
 class HttpConnectionPool:
-    """A connection pool. Belongs to the event loop of its first request."""
+    """HTTP connection pool. Bound to the event loop of its first request."""
 
     def __init__(self, max_body_bytes: int = 64 << 20) -> None:
         self._max_body_bytes = max_body_bytes
@@ -69,7 +69,8 @@ class HttpConnectionPool:
         self._https: HttpsClient | None = None
 
     async def post(self, where: str, route: RequestRoute, body: bytes) -> HttpResponse:
-        """Send ``body``; the answer whatever its status. ``where`` names the model in errors."""
+        """Send ``body`` and return the response, whatever its status. ``where`` names the model in
+        errors."""
         if route.origin is not None:
             if self._http is None:
                 self._http = Http1Client(_KEEPALIVE_S, _CONNECT_S, self._max_body_bytes)
@@ -102,11 +103,11 @@ def _origin(url: str, headers: dict[str, str]) -> HttpOrigin:
 
 
 def proxy_for(url: str) -> str | None:
-    """The proxy that the environment names for ``url``."""
+    """Return the proxy that the environment configures for ``url``, or None."""
     if sys.platform not in ("darwin", "win32") and not any(
         name.lower().endswith("_proxy") for name in os.environ
     ):
-        return None  # and nothing needs to be imported
+        return None  # avoids the import below
     from urllib.request import getproxies, proxy_bypass
 
     parts = urlsplit(url)

@@ -1,9 +1,9 @@
-"""HTTP through aiohttp, for what goes over a network: TLS, proxies, compressed answers.
+"""HTTP over a network through aiohttp: TLS, proxies and compressed responses.
 
-Certificate authorities are the system's, or those of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``;
+Certificate authorities are those of the system, or of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``.
 ``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE`` and ``NODE_EXTRA_CA_CERTS`` add to them. ``~/.netrc`` is
-not read: it would replace the key that the caller named. Imported at the first request that needs
-it, since the import takes a tenth of a second.
+ignored, because it would replace the key that the caller configured. This module is imported at the
+first request that needs it, because the import takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ADDING = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
 
 
 class HttpsClient:
-    """A session of the library, opened at the first request. Belongs to one event loop."""
+    """An aiohttp session, opened at the first request. Belongs to one event loop."""
 
     def __init__(self, keepalive_s: float, connect_s: float, max_body_bytes: int) -> None:
         self._keepalive_s = keepalive_s
@@ -35,11 +35,11 @@ class HttpsClient:
     async def post(
         self, where: str, url: str, headers: dict[str, str], proxy: str | None, body: bytes
     ) -> HttpResponse:
-        """The answer whatever its status; ``where`` names the model in errors."""
+        """Send ``body`` and return the response, whatever its status. ``where`` names the model in
+        errors."""
         session = self._session or self._open()
-        data = (
-            body if len(body) <= _LARGE_BYTES else io.BytesIO(body)
-        )  # sent in pieces, so as not to hold the loop
+        # A large body is sent in pieces so that it does not block the event loop.
+        data = body if len(body) <= _LARGE_BYTES else io.BytesIO(body)
         try:
             async with session.post(
                 url, data=data, headers=headers, proxy=proxy, allow_redirects=False
@@ -63,7 +63,7 @@ class HttpsClient:
         )
         self._session = aiohttp.ClientSession(
             connector=connector,
-            trust_env=False,  # it would read ~/.netrc, and look proxies up for every request
+            trust_env=False,  # would read ~/.netrc, and look up proxies for every request
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -83,8 +83,8 @@ class HttpsClient:
 
 
 def _tls() -> ssl.SSLContext | None:
-    """A context with the environment's certificate authorities; None where the library's own
-    serves."""
+    """Return a context with the environment's certificate authorities, or None to use aiohttp's
+    default."""
     if not any(os.environ.get(name) for name in (*_REPLACING, *_ADDING)):
         return None
     _check_replacing()
@@ -105,24 +105,24 @@ def _tls() -> ssl.SSLContext | None:
 
 
 def _check_replacing() -> None:
-    """OpenSSL goes on without a word where it cannot read what these variables name: every
-    connection then fails."""
+    """Raise ConfigError if OpenSSL could not read what these variables name. OpenSSL itself ignores
+    this silently, and then every connection fails."""
     file, folders = (os.environ.get(name) for name in _REPLACING)
     if file:
         try:
-            with open(file, "rb") as opened:
-                is_pem = b"-----BEGIN" in opened.read()
+            with open(file, "rb") as pem:
+                is_pem = b"-----BEGIN" in pem.read()
         except OSError as error:
             raise ConfigError(
                 f"SSL_CERT_FILE names {file}: {error.strerror}; fix or unset it"
             ) from None
         if not is_pem:
             raise ConfigError(
-                f"SSL_CERT_FILE names {file}, which holds no certificate in PEM form; fix or unset "
-                "it"
+                f"SSL_CERT_FILE names {file}, which holds no certificate in PEM format; fix or "
+                "unset it"
             )
     if folders and not any(os.path.isdir(folder) for folder in folders.split(os.pathsep)):
-        raise ConfigError(f"SSL_CERT_DIR names {folders}, which is no folder; fix or unset it")
+        raise ConfigError(f"SSL_CERT_DIR names {folders}, which is not a folder; fix or unset it")
 
 
 def _failure(where: str, url: str, proxy: str | None, error: Exception) -> ModelError:

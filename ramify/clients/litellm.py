@@ -1,10 +1,10 @@
-"""Whatever else LiteLLM speaks (``pip install 'ramify[litellm]'``): ``litellm:provider/model``,
-such as ``litellm:bedrock/…``.
+"""Client for every provider that LiteLLM supports (``pip install 'ramify[litellm]'``).
 
-LiteLLM returns OpenAI's shape, which ``chat_json.py`` reads. Keys come from the variables that
-LiteLLM documents for each provider. Prices and windows that our table does not know are taken from
-LiteLLM's packaged one; it is told not to fetch a newer one over the network when it is imported.
-LiteLLM does not try again: the pool does.
+Models are named ``litellm:provider/model``, such as ``litellm:bedrock/…``. LiteLLM returns OpenAI's
+format, which ``chat_json.py`` reads. Keys come from the environment variables that LiteLLM
+documents for each provider. Prices and context windows that our table lacks come from LiteLLM's
+packaged table; downloading a newer one at import is disabled. LiteLLM's retries are disabled too:
+see ``pool.py``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LiteLLMClient:
         self._endpoint = Endpoint(
             _PROVIDER, model, base_url or url or "", {}, key or "", "max_tokens", False
         )
-        known_price, known_window = self._known(model)
+        known_price, known_window = self._model_info(model)
         self.price = price or known_price
         self.window = window or known_window or _WINDOW
 
@@ -70,15 +70,17 @@ class LiteLLMClient:
                 api_key=self._endpoint.secret or None,
                 base_url=self._endpoint.url or None,
             )
-        except Exception as error:  # its providers raise what they like
+        except Exception as error:  # each provider raises its own exceptions
             raise self._failure(error) from error
         return self._reply(sent, time.perf_counter() - started)
 
     async def close(self) -> None:
-        """Nothing: LiteLLM keeps its connections for the whole process and closes them at exit."""
+        """Do nothing: LiteLLM keeps its connections for the whole process and closes them at
+        exit."""
 
-    def _known(self, model: str) -> tuple[Price | None, int | None]:
-        """What LiteLLM's own table says; the window ends where tokens become dearer."""
+    def _model_info(self, model: str) -> tuple[Price | None, int | None]:
+        """Price and window from LiteLLM's table. The window ends where tokens become more
+        expensive."""
         try:
             info = self._litellm.get_model_info(model)
         except Exception:  # noqa: BLE001  an unknown model is a bare Exception there
@@ -91,10 +93,10 @@ class LiteLLMClient:
         window = min(
             [tokens for tokens in (info.get("max_input_tokens"), *ends) if tokens], default=None
         )
-        each = [
+        cache_costs = [
             info.get(f"{kind}_token_cost") for kind in ("cache_read_input", "cache_creation_input")
         ]
-        read, write = (None if cost is None else cost * 1e6 for cost in each)
+        read, write = (None if cost is None else cost * 1e6 for cost in cache_costs)
         costs = info.get("input_cost_per_token"), info.get("output_cost_per_token")
         if costs[0] is None or costs[1] is None:
             return None, window
@@ -106,7 +108,7 @@ class LiteLLMClient:
             if not completion.choices:
                 raise BadReply(f"{self.name}: LiteLLM returned a reply without choices")
             if isinstance(completion.usage, dict) and not completion.usage.get("total_tokens"):
-                completion.usage = None  # what LiteLLM makes of a reply that did not say
+                completion.usage = None  # LiteLLM fills in zeros if the server reported no usage
             reply = chat_json.read(completion, completion.choices[0], self._endpoint.model, seconds)
         except (ValueError, AttributeError) as error:
             raise BadReply(
@@ -118,25 +120,24 @@ class LiteLLMClient:
         )
 
     def _failure(self, error: Exception) -> ModelError:
-        said = redacted(" ".join(str(error).split())[:300], (self._endpoint.secret,))
+        message = redacted(" ".join(str(error).split())[:300], (self._endpoint.secret,))
         if isinstance(error, self._litellm.exceptions.ContextWindowExceededError):
             refused = Refused(
-                f"{self.name}: {said}; shorten the prompt or name a model with a larger window"
+                f"{self.name}: {message}; shorten the prompt or name a model with a larger window"
             )
             refused.too_long = True
             return refused
-        if "timeout" in type(error).__name__.lower() or "Connection error" in said:
-            return ReplyLost(
-                f"{self.name}: {said}"
-            )  # it does not tell whether the request was sent
+        # LiteLLM does not say whether the request was sent before it timed out.
+        if "timeout" in type(error).__name__.lower() or "Connection error" in message:
+            return ReplyLost(f"{self.name}: {message}")
         if "connect" in type(error.__cause__).__name__.lower():
-            return Unreachable(f"{self.name}: {said}")
+            return Unreachable(f"{self.name}: {message}")
         status = getattr(error, "status_code", None)
         if not isinstance(status, int) or status < 400:
-            return BadReply(f"{self.name}: {said or type(error).__name__}")
+            return BadReply(f"{self.name}: {message or type(error).__name__}")
         headers = getattr(error, "litellm_response_headers", None) or {}
         failure = from_status(
-            self.name, status, headers, said.encode(), secrets=(self._endpoint.secret,)
+            self.name, status, headers, message.encode(), secrets=(self._endpoint.secret,)
         )
-        failure.may_be_paid = status >= 500  # replies that LiteLLM could not read are among them
+        failure.may_be_paid = status >= 500  # includes replies that LiteLLM could not parse
         return failure

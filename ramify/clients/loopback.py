@@ -1,9 +1,10 @@
-"""A small HTTP/1.1 server for scripted models: whole requests in, whole answers or broken ones out.
+"""Small HTTP/1.1 server for scripted models: complete requests in, complete or broken responses
+out.
 
-It keeps connections alive, takes bodies with a ``Content-Length``, and can do on purpose what a
-server must not: close before an answer, or in the middle of it. No chunked requests, no tasks: a
-request costs some tens of microseconds, so that what a benchmark measures is its client. Not for
-use beyond loopback.
+It keeps connections alive, accepts bodies with a ``Content-Length``, and can break the protocol on
+purpose: close a connection before or in the middle of a response. There are no chunked requests and
+no tasks. A request costs some tens of microseconds, so a benchmark measures its client rather than
+this server. Use it on loopback only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 
 class LoopbackExchange:
-    """One request, and the connection that waits for its answer. Answer it once, now or later."""
+    """One request and the connection that waits for its response. Respond once, now or later."""
 
     __slots__ = ("_connection", "body", "headers", "method", "path")
 
@@ -30,9 +31,9 @@ class LoopbackExchange:
         self._connection = connection
         self.method = method
         self.path = path
-        """With its query string."""
+        """Path with its query string."""
         self.headers = headers
-        """Names in lower case."""
+        """Headers with lower-case names."""
         self.body = body
 
     def send(
@@ -42,7 +43,7 @@ class LoopbackExchange:
         headers: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> None:
-        """Answer; does nothing if the caller has gone."""
+        """Send the response. Does nothing if the client has disconnected."""
         further = (
             "".join(f"{name}: {value}\r\n" for name, value in headers.items()) if headers else ""
         )
@@ -53,7 +54,7 @@ class LoopbackExchange:
         self._connection.answer(head.encode("latin-1") + body)
 
     def drop(self, beginning: bytes = b"") -> None:
-        """Close the connection; given a ``beginning``, after that much of a longer body."""
+        """Close the connection. With ``beginning``, first send that much of a longer body."""
         head = (
             b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
         )
@@ -61,7 +62,7 @@ class LoopbackExchange:
 
 
 class LoopbackServer:
-    """Listens, and gives each request to ``handle``."""
+    """Listens on a port and passes each request to ``handle``."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class LoopbackServer:
     ) -> None:
         self.host = host
         self.port = port
-        """0 until it listens, if any free one may be taken."""
+        """0 until the server listens, if any free port may be used."""
         self._handle = handle
         self._tls = tls
         self._connections: set[_Connection] = set()
@@ -111,7 +112,7 @@ class _Connection(asyncio.Protocol):
         self._received = bytearray()
         self._head: tuple[str, str, dict[str, str]] | None = None
         self._ends = 0
-        """Where the body of the present request ends in what was received, once its head was
+        """Index in the received bytes at which the current request's body ends, once its head was
         read."""
         self._starts = 0
         self._busy = False
@@ -148,14 +149,15 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _read(self) -> None:
-        """Hand over request after request; one that is answered at once is followed by the next."""
+        """Pass complete requests to the handler, one after the other, as long as each is answered
+        at once."""
         self._is_reading = True
         while self._received and not self._busy and self._read_request():
             pass
         self._is_reading = False
 
     def _read_request(self) -> bool:
-        """Hand over a request that has arrived whole; False where there is none."""
+        """Pass one complete request to the handler. Returns False if none has arrived."""
         if self._head is None and not self._read_head():
             return False
         if len(self._received) < self._ends:
@@ -193,6 +195,9 @@ class _Connection(asyncio.Protocol):
         return True
 
     def _refuse(self, status: int) -> bool:
-        head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {status} {_REASONS[status]}\r\n"
+            "Content-Length: 0\r\nConnection: close\r\n\r\n"
+        )
         self.close(head.encode())
         return False

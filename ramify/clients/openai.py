@@ -1,8 +1,8 @@
-"""A client for any server that speaks OpenAI's chat completions: send once, and say what a bad
-answer means.
+"""Client for any server that implements OpenAI's chat completions.
 
-``chat_json.py`` translates, ``http_pool.py`` has the sockets, ``providers.py`` the addresses and
-peculiarities. Waiting, trying again and prices are the pool's.
+It sends each request once and turns bad answers into errors. ``chat_json.py`` translates the JSON,
+``http_pool.py`` sends the bytes, and ``providers.py`` defines addresses and differences between
+providers. Not here: rate limiting, retries and prices (see ``pool.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ramify.types.message import Reply
 
 
 class OpenAIClient:
-    """A ``Client`` for one model behind one endpoint."""
+    """A ``Client`` for one model at one endpoint."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class OpenAIClient:
         return self._reply(answer, seconds)
 
     async def close(self) -> None:
-        """Nothing of its own: the wire belongs to the pool."""
+        """Do nothing: the connections belong to the pool."""
 
     def _refusal(self, answer: HttpResponse) -> ModelError:
         if 300 <= answer.status < 400:
@@ -112,7 +112,7 @@ class OpenAIClient:
         return self._refusal(HttpResponse(status, answer.headers, answer.body))
 
     def _where(self) -> str:
-        """Model and address; a name of the form ``provider:model@URL`` has both."""
+        """Model and address. A name of the form ``provider:model@URL`` already contains both."""
         url = self._endpoint.url
         return (
             self.name

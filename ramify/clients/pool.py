@@ -1,15 +1,15 @@
-"""One connection pool, one gate and one way of trying again, for a whole run's tree.
+"""Shared connections, rate limiting and retries for all model requests of a run.
 
-    ask ── account.reserve()        may wait; nothing is held meanwhile
-         ─ a turn at the gates      of the model, which gives way to its rate limits; then of the run
-         ─ client.complete()        the turn is held for this alone
+    ask ── account.reserve()        may wait; holds no slot meanwhile
+         ─ acquire slots            first the model's limiter, then the run's
+         ─ client.complete()        the slots are held only for this
          ─ settle / forfeit / release, exactly once, whatever happened
-         ─ wait and begin again, where the error is worth it
+         ─ wait and retry, if the error is transient
 
-Every model has a gate of its own, so that one that is rate limited does not slow the others;
-``max_in_flight`` holds for each and for all together. A rate limit counts as a failed attempt only
-if no other request of that model got through meanwhile: a crowded server lets its queue through
-however long it is, a closed one is given up.
+Every model has its own limiter, so a rate-limited model does not slow the others. ``max_in_flight``
+applies to each model and to all models together. A rate limit counts as a failed attempt only if no
+other request of that model succeeded meanwhile: a busy server lets its queue through however long
+it is, and a closed one is given up.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Sleep = Callable[[float], Awaitable[object]]
 _FIRST_WAIT_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _FIRST_PATIENCE_S = 30.0
-"""For a model that has not answered yet: more likely than an outage is a wrong address."""
+"""Patience for a model that has never answered: a wrong address is more likely than an outage."""
 _WINDOW, _LOCAL_WINDOW = 128_000, 32_768
-"""Tokens assumed where the window is not known."""
+"""Context windows (tokens) that are assumed if the window is unknown."""
 
 
 class ClientPool:
-    """Connects models by name and asks them. Belongs to one event loop."""
+    """Connects models by name and sends them requests. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class ClientPool:
         rng: random.Random | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        """``timeout_s`` bounds each attempt; a server that asks to wait longer than ``max_wait_s``
-        is given up.
+        """Create a pool.
 
-        ``keys`` and ``base_urls`` map a provider's name to what is used instead of its environment
-        variables.
+        ``timeout_s`` bounds each attempt. If a server asks to wait longer than ``max_wait_s``, the
+        request fails. ``keys`` and ``base_urls`` map a provider's name to a value that replaces its
+        environment variables.
         """
         for name, value in (
             ("max_in_flight", max_in_flight),
@@ -87,7 +87,7 @@ class ClientPool:
         self._gates: dict[str, Limiter] = {}
 
     def client(self, name: str) -> Client:
-        """The client of ``provider:model``, connected at its first request."""
+        """Return the client of ``provider:model``, which connects at its first request."""
         client = self._clients.get(name)
         if client is None:
             client = self._clients[name] = self._connect(name)
@@ -95,7 +95,7 @@ class ClientPool:
         return client
 
     def adopt(self, client: AnyClient) -> AnyClient:
-        """Use ``client`` wherever its name is asked for. Whoever made it closes it."""
+        """Use ``client`` for its name. The caller remains responsible for closing it."""
         self._clients[client.name] = client
         return client
 
@@ -107,12 +107,13 @@ class ClientPool:
         on_retry: Callable[[str], None] | None = None,
         patience_s: float = 0.0,
     ) -> Reply:
-        """One reply, with its cost, for a request that is sent until it succeeds or is not worth
-        sending again.
+        """Send a request until it succeeds or is not worth retrying; return one reply with its
+        cost.
 
-        Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_retry`` is
-        told, in a line for a person, of each failure that is followed by another attempt. A model
-        that cannot be reached is tried for ``patience_s``, however many attempts that takes."""
+        Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_retry``
+        receives one readable line for each failure that is retried. A model that cannot be reached
+        is retried for ``patience_s``, however many attempts that takes.
+        """
         gate = self._gates.get(client.name)
         if gate is None:
             gate = self._gates[client.name] = Limiter(self.max_in_flight)
@@ -143,7 +144,7 @@ class ClientPool:
                     )
                     tried = tried if failed else "others got through"
                     on_retry(f"{error}; trying again in {wait_s:.1f} s ({tried})")
-            if not limited:  # after a rate limit it is the gate that waits, for everyone
+            if not limited:  # after a rate limit, the limiter pauses all requests instead
                 waited_s += wait_s
                 await self._sleep(wait_s)
 
@@ -158,8 +159,11 @@ class ClientPool:
             await self._wire.close()
 
     def _most_attempts(self, error: ModelError, left_s: float) -> float:
-        """What was never sent costs nothing, and is sent again while there is patience. A
-        connection that breaks may cost a reply each time, and gets twice the usual attempts."""
+        """Return how often a request may be attempted after ``error``.
+
+        A request that was never sent costs nothing, so it is retried while patience lasts. A broken
+        connection may cost a reply each time, so it gets only twice the usual attempts.
+        """
         if left_s <= 0:
             return self.max_attempts
         if isinstance(error, Unreachable):
@@ -182,9 +186,7 @@ class ClientPool:
                 gate.slow_down(entered, self._wait_s(error, failed + 1))
             (account.forfeit if error.may_be_paid else account.release)(str(error))
             raise
-        except (
-            ConfigError
-        ) as error:  # such as a certificate bundle that is not there: nothing was sent
+        except ConfigError as error:  # such as a missing certificate bundle: nothing was sent
             account.release(str(error))
             raise
         except BaseException as error:
@@ -215,7 +217,8 @@ class ClientPool:
             raise ReplyLost(f"{client.name}: no reply within {self.timeout_s:g} s") from None
 
     def _wait_s(self, error: ModelError, failed: int) -> float:
-        """Seconds until the next attempt: as the server asked, or exponential with full jitter."""
+        """Seconds until the next attempt: as the server asked, or exponential backoff with full
+        jitter."""
         backoff_s = self._random.uniform(
             0.0, min(_LONGEST_BACKOFF_S, _FIRST_WAIT_S * 2.0 ** min(max(failed - 1, 0), 9))
         )

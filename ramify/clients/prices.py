@@ -1,15 +1,15 @@
-"""What tokens cost and how long a window is, by model name. Unknown models have no price: nothing
-is guessed.
+"""Prices and context windows by model name. Unknown models have no price: nothing is guessed.
 
-The packaged ``prices.json`` goes stale: each entry says when its numbers were taken, and from
-where. A file of the same form, given or named by ``RAMIFY_PRICES``, is laid over it, entry by
-entry:
+The packaged ``prices.json`` goes out of date, so each entry records when and from where its numbers
+were taken. A file of the same format, passed explicitly or named by ``RAMIFY_PRICES``, overrides it
+entry by entry:
 
-    {"openai:gpt-5": {"input": 1.25, "cached": 0.125, "output": 10.0, "window": 272000, "taken": "2026-11"}}
+    {"openai:gpt-5": {"input": 1.25, "cached": 0.125, "output": 10.0, "window": 272000,
+                      "taken": "2026-11"}}
 
-Dollars are per million tokens. ``also`` lists further names of the same entry; a name's date suffix
-is ignored. Where a long prompt costs more per token, the window ends where that begins, so that one
-price holds.
+Prices are dollars per million tokens. ``also`` lists other names of the same entry. A date suffix
+of a name is ignored. If long prompts cost more per token, the window ends at that length, so that
+one price holds.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _DATE = re.compile(r"[-@]20\d\d-?\d\d-?\d\d$")
 
 
 class PriceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What is known of one model."""
+    """Price and context window of one model."""
 
     input: float | None = None
-    """Dollars per million tokens, as are the next three."""
+    """Dollars per million tokens, like the next three fields."""
     output: float | None = None
     cached: float | None = None
     cache_write: float | None = None
     window: int | None = None
-    """Tokens that prompt and reply together may have."""
+    """Context window: maximum tokens of prompt and reply together."""
     taken: str = ""
-    """When the numbers were taken, ``2026-11``."""
+    """Month of the numbers, such as ``2026-11``."""
     source: str = ""
-    """Where they were taken from."""
+    """Source of the numbers."""
     also: tuple[str, ...] = ()
 
     @property
@@ -62,11 +62,11 @@ class PriceTable:
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> PriceTable:
-        """The packaged table under the file at ``path``, by default the one that ``RAMIFY_PRICES``
-        names."""
+        """Load the packaged table, overridden by the file at ``path`` or, by default, by the one
+        that ``RAMIFY_PRICES`` names."""
         packaged = _read(Path(__file__).with_name("prices.json"))
-        own = path or os.environ.get("RAMIFY_PRICES")
-        return cls({**packaged, **_read(Path(own))} if own else packaged)
+        override = path or os.environ.get("RAMIFY_PRICES")
+        return cls({**packaged, **_read(Path(override))} if override else packaged)
 
     def price(self, name: str) -> Price | None:
         entry = self._find(name)
@@ -75,7 +75,7 @@ class PriceTable:
         return Price(0.0, 0.0) if is_local(name) else None
 
     def window(self, name: str) -> int | None:
-        """Tokens; None where it is not known."""
+        """Context window in tokens; None if unknown."""
         entry = self._find(name)
         return entry.window if entry is not None else None
 
@@ -89,7 +89,7 @@ class PriceTable:
 
 
 def is_local(name: str) -> bool:
-    """Whether the model runs on the user's own machines, where tokens cost nothing."""
+    """True if the model runs on the user's own machines, where tokens are free."""
     prefix = name.partition(":")[0]
     provider = PROVIDERS.get(prefix)
     return prefix in IN_PROCESS or (provider is not None and provider.local)
@@ -100,7 +100,7 @@ def _read(path: Path) -> dict[str, PriceEntry]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, PriceEntry])
     except OSError as error:
         raise ConfigError(
-            f"price table {path}: {error.strerror}; RAMIFY_PRICES names a file of prices"
+            f"price table {path}: {error.strerror}; set RAMIFY_PRICES to a file of prices"
         ) from None
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"price table {path}: {error}; see docs/models.md for its form") from None
+        raise ConfigError(f"price table {path}: {error}; docs/models.md has the format") from None

@@ -1,9 +1,8 @@
-"""The names before the colon in ``provider:model``: where each one lives, which key it wants, and
-its peculiarities.
+"""Providers: the names before the colon in ``provider:model``, with address, key and differences.
 
-Everything here speaks OpenAI's chat completions. ``provider:model@http://host:port/v1`` sends the
-same to any server. The table in ``docs/models.md`` is written from this one. To add a provider, add
-a line.
+All of them speak OpenAI's chat completions. ``provider:model@http://host:port/v1`` sends the same
+requests to any other server. The table in ``docs/models.md`` is generated from this one. To add a
+provider, add an entry.
 """
 
 from __future__ import annotations
@@ -30,27 +29,29 @@ class ProviderSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     url: str
-    """Base URL; empty where every account has its own."""
+    """Base URL; empty if every account has a different one."""
     url_variable: str
     """Environment variable that replaces the base URL."""
     key_variables: tuple[str, ...]
-    """Environment variables that may hold the key; the first that is set is used."""
+    """Environment variables that may hold the key. The first one that is set is used."""
     local: bool = False
-    """Runs on the user's own machines: needs no key, and costs nothing."""
+    """True if it runs on the user's own machines, needs no key and costs nothing."""
     key_header: str = "Authorization"
-    """Header of the key; ``Authorization`` has ``Bearer`` before it."""
+    """Header that carries the key. ``Authorization`` gets a ``Bearer`` prefix."""
     header_variables: dict[str, str] = {}
-    """Further headers, each from a variable where that is set."""
+    """Additional headers, each sent if its environment variable is set."""
     limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """How the length of a reply is bounded."""
+    """Request field that limits the length of a reply."""
     returns_ids: bool = False
-    """Understands ``return_token_ids``, and so returns the ids of prompt and reply."""
+    """True if it supports ``return_token_ids`` and returns the ids of prompt and reply."""
     reasoning_field: str = ""
-    """Field in which an assistant message's reasoning goes back; empty where it must not."""
+    """Message field in which an assistant message's reasoning is sent back; empty if it must not be
+    sent."""
     cache_key: bool = False
-    """Takes ``prompt_cache_key`` to keep requests with one prefix together."""
+    """True if it accepts ``prompt_cache_key``, which keeps requests with the same prefix
+    together."""
     note: str = ""
-    """For the documentation."""
+    """Note for the documentation."""
 
 
 PROVIDERS: dict[str, ProviderSpec] = {
@@ -70,7 +71,8 @@ PROVIDERS: dict[str, ProviderSpec] = {
         key_variables=("AZURE_OPENAI_API_KEY",),
         key_header="api-key",
         limit_field="max_completion_tokens",
-        note="the model is the deployment; `OPENAI_API_VERSION` applies unless the endpoint ends in `/v1`",
+        note="the model is the deployment; `OPENAI_API_VERSION` applies unless the endpoint ends "
+        "in `/v1`",
     ),
     "openrouter": ProviderSpec(
         title="OpenRouter",
@@ -78,7 +80,7 @@ PROVIDERS: dict[str, ProviderSpec] = {
         url_variable="OPENROUTER_BASE_URL",
         key_variables=("OPENROUTER_API_KEY",),
         reasoning_field="reasoning",
-        note="`openrouter:maker/model`; the cost that it reports is used where no price is known",
+        note="`openrouter:maker/model`; its reported cost is used if the price is unknown",
     ),
     "portkey": ProviderSpec(
         title="Portkey",
@@ -91,7 +93,8 @@ PROVIDERS: dict[str, ProviderSpec] = {
             "x-portkey-virtual-key": "PORTKEY_VIRTUAL_KEY",
             "x-portkey-config": "PORTKEY_CONFIG",
         },
-        note="`portkey:@provider/model`, or set `PORTKEY_PROVIDER`, `PORTKEY_VIRTUAL_KEY` or `PORTKEY_CONFIG`",
+        note="`portkey:@provider/model`, or set `PORTKEY_PROVIDER`, `PORTKEY_VIRTUAL_KEY` or "
+        "`PORTKEY_CONFIG`",
     ),
     "vercel": ProviderSpec(
         title="Vercel AI Gateway",
@@ -158,7 +161,8 @@ PROVIDERS: dict[str, ProviderSpec] = {
         url_variable="OLLAMA_BASE_URL",
         key_variables=("OLLAMA_API_KEY",),
         local=True,
-        note="set its context length (`OLLAMA_CONTEXT_LENGTH`): it cuts longer prompts without a word",
+        note="set its context length (`OLLAMA_CONTEXT_LENGTH`): it silently truncates longer "
+        "prompts",
     ),
     "lmstudio": ProviderSpec(
         title="LM Studio",
@@ -170,20 +174,20 @@ PROVIDERS: dict[str, ProviderSpec] = {
 }
 
 IN_PROCESS = ("local", "tiny")
-"""Engines in this process: ``local:FOLDER``, and ``tiny``, which is a whole name."""
+"""Engines in this process: ``local:FOLDER``, and ``tiny``, which is a complete name."""
 OTHERS = ("anthropic", "litellm", "scripted", *IN_PROCESS)
-"""Providers with a client of their own."""
+"""Providers that have their own client class."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """A provider resolved against the environment: ready to be sent to."""
+    """A provider resolved against the environment, ready for requests."""
 
     provider: ProviderSpec
     model: str
     url: str
-    """Of chat completions, whole."""
+    """Complete URL of the chat completions endpoint."""
     headers: dict[str, str]
-    """With the key: never printed."""
+    """Includes the key, so it is never printed."""
     secret: str
     limit_field: str
     cache_key: bool
@@ -211,28 +215,30 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def split_url(model: str) -> tuple[str, str | None]:
-    """``"m@http://host/v1"`` -> ``("m", "http://host/v1")``; no URL, no change. Raises ConfigError
-    for an address that is none: a model's name may have an ``@`` of its own
-    (``claude-sonnet-4@20250514``)."""
+    """``"m@http://host/v1"`` -> ``("m", "http://host/v1")``; without a URL, ``model`` is unchanged.
+
+    A model's name may contain an ``@`` itself (``claude-sonnet-4@20250514``). Raises ConfigError if
+    the text after the ``@`` resembles an address but is not a URL.
+    """
     at = _AT_URL.match(model)
     if at:
         return at["model"], at["url"]
     before, _, tail = model.rpartition("@")
     if before and _LIKE_AN_ADDRESS.fullmatch(tail):
         raise ConfigError(
-            f"'{tail}' in '{model}' is not a base URL: write it whole, as in "
+            f"'{tail}' in '{model}' is not a base URL: write the full URL, as in "
             f"{before}@http://host:8000/v1"
         )
     return model, None
 
 
 def no_key(name: str, variable: str) -> ConfigError:
-    """Where a provider's own address wants one. What stands after an ``@`` may have been meant as
-    another address."""
+    """Error for a missing API key of a provider's own address. It also covers the case that the
+    text after an ``@`` was meant as another address."""
     before, _, tail = name.rpartition("@")
     is_other = before and not before.endswith(":")
     url = (
-        f"; '{tail}' is not a base URL, which would be written whole: {before}@http://host:8000/v1"
+        f"; '{tail}' is not a base URL: the full form is {before}@http://host:8000/v1"
         if is_other
         else ""
     )
@@ -246,8 +252,8 @@ def resolve(
     base_url: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Endpoint:
-    """Where ``name`` lives. Given ``key`` and ``base_url`` win over ``@URL`` in the name, that over
-    the environment."""
+    """Resolve ``name`` to an endpoint. ``key`` and ``base_url`` take precedence over ``@URL`` in
+    the name, which takes precedence over the environment."""
     provider_name, model = split_name(name)
     provider = PROVIDERS[provider_name]
     model, named_url = split_url(model)
@@ -258,7 +264,7 @@ def resolve(
     if not url:
         plain = name.partition("@")[0]
         raise ConfigError(
-            f"{name}: no base URL: set {provider.url_variable}, or write {plain}@https://…"
+            f"{name}: no base URL: set {provider.url_variable}, or use {plain}@https://…"
         )
     if not re.fullmatch(r"https?://[^/\s]\S*", url):
         raise ConfigError(
@@ -268,37 +274,37 @@ def resolve(
     if "@" in url.partition("://")[2].partition("/")[0]:
         variable = provider.key_variables[0]
         raise ConfigError(
-            f"{provider_name}:{model}: a base URL with a user or password in it would be shown and "
-            "stored: leave them out, "
-            f"and set {variable} if the server wants a key"
+            f"{provider_name}:{model}: a base URL that contains a user or password would be "
+            f"displayed and stored: remove them, and set {variable} if the server needs a key"
         )
-    at_home = url == provider.url or provider_name == "azure"
-    secret = _key(name, provider, key, environ, needed=at_home and not provider.local)
+    is_default_url = url == provider.url or provider_name == "azure"
+    # Only the provider's own service requires a key: another base URL may not need one.
+    secret = _key(name, provider, key, environ, needed=is_default_url and not provider.local)
     return Endpoint(
         provider=provider,
         model=model,
         url=_azure_url(url, model, environ) if provider_name == "azure" else _chat_url(url),
         headers=_headers(provider, secret, environ),
         secret=secret,
-        limit_field=provider.limit_field if at_home else "max_tokens",
-        cache_key=provider.cache_key and at_home,
+        limit_field=provider.limit_field if is_default_url else "max_tokens",
+        cache_key=provider.cache_key and is_default_url,
     )
 
 
 def _key(
     name: str, provider: ProviderSpec, key: str | None, environ: Mapping[str, str], *, needed: bool
 ) -> str:
-    found = key or next(
+    value = key or next(
         (environ[variable] for variable in provider.key_variables if environ.get(variable)), ""
     )
-    if not found and needed:
+    if not value and needed:
         raise no_key(name, provider.key_variables[0])
-    if not found.isascii() or any(each.isspace() for each in found.strip()):
+    if not value.isascii() or any(character.isspace() for character in value.strip()):
         raise ConfigError(
-            f"{name}: the key in {provider.key_variables[0]} has spaces or signs that no key has; "
-            "copy it again"
+            f"{name}: the key in {provider.key_variables[0]} contains spaces or characters that "
+            "no key has; copy it again"
         )
-    return found.strip()
+    return value.strip()
 
 
 def _headers(provider: ProviderSpec, secret: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -310,8 +316,8 @@ def _headers(provider: ProviderSpec, secret: str, environ: Mapping[str, str]) ->
     for header, value in headers.items():
         if not (value.isascii() and value.isprintable()):
             raise ConfigError(
-                f"{provider.header_variables[header]} has signs that no HTTP header may have; copy "
-                "it again"
+                f"{provider.header_variables[header]} contains characters that are not allowed in "
+                "an HTTP header; copy it again"
             )
     if secret:
         headers[provider.key_header] = (
@@ -333,14 +339,14 @@ def _azure_url(base: str, deployment: str, environ: Mapping[str, str]) -> str:
 
 
 def table() -> str:
-    """The providers as the Markdown table of ``docs/models.md``."""
+    """Return the providers as the Markdown table of ``docs/models.md``."""
     rows = ["| name | what | base URL | changed by | key | notes |", "|---|---|---|---|---|---|"]
-    for name, each in PROVIDERS.items():
-        keys = " or ".join(f"`{variable}`" for variable in each.key_variables) + (
-            " (optional)" if each.local else ""
+    for name, spec in PROVIDERS.items():
+        keys = " or ".join(f"`{variable}`" for variable in spec.key_variables) + (
+            " (optional)" if spec.local else ""
         )
-        url = f"`{each.url}`" if each.url else "your own"
+        url = f"`{spec.url}`" if spec.url else "your own"
         rows.append(
-            f"| `{name}` | {each.title} | {url} | `{each.url_variable}` | {keys} | {each.note} |"
+            f"| `{name}` | {spec.title} | {url} | `{spec.url_variable}` | {keys} | {spec.note} |"
         )
     return "\n".join(rows) + "\n"

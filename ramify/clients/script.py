@@ -1,17 +1,17 @@
-"""What a scripted model says: a list, rules or a function in; one reply or one failure out per
+"""Scripts of scripted models: a list, rules or a function that gives one reply or failure per
 request.
 
-Shared by ``ScriptedClient`` (no wire) and ``ScriptedServer`` (real HTTP), so that both count and
-fail alike. Tokens are counted as a quarter of the characters, rounded up, for each text of a
-message: simple, the same on every machine, and never more than the bytes that a budget reserves
-for.
+``ScriptedClient`` (no network) and ``ScriptedServer`` (real HTTP) share this module, so that both
+count tokens and fail in the same way. Each text of a message counts as a quarter of its characters,
+rounded up. This is simple, the same on every machine, and never more than the bytes that a budget
+reserves.
 
-    ["hello", rate_limited(1.5), "again"]                    one per request, in order
-    lambda messages: messages[-1].content.upper()            or a coroutine function
-    [Rule(match="capital", reply="Paris"), ...]              first rule whose pattern is found in the last message
+    ["hello", rate_limited(1.5), "again"]                  one per request, in order
+    lambda messages: messages[-1].content.upper()          or a coroutine function
+    [ScriptRule(match="capital", reply="Paris"), ...]      first rule that matches the last message
 
-A script file is JSON: a list of the same, ``{"fail": "rate_limited", "retry_after_s": 1.5}`` for a
-failure and ``{"match": "capital", "reply": …}`` for a rule.
+A script file is a JSON list of the same items: ``{"fail": "rate_limited", "retry_after_s": 1.5}``
+for a failure and ``{"match": "capital", "reply": …}`` for a rule.
 """
 
 from __future__ import annotations
@@ -42,112 +42,112 @@ Kind = Literal[
 
 
 class ScriptedFailure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Something other than a good reply. ``fail`` says what; see the functions below."""
+    """A failure instead of a good reply. ``fail`` is its kind; see the functions below."""
 
     fail: Kind
     text: str = ""
-    """What the model had answered, or the server's message."""
+    """Reply that the model would have given, or the server's message."""
     retry_after_s: float | None = None
     status: int = 0
-    """The HTTP status, where the kind leaves it open."""
+    """HTTP status, for kinds of failure that have no fixed one."""
 
 
 def rate_limited(retry_after_s: float | None = None) -> ScriptedFailure:
-    """429, with the time to wait where given."""
+    """429, with the time to wait if it is given."""
     return ScriptedFailure("rate_limited", retry_after_s=retry_after_s, status=429)
 
 
 def server_error(status: int = 500, text: str = "the engine fell over") -> ScriptedFailure:
-    """A 5xx."""
+    """A 5xx status."""
     return ScriptedFailure("server_error", text, status=status)
 
 
 def refused(status: int = 400, text: str = "the request was refused") -> ScriptedFailure:
-    """A 4xx: not worth trying again."""
+    """A 4xx status, which is not worth retrying."""
     return ScriptedFailure("refused", text, status=status)
 
 
 def unreachable() -> ScriptedFailure:
-    """Nobody listens; over HTTP, where somebody must, the connection is closed like ``dropped``."""
+    """The server is unreachable. The HTTP server can only close the connection, as for
+    ``dropped``."""
     return ScriptedFailure("unreachable")
 
 
 def dropped(text: str = "lost") -> ScriptedFailure:
-    """The model worked and was paid; the connection closed before the reply began."""
+    """The model worked and is billed, but the connection closed before the reply began."""
     return ScriptedFailure("dropped", text)
 
 
 def cut(text: str = "cut in the middle") -> ScriptedFailure:
-    """As ``dropped``, but in the middle of the reply's body."""
+    """The same as ``dropped``, but in the middle of the reply's body."""
     return ScriptedFailure("cut", text)
 
 
 def stalled(text: str = "too late") -> ScriptedFailure:
-    """The model worked; the reply never comes and the connection stays open."""
+    """The model worked, but the reply never arrives and the connection stays open."""
     return ScriptedFailure("stalled", text)
 
 
 def malformed(text: str = "not json") -> ScriptedFailure:
-    """200 with a body that is not JSON. Paid."""
+    """Status 200 with a body that is not JSON. Billed."""
     return ScriptedFailure("malformed", text)
 
 
 def html(status: int = 200) -> ScriptedFailure:
-    """A web page instead of the API, as a wrong base URL gives."""
+    """A web page instead of the API, as returned for a wrong base URL."""
     return ScriptedFailure("html", "<!doctype html><title>Welcome</title>", status=status)
 
 
 def no_choices(text: str = "nothing") -> ScriptedFailure:
-    """200 and JSON, but no choices. Paid."""
+    """Status 200 and JSON, but without choices. Billed."""
     return ScriptedFailure("no_choices", text)
 
 
 def no_usage(text: str) -> ScriptedFailure:
-    """A good reply that does not say what it cost."""
+    """A good reply without reported usage."""
     return ScriptedFailure("no_usage", text)
 
 
 PAID: frozenset[str] = frozenset(
     {"dropped", "cut", "stalled", "malformed", "no_choices", "no_usage"}
 )
-"""Kinds of failure for which the model did its work."""
+"""Kinds of failure for which the model is billed."""
 
 Step = str | Message | Reply | ScriptedFailure
-"""What a script gives for one request."""
+"""Reply or failure for one request."""
 
 
 class ScriptRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Requests whose last message matches get this reply."""
+    """Reply for requests whose last message matches."""
 
     match: str
-    """Regular expression, searched for in the last message; ``.`` also matches newlines."""
+    """Regular expression that is searched for in the last message; ``.`` also matches newlines."""
     reply: Step | tuple[Step, ...]
-    """Of a tuple, one after the other; the last is repeated."""
+    """A tuple gives one reply after the other; the last one repeats."""
 
 
-Teller = Callable[[tuple[Message, ...]], Step | Awaitable[Step]]
-Lines = Sequence[Step | ScriptRule] | Teller
+ReplyFunction = Callable[[tuple[Message, ...]], Step | Awaitable[Step]]
+Lines = Sequence[Step | ScriptRule] | ReplyFunction
 
 
 class Script:
-    """The next answer for any request. Requests served at the same time take lines in order of
-    arrival."""
+    """Gives the next reply for any request. Concurrent requests take lines in order of arrival."""
 
     def __init__(self, lines: Lines, name: str = "the script") -> None:
-        self.tell: Teller = lines if callable(lines) else _told(tuple(lines), name)
-        """What to answer to these messages; raises Refused where the script has nothing to say."""
+        self.tell: ReplyFunction = lines if callable(lines) else _reply_function(tuple(lines), name)
+        """Return the reply to these messages. Raises Refused if the script has no reply."""
 
     @classmethod
     def load(cls, path: str | Path) -> Script:
-        """A script from a JSON file."""
+        """Load a script from a JSON file."""
         return cls(_lines(path), name=str(path))
 
 
 def served(
     step: Step, messages: tuple[Message, ...], max_tokens: int
 ) -> tuple[Reply | ScriptedFailure, Usage]:
-    """``step`` as a whole reply, or the failure it is; and what the model used for it (nothing
-    where it was not asked)."""
+    """Return ``step`` as a complete reply or a failure, and its usage (zero if the model did no
+    work)."""
     if isinstance(step, ScriptedFailure):
         paid = step.fail in PAID
         return step, _reply(step.text, messages, max_tokens).usage if paid else Usage()
@@ -156,12 +156,12 @@ def served(
 
 
 def count(text: str | None) -> int:
-    """Tokens of a text, as scripted models count them."""
+    """Number of tokens of a text, as scripted models count them."""
     return (len(text) + 3) // 4 if text else 0
 
 
 def count_message(message: Message) -> int:
-    """Tokens of a message: its texts and its tool calls."""
+    """Number of tokens of a message: its texts and its tool calls."""
     calls = sum(count(call.name) + count(call.arguments) for call in message.tool_calls)
     return count(message.content) + count(message.reasoning) + calls
 
@@ -192,7 +192,7 @@ def _reply(step: str | Message | Reply, messages: tuple[Message, ...], max_token
     return msgspec.structs.replace(reply, message=message, finish=finish, usage=usage)
 
 
-def _told(lines: tuple[Step | ScriptRule, ...], name: str) -> Teller:
+def _reply_function(lines: tuple[Step | ScriptRule, ...], name: str) -> ReplyFunction:
     if any(isinstance(line, ScriptRule) for line in lines):
         return _by_rule(
             [line if isinstance(line, ScriptRule) else ScriptRule("", line) for line in lines], name
@@ -200,24 +200,24 @@ def _told(lines: tuple[Step | ScriptRule, ...], name: str) -> Teller:
     return _in_order(lines, name)  # type: ignore[arg-type]
 
 
-def _in_order(lines: tuple[Step, ...], name: str) -> Teller:
+def _in_order(lines: tuple[Step, ...], name: str) -> ReplyFunction:
     left = iter(lines)
-    asked = 0
+    num_requests = 0
 
     def tell(messages: tuple[Message, ...]) -> Step:
-        nonlocal asked
-        asked += 1
+        nonlocal num_requests
+        num_requests += 1
         for line in left:
             return line
         raise Refused(
-            f"{name}: all {len(lines)} replies are used up (this is request {asked}): add one, or "
-            "use a rule"
+            f"{name}: all {len(lines)} replies are used up (this is request {num_requests}): "
+            "add one, or use a rule"
         )
 
     return tell
 
 
-def _by_rule(rules: list[ScriptRule], name: str) -> Teller:
+def _by_rule(rules: list[ScriptRule], name: str) -> ReplyFunction:
     patterns = [re.compile(rule.match, re.DOTALL) for rule in rules]
     replies = [rule.reply if isinstance(rule.reply, tuple) else (rule.reply,) for rule in rules]
     used = [0] * len(rules)
@@ -250,7 +250,7 @@ def _lines(path: str | Path) -> tuple[Step | ScriptRule, ...]:
 def _line(line: Any) -> Step | ScriptRule:
     if isinstance(line, dict) and "match" in line:
         reply = line.get("reply")
-        steps = tuple(_step(each) for each in reply) if isinstance(reply, list) else _step(reply)
+        steps = tuple(_step(item) for item in reply) if isinstance(reply, list) else _step(reply)
         re.compile(line["match"])
         return ScriptRule(line["match"], steps)
     return _step(line)

@@ -1,12 +1,12 @@
-"""A model that says what it was told to: the double that ships with the package.
+"""A scripted model: the test double that ships with the package.
 
     client = ScriptedClient(["```repl\nx = 1\n```", rate_limited(0.1), "FINAL(2)"])
     client = ScriptedClient(lambda messages: f"{len(messages)} messages so far", latency_s=0.05)
 
-It is injected where a real client would be; nothing is patched. ``served`` is what it would have
-charged, dropped replies included, so that a test can compare it with what a run reports. With
-``ids=ByteIds()`` it answers as an engine does that is trained from: with the exact token ids of
-prompt and reply.
+Pass it wherever a client is expected; nothing is patched. ``served`` is the usage that a real model
+would have charged, dropped replies included, so a test can compare it with what a run reports. With
+``ids=ByteTokenIds()`` it returns the exact token ids of prompt and reply, as an inference engine
+does for training.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ __all__ = [
 
 
 class ScriptedClient:
-    """A ``Client`` over a script. See ``script.py`` for what a script may be."""
+    """A ``Client`` that answers from a script. See ``script.py`` for the forms of a script."""
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class ScriptedClient:
         latency_s: float = 0.0,
         ids: ByteTokenIds | None = None,
     ) -> None:
-        """``ids`` gives each reply token ids, where the script gave it none."""
+        """``ids`` adds token ids to each reply for which the script gives none."""
         self.name = name
         self.window = window
         self.price = price
         self.served = Usage()
-        """Everything the model did, whether or not the reply arrived."""
+        """Everything that the model processed, whether or not the reply arrived."""
         self.requests: list[Request] = []
-        """Every request, in order of arrival."""
+        """All requests, in order of arrival."""
         self.in_flight = 0
         self.most_in_flight = 0
         self._script = script if isinstance(script, Script) else Script(script, name)
@@ -100,7 +100,7 @@ class ScriptedClient:
     def load(
         cls, path: str | Path, *, window: int = 128_000, price: Price | None = None
     ) -> ScriptedClient:
-        """The client named ``scripted:PATH``."""
+        """Create the client named ``scripted:PATH``."""
         return cls(Script.load(path), name=f"scripted:{path}", window=window, price=price)
 
     async def complete(self, request: Request) -> Reply:
@@ -110,8 +110,8 @@ class ScriptedClient:
         started = time.perf_counter()
         try:
             step = self._script.tell(request.messages)
-            told = await step if inspect.isawaitable(step) else step
-            outcome, usage = served(told, request.messages, request.sampling.max_tokens)
+            answer = await step if inspect.isawaitable(step) else step
+            outcome, usage = served(answer, request.messages, request.sampling.max_tokens)
             self._refuse_overlong(usage)
             self.served += usage
             if self._latency_s:
@@ -125,7 +125,7 @@ class ScriptedClient:
         return msgspec.structs.replace(reply, model=model, seconds=time.perf_counter() - started)
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     def _refuse_overlong(self, usage: Usage) -> None:
         if usage.input_tokens > self.window:

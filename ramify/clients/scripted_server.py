@@ -1,16 +1,15 @@
-"""A scripted model behind a real OpenAI-compatible HTTP server on loopback: for tests, demos and
-benchmarks.
+"""Scripted model behind a real OpenAI-compatible HTTP server on loopback, for tests and benchmarks.
 
     async with ScriptedServer(["hello", rate_limited(0.2), "again"], latency_s=0.05) as server:
-        Pool(base_urls={"openai": server.url}) …
-        server.served           what it would have charged, to the token, lost replies included
+        ClientPool(base_urls={"openai": server.url}) …
+        server.served           exact usage that it would have charged, lost replies included
 
     python -m ramify.clients.scripted_server SCRIPT.json --port 8123 --latency 0.05
 
-It fails on the wire as real servers do: 429 with ``retry-after``, web pages, bodies that are not
-JSON or stop in the middle, connections that close or stall. ``GET /served`` returns its counts, for
-a caller in another process. ``POST …/chat/completions`` takes ``stream`` too, and sends the whole
-reply as one event.
+It fails on the network as real servers do: 429 with ``retry-after``, web pages, bodies that are
+invalid JSON or truncated, connections that close or stall. ``GET /served`` returns its counts to a
+caller in another process. ``POST …/chat/completions`` also accepts ``stream`` and then sends the
+whole reply as one event.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ class _RequestBody(msgspec.Struct):
 
 
 class ReceivedRequest(msgspec.Struct, frozen=True):
-    """One request as it came in."""
+    """One request as it was received."""
 
     path: str
     headers: Mapping[str, str]
-    """Names in lower case."""
+    """Headers with lower-case names."""
     body: bytes
 
     @property
@@ -74,7 +73,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ScriptedServer:
-    """An HTTP server over a script; ``async with`` starts and stops it."""
+    """An HTTP server that answers from a script. ``async with`` starts and stops it."""
 
     def __init__(
         self,
@@ -86,23 +85,25 @@ class ScriptedServer:
         port: int = 0,
         keep: bool = True,
     ) -> None:
-        """``port`` 0 takes a free one. Without ``keep``, ``requests`` stays empty."""
+        """``port`` 0 uses a free port. Without ``keep``, ``requests`` stays empty."""
         self.served = Usage()
         self.requests: list[ReceivedRequest] = []
         self.answered = 0
-        """Requests for a reply so far."""
+        """Number of requests for a reply so far."""
         self.most_in_flight = 0
         self._in_flight = 0
         self._script = (
             script if isinstance(script, Script) else Script(script, "the scripted server")
         )
-        self._latency_s, self._window, self._keep = latency_s, window, keep
+        self._latency_s = latency_s
+        self._window = window
+        self._keep = keep
         self._tasks: set[asyncio.Task[None]] = set()
         self._http = LoopbackServer(self._handle, host, port)
 
     @property
     def url(self) -> str:
-        """The base URL, ``http://127.0.0.1:PORT/v1``."""
+        """Base URL: ``http://127.0.0.1:PORT/v1``."""
         return f"http://{self._http.host}:{self._http.port}/v1"
 
     async def __aenter__(self) -> ScriptedServer:
@@ -146,69 +147,72 @@ class ScriptedServer:
             self.requests.append(ReceivedRequest(exchange.path, exchange.headers, exchange.body))
         due = asyncio.get_running_loop().time() + self._latency_s
         try:
-            asked = _decode(exchange.body)
+            parsed = _decode(exchange.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return self._refuse(exchange, f"not a request for a chat completion: {error}")
-        messages = tuple(map(_message, asked.messages))
+        messages = tuple(map(_message, parsed.messages))
         length = sum(map(count_message, messages))
         if length > self._window:
-            text = f"This model's maximum context length is {self._window} tokens, but the messages have {length}."
+            text = (
+                f"This model's maximum context length is {self._window} tokens, but the messages "
+                f"have {length}."
+            )
             return self._refuse(exchange, text, "context_length_exceeded")
         try:
             step = self._script.tell(messages)
         except Refused as error:
             return self._refuse(exchange, str(error))
         if inspect.isawaitable(step):
-            task = asyncio.ensure_future(self._later(exchange, asked, messages, step, due))
+            task = asyncio.ensure_future(self._later(exchange, parsed, messages, step, due))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            self._told(exchange, asked, messages, step, due)
+            self._answer(exchange, parsed, messages, step, due)
 
     async def _later(
         self,
         exchange: LoopbackExchange,
-        asked: _RequestBody,
+        parsed: _RequestBody,
         messages: tuple[Message, ...],
         step: Awaitable[Step],
         due: float,
     ) -> None:
-        self._told(exchange, asked, messages, await step, due)
+        self._answer(exchange, parsed, messages, await step, due)
 
-    def _told(
+    def _answer(
         self,
         exchange: LoopbackExchange,
-        asked: _RequestBody,
+        parsed: _RequestBody,
         messages: tuple[Message, ...],
         step: Step,
         due: float,
     ) -> None:
         outcome, usage = served(
-            step, messages, asked.max_completion_tokens or asked.max_tokens or self._window
+            step, messages, parsed.max_completion_tokens or parsed.max_tokens or self._window
         )
         self.served += usage
         if self._latency_s:
-            asyncio.get_running_loop().call_at(due, self._finish, exchange, asked, outcome)
+            asyncio.get_running_loop().call_at(due, self._finish, exchange, parsed, outcome)
         else:
-            self._finish(exchange, asked, outcome)
+            self._finish(exchange, parsed, outcome)
 
     def _finish(
-        self, exchange: LoopbackExchange, asked: _RequestBody, outcome: Reply | ScriptedFailure
+        self, exchange: LoopbackExchange, parsed: _RequestBody, outcome: Reply | ScriptedFailure
     ) -> None:
         if isinstance(outcome, ScriptedFailure) and outcome.fail == "stalled":
             return
         self._in_flight -= 1
         if isinstance(outcome, ScriptedFailure):
-            self._fail(exchange, asked, outcome)
+            self._fail(exchange, parsed, outcome)
         else:
-            self._send(exchange, asked, completion(outcome, asked.model))
+            self._send(exchange, parsed, completion(outcome, parsed.model))
 
     def _refuse(self, exchange: LoopbackExchange, text: str, code: str = "") -> None:
         self._in_flight -= 1
         exchange.send(400, _error(text, code))
 
-    def _send(self, exchange: LoopbackExchange, asked: _RequestBody, sent: dict[str, Any]) -> None:
-        if not asked.stream:
+    def _send(self, exchange: LoopbackExchange, parsed: _RequestBody, sent: dict[str, Any]) -> None:
+        if not parsed.stream:
             return exchange.send(200, _encode(sent))
         for choice in sent["choices"]:
             choice["delta"] = choice.pop("message")
@@ -216,7 +220,9 @@ class ScriptedServer:
         events = b"data: " + _encode(sent) + b"\n\ndata: [DONE]\n\n"
         return exchange.send(200, events, content_type="text/event-stream")
 
-    def _fail(self, exchange: LoopbackExchange, asked: _RequestBody, step: ScriptedFailure) -> None:
+    def _fail(
+        self, exchange: LoopbackExchange, parsed: _RequestBody, step: ScriptedFailure
+    ) -> None:
         match step.fail:
             case "rate_limited":
                 wait = (
@@ -238,9 +244,9 @@ class ScriptedServer:
             case "no_choices":
                 exchange.send(200, b'{"object": "chat.completion", "choices": []}')
             case "no_usage":
-                sent = completion(Reply(Message("assistant", step.text)), asked.model)
+                sent = completion(Reply(Message("assistant", step.text)), parsed.model)
                 del sent["usage"]
-                self._send(exchange, asked, sent)
+                self._send(exchange, parsed, sent)
             case "cut":
                 exchange.drop(b'{"object": "chat.completion", "choices": [')
             case _:
@@ -248,7 +254,7 @@ class ScriptedServer:
 
 
 def completion(reply: Reply, model: str) -> dict[str, Any]:
-    """``reply`` as the body of a chat completion."""
+    """Return ``reply`` as the body of a chat completion."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.message.content}
     if reply.message.reasoning is not None:
         message["reasoning_content"] = reply.message.reasoning
@@ -264,7 +270,7 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reply.finish}
     if reply.logprobs is not None:
         choice["logprobs"] = {
-            "content": [{"token": "", "logprob": each} for each in reply.logprobs]
+            "content": [{"token": "", "logprob": logprob} for logprob in reply.logprobs]
         }
     if reply.token_ids is not None:
         choice["token_ids"] = reply.token_ids
@@ -287,21 +293,21 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
     return sent
 
 
-def _message(said: _MessageBody) -> Message:
-    parts = said.content if isinstance(said.content, list) else None
+def _message(body: _MessageBody) -> Message:
+    parts = body.content if isinstance(body.content, list) else None
     content = (
         "".join(str(part.get("text") or "") for part in parts)
         if parts is not None
-        else said.content
+        else body.content
     )
     return Message(
-        role="system" if said.role == "developer" else said.role,
+        role="system" if body.role == "developer" else body.role,
         content=content or "",  # type: ignore[arg-type]
         tool_calls=tuple(
             ToolCall(call.id, call.function.name, call.function.arguments)
-            for call in said.tool_calls or ()
+            for call in body.tool_calls or ()
         ),
-        tool_call_id=said.tool_call_id,
+        tool_call_id=body.tool_call_id,
     )
 
 
@@ -329,15 +335,14 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """The command line: serve a script file until interrupted. The first line printed is the base
-    URL."""
+    """Serve a script file until interrupted. The first line printed is the base URL."""
     parser = argparse.ArgumentParser(
         prog="python -m ramify.clients.scripted_server", description=main.__doc__
     )
     parser.add_argument(
         "script", metavar="SCRIPT.json", help="a JSON list of replies, failures or rules"
     )
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one (default)")
+    parser.add_argument("--port", type=int, default=0, help="0 uses any free port (default)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds before each reply")
     parser.add_argument("--window", type=int, default=128_000, help="tokens")

@@ -1,13 +1,13 @@
-"""Reading what a model wants to do from what it wrote: code to run, a final answer, or neither.
+"""Parses what a model's reply asks for: code to run, a final answer, or neither.
 
-Tolerant, and says what it ignored. Understood are fences marked ``repl``, ``python`` or ``py``, a
-last fence that was never closed, fences inside strings of the code, native tool calls, and
-``FINAL(…)`` / ``FINAL_VAR(…)`` as text at the start of a line. What stands inside
-``<think>…</think>`` is not an action, nor what stands before a ``</think>`` whose beginning the
-server kept. Fences may be indented, as in lists; lines may end as on Windows.
+The parser is tolerant and reports what it ignored. It accepts fences marked ``repl``, ``python`` or
+``py``, a last fence that was never closed, fences inside strings of the code, native tool calls,
+and ``FINAL(…)`` or ``FINAL_VAR(…)`` as text at the start of a line. Text inside
+``<think>…</think>`` is not an action, nor is text before a ``</think>`` whose opening tag the
+server removed. Fences may be indented, as in lists, and lines may end in CR LF.
 
-    "Let me look.\\n```repl\\nprint(context[:9])\\n```"   ->  Action(codes=("print(context[:9])",))
-    "FINAL(42)"                                        ->  Action(final=Final(text="42"))
+    "Let me look.\\n```repl\\nprint(context[:9])\\n```" ->  codes=("print(context[:9])",)
+    "FINAL(42)"                                        ->  final=FinalAnswer("42")
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ FINAL_TOOL = "final"
 
 _LANGUAGES = {"repl", "python", "py", "python3", "ipython"}
 _OPEN = re.compile(
-    r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w.+-]*)[^\n`]*$",
+    r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)(?P<fence>`{3,}|~{3,})[ \t]*"
+    r"(?P<language>[\w.+-]*)[^\n`]*$",
     re.MULTILINE,
 )
 _THINK = re.compile(r"^[ \t]*<think>.*?(?:</think>|\Z)", re.DOTALL | re.MULTILINE)
 _THOUGHT = re.compile(r"\A(?:(?!<think>).)*?^[ \t]*</think>[ \t]*$", re.DOTALL | re.MULTILINE)
 _MAX_CLOSINGS = 100
-"""Fences tried as the end of one that may lie in a string: each try reads the code again."""
+"""Maximum number of candidates for the end of a fence that may be inside a string. Each candidate
+parses the code again."""
 _QUOTED = re.compile(
     r"""\s*[rRuUbBfF]?(\"\"\".*?\"\"\"|'''.*?'''|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""",
     re.DOTALL,
@@ -51,12 +53,12 @@ class FinalAnswer(msgspec.Struct, frozen=True):
 
     text: str
     variable: bool = False
-    """``text`` names a variable of the session that holds the answer."""
+    """True if ``text`` names a session variable that holds the answer."""
     as_is: bool = False
-    """``text`` is the answer: neither a name nor a literal of Python."""
+    """True if ``text`` is the answer itself, neither a variable name nor a Python literal."""
 
     def literal(self) -> object:
-        """The value where the text is a Python literal, otherwise the text."""
+        """Return the value if the text is a Python literal, otherwise the text."""
         try:
             return ast.literal_eval(self.text)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
@@ -64,19 +66,19 @@ class FinalAnswer(msgspec.Struct, frozen=True):
 
 
 class ParsedAction(msgspec.Struct, frozen=True):
-    """What one reply asks for, in the order it is done: run the codes, then answer."""
+    """The parsed content of one reply, in order of execution: run the codes, then answer."""
 
     codes: tuple[str, ...] = ()
     tool_call_ids: tuple[str, ...] = ()
-    """Native tool calls of the reply, which each need an answer."""
+    """Native tool calls of the reply, each of which needs an answer."""
     final: FinalAnswer | None = None
     ignored: tuple[str, ...] = ()
-    """What was not understood, for the model to read."""
+    """Notes for the model about what was not understood."""
 
 
 def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
-    """The action that ``message`` asks for. Of one that ``is_cut`` at its limit, no fence and no
-    ``FINAL(`` counts that was not closed: it may be half of what was meant."""
+    """Return the action that ``message`` asks for. If the reply ``is_cut`` (truncated at its token
+    limit), an unclosed fence or ``FINAL(`` is ignored, because it may be incomplete."""
     codes, prose, ignored = _fenced(without_thinking(message.content), is_cut)
     final, is_half = _final_text(prose, is_cut)
     ignored += [_CUT.format("FINAL(…)", "taken")] if is_half else []
@@ -93,23 +95,23 @@ def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
     )
 
 
-def said(text: str) -> str:
-    """What ``text`` says beside its code and thinking: the whole of it where it has no code to
-    run."""
+def prose_of(text: str) -> str:
+    """Return the prose of ``text`` without code and thinking, or the whole text if it contains no
+    code to run."""
     text = without_thinking(text)
     codes, prose, _ = _fenced(text)
     return (prose if codes else text).strip()
 
 
 def without_thinking(text: str) -> str:
-    """``text`` without what stands in thinking blocks, and with plain newlines."""
+    """Return ``text`` without its thinking blocks, and with plain newlines."""
     text = text.replace("\r\n", "\n")
     text = _THOUGHT.sub("", text) if "</think>" in text else text
     return _THINK.sub("", text)
 
 
 def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]:
-    """(codes, the text outside all fences, what was ignored)."""
+    """Return (codes, the text outside all fences, what was ignored)."""
     codes: list[str] = []
     prose: list[str] = []
     ignored: list[str] = []
@@ -141,14 +143,14 @@ def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]
 
 
 def _body(text: str, start: int, fence: str, indent: int, is_code: bool) -> tuple[str, int, bool]:
-    """(the fence's content, where the text goes on, whether it was closed)."""
+    """Return (content of the fence, index after it, whether it was closed)."""
     first = None
     for begin, end in itertools.islice(_closings(text, start, fence, indent), _MAX_CLOSINGS):
         first = first or (begin, end)
         body = _dedented(text[start:begin], indent)
         if not is_code or not _ends_inside_string(body):
             return body.rstrip("\n"), end, True
-    if first:  # the string itself is what is unclosed: the first fence is the best guess
+    if first:  # the string itself is unclosed, so the first closing fence is the best guess
         return _dedented(text[start : first[0]], indent).rstrip("\n"), first[1], True
     return _dedented(text[start:], indent).rstrip("\n"), len(text), False
 
@@ -162,12 +164,12 @@ def _closings(text: str, start: int, fence: str, indent: int) -> Iterator[tuple[
 
 
 def _dedented(body: str, indent: int) -> str:
-    """``body`` without the indentation that its fence has, as Markdown has it."""
+    """Return ``body`` without the indentation of its fence, as Markdown does."""
     return re.sub(rf"^[ \t]{{1,{indent}}}", "", body, flags=re.MULTILINE) if indent else body
 
 
 def _ends_inside_string(code: str) -> bool:
-    """Whether ``code`` breaks off inside a triple-quoted string, so that a fence there is text."""
+    """True if ``code`` ends inside a triple-quoted string, so that a fence there is text."""
     if '"""' not in code and "'''" not in code:
         return False
     try:
@@ -182,25 +184,25 @@ def _ends_inside_string(code: str) -> bool:
 
 
 def _final_text(prose: str, is_cut: bool) -> tuple[FinalAnswer | None, bool]:
-    """(The last ``FINAL(…)`` or ``FINAL_VAR(…)`` that begins a line, whether one was left out that
-    ``is_cut`` halved)."""
-    found = None
+    """Return the last ``FINAL(…)`` or ``FINAL_VAR(…)`` that begins a line, and whether one was
+    ignored because ``is_cut`` left it incomplete."""
+    final = None
     position = 0
     while match := _FINAL.search(prose, position):
         inside, position, closed = _balanced(prose, match.end())
         if is_cut and not closed:
-            return found, True
+            return final, True
         inside = inside.strip()
         if not inside:
             continue
         variable = match["name"] == "FINAL_VAR"
-        found = FinalAnswer(inside.strip("\"'` ") if variable else inside, variable)
-    return found, False
+        final = FinalAnswer(inside.strip("\"'` ") if variable else inside, variable)
+    return final, False
 
 
 def _balanced(text: str, start: int) -> tuple[str, int, bool]:
-    """(The text from ``start`` to the parenthesis that closes it, or to the end; where that ends;
-    whether it closes)."""
+    """Return (text from ``start`` to the closing parenthesis or to the end, index after it, whether
+    it was closed)."""
     quoted = _QUOTED.match(text, start)
     if quoted:  # parentheses inside a string do not count
         return text[start : quoted.end() - 1], quoted.end(), True
@@ -213,7 +215,7 @@ def _balanced(text: str, start: int) -> tuple[str, int, bool]:
 
 
 def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]:
-    """(code, final, problem) of one native tool call."""
+    """Return (code, final, problem) of one native tool call."""
     try:
         arguments = json.loads(call.arguments or "{}")
     except ValueError as error:

@@ -1,13 +1,13 @@
-"""Several continuations of one turn of the root, and which of them answers.
+"""Branching: several continuations of one turn of the root, and a choice among their answers.
 
-    RLM(model, branches=4)                                         four first turns; the answer that most of them give
-    RLM(model, search=Branches(4, turn=2, choose_by=by_score(f)))  of the third turn; the answer with the highest f(answer)
-    rlm.completion(text, "…", search=4)                            for this question
+    RLM(model, branches=4)             four first turns; the majority answer wins
+    RLM(model, search=Branches(4, turn=2, choose_by=by_score(f)))
+                                       of the third turn; the answer with the highest f(answer)
+    rlm.completion(text, "…", search=4)              for this question only
 
-Each continuation goes on with a fork of the session and ends as a call of its own in the trajectory
-(``0:1``, ``0:2``, …) that shares everything before the turn. A ``BranchSearch`` of one's own may
-branch at any turn, also within branches. A conversation goes on from the continuation that was
-chosen.
+Each continuation runs in a fork of the session and becomes a separate call in the trajectory
+(``0:1``, ``0:2``, …) that shares everything before the turn. A custom ``BranchSearch`` may branch
+at any turn, also within branches. A conversation continues from the chosen continuation.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from ramify.errors import ConfigError
 
 @runtime_checkable
 class BranchSearch(Protocol):
-    """When to branch, and what to answer."""
+    """Decides when to branch and which answer to choose."""
 
     def width(self, call: LiveCall) -> int:
-        """How many continuations the next turn of ``call`` gets; 1 is no branching."""
+        """Number of continuations of the next turn of ``call``; 1 means no branching."""
         ...
 
     def choose(self, answers: Sequence[Any]) -> int:
-        """The index of the answer to give; None stands for a continuation without one."""
+        """Return the index of the answer to give. None stands for a continuation without an
+        answer."""
         ...
 
 
 def vote(answers: Sequence[Any]) -> int:
-    """The first of the answers that most continuations give; answers are the same if their JSON is.
+    """Index of the first answer that is most common among the continuations. Answers are equal if
+    their JSON is.
 
-    >>> vote(["a", None, "b", "b"])
-    2
+    >>> vote(["a", None, "b", "b"]) 2
     """
     keys = [None if answer is None else _key(jsonable(answer)) for answer in answers]
     counts = Counter(key for key in keys if key is not None)
@@ -50,21 +51,20 @@ def vote(answers: Sequence[Any]) -> int:
 def _key(plain: Any) -> bytes:
     try:
         return msgspec.json.encode(plain, order="sorted")
-    except UnicodeEncodeError:  # half a surrogate pair in it, which only an escape can show
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can represent
         return json.dumps(plain, sort_keys=True).encode()
 
 
 def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
-    """Chooses the first of the answers with the highest ``score``; a continuation without an answer
-    only where none has.
+    """Choose the first answer with the highest ``score``. A continuation without an answer is
+    chosen only if none has one.
 
-    >>> by_score(len)(["a", None, "bc", "de"])
-    2
+    >>> by_score(len)(["a", None, "bc", "de"]) 2
     """
 
     def choose(answers: Sequence[Any]) -> int:
-        given = [index for index, answer in enumerate(answers) if answer is not None]
-        return max(given, key=lambda index: score(answers[index]), default=0)
+        answered = [index for index, answer in enumerate(answers) if answer is not None]
+        return max(answered, key=lambda index: score(answers[index]), default=0)
 
     return choose
 
@@ -76,13 +76,13 @@ class Branches(msgspec.Struct, frozen=True):
     turn: int = 0
     """Index of the turn that has several continuations."""
     choose_by: Callable[[Sequence[Any]], int] = vote
-    """Answers -> index of the one to give."""
+    """Function from the answers to the index of the one to give."""
 
     def __post_init__(self) -> None:
         if self.num < 2 or self.turn < 0:
             raise ConfigError(
-                f"Branches({self.num}, turn={self.turn}): give at least 2 continuations of turn 0 "
-                "or later"
+                f"Branches({self.num}, turn={self.turn}): num must be at least 2 and turn at "
+                "least 0"
             )
 
     def width(self, call: LiveCall) -> int:
@@ -93,7 +93,7 @@ class Branches(msgspec.Struct, frozen=True):
 
 
 def search_of(given: BranchSearch | int | None) -> BranchSearch | None:
-    """What ``search=`` means; 1 is a question without branches. Raises ConfigError for what is no
+    """Convert a ``search=`` argument; 1 means no branching. Raises ConfigError if it is not a
     search."""
     if isinstance(given, int):
         return Branches(given) if given != 1 else None
@@ -106,20 +106,20 @@ def search_of(given: BranchSearch | int | None) -> BranchSearch | None:
 
 
 def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> BranchSearch | None:
-    """The search of a recorded run. Raises ConfigError for one that only its author has, unless it
-    is ``known``."""
+    """Return the search of a recorded run. A custom search is not stored, so it must be passed
+    again as ``known``; otherwise raises ConfigError."""
     recorded = config.get("search")
     if recorded is None:
         return None
     if recorded.get("choose_by") == "vote":
         return Branches(recorded["num"], recorded["turn"])
     if known is None:
-        raise ConfigError("the run was searched in a way of its own: give the same search= again")
+        raise ConfigError("the run used a custom search: pass the same search= again")
     return known
 
 
 def config_of(search: BranchSearch | None) -> dict[str, Any]:
-    """What the journal says of ``search``."""
+    """Return the journal's record of ``search``."""
     if search is None:
         return {}
     if isinstance(search, Branches):

@@ -1,5 +1,4 @@
-"""A call while it runs, and how it ended. What is written down of it is
-``types.trajectory.Call``."""
+"""A call in progress, and its outcome. The recorded form is ``types.trajectory.Call``."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ from ramify.types.trajectory import CallKind, ContextRef, Parent, Stop
 
 
 class CallOutcome(msgspec.Struct, frozen=True):
-    """How a call ended."""
+    """Outcome of a call."""
 
     stop: Stop
     answer: Any = None
     error: str | None = None
     failure: BaseException | None = None
-    """What was raised, where that ended the call."""
+    """Exception that ended the call, if any."""
 
 
 class LiveCall:
-    """A call while it runs: its conversation so far and what is known about its length."""
+    """A call in progress: its conversation so far and what is known about its length in tokens."""
 
     def __init__(
         self,
@@ -50,22 +49,24 @@ class LiveCall:
         self.turn = 0
         """Index of the next turn."""
         self.num_turns_before = 0
-        """Turns of the call that this one is a branch of, up to where they part."""
-        self.num_children = self.num_forks = 0
+        """For a branch: turns of the original call before the branch point."""
+        self.num_children = 0
+        self.num_forks = 0
         self._counted: tuple[int, int] | None = None
-        """(messages, their tokens as the server counted them) up to the last reply."""
+        """(number of messages, their tokens as counted by the server) up to the last reply."""
         self._ids: tuple[int, ...] = ()
-        """The path: ids of the whole conversation so far, as the model was given and sampled them;
-        empty where the last reply came without."""
+        """Token path: ids of the whole conversation so far, as the model received and sampled them.
+        Empty if the last reply came without ids."""
         self._replies: list[tuple[int, int]] = []
-        """(messages, ids) up to and including each reply of the path."""
+        """(number of messages, number of ids) up to and including each reply of the path."""
 
     @property
     def is_branch(self) -> bool:
         return ":" in self.id
 
     def next_child(self) -> str:
-        """Ids are dealt out by order of issue, which a replay repeats; completion has no order."""
+        """Return the id of the next child. Ids follow the order of creation, which a replay
+        repeats; the order of completion is not reproducible."""
         self.num_children += 1
         return f"{self.id}.{self.num_children - 1}"
 
@@ -74,44 +75,47 @@ class LiveCall:
         return f"{self.id}:{self.num_forks}"
 
     def max_input_tokens(self, request: Request, reused: int) -> int:
-        """An upper bound on the request's prompt: what the server counted of what it has seen,
-        bytes for the rest."""
+        """Upper bound on the request's prompt: the server's own count for the messages it has seen,
+        and bytes for the new ones."""
         by_bytes = request.max_input_tokens()
         if self._counted is None or self._counted[0] != reused:
             return by_bytes
         new = msgspec.structs.replace(request, messages=request.messages[reused:])
-        # 4 per message: a template may put its role markers differently around a reply than the
-        # server counted them.
+        # 4 per message: a template may place its role markers around a reply differently from how
+        # the server counted them.
         return min(by_bytes, self._counted[1] + 4 * reused + new.max_input_tokens())
 
-    def go_on_from(self, call: LiveCall) -> None:
-        """Begin with the conversation of ``call``, as the next question over the same session
+    def continue_from(self, call: LiveCall) -> None:
+        """Start with the conversation of ``call``, as the next question in the same session
         does."""
-        self.messages, self._counted = list(call.messages), call._counted
-        self._ids, self._replies = call._ids, list(call._replies)
+        self.messages = list(call.messages)
+        self._counted = call._counted
+        self._ids = call._ids
+        self._replies = list(call._replies)
 
     def known_tokens(self) -> int:
-        """Tokens of the conversation so far as the server counted them; 0 where it did not."""
+        """Tokens of the conversation so far as counted by the server; 0 if it did not report
+        them."""
         return self._counted[1] if self._counted else 0
 
     def known_ids(self, reused: int) -> KnownPrefix | None:
-        """The ids of as many of the first ``reused`` messages as end with a reply."""
+        """Ids of the longest prefix of the first ``reused`` messages that ends with a reply."""
         for num_messages, num_ids in reversed(self._replies):
             if num_messages <= reused:
                 return KnownPrefix(num_messages, self._ids[:num_ids])
         return None
 
     def without_path(self, reply: Reply) -> tuple[Reply, int]:
-        """(``reply`` with only the prompt ids that are new, how many of the path so far its prompt
-        begins with)."""
+        """Return (``reply`` with only the new prompt ids, number of ids of the path that its prompt
+        reuses)."""
         if reply.prompt_ids is None:
             return reply, 0
         reused_ids = _num_common(self._ids, reply.prompt_ids)
         return msgspec.structs.replace(reply, prompt_ids=reply.prompt_ids[reused_ids:]), reused_ids
 
     def advance(self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int) -> None:
-        """A turn is over: its prompt was the first ``reused`` messages and ``new``; ``reply`` is as
-        ``without_path`` gives it."""
+        """Finish a turn. Its prompt was the first ``reused`` messages followed by ``new``;
+        ``reply`` comes from ``without_path``."""
         self.messages = [*self.messages[:reused], *new, reply.message]
         self.turn += 1
         self._counted = (
@@ -121,16 +125,16 @@ class LiveCall:
             self._ids, self._replies = (), []
             return
         self._ids = (*self._ids[:reused_ids], *reply.prompt_ids, *reply.token_ids)
-        kept = [
+        remaining = [
             (messages, ids)
             for messages, ids in self._replies
             if messages <= reused and ids <= reused_ids
         ]
-        self._replies = [*kept, (len(self.messages), len(self._ids))]
+        self._replies = [*remaining, (len(self.messages), len(self._ids))]
 
 
 def _num_common(path: tuple[int, ...], prompt: tuple[int, ...]) -> int:
-    """How many ids both begin with."""
+    """Length of the common prefix of both."""
     if prompt[: len(path)] == path:
         return len(path)
     return next(index for index, (a, b) in enumerate(zip(path, prompt, strict=False)) if a != b)
@@ -141,11 +145,11 @@ def context_ref(context: SharedContext | None) -> ContextRef | None:
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` as it is written down: what JSON has no form for becomes text."""
+    """Return ``value`` in its recorded form: anything that JSON cannot represent becomes text."""
     try:
         plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_dumped)
-        msgspec.json.decode(msgspec.json.encode(plain))  # as whoever reads a journal will
-    except UnicodeEncodeError:  # half a surrogate pair: a journal writes its escape
+        msgspec.json.decode(msgspec.json.encode(plain))  # as a reader of the journal will do
+    except UnicodeEncodeError:  # a lone surrogate, which a journal writes as an escape
         return plain
     except Exception:  # noqa: BLE001 -- a model chose the value, which may be anything
         return _text_of(value)
@@ -155,12 +159,12 @@ def jsonable(value: Any) -> Any:
 def _text_of(value: Any) -> str:
     try:
         return str(value)
-    except Exception as error:  # noqa: BLE001 -- such as an integer of more digits than Python writes
+    except Exception as error:  # noqa: BLE001 -- such as an integer with too many digits to print
         return f"(a value of type {type(value).__name__} that has no text: {type(error).__name__})"
 
 
 def _dumped(value: Any) -> Any:
-    """A pydantic model's fields; msgspec knows all else that has a form."""
+    """Return the fields of a pydantic model; msgspec supports all other serializable types."""
     if not hasattr(value, "model_dump"):
         raise NotImplementedError
     return value.model_dump(mode="json")

@@ -1,12 +1,13 @@
-"""The session of one call: opened while the first request is on the wire, and rebuilt when it dies
-in the middle of a cell.
+"""Session of one call: opened while the first request is in flight, and rebuilt if it dies in a
+cell.
 
-    execute(code) ── session.run ──> Ran                                          it goes into the past
-                          └─ SessionDied ──> a new session, the past run again ──> Ran with what was printed, and why
+    execute(code) ── session.run ──> CellResult            the cell is added to the history
+                          └─ SessionDied ──> new session, rerun the history
+                                             ──> CellResult with what was printed, and the reason
 
-Decides what a session begins with (prelude, tools, what a task prepares) and what is told of one
-that died. Leaves out what counts as the same past (``cell_history.py``) and what the cell's calls
-do (``host.py``).
+This file decides what a session starts with (prelude, tools, the setup of a task) and what the
+model learns about a session that died. Not here: when a rerun counts as identical (see
+``cell_history.py``) and how the cell's calls are answered (see ``host.py``).
 """
 
 from __future__ import annotations
@@ -27,36 +28,37 @@ from ramify.sandbox.base import CellResult, Session
 from ramify.types.trajectory import Cell
 
 MAX_DEATHS = 3
-"""Sessions that one call may lose before it ends in an error."""
+"""Number of sessions that one call may lose before it ends with an error."""
 
 
 class Notebook:
-    """One call's live namespace, whatever session holds it."""
+    """Live namespace of one call, independent of the session that currently holds it."""
 
     def __init__(self, run: RunState, call: LiveCall) -> None:
-        self.run, self.call = run, call
+        self.run = run
+        self.call = call
         self.num_deaths = 0
         self._session: Session | None = None
         self._opening: asyncio.Task[Session] | None = None
         self._cell_history = CellHistory()
 
-    def take_over(self, before: Notebook) -> None:
-        """Go on with the session of ``before``, which is of the question before."""
-        self._session, before._session = before._session, None
-        opening, before._opening = before._opening, None
+    def take_over(self, previous: Notebook) -> None:
+        """Take over the session of ``previous``, the notebook of the previous question."""
+        self._session, previous._session = previous._session, None
+        opening, previous._opening = previous._opening, None
         failed = (
             opening is not None
             and opening.done()
             and (opening.cancelled() or opening.exception() is not None)
         )
         self._opening = None if failed else opening
-        self._cell_history = before._cell_history
+        self._cell_history = previous._cell_history
         if self._session is not None:
             self.run.keep(self._session)
 
     async def fork(self, call: LiveCall) -> Notebook:
-        """A second one for ``call`` that goes on from here. Raises SandboxError where sessions
-        cannot be forked."""
+        """Return a second notebook for ``call`` that continues from the current state. Raises
+        SandboxError if sessions cannot be forked."""
         fork = Notebook(self.run, call)
         fork._session = await (await self.session()).fork()
         fork._cell_history = self._cell_history.copy()
@@ -64,12 +66,12 @@ class Notebook:
         return fork
 
     def begin_to_open(self) -> None:
-        """Get a session ready; while the first request is on the wire this costs no time."""
+        """Start opening a session. While the first request is in flight, this costs no time."""
         if self._session is None and self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._new_session())
 
     async def session(self) -> Session:
-        """The session, opened now if there is none."""
+        """Return the session, opening one if necessary."""
         if self._session is None:
             self.begin_to_open()
             assert self._opening is not None
@@ -78,9 +80,11 @@ class Notebook:
         return self._session
 
     async def execute(self, code: str, host: CellHost, *, died: bool = False) -> CellResult:
-        """Run ``code``; its calls go to ``host``. Where the session dies in it the next cell finds
-        another one, and ``CellResult.cell.died`` is set. ``died``: it did so when it was recorded,
-        so it has to now."""
+        """Run ``code`` and pass its calls to ``host``.
+
+        If the session dies in the cell, ``CellResult.cell.died`` is set and the next cell gets a
+        new session. ``died`` means that the recorded cell lost its session, so this one must too.
+        """
         session = await self.session()
         reason = None
         try:
@@ -103,35 +107,38 @@ class Notebook:
         return CellResult(msgspec.structs.replace(ran.cell, value=None, error=error, died=True))
 
     async def _replace(self, reason: str) -> str:
-        """Another session in place of the one that died; what the model is told."""
+        """Replace the session that died; returns the error for the model."""
         await self.close()
-        told = f"SessionDied: {reason}"
-        if self.num_deaths >= MAX_DEATHS or self.run.closing is not None:  # nothing will run in it
+        text = f"SessionDied: {reason}"
+        if self.num_deaths >= MAX_DEATHS or self.run.closing is not None:  # no cell will follow
             self._cell_history = CellHistory()
-            return told
+            return text
         problem = await self._rebuild()
         if len(self._cell_history):
-            return f"{told}\n{observe.REBUILT}"
-        return f"{told}\n{observe.STARTED_ANEW}{f' ({problem})' if problem else ''}"
+            return f"{text}\n{observe.REBUILT}"
+        return f"{text}\n{observe.STARTED_ANEW}{f' ({problem})' if problem else ''}"
 
     async def _rebuild(self) -> str | None:
-        """Run the past again in a new session; why that failed, and is forgotten, if so."""
+        """Rerun the history in a new session. If that fails, clear the history and return the
+        reason."""
         if not len(self._cell_history):
             return None
         problem: str | None = "it was cut off"
         try:
-            problem = await self._cell_history.again(await self.session(), self.run.cell_s)
+            problem = await self._cell_history.rerun(await self.session(), self.run.cell_s)
         finally:
             if problem is not None:
                 self._cell_history = CellHistory()
                 await self.close()
-        again = (
+        count = (
             "1 cell was"
             if len(self._cell_history) == 1
             else f"{len(self._cell_history)} cells were"
         )
-        what = f"could not be rebuilt: {problem}" if problem else f"was rebuilt: {again} run again"
-        self.run.note(self.call, f"the session died and {what}")
+        result = (
+            f"could not be rebuilt: {problem}" if problem else f"was rebuilt: {count} run again"
+        )
+        self.run.note(self.call, f"the session died and {result}")
         return problem
 
     async def _new_session(self) -> Session:
@@ -152,8 +159,8 @@ class Notebook:
         return session
 
     async def close(self) -> None:
-        """End the session, also one that is being opened. The notebook can be used on, with another
-        one."""
+        """End the session, also one that is still being opened. The notebook stays usable and then
+        opens a new session."""
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()

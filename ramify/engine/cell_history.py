@@ -1,14 +1,15 @@
-"""What a session holds, as a way to have it back: the cells that ran in it, and what the host
-answered them.
+"""History of a session, from which it can be rebuilt: the cells that ran and the host's answers.
 
-    cell 1   x = llm_query("…")         asks, is answered "blue"            past: [cell 1: "blue"]
-    cell 2   os.abort()                 the session is gone
-    again    cell 1 in a new session    is answered "blue", asks nobody     x is there
+    cell 1   x = llm_query("…")        asks; the host answers "blue"      history: [cell 1: "blue"]
+    cell 2   os.abort()                the session is lost
+    rerun    cell 1 in a new session   gets "blue", no model is called    x is defined again
 
-Decides what counts as the same: each cell makes the calls that it made, with the same arguments, is
-answered as it was, and prints, echoes and raises what it did. A cell that was stopped for its time
-is only stopped again. Leaves out when a session is rebuilt and what the model is told
-(``rlm_loop.py``). All of it is in memory: a run that is resumed goes through its cells anyway.
+A rerun counts as identical if each cell makes the same calls with the same arguments, gets the same
+answers, and prints, echoes and raises the same. A cell that was stopped at its time limit only has
+to be stopped again.
+
+Not here: when a session is rebuilt and what the model learns about it (see ``call_notebook.py``).
+The history is kept in memory, because a resumed run executes its cells again anyway.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from ramify.sandbox.base import CellResult, Session
 
 _LEAST_S = 2.0
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
-"""Of an object in memory, as its repr shows it: another one each time."""
+"""Memory address in the repr of an object, which differs each time."""
 _FEW = 64
-"""Items up to which a collection is gone through one by one."""
+"""Maximum size of a collection that is hashed item by item."""
 
 
 class RecordedHostCall(msgspec.Struct, frozen=True):
-    """What the host answered one call of a cell."""
+    """The host's answer to one call of a cell."""
 
-    asked: int
+    arguments_hash: int
     """``fingerprint`` of the call."""
     value: Any = None
     error: HostCallError | None = None
@@ -42,7 +43,7 @@ class RecordedHostCall(msgspec.Struct, frozen=True):
 class _Cell(msgspec.Struct, frozen=True):
     code: str
     outcome: int
-    """``fingerprint`` of all that it showed."""
+    """``fingerprint`` of the cell's visible output."""
     seconds: float
     interrupted: str | None
     answers: tuple[RecordedHostCall, ...]
@@ -58,30 +59,31 @@ class CellHistory:
         return len(self._cells)
 
     def copy(self) -> CellHistory:
-        """For a fork of the session."""
+        """Return a copy for a fork of the session."""
         return CellHistory(self._cells)
 
     def add(self, ran: CellResult, answers: Sequence[RecordedHostCall]) -> None:
-        """A cell has ended; ``answers`` in the order in which they were given."""
+        """Add a finished cell; ``answers`` are in the order in which they were given."""
         cell = _Cell(
             ran.cell.code, _outcome(ran), ran.cell.seconds, ran.interrupted, tuple(answers)
         )
         self._cells.append(cell)
 
-    async def again(self, session: Session, cell_s: float) -> str | None:
-        """Run the cells in ``session``, each for at most ``cell_s`` seconds of work, or three times
-        what it took.
+    async def rerun(self, session: Session, cell_s: float) -> str | None:
+        """Run the cells in ``session``, each for at most ``cell_s`` seconds of work or three times
+        its original time.
 
-        What made it impossible, where something did: then the session holds what nobody should rely
-        on."""
+        Returns the reason if a cell failed or differed, in which case the state of the session is
+        unreliable; otherwise None.
+        """
         for number, cell in enumerate(self._cells, 1):
-            told = _RecordedHost(cell.answers)
+            host = _RecordedHost(cell.answers)
             limit_s = cell_s if cell.interrupted else min(cell_s, max(_LEAST_S, 3 * cell.seconds))
             try:
-                ran = await session.run(cell.code, answer=told.answer, timeout_s=limit_s)
+                ran = await session.run(cell.code, answer=host.answer, timeout_s=limit_s)
             except SessionDied as died:
                 return f"cell {number}, run again, ended the session: {died}"
-            problem = told.problem() or _difference(cell, ran)
+            problem = host.problem() or _difference(cell, ran)
             if problem is not None:
                 return f"cell {number}, run again, {problem}"
         return None
@@ -105,38 +107,37 @@ def _outcome(ran: CellResult) -> int:
 
 
 class _RecordedHost:
-    """Answers a cell's calls with what they were answered before, in whatever order its threads
-    ask."""
+    """Answers a cell's calls with the recorded answers, in whatever order its threads make them."""
 
     def __init__(self, answers: Sequence[RecordedHostCall]) -> None:
-        self._left: dict[int, deque[RecordedHostCall]] = defaultdict(deque)
+        self._answers: dict[int, deque[RecordedHostCall]] = defaultdict(deque)
         for answer in answers:
-            self._left[answer.asked].append(answer)
+            self._answers[answer.arguments_hash].append(answer)
         self._unknown: str | None = None
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The ``sandbox.base.Answer`` of the cell."""
-        left = self._left.get(fingerprint(name, args, kwargs))
-        if not left:
+        """The cell's ``sandbox.base.Answer``."""
+        answers = self._answers.get(fingerprint(name, args, kwargs))
+        if not answers:
             self._unknown = name
             raise HostCallError("RuntimeError", f"{name}: this was not asked before")
-        answered = left.popleft()
-        if answered.error is not None:
-            raise HostCallError(answered.error.kind, str(answered.error), answered.error.data)
-        return answered.value
+        recorded = answers.popleft()
+        if recorded.error is not None:
+            raise HostCallError(recorded.error.kind, str(recorded.error), recorded.error.data)
+        return recorded.value
 
     def problem(self) -> str | None:
         if self._unknown is not None:
             return f"asked something of {self._unknown} that it had not asked before"
-        return "did not ask all that it had asked before" if any(self._left.values()) else None
+        return "did not ask all that it had asked before" if any(self._answers.values()) else None
 
 
 def fingerprint(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Of a call from a session, for this process alone. Takes a millisecond for a megabyte of text,
-    and copies none."""
+    """Hash of a call from a session, valid in this process only. Takes a millisecond per megabyte
+    of text and copies none of it."""
     try:
         return hash((name, _hashed(list(args)), _hashed(dict(kwargs))))
-    except Exception:  # noqa: BLE001 -- half a surrogate pair, more than 64 bits, nested without end
+    except Exception:  # noqa: BLE001 -- a lone surrogate, more than 64 bits, nested too deeply
         return hash((name, len(args), *sorted(kwargs)))
 
 

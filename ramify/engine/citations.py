@@ -1,11 +1,12 @@
-"""Answers with citations that were checked against the context.
+"""Answers with citations that are checked against the context.
 
-Asked for with ``cite=True``, the model answers ``{"answer": …, "citations": [{"source",
-"first_line", "last_line", "quote"}]}``. A citation counts only if its source exists, its lines are
-there and its quote stands in them; otherwise the model is shown what is wrong. White space may
-differ between quote and text; nothing else may.
+With ``cite=True``, the model answers ``{"answer": …, "citations": [{"source", "first_line",
+"last_line", "quote"}]}``. A citation is valid only if its source exists, its lines exist and its
+quote occurs in them. Otherwise the model is shown the problem. White space may differ between quote
+and text, but nothing else.
 
-    context {"a.txt": "one\\ntwo words\\n"}:   source "a.txt", lines 2-2, quote "two  words"   -> holds
+    context {"a.txt": "one\\ntwo words\\n"}
+    source "a.txt", lines 2-2, quote "two  words"   -> valid
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from ramify.engine import observe
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 
 T = TypeVar("T")
@@ -27,26 +29,26 @@ INSTRUCTION = (
 
 
 class Citation(msgspec.Struct, frozen=True):
-    """One place in the context that the answer rests on."""
+    """One place in the context that supports the answer."""
 
     source: str
-    """Key of the context; ``"context"`` where it is one text."""
+    """Key of the context; ``"context"`` if the context is a single text."""
     first_line: int
-    """From 1."""
+    """Counted from 1."""
     last_line: int
     """Inclusive."""
     quote: str
 
 
 class CitedAnswer(msgspec.Struct, Generic[T], frozen=True):
-    """An answer and what it rests on."""
+    """An answer and its citations."""
 
     answer: T
     citations: tuple[Citation, ...]
 
 
 def cited_type(kind: Any, context: Any) -> AnswerType:
-    """The check for ``kind`` with citations into ``context``."""
+    """Return the check for ``kind`` with citations into ``context``."""
     inner = answer_type(kind)
     outer = answer_type(CitedAnswer[Any])
     assert outer is not None
@@ -70,22 +72,20 @@ def cited_type(kind: Any, context: Any) -> AnswerType:
 
 
 def unsupported(citation: Citation, context: Any) -> str | None:
-    """Why ``citation`` does not hold in ``context``; None if it does."""
+    """Return why ``citation`` is not valid in ``context``, or None if it is."""
     text = _source(citation.source, context)
     if text is None:
-        return f"there is no text source '{citation.source}' in the context"
-    lines = text.removesuffix("\n").split(
-        "\n"
-    )  # as editors and grep count; splitlines() knows more ends than they do
+        return observe.NO_SOURCE.format(name=citation.source)
+    # Split as editors and grep count lines; splitlines() recognizes more line ends than they do.
+    lines = text.removesuffix("\n").split("\n")
     place = f"lines {citation.first_line}-{citation.last_line} of '{citation.source}'"
     if not 1 <= citation.first_line <= citation.last_line <= len(lines):
         return f"{place} does not exist: it has {len(lines)} lines"
-    wanted = " ".join(citation.quote.split())
-    if not wanted:
+    quote = " ".join(citation.quote.split())
+    if not quote:
         return "the quote is empty"
-    if wanted not in " ".join(
-        " ".join(lines[citation.first_line - 1 : citation.last_line]).split()
-    ):
+    passage = " ".join(" ".join(lines[citation.first_line - 1 : citation.last_line]).split())
+    if quote not in passage:
         return f"the quote {citation.quote[:80]!r} is not in {place}"
     return None
 

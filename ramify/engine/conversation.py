@@ -1,8 +1,8 @@
-"""Several questions over one live session.
+"""Several questions in one live session.
 
-Variables, imports and the history stay from question to question; each question is a call of its
-own in one trajectory (``0``, ``1``, …) that continues the one before, or the branch of it that was
-chosen. Limits hold for each question; the clock stops in between.
+Variables, imports and the history persist between questions. Each question is a separate call in
+one trajectory (``0``, ``1``, …) that continues the previous one, or its chosen branch. Limits apply
+to each question; the clock is stopped between questions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ramify.types.trajectory import Trajectory
 
 
 class Conversation:
-    """Open it with ``with`` (and ``ask``) or with ``async with`` (and ``aask``)."""
+    """A conversation. Open it with ``with`` (and ``ask``) or with ``async with`` (and ``aask``)."""
 
     def __init__(
         self,
@@ -39,17 +39,20 @@ class Conversation:
         store: Store | None,
         search: BranchSearch | None = None,
     ) -> None:
-        self._setup, self._shared, self._prompt, self._store = setup, shared, prompt, store
+        self._setup = setup
+        self._shared = shared
+        self._prompt = prompt
+        self._store = store
         self._search = search
-        self._thread: ConversationState | None = None
+        self._state: ConversationState | None = None
         self._id = ""
         self._close_journal: Callable[[], None] | None = None
-        self._turn = asyncio.Lock()
-        """Held while a question is answered: there is one session."""
+        self._lock = asyncio.Lock()
+        """Held while a question is answered, because there is only one session."""
 
     @property
     def trajectory(self) -> Trajectory:
-        """All questions so far."""
+        """Record of all questions so far."""
         return self._opened().recorder.trajectory
 
     def ask(
@@ -61,7 +64,7 @@ class Conversation:
         search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:
-        """Ask the next question. Raises as ``RLM.completion`` does."""
+        """Ask the next question. Raises the same errors as ``RLM.completion``."""
         return event_loop_thread.run(
             self.aask(query, answer_type=answer_type, cite=cite, search=search, on_event=on_event)
         )
@@ -75,10 +78,10 @@ class Conversation:
         search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:
-        """``ask`` on the caller's event loop. Questions asked at once are answered one after the
+        """``ask`` on the caller's event loop. Concurrent questions are answered one after the
         other."""
         chosen = self._search if search is None else search_of(search)
-        async with self._turn:
+        async with self._lock:
             return await self._answer(query, answer_type, cite, chosen, on_event)
 
     async def _answer(
@@ -89,34 +92,34 @@ class Conversation:
         search: BranchSearch | None,
         on_event: Listener | None,
     ) -> Result:
-        thread = self._opened()
-        asked = question(self._prompt, query, answer_type, cite)
+        state = self._opened()
+        parsed = question(self._prompt, query, answer_type, cite)
         for listener in checked_listener(on_event):
-            thread.recorder.listen(listener)
+            state.recorder.listen(listener)
         try:
             setup = msgspec.structs.replace(
                 self._setup, config={**self._setup.config, **config_of(search)}
             )
             running = RunHandle(
                 setup,
-                asked,
+                parsed,
                 self._shared.use(),
                 id=self._id,
-                recorder=thread.recorder,
-                thread=thread,
+                recorder=state.recorder,
+                conversation=state,
                 search=search,
             )
             return checked(await running.result())
         finally:
             if on_event is not None:
-                thread.recorder.ignore(on_event)
+                state.recorder.ignore(on_event)
 
     async def __aenter__(self) -> Conversation:
         self._shared.pin()
         journal = self._store.create(self._store.new_id("conversation")) if self._store else None
         self._id = journal.id if journal else secrets.token_hex(8)
         self._close_journal = journal.close if journal else None
-        self._thread = ConversationState(EventRecorder(journal, tracing()))
+        self._state = ConversationState(EventRecorder(journal, tracing()))
         return self
 
     async def __aexit__(
@@ -125,9 +128,9 @@ class Conversation:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        thread, self._thread = self._opened(), None
+        state, self._state = self._opened(), None
         try:
-            await thread.close()
+            await state.close()
         finally:
             if self._close_journal is not None:
                 self._close_journal()
@@ -145,8 +148,8 @@ class Conversation:
         event_loop_thread.run(self.__aexit__(kind, error, at))
 
     def _opened(self) -> ConversationState:
-        if self._thread is None:
+        if self._state is None:
             raise ConfigError(
                 "the conversation is not open: use `with rlm.conversation(context) as c: c.ask(…)`"
             )
-        return self._thread
+        return self._state

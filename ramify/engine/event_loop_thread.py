@@ -1,8 +1,7 @@
-"""The synchronous face: one event loop in one thread for the whole process, and a way to run a
-coroutine on it.
+"""Event loop of the synchronous API: one loop in one thread for the whole process.
 
-It works wherever the caller is, also inside a running loop (a notebook). Ctrl-C cancels what is
-being waited for.
+It works wherever the caller is, even inside a running loop (a notebook). Ctrl-C cancels the work
+that is being waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def loop() -> asyncio.AbstractEventLoop:
-    """The loop, started when it is first asked for."""
+    """Return the loop, starting it at the first call."""
     global _loop
     with _lock:
         if _loop is None or _loop.is_closed():
@@ -31,8 +30,8 @@ def loop() -> asyncio.AbstractEventLoop:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, run on the loop; cancelled there if the wait for it is
-    interrupted."""
+    """Run ``work`` on the loop and return its result. If the wait is interrupted, ``work`` is
+    cancelled."""
     if _is_here():
         work.close()
         raise ConfigError(
@@ -50,8 +49,9 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 def leave(work: Coroutine[Any, Any, object]) -> None:
     """Run ``work`` on the loop, if there is one, without waiting.
 
-    For finalizers: the collector may call one at any line, the loop's own thread included, where
-    waiting has no end."""
+    For finalizers: the garbage collector may call one at any line, even in the loop's own thread,
+    where waiting would deadlock.
+    """
     if _loop is None or _loop.is_closed():
         work.close()
     else:

@@ -1,10 +1,10 @@
-"""The host's side of a cell: answers the calls that its code makes for models, children and tools.
+"""Host side of a cell: answers the calls that its code makes to models, children and tools.
 
-    session: llm_query_batched([p, q])  ──>  Host.answer  ──>  two `lm` calls at once   ──>  ["…", "…"]
-    session: rlm_query("…", part)       ──>  Host.answer  ──>  a child with its own session  ──>  its answer
+    session: llm_query_batched([p, q]) ─> CellHost.answer ─> two concurrent `lm` calls ─> ["…", "…"]
+    session: rlm_query("…", part)      ─> CellHost.answer ─> a child with its session  ─> its answer
 
-A sub-call that fails raises ``SubcallError`` in the session after all others of its batch have
-ended, with their results. One that was cut at its limit is among the failed, and its text in
+If a sub-call fails, the session raises ``SubcallError`` with all results once the rest of the batch
+has ended. A reply that was truncated at its limit counts as failed, and its text is in
 ``SubcallError.partial``.
 """
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.clients.base import Client
+from ramify.engine import observe
 from ramify.engine.call import CallOutcome, LiveCall
 from ramify.engine.cell_history import RecordedHostCall, fingerprint
 from ramify.engine.observe import plain_prompt
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 MAX_QUESTION_CHARS = 20_000
 """A longer prompt to a child without a context becomes that child's context."""
 MAX_PROMPTS = 10_000
-"""Prompts of one batch."""
+"""Maximum number of prompts in one batch."""
 
 
 class CellHost:
@@ -54,24 +55,25 @@ class CellHost:
     def __init__(
         self, run: RunState, call: LiveCall, turn: int, cell: int, child_loop: ChildLoop
     ) -> None:
-        self._run, self._call = run, call
+        self._run = run
+        self._call = call
         self._where = Parent(call.id, turn, cell)
         self._child_loop = child_loop
         self._num_tool_calls = 0
         self.answered: list[RecordedHostCall] = []
-        """What was given to the session, in order; see ``cell_history.py``."""
+        """Answers to the session so far, in order; see ``cell_history.py``."""
         self.fatal: ReplayDiverged | None = None
-        """An error that the model's code may catch but that ends the run."""
+        """An error that ends the run even if the model's code catches it."""
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The ``sandbox.base.Answer`` of this cell."""
-        asked = fingerprint(name, args, kwargs)
+        arguments_hash = fingerprint(name, args, kwargs)
         try:
             value = await self._answer(name, args, kwargs)
         except HostCallError as error:
-            self.answered.append(RecordedHostCall(asked, error=error))
+            self.answered.append(RecordedHostCall(arguments_hash, error=error))
             raise
-        self.answered.append(RecordedHostCall(asked, value))
+        self.answered.append(RecordedHostCall(arguments_hash, value))
         return value
 
     async def _answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -84,9 +86,8 @@ class CellHost:
         if name not in functions:
             raise HostCallError("NameError", f"the host has no function '{name[:100]}'")
         try:
-            inspect.signature(functions[name]).bind(
-                *args, **kwargs
-            )  # a session may forge any arguments
+            # A session may forge any arguments.
+            inspect.signature(functions[name]).bind(*args, **kwargs)
         except TypeError as error:
             raise HostCallError("TypeError", f"{name}: {error}") from error
         try:
@@ -95,8 +96,7 @@ class CellHost:
             self.fatal = error
             raise HostCallError("RuntimeError", str(error)) from error
 
-    # --- plain calls
-    # -------------------------------------------------------------------------------------------
+    # --- plain calls ------------------------------------------------------------------------------
 
     async def _llm_query_batched(
         self, prompts: list[str], model: str | None = None, schema: Any = None
@@ -104,9 +104,8 @@ class CellHost:
         with _arguments_of("llm_query_batched"):
             _check_texts(prompts)
             client = self._client(model, self._run.models.plain)
-        kind = (
-            None if schema is None else await asyncio.to_thread(_schema_check, schema)
-        )  # a large one takes a second
+        # Checking a large schema takes a second, so it runs in a thread.
+        kind = None if schema is None else await asyncio.to_thread(_schema_check, schema)
         calls = [self._sub_call("lm", client, prompt) for prompt in prompts]
         return await self._all([self._plain(call, call.question, kind) for call in calls])
 
@@ -119,8 +118,7 @@ class CellHost:
             self._run.end(call, outcome)
         return outcome
 
-    # --- children
-    # ----------------------------------------------------------------------------------------------
+    # --- children ---------------------------------------------------------------------------------
 
     async def _rlm_query_batched(
         self, prompts: list[str], contexts: list[Any] | None = None, model: str | None = None
@@ -152,8 +150,8 @@ class CellHost:
         }.values():
             if context is not self._call.context:
                 await self._run.keep_context(context)
-        room = asyncio.Semaphore(self._run.limits.max_children)
-        return await self._all([self._child(call, room) for call in calls])
+        slots = asyncio.Semaphore(self._run.limits.max_children)
+        return await self._all([self._child(call, slots) for call in calls])
 
     def _question_and_context(self, prompt: str, value: Any) -> tuple[str, SharedContext | None]:
         if value is not None:
@@ -165,30 +163,29 @@ class CellHost:
             )
         return prompt, self._call.context
 
-    async def _child(self, call: LiveCall, room: asyncio.Semaphore) -> CallOutcome:
+    async def _child(self, call: LiveCall, slots: asyncio.Semaphore) -> CallOutcome:
         if call.kind == "lm":
             return await self._too_deep(call)
-        async with room:
+        async with slots:
             return await self._child_loop(self._run, call)
 
     async def _too_deep(self, call: LiveCall) -> CallOutcome:
-        """At the depth limit a child is one plain call that is given question and context."""
+        """Answer a child at the depth limit with one plain call that gets question and context."""
         prompt = plain_prompt(call.question, None if call.context is None else call.context.value)
         max_chars = 3 * (call.client.window - self._run.sampling.max_tokens)
         if len(prompt) > max_chars:
             self._run.begin(call)
             outcome = CallOutcome(
                 Stop.ERROR,
-                error=f"the depth limit of {self._run.limits.max_depth} is reached, so this rlm_query is one plain call, "
-                f"and {len(prompt):,} characters do not fit it (about {max_chars:,} do); cut the "
-                "context into parts",
+                error=f"the depth limit of {self._run.limits.max_depth} is reached, so this "
+                f"rlm_query is one plain call, and {len(prompt):,} characters do not fit it "
+                f"(about {max_chars:,} do); cut the context into parts",
             )
             self._run.end(call, outcome)
             return outcome
         return await self._plain(call, prompt, None)
 
-    # --- the rest
-    # ----------------------------------------------------------------------------------------------
+    # --- history and tools ------------------------------------------------------------------------
 
     async def _history(self, seen: int) -> list[dict[str, str]]:
         if type(seen) is not int:
@@ -207,16 +204,15 @@ class CellHost:
             )
         ordinal, self._num_tool_calls = self._num_tool_calls, self._num_tool_calls + 1
         with _arguments_of(name):
-            asked = hashlib.sha256(repr((name, args, sorted(kwargs.items()))).encode()).hexdigest()[
-                :32
-            ]
+            arguments = repr((name, args, sorted(kwargs.items()))).encode()
+            digest = hashlib.sha256(arguments).hexdigest()[:32]
         where = (self._where.call, self._where.turn, self._where.cell, ordinal)
         run = self._run
         if run.recording is not None:
-            recorded = run.recording.tool(*where, asked)
+            recorded = run.recording.tool(*where, digest)
             if recorded is not None:
                 return self._tool_outcome(
-                    where, name, asked, recorded.result, recorded.error, recorded.seconds
+                    where, name, digest, recorded.result, recorded.error, recorded.seconds
                 )
         began = run.recorder.now()
         try:
@@ -224,17 +220,17 @@ class CellHost:
             packed, error = SharedContext(result).pack(), None
         except HostCallError as failure:
             packed, error = None, f"{failure.kind}: {failure}"
-        except SandboxError as failure:  # the tool returned something that no session can hold
+        except SandboxError as failure:  # the tool returned a value that no session can hold
             packed, error = None, f"TypeError: {name}: {failure}"
         return self._tool_outcome(
-            where, name, asked, packed, error, round(run.recorder.now() - began, 6)
+            where, name, digest, packed, error, round(run.recorder.now() - began, 6)
         )
 
     def _tool_outcome(
         self,
         where: tuple[str, int, int, int],
         name: str,
-        asked: str,
+        arguments_hash: str,
         packed: Any,
         error: str | None,
         seconds: float,
@@ -248,7 +244,7 @@ class CellHost:
                 cell=cell,
                 ordinal=ordinal,
                 name=name,
-                arguments_hash=asked,
+                arguments_hash=arguments_hash,
                 result=packed,
                 error=error,
                 seconds=seconds,
@@ -285,13 +281,14 @@ class CellHost:
         if client is None:
             known = ", ".join(sorted(client.name for client in self._run.models.all))
             raise HostCallError(
-                "SubcallError", f"there is no model '{model[:200]}' in this run; there are: {known}"
+                "SubcallError", observe.NO_MODEL.format(name=model[:200], known=known)
             )
         return client
 
     async def _all(self, work: list[Awaitable[CallOutcome]]) -> list[Any]:
-        """The answers in order; SubcallError with what did arrive if one failed."""
-        outcomes = await asyncio.gather(*(_caught(one) for one in work))
+        """Return the answers in order. If one failed, raise SubcallError with the answers that did
+        arrive."""
+        outcomes = await asyncio.gather(*(_caught(item) for item in work))
         failures = {
             index: outcome.error
             for index, outcome in enumerate(outcomes)
@@ -322,7 +319,7 @@ class CellHost:
 
 
 async def _caught(work: Awaitable[CallOutcome]) -> CallOutcome:
-    """Failure is data here, so that the rest of a batch goes on."""
+    """Return a failure as data, so that the rest of a batch continues."""
     try:
         return await work
     except (LimitReached, ModelError, SandboxError, ReplayDiverged) as error:
@@ -340,18 +337,18 @@ def _check_texts(prompts: Any) -> None:
 
 @contextlib.contextmanager
 def _arguments_of(name: str) -> Iterator[None]:
-    """While arguments are looked at, which a session chose: what that raises is the cell's error,
-    not the run's."""
+    """Turn errors in checking arguments, which the session chose, into the cell's error instead of
+    the run's."""
     try:
         yield
-    except (SandboxError, TypeError) as error:  # the former for a context that no session can hold
+    except (SandboxError, TypeError) as error:  # SandboxError: a context that no session can hold
         raise HostCallError("TypeError", f"{name}: {error}") from error
     except (ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise HostCallError("ValueError", f"{name}: {type(error).__name__}: {error}") from error
 
 
 def _schema_check(schema: Any) -> AnswerType | None:
-    """The check for a schema that a session gave, which is a stranger's."""
+    """Return the check for a schema from a session, which is untrusted."""
     if not isinstance(schema, dict):
         raise HostCallError(
             "TypeError",
@@ -359,10 +356,10 @@ def _schema_check(schema: Any) -> AnswerType | None:
         )
     try:
         kind = answer_type(schema, trusted=False)
-        msgspec.json.encode(schema)  # as a request will hold it
+        msgspec.json.encode(schema)  # as the request will encode it
     except ConfigError as error:
         raise HostCallError("ValueError", str(error)) from error
-    except Exception as error:  # a schema is a program of sorts: what it raises is its author's
+    except Exception as error:  # a schema can fail in arbitrary ways, which is the cell's error
         raise HostCallError(
             "ValueError", f"schema: it cannot be used ({type(error).__name__}: {error})"
         ) from error

@@ -1,12 +1,14 @@
-"""MCP servers of the user's as tools in a session, through the official SDK (the extra ``mcp``).
+"""Tools of MCP servers for a session, through the official SDK (the extra ``mcp``).
 
     with ramify.McpTools("uvx mcp-server-git", "https://host/mcp") as tools:
         ramify.RLM("openai:gpt-5-mini", tools=tools).completion("What changed last week?")
 
-    session ── git_log(max_count=5) ──> host ──> the connection's own loop and task ──> server
-A server runs with the rights of whoever named it, so only a user names one, never a model. A tool is a function with its
-parameters from the tool's schema; what it returns is the structured result where there is one, else its text. What an MCP
-server may ask of its client besides (sampling, elicitation, roots) is not offered.
+    session ── git_log(max_count=5) ──> host ──> the connection's task ──> server
+
+A server runs with the permissions of the user who configured it, so only users name servers, never
+a model. Each tool becomes a function with parameters from the tool's schema. It returns the
+structured result if there is one, otherwise the text. Requests of an MCP server to its client
+(sampling, elicitation, roots) are not supported.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult, Tool
 
 CONNECT_S = 120.0
-"""For a server to start: some fetch themselves first."""
+"""Time for a server to start: some download themselves first."""
 _MOST_CHARS = 600
-"""Of a tool's description that a model is shown."""
+"""Maximum characters of a tool's description that a model is shown."""
 _TYPES: dict[str, type] = {
     "string": str,
     "integer": int,
@@ -46,28 +48,32 @@ _TYPES: dict[str, type] = {
 
 
 class McpTools(Mapping[str, Callable[..., Any]]):
-    """The tools of one or more MCP servers, by name: for ``RLM(tools=…)``, alone or as ``{**tools,
+    """The tools of one or more MCP servers by name, for ``RLM(tools=…)``, alone or as ``{**tools,
     "own": own}``.
 
-    Connected as soon as it is made, which waits (in an event loop: ``await
-    asyncio.to_thread(McpTools, …)``), and until ``close``."""
+    The constructor connects and blocks until it has (in an event loop, use ``await
+    asyncio.to_thread(McpTools, …)``). The connection lasts until ``close``.
+    """
 
     def __init__(self, *servers: str, timeout_s: float = 300.0) -> None:
-        """A server is a command, with ``NAME=VALUE`` before it for its environment (``NAME=`` takes
-        this process's value), or an ``http(s)://`` address. ``timeout_s`` is the most that one call
-        may take. Raises ConfigError for a server that cannot be had."""
+        """Connect to ``servers``.
+
+        A server is an ``http(s)://`` address, or a command that may be preceded by ``NAME=VALUE``
+        for its environment (``NAME=`` uses the value of this process). ``timeout_s`` limits each
+        call. Raises ConfigError if a server cannot be reached.
+        """
         if not servers:
             raise ConfigError("no MCP server: give a command or an address")
         need_extra("MCP servers")
         self.servers = tuple(map(recorded, servers))
-        """What was given, without the values of variables: for a record."""
+        """The servers for the run's record, without the values of environment variables."""
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._keepers = [_McpConnection(server, timeout_s) for server in servers]
-        self._finalizer = weakref.finalize(self, _close, self._keepers)
+        self._connections = [_McpConnection(server, timeout_s) for server in servers]
+        self._finalizer = weakref.finalize(self, _close, self._connections)
         try:
-            for keeper in self._keepers:
-                for tool in event_loop_thread.run(keeper.open()):
-                    self._add(keeper, tool)
+            for connection in self._connections:
+                for tool in event_loop_thread.run(connection.open()):
+                    self._add(connection, tool)
         except BaseException:
             self.close()
             raise
@@ -91,51 +97,53 @@ class McpTools(Mapping[str, Callable[..., Any]]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _add(self, keeper: _McpConnection, tool: Tool) -> None:
+    def _add(self, connection: _McpConnection, tool: Tool) -> None:
         name = function_name(tool.name)
         if name in self._functions:
-            name = function_name(f"{keeper.name}_{tool.name}")
+            name = function_name(f"{connection.name}_{tool.name}")
         number, unique = 2, name
         while unique in self._functions:
             unique, number = f"{name}_{number}", number + 1
-        self._functions[unique] = _function(self, keeper, tool, unique)
+        self._functions[unique] = _function(self, connection, tool, unique)
 
 
 class _McpConnection:
-    """One connection, in a task of its own: the SDK wants it closed by the task that opened it."""
+    """One connection, in its own task, because the SDK requires the task that opened it to close
+    it."""
 
     def __init__(self, server: str, timeout_s: float) -> None:
-        self._server, self._timeout_s = server, timeout_s
+        self._server = server
+        self._timeout_s = timeout_s
         self.name = ""
-        """The server's own name."""
+        """The name that the server reports."""
         self._client: Client | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop: asyncio.Event | None = None
 
     async def open(self) -> list[Tool]:
-        """Connect, and list the tools. Raises ConfigError."""
+        """Connect and list the tools. Raises ConfigError."""
         ready: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
-        self._task = asyncio.ensure_future(self._keep(ready))
+        self._task = asyncio.ensure_future(self._hold_open(ready))
         return await ready
 
-    async def _keep(self, ready: asyncio.Future[list[Tool]]) -> None:
+    async def _hold_open(self, ready: asyncio.Future[list[Tool]]) -> None:
         assert self._stop is not None
-        with tempfile.TemporaryFile("w+") as said:
+        with tempfile.TemporaryFile("w+") as errors:
             try:
                 async with contextlib.AsyncExitStack() as stack:
                     async with asyncio.timeout(CONNECT_S):
-                        client = await stack.enter_async_context(_client(self._server, said))
-                        tools = await _listed(client)
+                        client = await stack.enter_async_context(_client(self._server, errors))
+                        tools = await _all_tools(client)
                     self._client = client
                     self.name = client.server_info.name if client.server_info else ""
                     ready.set_result(tools)
                     await self._stop.wait()
             except asyncio.CancelledError:
                 raise
-            except BaseException as error:  # noqa: BLE001 -- what the SDK raises is of many kinds, groups among them
+            except BaseException as error:  # noqa: BLE001 -- the SDK raises many types and groups
                 if not ready.done():
-                    ready.set_exception(_unreachable(self._server, error, said))
+                    ready.set_exception(_unreachable(self._server, error, errors))
             finally:
                 self._client = None
 
@@ -146,14 +154,14 @@ class _McpConnection:
             self._task.cancel()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
-        """On the connection's loop."""
+        """Call ``tool``. Must run on the connection's loop."""
         if self._client is None:
             raise RuntimeError(f"the MCP server {recorded(self._server)} is not connected any more")
         return await self._client.call_tool(tool, arguments, read_timeout_seconds=self._timeout_s)
 
 
 def need_extra(what: str) -> None:
-    """Raises ConfigError where the SDK is not installed."""
+    """Raise ConfigError if the SDK is not installed."""
     from importlib.util import find_spec
 
     if find_spec("mcp") is None:
@@ -161,8 +169,8 @@ def need_extra(what: str) -> None:
 
 
 def recorded(server: str) -> str:
-    """``"TOKEN=abc serve --x"`` -> ``"TOKEN= serve --x"``; of an address without what may be a
-    secret in it."""
+    """``"TOKEN=abc serve --x"`` -> ``"TOKEN= serve --x"``; an address loses parts that may be
+    secret."""
     if _is_address(server):
         return re.sub(r"//[^/@]*@", "//", server).partition("?")[0]
     variables, words = _split(server)
@@ -170,7 +178,7 @@ def recorded(server: str) -> str:
 
 
 def function_name(tool: str) -> str:
-    """``"git-log"`` -> ``"git_log"``: a name that a session can use."""
+    """``"git-log"`` -> ``"git_log"``: convert a tool's name to one that a session can use."""
     name = re.sub(r"\W", "_", tool, flags=re.ASCII) or "tool"
     name = f"_{name}" if name[0].isdigit() else name
     return f"{name}_" if keyword.iskeyword(name) or name in RESERVED else name
@@ -181,7 +189,7 @@ def _is_address(server: str) -> bool:
 
 
 def _split(server: str) -> tuple[dict[str, str], list[str]]:
-    """The variables before a command, and its words."""
+    """Split a command into the variables before it and its words."""
     try:
         words = shlex.split(server)
     except ValueError as error:
@@ -197,21 +205,21 @@ def _split(server: str) -> tuple[dict[str, str], list[str]]:
     return variables, words
 
 
-def _client(server: str, said: Any) -> Client:
+def _client(server: str, errors: Any) -> Client:
     from mcp import Client, StdioServerParameters
     from mcp.client.stdio import stdio_client
 
     if _is_address(server):
         return Client(server)
     variables, (command, *arguments) = _split(server)
-    given: StdioServerParameters = StdioServerParameters(
+    parameters: StdioServerParameters = StdioServerParameters(
         command=command, args=arguments, env=variables
     )
-    return Client(stdio_client(given, errlog=said))
+    return Client(stdio_client(parameters, errlog=errors))
 
 
-async def _listed(client: Client) -> list[Tool]:
-    """All tools, page by page."""
+async def _all_tools(client: Client) -> list[Tool]:
+    """Return all tools, fetched page by page."""
     tools: list[Tool] = []
     cursor: str | None = None
     for _ in range(100):
@@ -223,35 +231,37 @@ async def _listed(client: Client) -> list[Tool]:
     return tools
 
 
-def _unreachable(server: str, error: BaseException, said: Any) -> ConfigError:
+def _unreachable(server: str, error: BaseException, errors: Any) -> ConfigError:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    said.seek(0)
-    last = " ".join((said.read().strip().splitlines() or [""])[-1].split())[:300]
+    errors.seek(0)
+    last = " ".join((errors.read().strip().splitlines() or [""])[-1].split())[:300]
     why = (
-        f"nothing within {CONNECT_S:g} s"
+        f"no answer within {CONNECT_S:g} s"
         if isinstance(error, TimeoutError)
         else f"{type(error).__name__}: {error}"
     )
     return ConfigError(
-        f"the MCP server {recorded(server)} cannot be had "
-        f"({why}{f'; it said: {last}' if last else ''}): check the command"
+        f"the MCP server {recorded(server)} cannot be used "
+        f"({why}{f'; its last output: {last}' if last else ''}): check the command"
     )
 
 
-def _function(owner: McpTools, keeper: _McpConnection, tool: Tool, name: str) -> Callable[..., Any]:
-    """A function for the session, as its model sees it. It keeps its ``owner``, and so the
-    connection."""
+def _function(
+    owner: McpTools, connection: _McpConnection, tool: Tool, name: str
+) -> Callable[..., Any]:
+    """Return the function that the session calls. It references its ``owner``, which keeps the
+    connection open."""
     schema = tool.input_schema
     signature = _signature(schema)
 
     async def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         arguments = {**bound.arguments, **bound.arguments.pop("more", {})}
-        asked = asyncio.run_coroutine_threadsafe(
-            keeper.call(tool.name, arguments), event_loop_thread.loop()
+        future = asyncio.run_coroutine_threadsafe(
+            connection.call(tool.name, arguments), event_loop_thread.loop()
         )
-        return _value(await asyncio.wrap_future(asked), tool)
+        return _value(await asyncio.wrap_future(future), tool)
 
     call.owner = owner  # type: ignore[attr-defined]
     call.__name__ = call.__qualname__ = name
@@ -261,7 +271,7 @@ def _function(owner: McpTools, keeper: _McpConnection, tool: Tool, name: str) ->
 
 
 def _signature(schema: Mapping[str, Any]) -> inspect.Signature:
-    """What must be given comes first; names that Python cannot have go into ``**more``."""
+    """Required parameters come first. Names that are invalid in Python are passed in ``**more``."""
     required = set(schema.get("required", ()))
     fields = schema.get("properties", {})
     usable = [
@@ -284,7 +294,7 @@ def _signature(schema: Mapping[str, Any]) -> inspect.Signature:
 
 
 def _described(tool: Tool, schema: Mapping[str, Any]) -> str:
-    """One paragraph: what it does, and what its parameters are."""
+    """Return one paragraph that describes the tool and its parameters."""
     about = " ".join((tool.description or tool.title or "a tool of an MCP server").split())
     fields = [
         (name, field.get("description")) for name, field in schema.get("properties", {}).items()
@@ -297,8 +307,8 @@ def _described(tool: Tool, schema: Mapping[str, Any]) -> str:
 
 
 def _value(result: CallToolResult, tool: Tool) -> Any:
-    """What the session gets. Raises RuntimeError with the tool's own text where it failed."""
-    texts = [each.text for each in result.content if each.type == "text"]
+    """Return the result for the session. Raises RuntimeError with the tool's text if it failed."""
+    texts = [block.text for block in result.content if block.type == "text"]
     if result.is_error:
         raise RuntimeError("\n".join(texts) or "the tool failed without a word")
     structured = result.structured_content
@@ -307,10 +317,10 @@ def _value(result: CallToolResult, tool: Tool) -> Any:
         return structured["result"] if is_wrapped else structured
     if len(texts) == len(result.content):
         return "\n".join(texts)
-    return [each.model_dump(mode="json", exclude_none=True) for each in result.content]
+    return [block.model_dump(mode="json", exclude_none=True) for block in result.content]
 
 
-def _close(keepers: list[_McpConnection]) -> None:
-    for keeper in keepers:
+def _close(connections: list[_McpConnection]) -> None:
+    for connection in connections:
         with contextlib.suppress(RamifyError, RuntimeError):
-            event_loop_thread.run(keeper.close())
+            event_loop_thread.run(connection.close())

@@ -1,4 +1,4 @@
-"""Which model answers at which depth, and which ones a session may ask for by name."""
+"""Choice of the model for each depth, and of the models that a session may request by name."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ramify.clients.base import Client
 from ramify.errors import ConfigError
 
 ModelSpec = str | Client
-"""A name ``provider:model``, or a client of one's own."""
+"""A name ``provider:model``, or a client."""
 
 
 class RunModels:
     """The models of one run.
 
-    ``model`` answers as RLM: one for all depths, or a list by depth whose last entry holds for all
-    deeper ones. ``sub_model`` answers everything below the root: ``llm_query``, and children where
-    ``model`` is not a list. Given a list, its first entry does so, and a session may ask for the
-    others by name (``llm_query(…, model="…")``).
+    ``model`` answers as the RLM: one model for all depths, or a list by depth whose last entry also
+    serves all deeper levels. ``sub_model`` answers everything below the root: ``llm_query``, and
+    children if ``model`` is not a list. If ``sub_model`` is a list, its first entry does this, and
+    a session can choose the others by name (``llm_query(…, model="…")``).
     """
 
     def __init__(
@@ -26,10 +26,10 @@ class RunModels:
         sub_model: ModelSpec | Sequence[ModelSpec] | None,
         connect: Callable[[ModelSpec], Client],
     ) -> None:
-        by_depth = [connect(spec) for spec in listed(model)]
+        by_depth = [connect(spec) for spec in as_list(model)]
         if not by_depth:
             raise ConfigError("no model: give 'provider:model', for example 'openai:gpt-5-mini'")
-        subs = [connect(spec) for spec in listed(sub_model)] if sub_model is not None else []
+        subs = [connect(spec) for spec in as_list(sub_model)] if sub_model is not None else []
         self.root = by_depth[0]
         self.plain = subs[0] if subs else by_depth[min(1, len(by_depth) - 1)]
         self._by_depth = by_depth if len(by_depth) > 1 or not subs else [by_depth[0], subs[0]]
@@ -42,21 +42,22 @@ class RunModels:
         return self._by_depth[min(depth, len(self._by_depth) - 1)]
 
     def named(self, name: str) -> Client | None:
-        """The model that a session asked for, by its full name or the part after the provider."""
+        """The model that a session requested, by its full name or by the part after the
+        provider."""
         for client in self.all:
             if name in (client.name, client.name.partition(":")[2]):
                 return client
         return None
 
 
-def listed(spec: ModelSpec | Sequence[ModelSpec]) -> list[ModelSpec]:
-    """``spec`` as a list. Raises ConfigError for what is no model."""
-    given = (
+def as_list(spec: ModelSpec | Sequence[ModelSpec]) -> list[ModelSpec]:
+    """Return ``spec`` as a list. Raises ConfigError for anything that is not a model."""
+    specs = (
         [spec] if isinstance(spec, str | Client) or not isinstance(spec, Sequence) else list(spec)
     )
-    for each in given:
-        if not isinstance(each, str | Client):
+    for item in specs:
+        if not isinstance(item, str | Client):
             raise ConfigError(
-                f"{each!r} is not a model: give 'provider:model', for example 'openai:gpt-5-mini'"
+                f"{item!r} is not a model: give 'provider:model', for example 'openai:gpt-5-mini'"
             )
-    return given
+    return specs

@@ -1,8 +1,11 @@
-"""The messages that the engine writes to a model: the first one, what a cell did, and the last
-word.
+"""Messages that the engine writes to a model: the first message, observations and the final
+request.
 
-Prompts only grow, so everything that changes from turn to turn (the turn count, what is left to
-spend) is said here.
+Prompts only grow, so everything that changes from turn to turn (the turn count, the remaining
+limits) is stated here.
+
+The texts of this file are part of the models' behavior: recorded runs and trained policies depend
+on them.
 """
 
 from __future__ import annotations
@@ -46,14 +49,22 @@ _NO_ROOM = (
     "\n[… {hidden:,} of {length:,} characters left out: your window has no room for them …]\n"
 )
 STARTED_ANEW = "A new session was started: `context` is there, your variables and imports are not."
+NO_MODEL = "there is no model '{name}' in this run; there are: {known}"
+NO_SOURCE = "there is no text source '{name}' in the context"
+NO_TOOL = "there is no tool '{name}'"
+DEFERRED = (
+    "Your answer is noted, and put off by one turn: you had not seen the output above when you "
+    "gave it. If it still stands, give it again with FINAL(…); otherwise go on."
+)
 CONTINUE = "Summary of the work so far (the session and its variables are as you left them):\n\n{summary}\n\nGo on."
 
 
 def cut(text: str, max_chars: int, length: int, where: str) -> str:
-    """Head and tail of ``text`` with the true length stated; as it is where it fits.
+    """Return the head and tail of ``text`` with its true length stated, or ``text`` unchanged if it
+    fits.
 
-    >>> cut("abcdefghij", 4, 10, "in outputs[1]")
-    'ab\\n[… 6 of 10 characters cut; the whole is in outputs[1] …]\\nij'
+    >>> cut("abcdefghij", 4, 10, "in outputs[1]") 'ab\\n[… 6 of 10 characters cut; the whole is in
+    outputs[1] …]\\nij'
     """
     if length <= max_chars:
         return text
@@ -63,11 +74,10 @@ def cut(text: str, max_chars: int, length: int, where: str) -> str:
 
 
 def shortened(message: Message, share: int, terse_chars: int) -> Message:
-    """``message`` with one part in ``share`` of its content: its head if observations are terse,
-    else head and tail, with the true length stated.
+    """Return ``message`` with its content shortened to one part in ``share``: only the head if
+    observations are terse, otherwise head and tail, with the true length stated.
 
-    >>> shortened(Message("user", "abcdefgh"), 4, 90).content
-    'ab'
+    >>> shortened(Message("user", "abcdefgh"), 4, 90).content 'ab'
     """
     text = message.content
     if share == 1:
@@ -85,7 +95,7 @@ def shortened(message: Message, share: int, terse_chars: int) -> Message:
 
 
 def cell_report(cell: Cell) -> str:
-    """What the model is shown of one execution; ``stdout`` has been cut already."""
+    """Return what the model is shown of one execution; ``stdout`` is already truncated."""
     parts = [cell.stdout.rstrip("\n")] if cell.stdout.strip() else []
     parts += [f"=> {cell.value}"] if cell.value is not None else []
     parts += [cell.error.rstrip("\n")] if cell.error else []
@@ -98,7 +108,7 @@ def cell_report(cell: Cell) -> str:
 def observation(
     reports: Sequence[str], notes: Iterable[str], turn: int, max_turns: int, warnings: Iterable[str]
 ) -> str:
-    """The message after a turn's cells. ``turn`` counts from 1."""
+    """Return the message after a turn's cells. ``turn`` counts from 1."""
     body = (
         "\n".join(f"[cell {n} of {len(reports)}]\n{text}" for n, text in enumerate(reports, 1))
         if len(reports) > 1
@@ -111,11 +121,10 @@ def observation(
 
 
 def terse(cell: Cell, max_chars: int) -> str:
-    """What ``cell`` printed and echoed, and the line that names its error, in ``max_chars`` at
-    most; of that line at least half of them are shown.
+    """Return what ``cell`` printed and echoed, and the line that names its error, in at most
+    ``max_chars`` characters. The error line gets at least half of them.
 
-    >>> terse(Cell("", "ab\\n", "7", "Traceback …\\nValueError: no"), 90)
-    'ab\\n7\\nValueError: no'
+    >>> terse(Cell("", "ab\\n", "7", "Traceback …\\nValueError: no"), 90) 'ab\\n7\\nValueError: no'
     """
     output = "\n".join(part for part in (cell.stdout.rstrip("\n"), cell.value) if part)
     if not cell.error:
@@ -127,10 +136,10 @@ def terse(cell: Cell, max_chars: int) -> str:
 
 
 def _named(error: str) -> str:
-    """The line of a traceback that names the error: the first after its places.
+    """Return the line of a traceback that names the error: the first one after its places.
 
-    >>> _named("Traceback …\\n  File …\\nValueError: no\\nsecond line of the message")
-    'ValueError: no'
+    >>> _named("Traceback …\\n  File …\\nValueError: no\\nsecond line of the message") 'ValueError:
+    no'
     """
     lines = error.rstrip("\n").split("\n")
     places = [
@@ -144,7 +153,7 @@ def _named(error: str) -> str:
 def running_low(
     standing: Iterable[tuple[str, float, float]], turn: int, max_turns: int
 ) -> list[str]:
-    """One line for each limit of which less than a fifth is left."""
+    """Return one line for each limit of which less than a fifth is left."""
     rows = [*standing, ("turns", float(turn), float(max_turns))]
     return [
         f"[limit] {_amount(limit - spent)} of {_amount(limit)} {name} left; answer before they are "
@@ -159,16 +168,15 @@ def _amount(value: float) -> str:
 
 
 def first_message(question: str, description: str, about: str = "") -> str:
-    """The question and what the context looks like from outside."""
+    """Return the question and a description of the context."""
     parts = [f"Question: {question}", "", f"`context` is {description}"]
     return "\n".join([*parts, *(["", about] if about else [])])
 
 
 def describe(value: Any) -> str:
-    """One short paragraph on a context: type, size, beginning.
+    """Describe a context in one short paragraph: type, size, beginning.
 
-    >>> describe(["ab", "cde"])
-    "a list of 2 items, 5 characters in all; the first: 'ab'"
+    >>> describe(["ab", "cde"]) "a list of 2 items, 5 characters in all; the first: 'ab'"
     """
     if isinstance(value, str):
         lines = value.count("\n") + 1
@@ -193,7 +201,7 @@ def _short(item: Any) -> str:
 
 
 def chars_of(value: Any) -> int:
-    """Characters of all text in a context."""
+    """Number of characters of all text in a context."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
@@ -204,7 +212,7 @@ def chars_of(value: Any) -> int:
 
 
 def rendered(value: Any) -> str:
-    """A context as plain text, for a model that gets it in its prompt."""
+    """Return a context as plain text, for a model that gets it in its prompt."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
@@ -215,6 +223,6 @@ def rendered(value: Any) -> str:
 
 
 def plain_prompt(question: str, value: Any) -> str:
-    """Question and context in one message."""
+    """Return question and context in one message."""
     text = rendered(value) if value is not None else ""
     return f"{text}\n\nQuestion: {question}" if text.strip() else question

@@ -1,5 +1,6 @@
-"""One plain request with a checked reply: ``llm_query``, the direct answer to a small question, a
-child too deep."""
+"""One plain request with a checked reply: ``llm_query``, direct answers, and children at the depth
+limit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ramify.types.message import Message
 from ramify.types.trajectory import Stop
 
 MAX_REPAIRS = 2
-"""How often a reply that does not fit its schema is asked for again."""
+"""Number of times that a reply is requested again because it does not match its schema."""
 _LONG_CHARS = 5_000
 
 
@@ -26,11 +27,12 @@ async def ask_plain(
     *,
     system: str | None = None,
 ) -> CallOutcome:
-    """Ask once, and again with the error shown while the reply does not fit ``kind``. Never raises
-    for a failed model.
+    """Ask once, and again with the error shown while the reply does not match ``kind``. Never
+    raises for a failed model.
 
-    A reply that was cut at its limit ends with ``MAX_TOKENS``: its text is a partial answer, never
-    a whole one."""
+    A reply that was truncated at its token limit ends with ``MAX_TOKENS``: its text is a partial
+    answer, never a complete one.
+    """
     question = f"{prompt}\n\n{kind.alone()}" if kind else prompt
     new = [*([Message("system", system)] if system else []), Message("user", question)]
     schema = kind.enforced if kind else None
@@ -47,7 +49,7 @@ async def ask_plain(
             return _cut(run, call, text, text or None) if is_cut else CallOutcome(Stop.FINAL, text)
         try:
             value = await _value(kind, text)
-            # A number or a text that fits may be the beginning of a longer one.
+            # A truncated number or text that matches may be the beginning of a longer one.
             return _cut(run, call, text, None) if is_cut else CallOutcome(Stop.FINAL, value)
         except TypeMismatch as mismatch:
             error = str(mismatch)
@@ -72,5 +74,6 @@ def _cut(run: RunState, call: LiveCall, text: str, answer: str | None) -> CallOu
 
 
 async def _value(kind: AnswerType, text: str) -> Any:
-    """What a reply says; a long one is checked in a thread, where that takes seconds."""
+    """Return the value of a reply. A long reply is checked in a thread, because that may take
+    seconds."""
     return await asyncio.to_thread(kind.read, text) if len(text) > _LONG_CHARS else kind.read(text)

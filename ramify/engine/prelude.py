@@ -1,9 +1,9 @@
-"""The names that a model finds in its session. This file's source runs *inside* the session, never
-in the host.
+"""The names that a model finds in its session. This source runs *inside* the session, never in the
+host.
 
-Standard library only. The guest provides ``call_host``, ``HostError``, ``namespace``,
-``last_output`` and ``portable`` before this source is executed, and binds every name of ``__all__``
-as a reserved name of the notebook.
+Standard library only. Before this source is executed, the guest provides ``call_host``,
+``HostError``, ``namespace``, ``last_output`` and ``portable``. Afterwards it binds every name of
+``__all__`` as a reserved name of the notebook.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def llm_query_batched(
 
 
 def _texts(prompts: Any) -> list[str]:
-    """The prompts as text. None and bytes are no prompts: a model would be asked ``None`` or
-    ``b'…'``."""
+    """Return the prompts as text. None and bytes are rejected, because a model would otherwise be
+    asked ``None`` or ``b'…'``."""
     if not hasattr(prompts, "__iter__"):
         raise TypeError(f"prompts must be a list of str, not {type(prompts).__name__}")
     texts: list[str] = []
@@ -110,8 +110,8 @@ def _texts(prompts: Any) -> list[str]:
 
 
 def rlm_query(prompt: str, context: Any = _MISSING, model: str | None = None) -> Any:
-    """Start a child like you, with a session of its own; returns its final answer. Its ``context``
-    is the value given here, by default yours. Raises SubcallError."""
+    """Start a child like you, with its own session; returns its final answer. Its ``context`` is
+    the value given here, by default yours. Raises SubcallError."""
     contexts = None if context is _MISSING or context is None else [context]
     return rlm_query_batched([prompt], contexts, model)[0]
 
@@ -140,8 +140,8 @@ def rlm_query_batched(
 
 
 def _shared(value: Any) -> Any:
-    """``value`` as it goes over: None stands for the session's own context, which need not
-    travel."""
+    """Return ``value`` in the form that is sent. None stands for the session's own context, which
+    need not be sent."""
     return None if value is namespace.get("context", _MISSING) else value
 
 
@@ -162,8 +162,9 @@ def FINAL(value: Any = _MISSING) -> None:
 
 
 def _carried(value: Any) -> Any:
-    """A copy of ``value`` as the host will get it: objects of dataclasses and the like as dicts,
-    and the text of what cannot go over at all. Raises ValueError for more than the host takes."""
+    """Return a copy of ``value`` as the host will receive it: dataclass objects and the like as
+    dicts, and anything that cannot be sent as text. Raises ValueError if it exceeds what the host
+    accepts."""
     try:
         return portable(value)
     except TypeError:
@@ -255,7 +256,7 @@ _CONTROL: dict[str, Any] = {"cells": 0, "max_output_chars": 10_000, "final_var":
 
 
 def after_cell() -> dict[str, Any]:
-    """What the host needs to know once a cell has ended."""
+    """Return what the host needs to know after a cell has ended."""
     _CONTROL["cells"] += 1
     note: dict[str, Any] = {"cell": _CONTROL["cells"]}
     text = last_output()
@@ -275,8 +276,7 @@ def after_cell() -> dict[str, Any]:
     return note
 
 
-# --- JSON schemas of Python types, so that llm_query(..., schema=list[int]) works
-# ----------------------------------
+# --- JSON schemas of Python types, so that llm_query(..., schema=list[int]) works -----------------
 
 _SIMPLE = {
     int: "integer",
@@ -290,7 +290,7 @@ _SIMPLE = {
 
 
 def _schema(kind: Any) -> Any:
-    """The JSON schema of a type; a schema (a dict) and None as they are."""
+    """Return the JSON schema of a type; a schema (a dict) and None are returned unchanged."""
     if kind is None or isinstance(kind, dict):
         return kind
     if kind in _SIMPLE:

@@ -1,10 +1,10 @@
-"""What is asked, made of what a user gave: a prompt, perhaps a query, perhaps something that
-``ramify.load`` read.
+"""The question of a run, built from the user's arguments: a prompt, an optional query, or sources
+from ``ramify.load``.
 
-completion(text, "how many?")          context = text, question = "how many?"
-completion("How many days has May?")   no context: the question is answered directly
-completion(very_long_prompt)           context = the prompt, question = "do what it asks"
-completion(ramify.load("logs/"), "…")  context, tools and a description from the sources
+    completion(text, "how many?")          context = text, question = "how many?"
+    completion("How many days has May?")   no context: the question is answered directly
+    completion(very_long_prompt)           context = the prompt, question = "do what it asks"
+    completion(ramify.load("logs/"), "…")  context, tools and a description from the sources
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ramify.sandbox.base import Session
 from ramify.types.message import encodable
 
 MAX_BARE_PROMPT_CHARS = 20_000
-"""A prompt without a query that is longer than this becomes the context."""
+"""A longer prompt without a query becomes the context."""
 _BARE = "The task and its data are in `context`. Read it and do what it asks."
 
 
 @runtime_checkable
 class SourceContext(Protocol):
-    """What ``ramify.load`` returns."""
+    """Interface of the object that ``ramify.load`` returns."""
 
     @property
     def context(self) -> Any: ...
@@ -41,24 +41,25 @@ class SourceContext(Protocol):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One question, ready to be run."""
+    """One question, ready to run."""
 
     text: str
     context: Any
-    """The value that the session gets; None for a question without a context."""
+    """Value that the session gets; None for a question without a context."""
     about: str = ""
-    """What the model is told of the context beyond its size and beginning."""
+    """What the model learns about the context in addition to its size and beginning."""
     tools: Mapping[str, Any] = {}
     """Functions that come with the sources."""
     kind: AnswerType | None = None
     cite: bool = False
     on_session: Callable[[Session], Awaitable[None]] | None = None
-    """What is done to each fresh session before its first cell."""
+    """Prepares each new session before its first cell."""
     direct: bool = True
-    """Whether one direct call may answer it; False: the root always has a session."""
+    """True if one direct call may answer it. If False, the root always has a session."""
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
-        """The root-level rule: what fits easily is answered by one direct call."""
+        """True if the context is small enough for one direct call and nothing requires a
+        session."""
         if (
             not self.direct
             or has_tools
@@ -73,10 +74,10 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
-    """The question that ``completion(prompt, query)`` asks. Raises ConfigError for an empty one."""
+    """Return the question of ``completion(prompt, query)``. Raises ConfigError if it is empty."""
     about, tools, on_session = "", {}, None
     if isinstance(prompt, SourceContext):
-        on_session = getattr(prompt, "on_session", None)  # of a task's beginning
+        on_session = getattr(prompt, "on_session", None)  # the setup of a task
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
     if hasattr(prompt, "read"):
         raise ConfigError(
@@ -96,7 +97,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         raise ConfigError("the question is empty: say what you want to know")
     if context is not None and _num_chars(context) == 0 and not tools:
         raise ConfigError(
-            "the context is empty: there is nothing to answer from; leave it out to ask without a "
+            "the context is empty, so there is nothing to answer from; omit it to ask without a "
             "context"
         )
     check = cited_type(kind, context) if cite else answer_type(kind)
@@ -118,5 +119,5 @@ def _num_chars(context: Any) -> int:
         return observe.chars_of(context)
     except RecursionError:
         raise ConfigError(
-            "the context is nested too deep, or contains itself: flatten it"
+            "the context is nested too deeply or contains itself: flatten it"
         ) from None

@@ -1,7 +1,7 @@
-"""Where every event of a run goes, before it is acted on: journal, trajectory and whoever listens.
+"""Recorder of a run's events: passes each one to the journal, the trajectory and all listeners
+before it is acted on.
 
-A resumed run goes through its events again; those that its journal already has are not written
-twice.
+A resumed run repeats its events. Those that its journal already contains are not written again.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ Listener = Callable[[AnyEvent], None]
 
 
 class EventWriter(Protocol):
-    """What the recorder needs of ``store.Journal``."""
+    """The part of ``store.Journal`` that the recorder uses."""
 
     def append(self, event: AnyEvent) -> None: ...
 
 
 def checked_listener(listener: Listener | None) -> tuple[Listener, ...]:
-    """``listener`` as the only one, or none. Raises ConfigError for one that would have to be
-    awaited."""
+    """Return ``listener`` as a tuple of at most one. Raises ConfigError for a coroutine
+    function."""
     if inspect.iscoroutinefunction(listener):
         raise ConfigError(
-            "on_event is a coroutine function, which nothing awaits: give a plain function, or use "
-            "stream()"
+            "on_event is a coroutine function, which is never awaited: give a plain function, or "
+            "use stream()"
         )
     return (listener,) if listener else ()
 
 
 class EventRecorder:
-    """Events in, in order; one per run, or per conversation."""
+    """Receives events in order; there is one per run or conversation."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class EventRecorder:
         held: Callable[[AnyEvent], bool] | None = None,
         since_s: float = 0.0,
     ) -> None:
-        """``held`` says which events the journal of a resumed run has already; ``since_s`` is where
-        its clock stood."""
+        """``held`` returns True for events that the journal of a resumed run already contains.
+        ``since_s`` is the time on its clock at which it resumes."""
         self._journal = journal
         self._listeners = list(listeners)
         self._held = held
         self._notes: list[AnyEvent] = []
-        """Notes of a resumed run that are not written yet."""
+        """Notes of a resumed run that have not been written yet."""
         self._fold = TrajectoryFold()
         self._began = time.perf_counter() - since_s
 
@@ -63,7 +63,7 @@ class EventRecorder:
         return self._fold.trajectory
 
     def now(self) -> float:
-        """Seconds since the run began."""
+        """Seconds since the run started."""
         return round(time.perf_counter() - self._began, 6)
 
     def emit(self, event: AnyEvent) -> None:
@@ -73,15 +73,16 @@ class EventRecorder:
         for listener in tuple(self._listeners):
             try:
                 listener(event)
-            except Exception as error:  # noqa: BLE001 -- a listener is the user's; it must not end a paid run
+            except Exception as error:  # noqa: BLE001 -- a user's listener must not end a paid run
                 self._listeners.remove(listener)
                 warnings.warn(
                     f"an event listener failed and is not called again: {error!r}", stacklevel=2
                 )
 
     def _write(self, journal: EventWriter, event: AnyEvent) -> None:
-        """A resumed run that does nothing new leaves its journal as it was: a note alone waits for
-        the next event."""
+        """Write ``event`` unless the journal contains it. In a resumed run, a note is only written
+        together with the next new event, so a run that does nothing new leaves its journal
+        unchanged."""
         if self._held is not None:
             if self._held(event):
                 return
@@ -89,22 +90,22 @@ class EventRecorder:
             if isinstance(event, NoteAdded):
                 return
             notes, self._notes = self._notes, []
-            for each in notes:
-                journal.append(each)
+            for note in notes:
+                journal.append(note)
             return
         journal.append(event)
 
     def listen(self, listener: Listener) -> None:
-        """Tell ``listener`` of every event from now on."""
+        """Call ``listener`` for every event from now on."""
         self._listeners.append(listener)
 
     def ignore(self, listener: Listener) -> None:
-        """Stop telling ``listener``; nothing if it is not told any more."""
+        """Stop calling ``listener``. Does nothing if it is not registered."""
         if listener in self._listeners:
             self._listeners.remove(listener)
 
     async def events(self) -> AsyncIterator[AnyEvent]:
-        """Every event from now on, until the run ends."""
+        """Yield every event from now on, until the run ends."""
         queue: asyncio.Queue[AnyEvent] = asyncio.Queue()
         self.listen(queue.put_nowait)
         try:

@@ -1,11 +1,12 @@
-"""Regular expressions of strangers: whether one matches somewhere, in steps that are counted.
+"""Matcher for untrusted regular expressions, with a bounded and counted number of steps.
 
-Python's own matcher tries one way after another, which ``(a+)+$`` makes twice as many with each
-letter. Here all places that a part may end at are followed at once, so each place is looked at once
-for each part and repetition:
+Python's matcher tries one alternative after another, so ``(a+)+$`` takes twice as long for each
+additional letter. This matcher instead follows all positions at which a part may end at once, so
+each position is visited once per part and repetition:
 
     "a|ab"  on "xab", from {0, 1, 2, 3}:   a -> {2}, ab -> {3}   together {2, 3}: it matches
-What needs more than places, such as references to what a group matched, is refused.
+
+Expressions that need more than positions, such as backreferences, are rejected.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 MAX_CHARS = 1000
-"""Of an expression."""
+"""Maximum length of an expression."""
 _PARSER = importlib.import_module("re._parser")
 _CATEGORIES = {
     name: re.compile(text).fullmatch
@@ -35,14 +36,15 @@ Places = set[int]
 
 
 class UnsupportedRegex(ValueError):
-    """An expression that is none, or that cannot be matched in this way; ``str()`` says why."""
+    """The expression is invalid or cannot be matched in bounded time; ``str()`` gives the
+    reason."""
 
 
 class RegexPattern:
-    """One expression."""
+    """One compiled expression."""
 
     def __init__(self, text: str) -> None:
-        """Raises Unsupported."""
+        """Raises UnsupportedRegex."""
         if len(text) > MAX_CHARS:
             raise UnsupportedRegex(
                 f"it has {len(text):,} characters, and at most {MAX_CHARS:,} are taken"
@@ -57,17 +59,18 @@ class RegexPattern:
         self._parts = list(parsed)
 
     def search(self, text: str, spend: Callable[[int], None]) -> bool:
-        """Whether it matches anywhere in ``text``. ``spend`` is told of every place that is looked
-        at, and may raise."""
+        """True if the expression matches anywhere in ``text``. ``spend`` is called with the number
+        of positions visited, and may raise."""
         return bool(_Search(text, spend).through(self._parts, set(range(len(text) + 1))))
 
 
 class _Search:
     def __init__(self, text: str, spend: Callable[[int], None]) -> None:
-        self._text, self._spend = text, spend
+        self._text = text
+        self._spend = spend
 
     def through(self, parts: Iterable[Any], places: Places) -> Places:
-        """Where ``parts``, one after another, may end that begin at ``places``."""
+        """Return where the sequence ``parts`` may end if it starts at ``places``."""
         for kind, value in parts:
             self._spend(1 + len(places))
             if not places:
@@ -93,15 +96,15 @@ class _Search:
         low, high, parts = value
         for _ in range(low):
             after = self.through(parts, places)
-            if after == places:  # and so it stays
+            if after == places:  # a fixed point: further repetitions change nothing
                 break
             places = after
-        found, fresh = set(places), places
+        reached, fresh = set(places), places
         while fresh and low < high:
-            fresh = self.through(parts, fresh) - found
-            found |= fresh
+            fresh = self.through(parts, fresh) - reached
+            reached |= fresh
             low += 1
-        return found
+        return reached
 
     _min_repeat = _max_repeat
 
@@ -138,7 +141,9 @@ def _is_one(kind: str, value: Any, char: str) -> bool:
         case "CATEGORY":
             return _CATEGORIES[value.name](char) is not None
     is_negated = value[0][0].name == "NEGATE"
-    return bool(any(_is_one(each.name, of, char) for each, of in value[is_negated:]) != is_negated)
+    return bool(
+        any(_is_one(item.name, arg, char) for item, arg in value[is_negated:]) != is_negated
+    )
 
 
 _SINGLE = {"ANY", "LITERAL", "NOT_LITERAL", "IN"}
@@ -153,12 +158,12 @@ _EDGES = {
 
 
 def _check(parts: Iterable[Any]) -> None:
-    """Raises Unsupported for the first part that ``_Search`` has no rule for."""
+    """Raise UnsupportedRegex for the first part that ``_Search`` has no rule for."""
     for kind, value in parts:
         match kind.name:
             case "BRANCH":
-                for each in value[1]:
-                    _check(each)
+                for branch in value[1]:
+                    _check(branch)
             case "SUBPATTERN" if not value[1] and not value[2]:
                 _check(value[3])
             case "MAX_REPEAT" | "MIN_REPEAT":

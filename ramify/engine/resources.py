@@ -1,7 +1,8 @@
-"""What the runs of one ``RLM`` share on one event loop: the connection pool and the sandbox.
+"""Resources that the runs of one ``RLM`` share on one event loop: the connection pool and the
+sandbox.
 
-Opened by the first run that needs them, closed by the last one that ends, unless pinned by ``async
-with`` or by the synchronous face, which keeps them until ``RLM.close``.
+They are opened by the first run that needs them and closed by the last one that ends, unless they
+are pinned by ``async with`` or by the synchronous API, which keeps them until ``RLM.close``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ramify.errors import WeakSandboxWarning
 from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warning_of
 
 _opened: set[str] = set()
-"""Providers of which this process has had a sandbox."""
+"""Providers whose sandbox this process has already opened."""
 
 
 class LoopResources:
@@ -28,14 +29,14 @@ class LoopResources:
         self._sandbox: Sandbox | None = None
 
     def sandbox(self) -> Sandbox:
-        """Opened by whoever asks first: the jail then tries out its walls, once in a process, for a
-        tenth of a second.
+        """Return the sandbox, opened at the first call. The jail then tests its isolation, once per
+        process, which takes a tenth of a second.
 
-        Raises ConfigError for what was asked of it, SandboxError where it cannot be had."""
+        Raises ConfigError for invalid settings and SandboxError if the sandbox is not available.
+        """
         if self._sandbox is None:
-            if (
-                self._spec.provider not in _opened
-            ):  # its server says what its walls are worth: no trial apart from it
+            # The launched server reports its own isolation, so no separate test is needed.
+            if self._spec.provider not in _opened:
                 _opened.add(self._spec.provider)
                 launch(self._spec)
             self._sandbox = open_sandbox(self._spec)
@@ -44,7 +45,7 @@ class LoopResources:
         return self._sandbox
 
     def prepare(self) -> None:
-        """A session will be needed soon: let what it takes to open one start meanwhile."""
+        """Start preparing what a session needs, because one will be opened soon."""
         if self._sandbox is None:
             launch(self._spec)
 
@@ -55,14 +56,15 @@ class LoopResources:
 
 
 class SharedResources:
-    """Counts who uses the resources of each loop."""
+    """Counts the users of each loop's resources."""
 
     def __init__(self, max_in_flight: int, spec: SandboxSpec) -> None:
-        self._max_in_flight, self._spec = max_in_flight, spec
+        self._max_in_flight = max_in_flight
+        self._spec = spec
         self._open: dict[asyncio.AbstractEventLoop, tuple[LoopResources, int]] = {}
 
     def pin(self) -> LoopResources:
-        """One user more on the running loop."""
+        """Add one user on the running loop and return its resources."""
         loop = asyncio.get_running_loop()
         resources, count = self._open.get(loop) or (
             LoopResources(self._max_in_flight, self._spec),

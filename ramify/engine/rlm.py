@@ -1,4 +1,4 @@
-"""The library's face: ``RLM``, which answers questions over inputs of any size.
+"""Public API of the library: ``RLM``, which answers questions over inputs of any size.
 
     rlm = RLM("openai:gpt-5-mini")
     result = rlm.completion(huge_text, "Which host failed first?")
@@ -11,8 +11,8 @@
     with rlm.conversation(huge_text) as c:      # one live session, several questions
         c.ask("How many errors?"); c.ask("And warnings?")
 
-What it leaves out: the loop (``rlm_loop.py``), what a tree shares (``run_state.py``), prompts
-(``scaffold.py``).
+Not here: the loop (see ``rlm_loop.py``), the state that a tree of calls shares (see
+``run_state.py``) and prompts (see ``scaffold.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ramify.engine.branch import BranchSearch, config_of, recorded_search, searc
 from ramify.engine.citations import Citation, CitedAnswer
 from ramify.engine.conversation import Conversation
 from ramify.engine.limits import Limits
-from ramify.engine.models import ModelSpec, RunModels, listed
+from ramify.engine.models import ModelSpec, RunModels, as_list
 from ramify.engine.question import Question, question
 from ramify.engine.recorder import EventRecorder, Listener, checked_listener
 from ramify.engine.resources import LoopResources, SharedResources
@@ -60,16 +60,20 @@ __all__ = ["RLM", "Result", "RunHandle"]
 class RLM:
     """A recursive language model.
 
-    ``model``        ``"provider:model"`` or a client; a list gives one by depth ``sub_model``
-    answers below the root; a list adds models that a session may ask for by name ``limits``
-    what one question may spend: turns, depth, calls, tokens, dollars, seconds ``scaffold``
-    prompts and conventions, by name or as a ``Scaffold``; by default what the model was made for
-    ``sandbox``      where code runs ``tools``        functions (and values) of yours in the
-    session; run here, with your rights ``child_tools``  the same for children; by default ``tools``
-    ``store``        where runs are kept; by default nowhere ``sampling``     temperature and the
-    like ``branches``     continuations of the root's first turn, of which the answer that most of
-    them give is taken ``search``       another way to branch and to choose: see
-    ``engine/branch.py``
+    model          ``"provider:model"`` or a client; a list gives one model per depth
+    sub_model      model for everything below the root; a list adds models that a session
+                   can choose by name
+    limits         what one question may use: turns, depth, calls, tokens, dollars, seconds
+    scaffold       prompts and conventions: a name or a ``Scaffold``; by default the one that
+                   the model was made for
+    sandbox        where code runs
+    tools          your functions and values, available in the session; functions run in this
+                   process, with its permissions
+    child_tools    tools of the children; by default ``tools``
+    store          where runs are saved; by default they are not
+    sampling       temperature and other sampling settings
+    branches       number of continuations of the root's first turn; the majority answer wins
+    search         another way to branch and to choose an answer: see ``engine/branch.py``
     """
 
     def __init__(
@@ -98,19 +102,20 @@ class RLM:
                 )
         if branches < 1 or (branches > 1 and search is not None):
             problem = (
-                "a search was given, too: give one of them"
+                "a search was given too: give only one of them"
                 if search
-                else "give 1 for none, or more"
+                else "give 1 for no branching, or more"
             )
             raise ConfigError(f"branches is {branches}: {problem}")
         self._search = search_of(branches if search is None else search)
-        module_of(spec)  # an unknown provider is known as such before anything is asked
+        module_of(spec)  # reports an unknown provider before any model is called
         tool_set = ToolSet(tools)
         chosen = scaffold_of(scaffold, model)
         self.store = store
         self._shared = SharedResources(limits.max_concurrency, spec)
         self._is_pinned_in_thread = False
-        self._model, self._sub_model = model, sub_model
+        self._model = model
+        self._sub_model = sub_model
         self._setup = RlmSetup(
             self._connect,
             limits,
@@ -132,23 +137,24 @@ class RLM:
         return self._setup.sandbox
 
     async def prepare(self) -> list[Client]:
-        """Connect the models and open the sandbox now, for a service that should fail before
-        anybody asks; inside ``async with``. Returns the models' clients. Raises ConfigError or
-        SandboxError."""
+        """Connect the models and open the sandbox now; returns the clients of the models.
+
+        Use it inside ``async with``, in a service that should fail before the first request
+        arrives. Raises ConfigError or SandboxError.
+        """
         async with self._shared.use() as resources:
             resources.sandbox()
             return list(self._connect(resources).all)
 
     @contextlib.asynccontextmanager
     async def pool(self) -> AsyncIterator[ClientPool]:
-        """The connections and gates that its runs ask models through, for others whose requests
-        should share them: judges of what the runs did, say."""
+        """The client pool of this RLM's runs, for other requests that should share its connections
+        and rate limits, such as those of judges."""
         async with self._shared.use() as resources:
             self._connect(resources)
             yield resources.pool
 
-    # --- asking
-    # ------------------------------------------------------------------------------------------------
+    # --- questions --------------------------------------------------------------------------------
 
     def completion(
         self,
@@ -161,16 +167,18 @@ class RLM:
         search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:
-        """Answer ``query`` over ``prompt`` (text, a dict or list of texts, any plain value, or what
-        ``load`` returned).
+        """Answer ``query`` over ``prompt``: text, a dict or list of texts, any plain value, or the
+        return value of ``load``.
 
         Without ``query``, ``prompt`` is the question. ``answer_type`` is a type or a JSON schema
-        that the answer must meet; ``cite`` asks for citations and checks them; ``cache`` uses
-        replies to the same requests kept in the store. ``search`` runs several continuations of a
-        turn and chooses among their answers: a number (of first turns, by vote), ``Branches`` or a
-        ``BranchSearch``; by default as the RLM was made, 1 for none. Raises ConfigError for wrong
-        input, and the model's or sandbox's error where that left no answer. A limit is no error:
-        see ``Result.stop``."""
+        that the answer must match. ``cite`` asks for citations and checks them. ``cache`` reuses
+        stored replies to identical requests. ``search`` runs several continuations of a turn and
+        chooses one of their answers: give a number (continuations of the first turn, by majority
+        vote; 1 for none), ``Branches`` or a ``BranchSearch``. The default is the RLM's own setting.
+
+        Raises ConfigError for invalid input, and the error of the model or sandbox if that
+        prevented an answer. Reaching a limit is not an error: see ``Result.stop``.
+        """
         return self._in_thread(
             self.acompletion(
                 prompt,
@@ -194,7 +202,8 @@ class RLM:
         search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:
-        """``completion`` on the caller's event loop. Cancelling it cancels the tree."""
+        """``completion`` on the caller's event loop. Cancelling it cancels the whole tree of
+        calls."""
         running = self.start(
             prompt,
             query,
@@ -216,8 +225,8 @@ class RLM:
         cache: bool = False,
         search: BranchSearch | int | None = None,
     ) -> AsyncIterator[AnyEvent]:
-        """The events of a run as they happen, ``RunEnded`` the last; leaving the loop early cancels
-        the run."""
+        """Yield the events of a run as they happen; the last one is ``RunEnded``. Leaving the loop
+        early cancels the run."""
         running = self.start(
             prompt, query, answer_type=answer_type, cite=cite, cache=cache, search=search
         )
@@ -243,19 +252,24 @@ class RLM:
         limits: Limits | None = None,
         direct: bool = True,
     ) -> RunHandle:
-        """A run that goes on while the caller does other things; needs a running event loop. Its
-        ``result`` is data: it raises nothing for what a model did. ``metadata`` is kept with the
-        run's configuration; ``sampling`` is this run's own, so that attempts at one question may
-        each have their seed; so are ``limits``, but for ``max_concurrency``, which all runs of an
-        RLM share. ``direct=False``: the root has a session, however short the context is."""
-        asked = msgspec.structs.replace(question(prompt, query, answer_type, cite), direct=direct)
+        """Start a run in the background. Needs a running event loop.
+
+        The handle's ``result`` is data: it raises nothing for what a model did. ``metadata`` is
+        saved with the run's configuration. ``sampling`` and ``limits`` apply to this run only, so
+        several attempts at one question can use different seeds; ``max_concurrency`` is the
+        exception, because all runs of an RLM share it. With ``direct=False`` the root has a session
+        even if the context is short.
+        """
+        resolved = msgspec.structs.replace(
+            question(prompt, query, answer_type, cite), direct=direct
+        )
         chosen = self._search if search is None else search_of(search)
         listeners = (*checked_listener(on_event), *tracing())
-        journal = self.store.create(self.store.new_id(asked.text)) if self.store else None
+        journal = self.store.create(self.store.new_id(resolved.text)) if self.store else None
         recorder = EventRecorder(journal, listeners)
         config = {**self._setup.config, **config_of(chosen), **(metadata or {})}
         if not direct:
-            config["direct"] = False  # a replay and a resumed run must decide as this one did
+            config["direct"] = False  # a replayed or resumed run must make the same decision
         setup = msgspec.structs.replace(self._setup, config=config)
         if sampling is not None:
             config["sampling"] = msgspec.to_builtins(sampling)
@@ -265,33 +279,35 @@ class RLM:
             setup = msgspec.structs.replace(setup, limits=limits)
         return RunHandle(
             setup,
-            asked,
+            resolved,
             self._shared.use(),
             id=journal.id if journal else _new_id(),
             recorder=recorder,
             cache=self._cache(cache),
             search=chosen,
-            close=functools.partial(_put_away, self.store, journal),
+            close=functools.partial(_close_journal, self.store, journal),
         )
 
     async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
-        """Whether ``start`` would answer by one plain call, without a session. Asks no model."""
-        asked, tools = question(prompt, query, None, False), self._setup.tools
+        """True if ``start`` would answer with one plain call, without a session. Calls no model."""
+        resolved, tools = question(prompt, query, None, False), self._setup.tools
         if self._search is not None:
             return False
         async with self._shared.use() as resources:
             window = self._connect(resources).rlm(0).window
-            return asked.is_direct(
+            return resolved.is_direct(
                 self._setup.scaffold, window, bool(tools.functions or tools.values)
             )
 
     def conversation(self, prompt: Any) -> Conversation:
-        """Several questions over one live session: ``with rlm.conversation(text) as c: c.ask(…)``,
-        or ``async with`` and ``await c.aask(…)``. Limits hold for each question."""
+        """Ask several questions in one live session; limits apply to each question.
+
+        Use ``with rlm.conversation(text) as c: c.ask(…)``, or ``async with`` and ``await
+        c.aask(…)``.
+        """
         return Conversation(self._setup, self._shared, prompt, self.store, self._search)
 
-    # --- going on, and again
-    # -----------------------------------------------------------------------------------
+    # --- resume and replay ------------------------------------------------------------------------
 
     async def aresume(
         self,
@@ -301,12 +317,13 @@ class RLM:
         search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:
-        """Go on with a stored run that was cut off or failed: no reply that was recorded is paid
-        for again; what was in flight is sent again and counted as possibly paid. A run that has
-        ended is answered from the record.
+        """Continue a stored run that was cut off or failed.
 
-        Raises ReplayDiverged for a program that asks something else than the recorded one; the
-        journal stays as it is."""
+        Recorded replies are not paid for again. Requests that were in flight are sent again and
+        counted as possibly billed. A run that has already ended is answered from the record. Raises
+        ReplayDiverged if the program sends a request that differs from the recorded one; the
+        journal is left unchanged.
+        """
         store = self._need_store("resume")
         recording = RecordedReplies(store.events(run))
         if recording.ended is not None:
@@ -325,20 +342,21 @@ class RLM:
         search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> RunHandle:
-        """As ``start``, for a stored run that was cut off or failed. Raises ConfigError for one
-        that has ended."""
+        """``start`` for a stored run that was cut off or failed. Raises ConfigError if the run has
+        ended."""
         store = self._need_store("resume")
         recording = RecordedReplies(store.events(run))
         if recording.ended is not None:
             raise ConfigError(
-                f"run {recording.started.id} has ended ({recording.ended.stop}): ask anew"
+                f"run {recording.started.id} has ended ({recording.ended.stop}): ask it as a new "
+                "run"
             )
         listeners = (*checked_listener(on_event), *tracing())
         journal = store.reopen(run)
         recorder = EventRecorder(journal, listeners, held=recording.holds, since_s=recording.last_s)
         try:
             self._check_models(recording.started)
-            return self._again(recording, answer_type, search, recorder, journal.close)
+            return self._rerun(recording, answer_type, search, recorder, journal.close)
         except BaseException:
             journal.close()
             raise
@@ -351,11 +369,11 @@ class RLM:
         search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:
-        """Run a stored run's cells again against its recorded replies, without asking any model.
-        Raises ReplayDiverged where the run asks something else than it did."""
+        """Run the cells of a stored run again with its recorded replies, without calling any model.
+        Raises ReplayDiverged if the run sends a request that differs from the recorded one."""
         recording = RecordedReplies(self._need_store("replay").events(run), strict=True)
         recorder = EventRecorder(None, checked_listener(on_event))
-        result = await self._again(recording, answer_type, search, recorder, _nothing).result()
+        result = await self._rerun(recording, answer_type, search, recorder, _do_nothing).result()
         return checked(result)
 
     def resume(
@@ -366,7 +384,7 @@ class RLM:
         search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:
-        """``aresume``, waited for."""
+        """``aresume``, blocking."""
         return self._in_thread(
             self.aresume(run, answer_type=answer_type, search=search, on_event=on_event)
         )
@@ -379,12 +397,12 @@ class RLM:
         search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:
-        """``areplay``, waited for."""
+        """``areplay``, blocking."""
         return self._in_thread(
             self.areplay(run, answer_type=answer_type, search=search, on_event=on_event)
         )
 
-    def _again(
+    def _rerun(
         self,
         recording: RecordedReplies,
         answer_type: Any,
@@ -396,12 +414,12 @@ class RLM:
         if len(recording.questions) > 1:
             raise ConfigError(
                 f"run {started.id} is a conversation of {len(recording.questions)} questions: ask "
-                "anew"
+                "them in a new one"
             )
-        asked = self._question_of(started, answer_type)
+        resolved = self._question_of(started, answer_type)
         return RunHandle(
             self._setup,
-            asked,
+            resolved,
             self._shared.use(),
             id=started.id,
             recorder=recorder,
@@ -414,11 +432,11 @@ class RLM:
 
     def _check_models(self, started: RunStarted) -> None:
         for name in ("model", "sub_model"):
-            recorded, ours = started.config.get(name), self._setup.config[name]
-            if recorded is not None and recorded != ours:
+            recorded, current = started.config.get(name), self._setup.config[name]
+            if recorded is not None and recorded != current:
                 raise ReplayDiverged(
-                    f"run {started.id} was begun with {name}={', '.join(recorded) or None}, not "
-                    f"{', '.join(ours) or None}: resume it with that one, or ask as a new run"
+                    f"run {started.id} was started with {name}={', '.join(recorded) or None}, not "
+                    f"{', '.join(current) or None}: resume it with that one, or ask as a new run"
                 )
 
     def _question_of(self, started: RunStarted, kind: Any) -> Question:
@@ -428,14 +446,14 @@ class RLM:
             value = SharedContext.decode(blob).value
         cite = bool(config.get("cite"))
         kind = kind if kind is not None else None if cite else config.get("answer_schema")
-        asked = (
+        resolved = (
             question("" if value is None else value, started.question, kind, cite)
             if value is not None
             else None
         )
-        asked = asked or question(started.question, None, kind, cite)
+        resolved = resolved or question(started.question, None, kind, cite)
         direct = config.get("direct") is not False
-        return msgspec.structs.replace(asked, about=config.get("about", ""), direct=direct)
+        return msgspec.structs.replace(resolved, about=config.get("about", ""), direct=direct)
 
     def _from_record(self, run: str) -> Result:
         trajectory = self._need_store("resume").load(run)
@@ -461,8 +479,7 @@ class RLM:
             )
         return self.store
 
-    # --- resources
-    # ---------------------------------------------------------------------------------------------
+    # --- resources --------------------------------------------------------------------------------
 
     def _connect(self, resources: LoopResources) -> RunModels:
         pool = resources.pool
@@ -472,8 +489,8 @@ class RLM:
 
         return RunModels(self._model, self._sub_model, connect)
 
-    def _cache(self, wanted: bool) -> CallCache | None:
-        return CallCache(self._need_store("cache=True")) if wanted else None
+    def _cache(self, is_enabled: bool) -> CallCache | None:
+        return CallCache(self._need_store("cache=True")) if is_enabled else None
 
     def _in_thread(self, work: Coroutine[Any, Any, Result]) -> Result:
         if not self._is_pinned_in_thread:
@@ -489,7 +506,7 @@ class RLM:
         self._shared.pin()
 
     def close(self) -> None:
-        """End what the synchronous face keeps open between completions. Idempotent."""
+        """Release what the synchronous API keeps open between completions. Idempotent."""
         if self._is_pinned_in_thread:
             self._is_pinned_in_thread = False
             event_loop_thread.run(self._shared.unpin())
@@ -538,8 +555,8 @@ def _config(
     sampling: Sampling | None,
     tools: ToolSet,
 ) -> dict[str, Any]:
-    names = [spec if isinstance(spec, str) else spec.name for spec in listed(model)]
-    subs = [spec if isinstance(spec, str) else spec.name for spec in listed(sub_model or ())]
+    names = [spec if isinstance(spec, str) else spec.name for spec in as_list(model)]
+    subs = [spec if isinstance(spec, str) else spec.name for spec in as_list(sub_model or ())]
     config = {
         "model": names,
         "sub_model": subs,
@@ -549,9 +566,8 @@ def _config(
         "sampling": sampling or Sampling(),
         **({"mcp": tools.servers} if tools.servers else {}),
     }
-    plain: dict[str, Any] = msgspec.json.decode(
-        msgspec.json.encode(config)
-    )  # as a reader of the journal will see it
+    # Decode what the journal will contain, so that the config is what its readers will see.
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
     return plain
 
 
@@ -559,14 +575,14 @@ def _new_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 
-def _put_away(store: Store | None, journal: Journal | None) -> None:
-    """Close ``journal``; one without an event is of a run that failed before it began, with nothing
-    to list or resume."""
+def _close_journal(store: Store | None, journal: Journal | None) -> None:
+    """Close ``journal`` and delete it if it has no event: that run failed before it started, so
+    there is nothing to list or resume."""
     if store is not None and journal is not None:
         journal.close()
         if journal.path.stat().st_size == 0:
             store.remove(journal.path)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass

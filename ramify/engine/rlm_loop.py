@@ -1,12 +1,12 @@
-"""The RLM loop: ask, run the code, show what came of it, until there is an answer. Written once,
-for every depth.
+"""The RLM loop: ask, run the code, show its output, until there is an answer; the same for every
+depth.
 
-    ask ──> read the action ──> run its cells ──> final answer? ── yes ──> checked, put off if output is unseen, given
-     ^                                                 │ no
-     └───────────── observation  <─────────────────────┘
+    ask ──> parse the reply ──> run its cells ──> final answer? ── yes ──> check it; defer it if
+     ^                                               │ no                  output is unseen; return
+     └──────────────── observation <─────────────────┘
 
-What it leaves out: who pays and who may ask (``run_state.py``), the session and its death
-(``call_notebook.py``), what the session's calls do (``host.py``).
+Not here: budgets and rate limits (see ``run_state.py``), the session and its recovery (see
+``call_notebook.py``), and what the session's calls do (see ``host.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 
 from ramify.clients.base import Tool
 from ramify.engine import observe, retool
-from ramify.engine.action import FinalAnswer, ParsedAction, read_action, said
+from ramify.engine.action import FinalAnswer, ParsedAction, prose_of, read_action
 from ramify.engine.branch import BranchSearch
 from ramify.engine.call import CallOutcome, LiveCall
 from ramify.engine.call_notebook import MAX_DEATHS, Notebook
@@ -47,12 +47,12 @@ ChildLoop = Callable[[RunState, LiveCall], Coroutine[Any, Any, CallOutcome]]
 
 _NOTHING: Any = object()
 _SHARES = (1, 2, 4, 8, 16, 32, 64)
-"""An observation that does not fit the window is shown as one part in so many, the largest part
-that fits."""
+"""If an observation does not fit the window, it is shown as one part in this many; the largest part
+that fits is used."""
 
 
 async def run_child(run: RunState, call: LiveCall) -> CallOutcome:
-    """A child from beginning to end, in a session of its own."""
+    """Run a child from start to end, in its own session."""
     run.begin(call)
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:
@@ -70,32 +70,33 @@ async def run_child(run: RunState, call: LiveCall) -> CallOutcome:
         return CallOutcome(
             outcome.stop, error=f"the child ended without an answer ({outcome.stop})"
         )
-    whole = outcome.answer is not None and not isinstance(outcome.failure, ReplyCut)
-    return CallOutcome(outcome.stop, outcome.answer) if whole else outcome
+    is_complete = outcome.answer is not None and not isinstance(outcome.failure, ReplyCut)
+    return CallOutcome(outcome.stop, outcome.answer) if is_complete else outcome
 
 
 class RlmLoop:
-    """One call with its session. ``answer`` may be asked again: the session and its history go
-    on."""
+    """One call with its session. After ``answer``, the session and its history can be used for
+    another question."""
 
     def __init__(
         self,
         run: RunState,
         call: LiveCall,
-        before: RlmLoop | None = None,
+        previous: RlmLoop | None = None,
         search: BranchSearch | None = None,
     ) -> None:
-        """``before`` is the loop of the question before, whose session goes on here."""
-        self.run, self.call, self._search = run, call, search
+        """``previous`` is the loop of the previous question, whose session is continued."""
+        self.run = run
+        self.call = call
+        self._search = search
         self._branched_at = -1
         self.chosen: RlmLoop = self
-        """The branch whose answer is this loop's, and whose session a next question goes on
-        with."""
+        """Branch whose answer this loop returns, and whose session the next question continues."""
         self.own: CallOutcome | None = None
-        """What this continuation itself came to, where it was one of several."""
+        """Outcome of this continuation itself, if it was one of several."""
         self.notebook = Notebook(run, call)
-        if before is not None:
-            self.notebook.take_over(before.notebook)
+        if previous is not None:
+            self.notebook.take_over(previous.notebook)
         self._kind: AnswerType | None = None
         self._pending: list[Message] = []
         self._reused: int | None = None
@@ -103,21 +104,21 @@ class RlmLoop:
         self._partial: Any = None
         self._last_text = ""
         self._is_cut = False
-        """True if the last reply ended at its limit of tokens."""
+        """True if the last reply was truncated at its token limit."""
         self._num_idle = 0
         self._is_root = call.parent is None
 
     async def answer(self, question: str, kind: AnswerType | None = None) -> CallOutcome:
-        """Answer one question; ``question`` is the whole first message, ``kind`` the check of the
+        """Answer one question. ``question`` is the complete first message; ``kind`` checks the
         final value."""
         self._kind = kind
         text = f"{question}\n\n{kind.instruction()}" if kind else question
         self._pending = [*self._before_question(), Message("user", text)]
         self.notebook.begin_to_open()
-        return await self._go_on()
+        return await self._run_turns()
 
-    async def _go_on(self) -> CallOutcome:
-        """Turn after turn until there is an answer, in several continuations where the search wants
+    async def _run_turns(self) -> CallOutcome:
+        """Take turns until there is an answer, in several continuations if the search asks for
         them."""
         while True:
             width = (
@@ -132,8 +133,7 @@ class RlmLoop:
     async def close(self) -> None:
         await self.notebook.close()
 
-    # --- one turn
-    # ----------------------------------------------------------------------------------------------
+    # --- one turn ---------------------------------------------------------------------------------
 
     async def _step(self) -> CallOutcome | None:
         run, call = self.run, self.call
@@ -154,32 +154,33 @@ class RlmLoop:
                 and call.turn
                 and not run.scaffold.compact_at
             )
-            stop = (
-                Stop.MAX_TOKENS if outgrown else Stop.ERROR
-            )  # a history that is never summarised ends at the window
-            return CallOutcome(stop, self._best(in_words=False), str(error), error)
-        self._reused, self._last_text, self._is_cut = (
-            None,
-            reply.message.content,
-            reply.finish == "length",
-        )
+            # A history that is never summarized ends at the window.
+            stop = Stop.MAX_TOKENS if outgrown else Stop.ERROR
+            return CallOutcome(stop, self._best(use_prose=False), str(error), error)
+        self._reused = None
+        self._last_text = reply.message.content
+        self._is_cut = reply.finish == "length"
         try:
             outcome, messages = await self._act(run.scaffold.read(reply.message, self._is_cut))
         except SessionDied as died:
-            return CallOutcome(Stop.ERROR, self._best(in_words=False), str(died), died)
+            return CallOutcome(Stop.ERROR, self._best(use_prose=False), str(died), died)
         if outcome is None:
             self._pending = messages
             await self._compact_if_long()
         return outcome
 
     async def _ask_within_window(self, *after: Message, tools: tuple[Tool, ...] = ()) -> Reply:
-        """Ask with the pending messages and ``after``. If an observation does not fit the model's
-        window, show less of it. Raises what ``RunState.ask`` raises; Refused if even a few
-        characters do not fit."""
-        run, whole = self.run, self._pending
+        """Ask with the pending messages and ``after``. An observation that does not fit the model's
+        window is shortened.
+
+        Raises what ``RunState.ask`` raises, and Refused if even a few characters do not fit.
+        """
+        run, full = self.run, self._pending
         error: Refused | None = None
         for share in _SHARES if self.call.turn else _SHARES[:1]:  # a question is never shortened
-            pending = [observe.shortened(each, share, run.scaffold.terse_chars) for each in whole]
+            pending = [
+                observe.shortened(message, share, run.scaffold.terse_chars) for message in full
+            ]
             if error is not None and pending == self._pending:
                 continue
             self._pending = pending
@@ -198,12 +199,12 @@ class RlmLoop:
                     f"the window had room for one part in {share} of what the last cells gave",
                 )
             return reply
-        self._pending = whole
+        self._pending = full
         assert error is not None
         raise error
 
     async def _act(self, action: ParsedAction) -> tuple[CallOutcome | None, list[Message]]:
-        """Do what the model asked for: an outcome, or the messages that it is shown next."""
+        """Execute what the model asked for. Returns an outcome, or the messages to show next."""
         notes = list(action.ignored)
         turn = self.call.turn - 1
         deferred, self._deferred = self._deferred, _NOTHING
@@ -224,20 +225,20 @@ class RlmLoop:
     def _idle(
         self, action: ParsedAction, deferred: Any, notes: list[str]
     ) -> tuple[CallOutcome | None, list[Message]]:
-        """A message without code or answer: a deferred answer stands; otherwise a nudge, and then
-        it is the answer."""
+        """Handle a message without code or answer: accept a deferred answer, or else nudge the
+        model once; after another idle message, that message is the answer."""
         if deferred is not _NOTHING:
             outcome = self._conclude(deferred, [], notes, confirmed=True)
             return outcome, [] if outcome else self._observation(action, [], notes)
         self._num_idle += 1
         if self._num_idle >= self.run.scaffold.max_idle:
-            return self._in_words(), []
+            return self._prose_outcome(), []
         return None, self._observation(action, [observe.NUDGE], notes)
 
-    def _in_words(self) -> CallOutcome:
-        """What was said last as the answer; a partial one if it was cut."""
+    def _prose_outcome(self) -> CallOutcome:
+        """Return the last message as the answer; a partial one if it was truncated."""
         best = self._best()
-        if not self._is_cut or best is None or self._best(in_words=False) is not None:
+        if not self._is_cut or best is None or self._best(use_prose=False) is not None:
             return CallOutcome(Stop.NO_CODE, best)
         error = cut_reply(self.call, self.run.sampling.max_tokens, self._last_text)
         return CallOutcome(Stop.MAX_TOKENS, best, str(error), error)
@@ -245,8 +246,8 @@ class RlmLoop:
     def _conclude(
         self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool
     ) -> CallOutcome | None:
-        """The answer, if it fits its type and nothing is unseen; otherwise None, with a note for
-        the model."""
+        """Return the outcome if the answer matches its type and no output is unseen. Otherwise
+        return None and add a note for the model."""
         try:
             value = self._kind.convert(final) if self._kind else final
         except TypeMismatch as mismatch:
@@ -258,29 +259,24 @@ class RlmLoop:
         unseen = any(report not in ("", "(no output)") for report in reports)
         if unseen and self.run.scaffold.defer_final and not confirmed:
             self._deferred = final
-            notes.append(
-                "Your answer is noted, and put off by one turn: you had not seen the output above "
-                "when you gave it. If it "
-                "still stands, give it again with FINAL(…); otherwise go on."
-            )
+            notes.append(observe.DEFERRED)
             return None
         return CallOutcome(Stop.FINAL, value)
 
-    # --- branches
-    # ----------------------------------------------------------------------------------------------
+    # --- branches ---------------------------------------------------------------------------------
 
     async def _branch(self, width: int) -> CallOutcome:
-        """The next turn in ``width`` continuations at once; the outcome of the one that is
-        chosen."""
+        """Run the next turn in ``width`` concurrent continuations and return the outcome of the
+        chosen one."""
         assert self._search is not None
         self._branched_at = self.call.turn
-        tried: list[RlmLoop] = [self]
+        loops: list[RlmLoop] = [self]
         chosen: RlmLoop | None = None
         try:
-            while len(tried) < width:
-                tried.append(await self._fork())
+            while len(loops) < width:
+                loops.append(await self._fork())
             outcomes = await asyncio.gather(
-                self._go_on_safely(), *(fork._go_on_and_end() for fork in tried[1:])
+                self._run_turns_safely(), *(fork._run_fork() for fork in loops[1:])
             )
             diverged = next(
                 (o.failure for o in outcomes if isinstance(o.failure, ReplayDiverged)), None
@@ -290,24 +286,25 @@ class RlmLoop:
             index = self._search.choose([outcome.answer for outcome in outcomes])
             if not 0 <= index < width:
                 raise ConfigError(
-                    f"the search chose {index} of {width} answers: its choose() returns an index "
-                    "of one"
+                    f"the search chose {index} of {width} answers: choose() must return the index "
+                    "of an answer"
                 )
-            chosen = tried[index]
+            chosen = loops[index]
             self.run.note(
                 self.call,
                 f"of {width} continuations of turn {self._branched_at}, {chosen.call.id} answers",
             )
         finally:
-            for each in tried:
-                if each is not (chosen or self):
-                    await each.chosen.close()
-        self.own, self.chosen = self.own or outcomes[0], chosen.chosen
+            for loop in loops:
+                if loop is not (chosen or self):
+                    await loop.chosen.close()
+        self.own = self.own or outcomes[0]
+        self.chosen = chosen.chosen
         return outcomes[index]
 
     async def _fork(self) -> RlmLoop:
-        """A continuation with a session of its own: forked, or where nothing has happened in it
-        yet, a fresh one."""
+        """Return a continuation with its own session: a fork, or a new session if nothing has
+        happened in this one yet."""
         run, origin = self.run, self.call
         call = LiveCall(
             origin.next_fork(),
@@ -317,44 +314,45 @@ class RlmLoop:
             origin.question,
             context=origin.context,
         )
-        call.go_on_from(origin)
+        call.continue_from(origin)
         call.num_turns_before = origin.num_turns_before + origin.turn
         fork = RlmLoop(run, call, search=self._search)
         if origin.messages:
             fork.notebook = await self.notebook.fork(call)
-        fork._kind, fork._pending, fork._reused = self._kind, list(self._pending), self._reused
-        fork._deferred, fork._partial, fork._last_text = (
-            self._deferred,
-            self._partial,
-            self._last_text,
-        )
+        fork._kind = self._kind
+        fork._pending = list(self._pending)
+        fork._reused = self._reused
+        fork._deferred = self._deferred
+        fork._partial = self._partial
+        fork._last_text = self._last_text
         fork._is_cut = self._is_cut
-        fork._num_idle, fork._branched_at = self._num_idle, 0  # where this very branching is
+        fork._num_idle = self._num_idle
+        fork._branched_at = 0  # do not branch again at the turn where this fork starts
         run.begin(call, Fork(origin.id, origin.turn - 1))
         return fork
 
-    async def _go_on_and_end(self) -> CallOutcome:
+    async def _run_fork(self) -> CallOutcome:
         outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
         try:
-            outcome = await self._go_on_safely()
+            outcome = await self._run_turns_safely()
         finally:
             self.run.end(self.call, self.own or outcome)
         return outcome
 
-    async def _go_on_safely(self) -> CallOutcome:
-        """What fails in one branch leaves the others their answers."""
+    async def _run_turns_safely(self) -> CallOutcome:
+        """Run the turns and return errors as outcomes, so that a failed branch does not affect the
+        others."""
         try:
-            return await self._go_on()
+            return await self._run_turns()
         except RamifyError as error:
             return CallOutcome(Stop.ERROR, error=str(error), failure=error)
 
-    # --- cells
-    # -------------------------------------------------------------------------------------------------
+    # --- cells ------------------------------------------------------------------------------------
 
     async def _run_cells(
         self, action: ParsedAction, turn: int, notes: list[str]
     ) -> tuple[list[str], Any]:
-        """Run the codes in order, up to the first that fails: (what the model is shown of each, a
+        """Run the codes in order up to the first one that fails. Returns (reports for the model,
         final answer)."""
         reports: list[str] = []
         final = _NOTHING
@@ -362,9 +360,8 @@ class RlmLoop:
             await self.notebook.session()
             if self.run.was_skipped(self.call, turn, index):
                 break
-            if (
-                self.run.closing is not None
-            ):  # it began to close meanwhile, and interrupted only what was open
+            # The run started to close meanwhile, which interrupts only sessions that were open.
+            if self.run.closing is not None:
                 break
             cell, note = await self._run_cell(code, turn, index, notes)
             reports.append(self.run.scaffold.report(cell))
@@ -392,7 +389,7 @@ class RlmLoop:
             )
         note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
         note = note if isinstance(note, dict) else {}
-        cell = self._kept(ran, note)
+        cell = self._truncated(ran, note)
         if recorded is not None:
             cell = self._as_recorded(cell, recorded)
         run.recorder.emit(
@@ -404,13 +401,15 @@ class RlmLoop:
             )
         return cell, note
 
-    def _kept(self, ran: CellResult, note: dict[str, Any]) -> Cell:
-        """The cell as it is recorded and shown: long output cut, the whole of it in a blob."""
+    def _truncated(self, ran: CellResult, note: dict[str, Any]) -> Cell:
+        """Return the cell as it is recorded and shown: long output is truncated, and its full text
+        stored in a blob."""
         cell, most = ran.cell, self.run.scaffold.max_output_chars
         digest = None
         if cell.stdout_chars > most and self.run.blobs is not None:
             digest = self.run.blobs.put(cell.stdout.encode("utf-8", "backslashreplace"))
-        most_kept = 16 * self.run.max_output_bytes  # of the guest; see sandbox.base.SandboxSpec
+        # The guest keeps this much; see sandbox.base.SandboxSpec.
+        most_kept = 16 * self.run.max_output_bytes
         where = f"in outputs[{note['cell']}]" if type(note.get("cell")) is int else "lost"
         if cell.stdout_chars > most_kept:
             where = f"not kept; {most_kept >> 20} MB of it, head and tail, are {where}"
@@ -435,8 +434,8 @@ class RlmLoop:
         )
 
     def _as_recorded(self, cell: Cell, recorded: Cell) -> Cell:
-        """The replies that follow were given to what was shown then, so that is shown again; a
-        difference is told."""
+        """Return ``recorded`` and note any difference. The recorded replies refer to the recorded
+        output, so that is shown again."""
         if (cell.stdout, cell.value, cell.error) != (
             recorded.stdout,
             recorded.value,
@@ -448,12 +447,11 @@ class RlmLoop:
             )
         return recorded
 
-    # --- answers
-    # -----------------------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
 
     async def _text_final(self, final: FinalAnswer, notes: list[str]) -> Any:
-        """The value of ``FINAL(…)`` or ``FINAL_VAR(…)`` given as text; no value, with a note, if
-        there is none."""
+        """Return the value of ``FINAL(…)`` or ``FINAL_VAR(…)`` given as text. If there is none, add
+        a note and return ``_NOTHING``."""
         name = final.text
         if final.as_is:
             return name
@@ -470,11 +468,11 @@ class RlmLoop:
             return name
         return self._kind.literal(name) if self._kind else final.literal()
 
-    def _best(self, *, in_words: bool = True) -> Any:
-        """The best answer so far, checked where it can be: one that was put off or kept, or else
-        what was said last."""
-        words = said(self._last_text) if in_words and self.run.scaffold.takes_words else ""
-        for candidate in (self._deferred, self._partial, words or None):
+    def _best(self, *, use_prose: bool = True) -> Any:
+        """Return the best answer so far that passes its check: a deferred one, a partial one, or
+        the prose of the last message."""
+        prose = prose_of(self._last_text) if use_prose and self.run.scaffold.takes_words else ""
+        for candidate in (self._deferred, self._partial, prose or None):
             if candidate is _NOTHING or candidate is None:
                 continue
             try:
@@ -484,8 +482,8 @@ class RlmLoop:
         return None
 
     async def _last_word(self, stop: Stop) -> CallOutcome:
-        """At a limit: one request more to answer with what there is. For the root it was held back;
-        a child has one only where its own turns are what ran out."""
+        """At a limit, ask once more for an answer. For the root, the cost of this request was held
+        back; a child gets it only if its own turns ran out."""
         if not self.run.scaffold.last_word:
             return self._cut_short(stop)
         reason = (
@@ -495,10 +493,10 @@ class RlmLoop:
         )
         if not self._is_root and stop is not Stop.MAX_TURNS:
             return self._cut_short(stop)
-        word = Message("user", observe.LAST_WORD.format(reason=reason))
-        prompts = [[*self._pending, word]]
+        request = Message("user", observe.LAST_WORD.format(reason=reason))
+        prompts = [[*self._pending, request]]
         if self.call.messages:
-            prompts.append([word])  # a long observation may be what does not fit any more
+            prompts.append([request])  # without the observation, which may be too long to fit
         for prompt in prompts:
             try:
                 reply = await self.run.ask(self.call, prompt, reused=self._reused, last_word=stop)
@@ -532,12 +530,11 @@ class RlmLoop:
         except TypeMismatch:
             return self._best()
 
-    # --- messages
-    # ----------------------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
     def _before_question(self) -> list[Message]:
-        """What stands before the question: the system prompt, or the answers that native calls are
-        still owed."""
+        """Return the messages before the question: the system prompt, or the answers that earlier
+        native calls still need."""
         if not self.call.messages:
             system = self._system_prompt()
             return [Message("system", system)] if system else []
@@ -572,17 +569,16 @@ class RlmLoop:
         text = observe.observation(reports, notes, turn, most, warnings)
         if not action.tool_call_ids:
             return [Message("user", text)]
-        first, *rest = (
-            action.tool_call_ids
-        )  # a native call needs an answer each; one of them carries the report
+        # Each native call needs an answer, and the first one carries the report.
+        first, *rest = action.tool_call_ids
         return [
             Message("tool", text, tool_call_id=first),
             *(Message("tool", "(reported with the first call)", tool_call_id=id) for id in rest),
         ]
 
     async def _compact_if_long(self) -> None:
-        """Summarise a history that nears the window; the next turn begins a new branch from the
-        first messages."""
+        """Summarize a history that approaches the window. The next turn then starts a new branch
+        from the first messages."""
         run, call = self.run, self.call
         if not run.scaffold.compact_at:
             return
@@ -602,7 +598,7 @@ class RlmLoop:
         try:
             reply = await self._ask_within_window(Message("user", observe.SUMMARISE))
         except (LimitReached, ModelError) as error:
-            run.note(call, f"the summary failed ({error}); going on with the whole history")
+            run.note(call, f"the summary failed ({error}); continuing with the full history")
             return
         self._reused = 2
         self._pending = [Message("user", observe.CONTINUE.format(summary=reply.message.content))]

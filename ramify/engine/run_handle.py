@@ -1,8 +1,8 @@
-"""A run from outside: start it, watch it, end it early, get its result.
+"""Handle of a run: start it, watch it, end it early, get its result.
 
-The order of things: journal opened, context stored, RunStarted written, the question answered
-(directly, or by the RLM loop), RunEnded written, everything closed. Whatever happens in between,
-the journal ends with what is known.
+The order of a run: the journal is opened, the context stored, RunStarted written, the question
+answered (directly or by the RLM loop), RunEnded written, and everything closed. Whatever happens in
+between, the journal ends with what is known.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from ramify.types.trajectory import Fork, Stop, Trajectory
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What a question came to."""
+    """Result of a question."""
 
     response: str
     """The answer as text; empty if there is none."""
     answer: Any
-    """The answer as a value, of the type asked for; None if there is none."""
+    """The answer as a value of the requested type; None if there is none."""
     stop: Stop
     usage: Usage
-    """Of the whole tree."""
+    """Usage of the whole tree."""
     cost: float | None
-    """Dollars of the whole tree; None where no model has a price."""
+    """Dollars for the whole tree; None if no model has a price."""
     trajectory: Trajectory
     citations: tuple[Citation, ...] = ()
     error: str | None = None
     failure: BaseException | None = None
-    """What was raised, where that ended the run."""
+    """Exception that ended the run, if any."""
 
     @property
     def run_id(self) -> str:
@@ -60,7 +60,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class RunJournal(Protocol):
-    """What a run needs of ``store.Journal``."""
+    """The part of ``store.Journal`` that a run uses."""
 
     @property
     def id(self) -> str: ...
@@ -71,7 +71,7 @@ class RunJournal(Protocol):
 
 
 class ConversationState:
-    """What goes on from question to question in a conversation: the session, its history and the
+    """State that persists between the questions of a conversation: the session, its history and the
     record."""
 
     def __init__(self, recorder: EventRecorder, context: SharedContext | None = None) -> None:
@@ -86,7 +86,7 @@ class ConversationState:
 
 
 class RunHandle:
-    """One run in progress. Made by ``RLM.start`` on a running event loop."""
+    """A run in progress, created by ``RLM.start`` on a running event loop."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class RunHandle:
         *,
         id: str,
         recorder: EventRecorder,
-        thread: ConversationState | None = None,
+        conversation: ConversationState | None = None,
         recording: ReplySource | None = None,
         cache: ReplyCache | None = None,
         search: BranchSearch | None = None,
@@ -104,44 +104,49 @@ class RunHandle:
     ) -> None:
         self.id = id
         self.recorder = recorder
-        self._setup, self._question, self._use, self._thread = setup, question, use, thread
-        self._recording, self._cache, self._search, self._close = recording, cache, search, close
+        self._setup = setup
+        self._question = question
+        self._use = use
+        self._conversation = conversation
+        self._recording = recording
+        self._cache = cache
+        self._search = search
+        self._close = close
         self._run: RunState | None = None
         self._answered_by = ""
-        self._wanted: Stop | None = None
+        self._requested_stop: Stop | None = None
         self._task = asyncio.get_running_loop().create_task(self._drive())
 
-    # --- for whoever waits
-    # -------------------------------------------------------------------------------------
+    # --- for the caller ---------------------------------------------------------------------------
 
     async def result(self) -> Result:
-        """Wait for the end. Never raises for what a model or a limit did: ``stop`` and ``error``
-        say it.
+        """Wait for the end and return the result. Never raises for what a model or a limit did: see
+        ``Result.stop`` and ``Result.error``.
 
-        Cancelling this wait cancels the run."""
+        Cancelling this wait cancels the run.
+        """
         return await self._task
 
     async def events(self) -> AsyncIterator[AnyEvent]:
-        """Every event from now on, until the run ends; its error is raised by ``result``."""
+        """Yield every event from now on, until the run ends. Its error is raised by ``result``."""
         async for event in self.recorder.events():
             yield event
 
     def wrap_up(self) -> None:
-        """Stop the work and answer with what there is."""
-        self._wanted = Stop.CANCELLED
+        """Stop the work and answer with what is known so far."""
+        self._requested_stop = Stop.CANCELLED
         if self._run is not None:
             self._run.close_in(Stop.CANCELLED)
 
     def cancel(self) -> None:
-        """End at once, without an answer."""
+        """End the run at once, without an answer."""
         self._task.cancel()
 
     def state(self) -> list[tuple[str, float, float]]:
         """(name, spent, limit) for each limit of the run, for a budget bar."""
         return self._run.ledger.state() if self._run is not None else []
 
-    # --- the run itself
-    # ----------------------------------------------------------------------------------------
+    # --- the run itself ---------------------------------------------------------------------------
 
     async def _drive(self) -> Result:
         outcome = CallOutcome(Stop.ERROR, error="the run did not start")
@@ -151,14 +156,13 @@ class RunHandle:
                 context = await self._context(resources)
                 models = self._setup.connect(resources)
                 if not self._is_direct(models):
-                    # where there is none, nothing is asked and nothing recorded
+                    # Without a sandbox, nothing is asked and nothing is recorded.
                     resources.sandbox()
-                self._run = run = self._make_run(
-                    resources, models
-                )  # refuses limits that cannot be kept
+                # Limits that cannot be enforced are rejected here, before the first event.
+                self._run = run = self._make_run(resources, models)
                 self._started(context)
-                if self._wanted is not None:
-                    run.close_in(self._wanted)
+                if self._requested_stop is not None:
+                    run.close_in(self._requested_stop)
                 outcome = await self._answer(run, models, context)
         except asyncio.CancelledError:
             outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
@@ -175,10 +179,10 @@ class RunHandle:
         return self._result(outcome, run)
 
     async def _context(self, resources: LoopResources) -> SharedContext | None:
-        """The context, encoded once; large ones away from the event loop. Stored by content if
+        """Return the context, encoded once (in a thread if it is large), and stored by content if
         there is a store."""
-        if self._thread is not None and self._thread.context is not None:
-            return self._thread.context
+        if self._conversation is not None and self._conversation.context is not None:
+            return self._conversation.context
         value, blobs = self._question.context, self._setup.blobs
         if value is None:
             return None
@@ -186,7 +190,7 @@ class RunHandle:
         def prepare() -> SharedContext:
             try:
                 context = SharedContext(value)
-            except SandboxError as error:  # of what the caller gave
+            except SandboxError as error:  # about the caller's value
                 raise ConfigError(f"the context cannot be given to a session: {error}") from None
             if blobs is not None:
                 blobs.put(context.buffer(), context.digest)
@@ -196,8 +200,8 @@ class RunHandle:
         if large:
             resources.prepare()
         context = await asyncio.to_thread(prepare) if large else prepare()
-        if self._thread is not None:
-            self._thread.context = context
+        if self._conversation is not None:
+            self._conversation.context = context
         return context
 
     def _started(self, context: SharedContext | None) -> None:
@@ -244,8 +248,8 @@ class RunHandle:
             run.finish()
 
     def _is_direct(self, models: RunModels) -> bool:
-        """Whether one plain call will do."""
-        if self._thread is not None or self._search is not None:
+        """True if one plain call is enough."""
+        if self._conversation is not None or self._search is not None:
             return False
         has_tools = bool(self._setup.tools.functions or self._setup.tools.values)
         return self._question.is_direct(self._setup.scaffold, models.rlm(0).window, has_tools)
@@ -253,15 +257,15 @@ class RunHandle:
     async def _answer_directly(
         self, run: RunState, client: Client, context: SharedContext | None
     ) -> CallOutcome:
-        asked = self._question
-        call = LiveCall("0", "lm", client, 0, asked.text, context=context)
-        prompt = observe.plain_prompt(asked.text, asked.context)
-        system = run.scaffold.direct_system if asked.context is not None else None
-        prompt = f"{prompt}\n\n{asked.about}" if asked.about else prompt
+        question = self._question
+        call = LiveCall("0", "lm", client, 0, question.text, context=context)
+        prompt = observe.plain_prompt(question.text, question.context)
+        system = run.scaffold.direct_system if question.context is not None else None
+        prompt = f"{prompt}\n\n{question.about}" if question.about else prompt
         run.begin(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
         try:
-            outcome = await ask_plain(run, call, prompt, asked.kind, system=system)
+            outcome = await ask_plain(run, call, prompt, question.kind, system=system)
         finally:
             run.end(call, outcome)
         return outcome
@@ -269,24 +273,24 @@ class RunHandle:
     async def _answer_by_loop(
         self, run: RunState, client: Client, context: SharedContext | None
     ) -> CallOutcome:
-        thread = self._thread
-        before = thread.loop if thread is not None else None
+        conversation = self._conversation
+        previous = conversation.loop if conversation is not None else None
         call = LiveCall(
-            str(thread.num_questions) if thread else "0",
+            str(conversation.num_questions) if conversation else "0",
             "rlm",
             client,
             0,
             self._question.text,
             context=context,
         )
-        loop = RlmLoop(run, call, before, self._search)
+        loop = RlmLoop(run, call, previous, self._search)
         fork = None
-        if before is not None and before.call.messages:
-            call.go_on_from(before.call)
-            fork = Fork(before.call.id, before.call.turn - 1)
-        message = run.first_message(call, self._question.about, is_next=before is not None)
-        if thread is not None:
-            thread.loop, thread.num_questions = loop, thread.num_questions + 1
+        if previous is not None and previous.call.messages:
+            call.continue_from(previous.call)
+            fork = Fork(previous.call.id, previous.call.turn - 1)
+        message = run.first_message(call, self._question.about, is_next=previous is not None)
+        if conversation is not None:
+            conversation.loop, conversation.num_questions = loop, conversation.num_questions + 1
         run.begin(call, fork)
         outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
         try:
@@ -294,10 +298,10 @@ class RunHandle:
         except RamifyError as error:
             outcome = CallOutcome(Stop.ERROR, error=str(error), failure=error)
         finally:
-            if thread is None:
+            if conversation is None:
                 await loop.chosen.close()
             else:
-                thread.loop = loop.chosen
+                conversation.loop = loop.chosen
             run.end(call, loop.own or outcome)
         self._answered_by = loop.chosen.call.id if loop.own else ""
         return outcome
@@ -339,7 +343,7 @@ class RunHandle:
 
 
 def as_text(answer: Any) -> str:
-    """An answer as text: text as it is, everything else as JSON."""
+    """Return an answer as text: text unchanged, everything else as JSON."""
     if answer is None:
         return ""
     if isinstance(answer, str):
@@ -347,12 +351,12 @@ def as_text(answer: Any) -> str:
     plain = jsonable(answer)
     try:
         return msgspec.json.encode(plain).decode()
-    except UnicodeEncodeError:  # half a surrogate pair in it, which only an escape can show
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can represent
         return json.dumps(plain, separators=(",", ":"))
 
 
 def checked(result: Result) -> Result:
-    """``result``, or the error that left it without an answer."""
+    """Return ``result``, or raise the error that left it without an answer."""
     if result.stop is Stop.ERROR and result.answer is None:
         raise (
             result.failure

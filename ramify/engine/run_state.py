@@ -1,14 +1,13 @@
-"""One question's tree: everything that its calls share, and the one way from any of them to a
-model.
+"""State that all calls of one question share, and their only way to a model.
 
-    RLM.start ──> Run.answer ──> RlmLoop (root) ──> Run.ask ──> recording? cache? ──> Pool.ask ──> a model
-                                     │                 ^
-                                     └── Host ─────────┘   llm_query: ask        rlm_query: a RlmLoop of its own
+    RLM.start ──> RunHandle ──> RlmLoop (root) ──> RunState.ask ──> recording? cache? ──> ClientPool
+                                    │                  ^
+                                    └── CellHost ──────┘   llm_query: ask   rlm_query: child RlmLoop
 
-A call holds a slot of the limiter while it is on the wire and never while it waits for its
-children, so any depth makes progress. ``close_in`` is how work ends early, by deadline or by the
-user: what is on the wire is cut and charged as possibly paid, running cells are interrupted, and
-only last words are let through.
+A call holds a slot of the limiter only while a request is in flight, never while it waits for its
+children, so any depth makes progress. ``close_in`` ends work early, at the deadline or on the
+user's request: requests in flight are cancelled and charged as possibly billed, running cells are
+interrupted, and only final requests ("last words") are still sent.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ NATIVE_TOOLS = (
 
 
 class ReplySource(Protocol):
-    """Where a reply may come from without asking: a recorded run (see
-    ``store.replay.Recording``)."""
+    """Source of replies that need no model: a recorded run (see ``store.recorded_replies``)."""
 
     def check(self, call: str, turn: int, prompt_hash: str) -> None: ...
 
@@ -88,7 +86,7 @@ class ReplySource(Protocol):
 
 
 class ReplyCache(Protocol):
-    """Replies by the hash of their request, over all runs."""
+    """Replies by the hash of their request, across all runs."""
 
     def get(self, prompt_hash: str) -> Reply | None: ...
 
@@ -96,7 +94,7 @@ class ReplyCache(Protocol):
 
 
 class RunState:
-    """What the calls of one question share. Lives on one event loop."""
+    """State that the calls of one question share. Lives on one event loop."""
 
     def __init__(
         self,
@@ -110,14 +108,20 @@ class RunState:
         cache: ReplyCache | None = None,
         on_session: Callable[[Session], Awaitable[None]] | None = None,
     ) -> None:
-        """``tools`` are the root's and the children's; ``on_session`` is done to each fresh
+        """``tools`` are those of the root and of the children. ``on_session`` prepares each new
         session."""
         self.limits = limits = setup.limits
-        self.scaffold, self.blobs, self.cell_s = setup.scaffold, setup.blobs, setup.sandbox.cell_s
+        self.scaffold = setup.scaffold
+        self.blobs = setup.blobs
+        self.cell_s = setup.sandbox.cell_s
         self.max_output_bytes = setup.sandbox.max_output_bytes
-        self.models, self.recorder, self.recording, self.cache = models, recorder, recording, cache
+        self.models = models
+        self.recorder = recorder
+        self.recording = recording
+        self.cache = cache
         self.on_session = on_session
-        self._resources, self._tools = resources, tools
+        self._resources = resources
+        self._tools = tools
         self.sampling = msgspec.structs.replace(
             setup.sampling,
             max_tokens=min(setup.sampling.max_tokens, limits.max_reply_tokens),
@@ -126,8 +130,8 @@ class RunState:
         _check_prices(limits, models)
         self.ledger = Ledger(limits, priced=any(client.price is not None for client in models.all))
         self.closing: Stop | None = None
-        self._on_the_wire: set[asyncio.Task[Any]] = set()
-        """Tasks that wait for a model, but for last words."""
+        self._in_flight: set[asyncio.Task[Any]] = set()
+        """Tasks that wait for a model, except those of final requests."""
         self._sessions: set[Session] = set()
         self._repeated: set[tuple[str, int]] = set()
         """(call, turn) of the recorded attempts that were repeated."""
@@ -138,25 +142,23 @@ class RunState:
             self._deadline - limits.last_word_s, self.close_in, Stop.DEADLINE
         )
 
-    # --- ending early
-    # ------------------------------------------------------------------------------------------
+    # --- ending early -----------------------------------------------------------------------------
 
     def close_in(self, stop: Stop) -> None:
-        """End all work now, so that the root can still say its last word."""
+        """End all work now, leaving the root time for its final answer."""
         if self.closing is not None:
             return
         self.closing = stop
-        for task in self._on_the_wire:
+        for task in self._in_flight:
             task.cancel(_CUT)
         for session in self._sessions:
             session.interrupt(str(stop))
 
     def finish(self) -> None:
-        """The run is over; nothing of it stays on the loop."""
+        """Release the event-loop resources of the finished run."""
         self._alarm.cancel()
 
-    # --- calls
-    # -------------------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     def begin(self, call: LiveCall, fork: Fork | None = None) -> None:
         ref = context_ref(call.context)
@@ -189,7 +191,8 @@ class RunState:
         self.recorder.emit(NoteAdded(at_s=self.recorder.now(), call=call.id, text=text))
 
     def description(self, context: SharedContext | None) -> str:
-        """What a model is told of ``context``; worked out once, since children share large ones."""
+        """Return the description of ``context`` for a model, computed once, because children share
+        large contexts."""
         if context is None:
             return observe.describe("")
         if context.digest not in self._descriptions:
@@ -197,7 +200,8 @@ class RunState:
         return self._descriptions[context.digest]
 
     def first_message(self, call: LiveCall, about: str = "", *, is_next: bool = False) -> str:
-        """What ``call`` is told first; ``is_next``: in a conversation, after another question."""
+        """Return the first message of ``call``. ``is_next`` means that it follows another question
+        of a conversation."""
         if is_next and not self.scaffold.first:
             return f"The next question: {call.question}"
         value = "" if call.context is None else call.context.value
@@ -205,7 +209,7 @@ class RunState:
         return self.scaffold.first_message(call.question, value, description, about)
 
     async def keep_context(self, context: SharedContext) -> None:
-        """Put a child's context where the run is stored, before anything is done with it."""
+        """Store a child's context with the run, before it is used."""
         if self.blobs is None:
             return
         if context.nbytes > 1 << 20:
@@ -217,33 +221,32 @@ class RunState:
         return self._tools[min(depth, 1)]
 
     async def open_session(self, call: LiveCall) -> Session:
-        """A fresh session over the context of ``call``."""
+        """Open a new session over the context of ``call``."""
         return await self._resources.sandbox().open(context=call.context, seed=call.id)
 
     def keep(self, session: Session) -> None:
-        """``session`` is interrupted when the run closes."""
+        """Register ``session`` to be interrupted when the run closes."""
         self._sessions.add(session)
 
     def drop(self, session: Session) -> None:
         self._sessions.discard(session)
 
     def must_stop(self, call: LiveCall) -> Stop | None:
-        """Why ``call`` may take no further turn, if so; a run that is repeated stops where it
-        stopped."""
+        """Return why ``call`` may not take another turn, or None. A repeated run stops where the
+        recorded one stopped."""
         if self.recording is not None:
-            again = self.recording.last_word(call.id, call.turn)
-            if again is not None:
-                return again
+            recorded = self.recording.last_word(call.id, call.turn)
+            if recorded is not None:
+                return recorded
         num_turns = call.num_turns_before + call.turn
         return self.closing or (Stop.MAX_TURNS if num_turns >= self.limits.max_turns else None)
 
     def was_skipped(self, call: LiveCall, turn: int, cell: int) -> bool:
-        """In a run that is repeated: whether the run was closing by then, so that this cell was
-        left out."""
+        """True if the run is repeated and the recorded run was closing at this point, so the cell
+        was skipped."""
         return self.recording is not None and self.recording.was_skipped(call.id, turn, cell)
 
-    # --- asking
-    # ------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     async def ask(
         self,
@@ -255,10 +258,13 @@ class RunState:
         tools: tuple[Tool, ...] = (),
         last_word: Stop | None = None,
     ) -> Reply:
-        """The next turn of ``call``: its first ``reused`` messages (by default all) and ``new``.
-        ``last_word`` names the limit at which this is the request that was held back. Raises
-        ModelError for a model that gave no reply or a filtered one, LimitReached where the run may
-        not ask any more."""
+        """Take the next turn of ``call``, whose prompt is its first ``reused`` messages (default:
+        all) followed by ``new``.
+
+        ``last_word`` names the limit at which this is the final request, whose cost was held back.
+        Raises ModelError if the model gave no reply or a filtered one, and LimitReached if the run
+        may not ask any more.
+        """
         reused = len(call.messages) if reused is None else reused
         new = tuple(map(sendable, new))
         prompt = (*call.messages[:reused], *new)
@@ -273,7 +279,7 @@ class RunState:
         digest = prompt_hash(call.client.name, request)
 
         def about_to_send() -> None:
-            if self.recording is not None:  # a call beside this one may have diverged meanwhile
+            if self.recording is not None:  # a concurrent call may have diverged meanwhile
                 self.recording.check(call.id, call.turn, digest)
             self.recorder.emit(
                 RequestStarted(
@@ -292,14 +298,14 @@ class RunState:
         )
         recorded = self._recorded(call, digest, account)
         if recorded is not None:
-            about_to_send()  # as it was
+            about_to_send()  # as in the recorded run
             reply, reused_ids = recorded
         else:
             client = _AnnouncingClient(call.client, about_to_send)
-            whole = await self._ask_live(call, client, request, account, last_word is not None)
+            full_reply = await self._ask_live(call, client, request, account, last_word is not None)
             if self.cache is not None:
-                self.cache.put(digest, whole)
-            reply, reused_ids = call.without_path(whole)
+                self.cache.put(digest, full_reply)
+            reply, reused_ids = call.without_path(full_reply)
         self.recorder.emit(
             ReplyReceived(
                 at_s=self.recorder.now(),
@@ -318,8 +324,8 @@ class RunState:
     def _recorded(
         self, call: LiveCall, digest: str, account: _CallBudget
     ) -> tuple[Reply, int] | None:
-        """The reply, and the ids of the path that its prompt began with, from the run that is being
-        repeated or from the cache. Raises what that run met instead of one."""
+        """Return (reply, number of reused ids) from the recorded run or from the cache, or None.
+        Raises the error that the recorded run met instead of a reply."""
         if self.recording is not None:
             self.recording.check(call.id, call.turn, digest)
             self._repeat_attempts(self.recording, call, account)
@@ -327,9 +333,8 @@ class RunState:
             if reply is not None:
                 self.ledger.charge(reply.usage, reply.cost)
                 return reply, self.recording.reused_ids(call.id, call.turn)
-        if (
-            self.cache is not None and not call.is_branch
-        ):  # branches ask the same to get different replies
+        # Branches send equal requests to get different replies, so they bypass the cache.
+        if self.cache is not None and not call.is_branch:
             reply = self.cache.get(digest)
             if reply is not None:
                 free = msgspec.structs.replace(
@@ -341,9 +346,12 @@ class RunState:
     def _repeat_attempts(
         self, recording: ReplySource, call: LiveCall, account: _CallBudget
     ) -> None:
-        """What was sent for this turn before and failed, or was under way: it may have been paid.
-        Once, however many prompts the turn has: one that did not fit the window was sent again,
-        shorter."""
+        """Repeat the recorded attempts of this turn that failed or were in flight, because they may
+        have been billed.
+
+        This happens once per turn, even if the turn has several prompts because the first did not
+        fit the window.
+        """
         if (call.id, call.turn) in self._repeated:
             return
         self._repeated.add((call.id, call.turn))
@@ -375,7 +383,8 @@ class RunState:
                 message, content=closed(message.content, self.scaffold.stop)
             )
         reply = msgspec.structs.replace(reply, message=message)
-        if reply.usage.unknown_calls:  # one upper bound everywhere: the one that was reserved
+        # Use the reserved upper bound everywhere if the server reported no usage.
+        if reply.usage.unknown_calls:
             usage, cost = account.most()
             reply = msgspec.structs.replace(reply, usage=usage, cost=cost)
         return reply
@@ -390,12 +399,12 @@ class RunState:
             raise _closed(Stop.DEADLINE) from None
 
     async def _until_closing(self, work: Coroutine[Any, Any, Reply]) -> Reply:
-        """Wait for ``work``, which ``close_in`` cuts. No timer of its own: there may be thousands
-        of these."""
+        """Wait for ``work``, which ``close_in`` cancels. It sets no timer, because there may be
+        thousands of these waits."""
         task = asyncio.current_task()
         assert task is not None
         cancels = task.cancelling()
-        self._on_the_wire.add(task)
+        self._in_flight.add(task)
         try:
             return await work
         except asyncio.CancelledError:
@@ -403,13 +412,14 @@ class RunState:
                 raise _closed(self.closing) from None
             raise
         finally:
-            self._on_the_wire.discard(task)
+            self._in_flight.discard(task)
 
     def hold_last_word(self, call: LiveCall, new: Sequence[Message]) -> Stop | None:
-        """Set aside what the root's last word may cost after the turn that asks ``new``; the limit
-        it breaks, if any.
+        """Reserve the cost of the root's final request after the turn that asks ``new``. Returns
+        the limit that this exceeds, if any.
 
-        That prompt will also hold this turn's reply and its observation."""
+        The final prompt will also contain this turn's reply and its observation.
+        """
         request = Request((*call.messages, *new), self.sampling)
         later = self.sampling.max_tokens + self.scaffold.max_output_chars + 1000
         tokens = call.max_input_tokens(request, len(call.messages)) + later
@@ -417,11 +427,14 @@ class RunState:
 
 
 class _AnnouncingClient:
-    """The client of one request, which says so when it is about to send it for the first time. What
-    waits for its turn has not been paid, and a journal must not say that it may have been."""
+    """Client of one request that announces when it is about to send it for the first time. A
+    request that still waits for a slot cannot have been billed, and the journal must not say that
+    it may have been."""
 
     def __init__(self, client: Client, about_to_send: Callable[[], None]) -> None:
-        self.name, self.window, self.price = client.name, client.window, client.price
+        self.name = client.name
+        self.window = client.window
+        self.price = client.price
         self._client = client
         self._about_to_send: Callable[[], None] | None = about_to_send
 
@@ -432,16 +445,17 @@ class _AnnouncingClient:
         return await self._client.complete(request)
 
     async def close(self) -> None:
-        """The pool closes the client itself."""
+        """Do nothing: the pool closes the client."""
 
 
 class _CallBudget:
-    """Reserves for one request of ``call`` and writes down what became of each attempt."""
+    """Reserves the budget of one request of ``call`` and records the outcome of each attempt."""
 
     def __init__(
         self, run: RunState, call: LiveCall, max_input_tokens: int, max_output_tokens: int
     ) -> None:
-        self._run, self._call = run, call
+        self._run = run
+        self._call = call
         self._usage = Usage(max_input_tokens, max_output_tokens, calls=1, unknown_calls=1)
         self._amount = bound(max_input_tokens, max_output_tokens, call.client.price)
 
@@ -463,13 +477,14 @@ class _CallBudget:
         self._attempted(error, usage, cost)
 
     def charge_unknown(self, error: str) -> None:
-        """An attempt that was not reserved here and may have cost everything."""
+        """Charge the upper bound of an attempt that was not reserved here and may have been
+        billed."""
         usage, cost = self.most()
         self._run.ledger.charge(usage, cost)
         self._attempted(error, usage, cost)
 
     def most(self) -> tuple[Usage, float | None]:
-        """All that was reserved, as an upper bound."""
+        """Return everything that was reserved, as an upper bound."""
         return self._usage, self._amount.cost if self._call.client.price is not None else None
 
     def _attempted(self, error: str, usage: Usage, cost: float | None) -> None:
@@ -487,13 +502,15 @@ class _CallBudget:
 
 
 def prompt_hash(model: str, request: Request) -> str:
-    """What makes two requests the same: model, prompt, sampling, schema and tools."""
+    """Hash of model, prompt, sampling, schema and tools. Requests with the same hash are the
+    same."""
     parts = (model, request.messages, request.sampling, request.schema, request.tools)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
 
 def cut_reply(call: LiveCall, limit: int, text: str) -> ReplyCut:
-    """The error for a reply of ``call`` that ended at its limit of tokens after ``text``."""
+    """Return the error for a reply of ``call`` that was truncated at its token limit after
+    ``text``."""
     return ReplyCut(
         f"{call.client.name}: the reply was cut at its limit of {limit} tokens; ask for less, or "
         "raise max_reply_tokens",
@@ -504,9 +521,9 @@ def cut_reply(call: LiveCall, limit: int, text: str) -> ReplyCut:
 def _filtered(model: str, reply: Reply) -> ReplyFiltered:
     text, stopped_by = reply.message.content, reply.filter or "content_filter"
     if stopped_by == "refusal":
-        said = f": {text[:200]!r}" if text else ""
+        quote = f": {text[:200]!r}" if text else ""
         return ReplyFiltered(
-            f"{model}: the model refused to answer (refusal){said}; ask in another way", text
+            f"{model}: the model refused to answer (refusal){quote}; ask in another way", text
         )
     return ReplyFiltered(
         f"{model}: a content filter stopped the reply ({stopped_by}); ask in another way, or ask "
@@ -521,11 +538,10 @@ def _closed(stop: Stop) -> LimitReached:
 
 
 def _check_prices(limits: Limits, models: RunModels) -> None:
-    """A cost limit that cannot be kept is refused."""
+    """Raise ConfigError for a cost limit that cannot be enforced."""
     unpriced = [client.name for client in models.all if client.price is None]
     if limits.max_cost is not None and math.isfinite(limits.max_cost) and unpriced:
         raise ConfigError(
-            f"a limit of ${limits.max_cost:g} cannot be kept: {', '.join(unpriced)} has no known "
-            "price; add it to a price "
-            "file (RAMIFY_PRICES) or leave max_cost out"
+            f"a limit of ${limits.max_cost:g} cannot be enforced: {', '.join(unpriced)} has no "
+            "known price; add it to a price file (RAMIFY_PRICES) or omit max_cost"
         )

@@ -1,9 +1,8 @@
-"""What a model is told, and how it is read: prompts and conventions, as data that a user may
-replace.
+"""Prompts and conventions between engine and model, as data that users can replace.
 
-Markers in doubled braces are filled in, and nothing else, so that a prompt may contain any braces
-it likes: ``{{tools}}`` the user's tools, ``{{limits}}`` what may be spent, ``{{children}}`` how to
-start children where that is possible. In ``first`` they are ``{{question}}`` and ``{{chars}}``.
+Only markers in double braces are replaced, so a prompt may contain any other braces: ``{{tools}}``
+becomes the user's tools, ``{{limits}}`` the limits, and ``{{children}}`` how to start children, if
+that is possible. In ``first``, the markers are ``{{question}}``, ``{{chars}}`` and ``{{about}}``.
 """
 
 from __future__ import annotations
@@ -75,42 +74,41 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str = "default"
     system: str = _DEFAULT_SYSTEM
-    """Empty: there is no system message."""
+    """System prompt of the root; if empty, no system message is sent."""
     child_system: str | None = None
-    """For children; None: the same as ``system``."""
+    """System prompt of children; None means the same as ``system``."""
     first: str = ""
-    """The first message of a call; empty: question, size and beginning of the context
-    (``observe.first_message``). Its markers: ``{{question}}``, ``{{chars}}`` of the context,
-    ``{{about}}`` what the user pointed at."""
+    """First message of a call. If empty, it contains the question and the size and beginning of the
+    context (``observe.first_message``). Markers: ``{{question}}``, ``{{chars}}`` (characters of the
+    context) and ``{{about}}`` (what the user pointed out)."""
     direct_system: str = _DIRECT_SYSTEM
     direct_chars: int = 32_000
-    """A root context of at most this many characters is answered by one direct call, without a
-    session; 0 is never."""
+    """A root context of at most this many characters is answered by one direct call without a
+    session; 0 disables this."""
     max_output_chars: int = 10_000
-    """Of a cell's output shown to the model, head and tail."""
+    """Maximum characters of a cell's output that the model is shown, head and tail."""
     defer_final: bool = True
-    """Put a final answer off by one turn where it came together with output that the model had not
-    seen."""
+    """Defer a final answer by one turn if it came with output that the model had not seen yet."""
     max_idle: int = 2
-    """Turns in a row without code or answer after which the call ends with ``no_code``."""
+    """Number of consecutive turns without code or answer that ends the call with ``no_code``."""
     last_word: bool = True
-    """Ask for the answer with what there is where a limit is reached; otherwise the best so far is
-    the answer."""
+    """When a limit is reached, ask the model to answer with what it has; otherwise, use the best
+    answer so far."""
     compact_at: float = 0.8
-    """Share of the model's window at which the history is summarised and a new branch begins; 0 is
-    never."""
+    """Share of the model's window at which the history is summarized and a new branch begins; 0
+    disables this."""
     native_tools: bool = False
     """Also offer running code and answering as native tools."""
     protocol: Literal["notebook", "retool"] = "notebook"
-    """How replies are read and answered: as ``action.py`` has it, or as ``retool.py`` has."""
+    """Format of replies and observations: that of ``action.py`` or that of ``retool.py``."""
     stop: tuple[str, ...] = ()
-    """Texts that end a reply and belong to it, as ``</code>``: a model that went on would invent
-    what came back."""
+    """Strings that end a reply and are part of it, such as ``</code>``. Without them, a model would
+    continue and invent the output."""
     raw_code: bool = False
-    """A reply is one cell of code as it stands, without fences or words around it."""
+    """Run each reply as one cell of code, without fences or text around it."""
     terse_chars: int = 0
-    """Longest observation that is what a cell gave and nothing else; 0: observations are whole,
-    with notes, what is left of limits, and the count of turns."""
+    """Maximum length of an observation that contains only the cell's output. 0 gives full
+    observations with notes, remaining limits and the turn count."""
 
     def __post_init__(self) -> None:
         if (
@@ -120,24 +118,25 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             or self.direct_chars < 0
         ):
             raise ConfigError(
-                f"scaffold '{self.name}' is out of range: max_output_chars={self.max_output_chars} "
+                f"scaffold '{self.name}' has values out of range: "
+                f"max_output_chars={self.max_output_chars} "
                 "must be at least 100, "
                 f"max_idle={self.max_idle} at least 1, compact_at={self.compact_at} from 0 to 1, "
                 f"direct_chars={self.direct_chars} not negative"
             )
         if self.terse_chars and self.terse_chars < 20:
             raise ConfigError(
-                f"scaffold '{self.name}': terse_chars={self.terse_chars} shows nothing; give 20 or "
-                "more"
+                f"scaffold '{self.name}': terse_chars={self.terse_chars} is too small to show "
+                "anything; give 20 or more"
             )
         if self.native_tools and self.raw_code:
             raise ConfigError(
-                f"scaffold '{self.name}': with raw_code a reply is code, so leave native_tools out"
+                f"scaffold '{self.name}': raw_code makes each reply plain code: remove native_tools"
             )
         if self.protocol != "notebook" and (self.raw_code or self.terse_chars):
             raise ConfigError(
-                f"scaffold '{self.name}': protocol '{self.protocol}' has its own form: leave "
-                "raw_code and terse_chars out"
+                f"scaffold '{self.name}': protocol '{self.protocol}' has its own reply format: "
+                "remove raw_code and terse_chars"
             )
 
     def system_prompt(self, *, depth: int, children: bool, tools: str, limits: str) -> str:
@@ -154,7 +153,7 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def first_message(
         self, question: str, context: object, description: str = "", about: str = ""
     ) -> str:
-        """What a call is told first. ``context`` is the value that its session gets."""
+        """Return the first message of a call. ``context`` is the value that its session gets."""
         if not self.first:
             return observe.first_message(question, description, about)
         filled = {
@@ -162,23 +161,25 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "{{chars}}": str(observe.chars_of(context)),
             "{{about}}": about,
         }
-        return re.sub("|".join(map(re.escape, filled)), lambda found: filled[found[0]], self.first)
+        return re.sub(
+            "|".join(map(re.escape, filled)), lambda marker: filled[marker[0]], self.first
+        )
 
     @property
     def takes_words(self) -> bool:
-        """Whether at the end what was said last is the answer, where none was given in its form."""
+        """True if a last message without a formal final answer counts as the answer."""
         return not self.raw_code and self.protocol == "notebook"
 
     def tools(self, usual: tuple[Tool, ...] = ()) -> tuple[Tool, ...]:
-        """What is offered natively; ``usual`` are those of the notebook."""
+        """Return the native tools to offer; ``usual`` are those of the notebook protocol."""
         if not self.native_tools:
             return ()
         return (retool.TOOL,) if self.protocol == "retool" else usual
 
     def read(self, message: Message, is_cut: bool = False) -> ParsedAction:
-        """What a reply asks for; ``is_cut`` if it ended at its limit, so that its last code or
-        answer may be half of one. With ``raw_code`` nothing says where code ends, so that a cut
-        reply is run as it is."""
+        """Parse what a reply asks for. If ``is_cut``, the reply was truncated at its limit, so its
+        last code or answer may be incomplete. With ``raw_code`` nothing marks the end of code, so a
+        truncated reply is run as it is."""
         if self.raw_code:
             return ParsedAction(codes=(message.content,))
         return (
@@ -188,7 +189,7 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def report(self, cell: Cell) -> str:
-        """What is shown of one execution."""
+        """Return what the model is shown of one execution."""
         if self.protocol == "retool":
             return retool.report(cell)
         return (
@@ -207,10 +208,10 @@ TINY = Scaffold(
     last_word=False,
     compact_at=0.0,
 )
-"""For policies of a few hundred thousand parameters: as few tokens as will do, nothing that needs
-reading."""
+"""For policies of a few hundred thousand parameters: as few tokens as possible, nothing that needs
+reading skills."""
 BARE = msgspec.structs.replace(TINY, name="bare", first="{{question}}")
-"""The same for questions without a context: the question, and not a word more."""
+"""The same for questions without a context: the question and nothing else."""
 RETOOL = Scaffold(
     name="retool",
     system=_RETOOL_SYSTEM.format(how=_RETOOL_TAGS),
@@ -224,7 +225,7 @@ RETOOL = Scaffold(
     last_word=False,
     compact_at=0.0,
 )
-"""Mathematics with a Python tool, in tags, for models without native calls."""
+"""Mathematics with a Python tool in tags, for models without native tool calls."""
 RETOOL_NATIVE = msgspec.structs.replace(
     RETOOL,
     name="retool_native",
@@ -232,10 +233,10 @@ RETOOL_NATIVE = msgspec.structs.replace(
     native_tools=True,
     stop=("</code>", "</tool_call>"),
 )
-"""The same by native calls."""
+"""The same with native tool calls."""
 SCAFFOLDS = {
-    each.name: each
-    for each in (
+    scaffold.name: scaffold
+    for scaffold in (
         Scaffold(),
         Scaffold(name="minimal", system=_MINIMAL_SYSTEM),
         TINY,
@@ -247,14 +248,13 @@ SCAFFOLDS = {
 
 
 def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
-    """A scaffold by name, as it is, or else the one that ``model`` (a name, a client or a list of
-    them) was made for."""
+    """Return a scaffold by name, a given scaffold as it is, or the default for ``model`` (a name, a
+    client or a list of them)."""
     if isinstance(given, Scaffold):
         return given
-    given = given or made_for(model) or "default"
-    if given not in SCAFFOLDS:
+    name = given or made_for(model) or "default"
+    if name not in SCAFFOLDS:
         raise ConfigError(
-            f"unknown scaffold '{given}': {nearest(given, SCAFFOLDS)}; or give a Scaffold of your "
-            "own"
+            f"unknown scaffold '{name}': {nearest(name, SCAFFOLDS)}; or give your own Scaffold"
         )
-    return SCAFFOLDS[given]
+    return SCAFFOLDS[name]

@@ -1,12 +1,13 @@
-"""JSON schemas, and values checked against them in a bounded number of steps.
+"""JSON schemas, and checks of values against them in a bounded number of steps.
 
-A schema of a few lines may take for ever: each of ``{"anyOf": [{"$ref": "#/$defs/b"}, {"$ref":
-"#/$defs/b"}]}`` on the way to the last doubles the work. Every keyword that is applied is a step,
-dear ones several, and a value may take a number of them that grows with its size: what takes more
-is refused, on any machine alike. The clock is not asked.
+A schema of a few lines can take exponential time: each level of ``{"anyOf": [{"$ref": "#/$defs/b"},
+{"$ref": "#/$defs/b"}]}`` doubles the work. Every applied keyword therefore counts as one step, or
+several if it is expensive, and the number of steps that a check may take grows with the size of the
+value. A check that needs more is rejected. The limit counts steps rather than time, so it is the
+same on every machine.
 
-Schemas of strangers (a session's code, callers of a server) may also be no larger than
-``MAX_NODES``, and their regular expressions are matched by ``regex.py``.
+Untrusted schemas (from a session's code or the callers of a server) are also limited to
+``MAX_NODES`` values, and ``regex.py`` matches their regular expressions.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ from ramify.engine.regex import RegexPattern, UnsupportedRegex
 from ramify.errors import ConfigError
 
 MAX_STEPS = 50_000
-"""Of one check, about a second …"""
+"""Steps that any check may take: about a second."""
 STEPS_PER_NODE = 100
-"""… and so many more for each value within the value."""
+"""Additional steps for each value within the checked value."""
 MAX_NODES = 5_000
-"""Values within a stranger's schema."""
+"""Maximum number of values within an untrusted schema."""
 _CHARS_PER_STEP = 200
-"""Of texts that are compared, and of messages that are written."""
+"""Characters of compared texts and of written messages that count as one step."""
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class SchemaCheckTooLong(Exception):
-    """A check that takes more steps than it may."""
+    """A check takes more steps than it is allowed."""
 
 
 class _Budget:
     def __init__(self, steps: int, schema_nodes: int) -> None:
-        self._left, self._sizes = steps, dict[int, int]()
+        self._left = steps
+        self._sizes = dict[int, int]()
         self.schema_nodes = schema_nodes
 
     def spend(self, steps: int) -> None:
@@ -46,7 +48,7 @@ class _Budget:
             raise SchemaCheckTooLong
 
     def size(self, value: Any) -> int:
-        """``nodes`` of a part of the schema or of the value, which both outlive this."""
+        """``nodes`` of a part of the schema or of the value. Both outlive this object."""
         if id(value) not in self._sizes:
             self._sizes[id(value)] = nodes(value)
         return self._sizes[id(value)]
@@ -56,11 +58,11 @@ _budget: ContextVar[_Budget] = ContextVar("budget")
 
 
 class JsonSchema:
-    """One schema, ready to check."""
+    """One compiled schema."""
 
     def __init__(self, schema: dict[str, Any], *, trusted: bool = True) -> None:
-        """Raises ConfigError for what is no schema, or, where it is not ``trusted``, more than is
-        taken of strangers."""
+        """Raises ConfigError if ``schema`` is invalid or, unless it is ``trusted``, exceeds the
+        limits for untrusted schemas."""
         import jsonschema
         import referencing
 
@@ -75,42 +77,39 @@ class JsonSchema:
             raise ConfigError(
                 f"the JSON schema is not valid at {where}: {error.message[:500]}"
             ) from None
-        except (
-            RecursionError,
-            OverflowError,
-        ) as error:  # nested too deep; a{99999999999} in a pattern
+        # Nested too deeply, or a{99999999999} in a pattern.
+        except (RecursionError, OverflowError) as error:
             raise ConfigError(
                 f"the JSON schema cannot be read ({type(error).__name__}): make it simpler"
             ) from None
         if "$id" not in json.dumps(schema):
             _check_references(schema, schema)
-        registry = (
-            referencing.Registry()
-        )  # one that fetches nothing: a stranger may give the schema
+        registry = referencing.Registry()  # fetches nothing, because the schema may be untrusted
         self._validator = _counting(kind, trusted)(schema, registry=registry)
 
     def failure(self, value: Any) -> str | None:
-        """What is wrong with ``value``, which is plain JSON; None where it fits. Raises TooLong."""
+        """Return what is wrong with ``value`` (plain JSON), or None if it matches. Raises
+        SchemaCheckTooLong."""
         import jsonschema
         from referencing.exceptions import Unresolvable
 
         budget = _Budget(MAX_STEPS + STEPS_PER_NODE * nodes(value), self._size)
         token = _budget.set(budget)
         try:
-            found = jsonschema.exceptions.best_match(self._validator.iter_errors(value))
+            problem = jsonschema.exceptions.best_match(self._validator.iter_errors(value))
         except (Unresolvable, RecursionError) as error:
             return f"the schema itself cannot be followed ({type(error).__name__})"
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            # a number of more digits than Python writes, or a keyword with a value that its check
-            # did not expect
+            # An integer with too many digits to print, or a keyword whose check did not expect
+            # such a value.
             return f"the value cannot be checked ({error})"
         finally:
             _budget.reset(token)
-        return None if found is None else f"at {found.json_path}: {found.message[:500]}"
+        return None if problem is None else f"at {problem.json_path}: {problem.message[:500]}"
 
 
 def nodes(value: Any) -> int:
-    """How many values there are in ``value``, itself among them; a long text counts as several."""
+    """Number of values in ``value``, including itself; a long text counts as several."""
     count, open_ = 0, [value]
     while open_:
         part = open_.pop()
@@ -155,48 +154,47 @@ def _check_stranger(schema: Any, size: int) -> None:
 
 _pattern = functools.lru_cache(maxsize=256)(RegexPattern)
 
-# --- the counting validator
-# ------------------------------------------------------------------------------------------------
+# --- the counting validator -----------------------------------------------------------------------
 
 
 @functools.cache
 def _counting(kind: Any, trusted: bool) -> Any:
-    """A validator of the dialect of ``kind`` that spends the budget of the check that it is in."""
+    """Return a validator of the same dialect as ``kind`` that spends the budget of the current
+    check."""
     import attrs
     from jsonschema import validators
 
-    own = dict(kind.VALIDATORS)
-    if "uniqueItems" in own:
-        own["uniqueItems"] = _unique_items
+    checks = dict(kind.VALIDATORS)
+    if "uniqueItems" in checks:
+        checks["uniqueItems"] = _unique_items
     if not trusted:
         changed = {
             "pattern": _match,
             "patternProperties": _pattern_properties,
             "additionalProperties": _additional,
         }
-        own |= {name: function for name, function in changed.items() if name in own}
-    is_old = not {"$dynamicRef", "$recursiveRef"} & own.keys()
+        checks |= {name: function for name, function in changed.items() if name in checks}
+    is_old = not {"$dynamicRef", "$recursiveRef"} & checks.keys()
     counting = validators.create(
         meta_schema=kind.META_SCHEMA,
-        validators={name: _counted(name, function) for name, function in own.items()},
+        validators={name: _counted(name, function) for name, function in checks.items()},
         type_checker=kind.TYPE_CHECKER,
         format_checker=kind.FORMAT_CHECKER,
         id_of=kind.ID_OF,
-        applicable_validators=_beside_no_reference if is_old else dict.items,
+        applicable_validators=_ignore_beside_reference if is_old else dict.items,
     )
 
     def evolve(self: Any, **changes: Any) -> Any:
         _budget.get().spend(1)
-        return attrs.evolve(
-            self, **changes
-        )  # jsonschema's own would take a part's $schema, and count no more
+        # The evolve of jsonschema would follow a part's $schema and stop counting.
+        return attrs.evolve(self, **changes)
 
     counting.evolve = evolve
     return counting
 
 
-def _beside_no_reference(schema: dict[str, Any]) -> Any:
-    """Up to draft 7, what stands beside a reference does not count."""
+def _ignore_beside_reference(schema: dict[str, Any]) -> Any:
+    """Up to draft 7, keywords beside a reference are ignored."""
     return [("$ref", schema["$ref"])] if "$ref" in schema else schema.items()
 
 
@@ -213,9 +211,8 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Iterator[
 
 def _cost(name: str, value: Any, instance: Any, budget: _Budget) -> int:
     if name in _REFERENCES and isinstance(value, str):
-        is_pointer = value == "#" or value.startswith(
-            "#/"
-        )  # else the whole schema is looked through for it
+        # Any other reference is searched for in the whole schema.
+        is_pointer = value == "#" or value.startswith("#/")
         return 3 + (len(value) // 20 if is_pointer else budget.schema_nodes)
     if name in ("enum", "const"):
         return budget.size(value)
@@ -228,11 +225,11 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, list | dict) else 0
 
 
-def _unique_items(validator: Any, wanted: Any, instance: Any, _: Any) -> Iterator[Any]:
+def _unique_items(validator: Any, is_required: Any, instance: Any, _: Any) -> Iterator[Any]:
     from jsonschema import ValidationError
 
     if (
-        wanted
+        is_required
         and validator.is_type(instance, "array")
         and len(set(map(_hashable, instance))) < len(instance)
     ):
@@ -240,9 +237,10 @@ def _unique_items(validator: Any, wanted: Any, instance: Any, _: Any) -> Iterato
 
 
 def _hashable(value: Any) -> Any:
-    """Equal where JSON Schema has ``value`` equal: 1 and 1.0 are, 1 and true are not."""
+    """Return a key that is equal if JSON Schema treats the values as equal: 1 and 1.0 are, 1 and
+    true are not."""
     if isinstance(value, dict):
-        return frozenset((name, _hashable(each)) for name, each in value.items())
+        return frozenset((name, _hashable(item)) for name, item in value.items())
     if isinstance(value, list):
         return tuple(map(_hashable, value))
     return (bool, value) if isinstance(value, bool) else value
@@ -265,9 +263,9 @@ def _pattern_properties(
 ) -> Iterator[Any]:
     if validator.is_type(instance, "object"):
         for pattern, schema in patterns.items():
-            for name, each in instance.items():
+            for name, item in instance.items():
                 if _searched(pattern, name):
-                    yield from validator.descend(each, schema, path=name, schema_path=pattern)
+                    yield from validator.descend(item, schema, path=name, schema_path=pattern)
 
 
 def _additional(validator: Any, allowed: Any, instance: Any, schema: Any) -> Iterator[Any]:
@@ -279,7 +277,7 @@ def _additional(validator: Any, allowed: Any, instance: Any, schema: Any) -> Ite
     extras = [
         name
         for name in instance
-        if name not in named and not any(_searched(each, name) for each in patterns)
+        if name not in named and not any(_searched(pattern, name) for pattern in patterns)
     ]
     if isinstance(allowed, dict):
         for name in extras:
@@ -292,12 +290,11 @@ def _additional(validator: Any, allowed: Any, instance: Any, schema: Any) -> Ite
         )
 
 
-# --- references
-# --------------------------------------------------------------------------------------------------------------
+# --- references -----------------------------------------------------------------------------------
 
 
 def _check_references(part: Any, schema: Mapping[str, Any]) -> None:
-    """Every ``$ref`` of ``part`` is to a place in ``schema``."""
+    """Raise ConfigError unless every ``$ref`` of ``part`` points into ``schema``."""
     if isinstance(part, list):
         for item in part:
             _check_references(item, schema)
@@ -313,8 +310,8 @@ def _check_references(part: Any, schema: Mapping[str, Any]) -> None:
 
 
 def _leads(reference: str, schema: Any) -> bool:
-    """Whether ``reference``, such as ``#/$defs/Item``, names a place in ``schema``. Anchors are not
-    looked for."""
+    """True if ``reference``, such as ``#/$defs/Item``, names a place in ``schema``. Anchors are not
+    resolved."""
     place, *path = reference.split("/")
     if place.startswith("#") and (place != "#" or not path):
         return True

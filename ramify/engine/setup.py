@@ -1,4 +1,4 @@
-"""How an ``RLM`` answers, in one piece: what its constructor was given, checked and completed."""
+"""Settings of an ``RLM``: its constructor's arguments, validated and completed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ramify.sandbox.base import SandboxSpec
 
 
 class ContentStore(Protocol):
-    """Large things once, by content (see ``store.blobs``)."""
+    """Stores large values once, by their content hash (see ``store.blobs``)."""
 
     def put(self, data: Any, digest: str | None = None) -> str: ...
 
 
 class RlmSetup(msgspec.Struct, frozen=True):
-    """How an ``RLM`` answers: what its constructor was given."""
+    """Validated settings of an ``RLM``."""
 
     connect: Callable[[LoopResources], RunModels]
     limits: Limits
@@ -34,4 +34,4 @@ class RlmSetup(msgspec.Struct, frozen=True):
     child_tools: ToolSet
     blobs: ContentStore | None
     config: dict[str, Any]
-    """The same as plain data, for the journal."""
+    """The same settings as plain data, for the journal."""

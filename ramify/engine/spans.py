@@ -1,17 +1,17 @@
-"""A run as spans of OpenTelemetry (the extra ``otel``), by its conventions for generative AI.
+"""OpenTelemetry spans of a run (the extra ``otel``), following the conventions for generative AI.
 
-    invoke_agent ramify                     the run                      gen_ai.conversation.id = its id
-    └── invoke_agent 0                      a session: the root's, a child's
-        ├── chat gpt-5-mini                 one request of a turn, from sending to reply; also each plain call
+    invoke_agent ramify                     the run            gen_ai.conversation.id = its id
+    └── invoke_agent 0                      a session: of the root or of a child
+        ├── chat gpt-5-mini                 one request of a turn, from sending to reply
         └── execute_tool python             one cell
-            ├── execute_tool git_log        a tool of the user's
+            ├── execute_tool git_log        a user's tool
             ├── chat gpt-5-nano             llm_query
             └── invoke_agent 0.1            rlm_query
 
-Made from the run's events, like everything else that is shown of it. Texts are left out, unless
-``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` asks for them; of a turn's prompt then what
-is new in it. Nothing is imported here before the program that runs us has set OpenTelemetry up:
-where it has not, this costs one look-up in a dict.
+Spans are built from the run's events. Texts are omitted unless
+``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` asks for them; of a turn's prompt, only the
+new part is then recorded. Nothing is imported until the host program has set up OpenTelemetry. If
+it has not, tracing costs one dictionary lookup.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _PROVIDERS = {
     "vertex_ai": "gcp.vertex_ai",
     "xai": "x_ai",
 }
-"""Our name of a provider -> the conventions', where they differ."""
+"""Our provider name -> the name in the conventions, if they differ."""
 _PARAMETERS = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 _PYTHON = "python"
-"""What a cell is called as a tool."""
+"""Tool name of a cell."""
 
 
 def tracing() -> tuple[Listener, ...]:
-    """A listener for one run or conversation, where this process has a tracer provider that
-    records; else none."""
+    """Return a listener for one run or conversation if this process has a recording tracer
+    provider; otherwise none."""
     api = sys.modules.get(_API)
     if api is None:
         return ()
@@ -74,8 +74,8 @@ def tracing() -> tuple[Listener, ...]:
 
 @contextlib.contextmanager
 def continued(headers: Mapping[str, str]) -> Iterator[None]:
-    """Runs that are begun in this block belong to the trace that ``headers`` name
-    (``traceparent``), if they do."""
+    """Attach runs that start in this block to the trace that ``headers`` name (``traceparent``), if
+    any."""
     if _API not in sys.modules or "traceparent" not in headers:
         yield
         return
@@ -89,26 +89,27 @@ def continued(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 class SpanListener:
-    """Listens to one run, or to the runs of a conversation, one after the other."""
+    """Listens to one run, or to the consecutive runs of a conversation."""
 
     def __init__(self, tracer: Tracer, content: bool | None = None) -> None:
-        """``content``: whether texts are recorded; by default as the environment says."""
-        given = os.environ.get(_CONTENT, "").lower()
+        """``content``: record texts. By default, the environment decides."""
+        setting = os.environ.get(_CONTENT, "").lower()
         self._content = (
-            given in ("true", "span_only", "span_and_event") if content is None else content
+            setting in ("true", "span_only", "span_and_event") if content is None else content
         )
         self._tracer = tracer
         self._zero_ns = 0
-        """Unix time at which the run's clock stood at 0."""
+        """Unix time at which the run's clock was 0."""
         self._run: Span | None = None
-        self._id, self._parameters = "", {}  # type: str, dict[str, Any]
+        self._id = ""
+        self._parameters: dict[str, Any] = {}
         self._calls: dict[str, CallStarted] = {}
         self._sessions: dict[str, Span] = {}
         self._requests: dict[str, Span] = {}
-        """Call -> its request on the wire."""
+        """Call -> its request in flight."""
         self._cells: dict[tuple[str, int, int], Span] = {}
         self._latest: dict[str, float] = {}
-        """Call -> when its last reply came or its last cell ended: when the next cell begins."""
+        """Call -> time of its last reply or cell end, at which the next cell starts."""
 
     def __call__(self, event: AnyEvent) -> None:
         match event:
@@ -133,8 +134,7 @@ class SpanListener:
             case RunEnded():
                 self._end(event)
 
-    # --- the run and its calls
-    # ---------------------------------------------------------------------------------
+    # --- the run and its calls --------------------------------------------------------------------
 
     def _begin(self, event: RunStarted) -> None:
         self._zero_ns = int((event.started_at - event.at_s) * 1e9)
@@ -146,7 +146,8 @@ class SpanListener:
             if sampling.get(name) is not None
         }
         model = next(iter(event.config.get("model") or ()), "")
-        self._run = self._tracer.start_span(  # below what is current where the run was begun
+        # The parent is the span that is current where the run was started.
+        self._run = self._tracer.start_span(
             "invoke_agent ramify",
             start_time=self._ns(event.at_s),
             attributes={
@@ -166,7 +167,7 @@ class SpanListener:
     def _begin_call(self, event: CallStarted) -> None:
         self._calls[event.id], self._latest[event.id] = event, event.at_s
         if event.kind != "rlm":
-            return  # its requests say all of it
+            return  # its request spans contain everything
         self._sessions[event.id] = self._span(
             f"invoke_agent {event.id}",
             self._above(event.parent),
@@ -181,7 +182,7 @@ class SpanListener:
         )
 
     def _end_call(self, event: CallEnded) -> None:
-        if request := self._requests.pop(event.id, None):  # cut off, or failed for good
+        if request := self._requests.pop(event.id, None):  # cut off, or failed permanently
             self._close(request, event.at_s, event.stop)
         for key in [key for key in self._cells if key[0] == event.id]:
             self._close(self._cells.pop(key), event.at_s, event.stop)
@@ -196,20 +197,19 @@ class SpanListener:
         if self._run is not None:
             self._run.set_attributes(_usage(event.usage, event.cost))
             if self._content and event.answer is not None:
-                said = (
+                text = (
                     event.answer
                     if isinstance(event.answer, str)
                     else msgspec.json.encode(event.answer).decode()
                 )
                 self._run.set_attribute(
                     "gen_ai.output.messages",
-                    _messages([Message("assistant", said)], str(event.stop)),
+                    _messages([Message("assistant", text)], str(event.stop)),
                 )
             self._close(self._run, event.at_s, event.stop)
             self._run = None
 
-    # --- requests, cells, tools
-    # --------------------------------------------------------------------------------
+    # --- requests, cells, tools -------------------------------------------------------------------
 
     def _ask(self, event: RequestStarted) -> None:
         if event.call in self._requests or event.call not in self._calls:
@@ -276,11 +276,10 @@ class SpanListener:
         self._cells.pop((event.call, event.turn, event.cell), None)
         self._latest[event.call] = event.at_s
 
-    # --- spans
-    # -------------------------------------------------------------------------------------------------
+    # --- spans ------------------------------------------------------------------------------------
 
     def _above(self, parent: Parent | None) -> Span | None:
-        """The span of the cell that something was done in; begun when that is first heard of."""
+        """Return the span of the parent cell, which starts when it is first referenced."""
         if parent is None:
             return self._run
         key = (parent.call, parent.turn, parent.cell)
@@ -316,7 +315,8 @@ class SpanListener:
         )
 
     def _close(self, span: Span, at_s: float, stop: Stop | None = None) -> None:
-        """``stop``: why it ended, where that is to be said. A limit is no error."""
+        """End ``span``. ``stop`` is recorded as the reason, if given. Reaching a limit is not an
+        error."""
         if stop is not None:
             span.set_attribute("ramify.stop", str(stop))
         if stop in (Stop.ERROR, Stop.CANCELLED):
@@ -331,7 +331,7 @@ class SpanListener:
 
 
 def _model(name: str) -> dict[str, str]:
-    """``"openai:gpt-5-mini@http://…"`` -> provider and model."""
+    """``"openai:gpt-5-mini@http://…"`` -> attributes for provider and model."""
     provider, colon, model = name.partition(":")
     model = model.partition("@http")[0] if colon else provider
     return {
@@ -364,8 +364,8 @@ def _tool_attributes(name: str) -> dict[str, str]:
 
 
 def _messages(messages: Sequence[Message], finish: str = "") -> str:
-    """As the conventions write them: ``[{"role": "user", "parts": [{"type": "text", "content":
-    "…"}]}]``."""
+    """Return messages in the format of the conventions: ``[{"role": "user", "parts": [{"type":
+    "text", "content": "…"}]}]``."""
     written = []
     for message in messages:
         parts: list[dict[str, Any]] = []

@@ -1,8 +1,9 @@
-"""The user's own functions in a session: called there, run here, with the host's rights.
+"""The user's functions in a session: called there, executed here with the permissions of this
+process.
 
-A tool is a function (plain or ``async``) or a value. Plain functions run in a thread of their own,
-so that a slow one, or one that never returns, holds nothing up. What a tool returns must be
-something that the session's codec carries.
+A tool is a function (plain or ``async``) or a value. Each plain function runs in a separate thread,
+so a slow function, or one that never returns, blocks nothing else. A tool's return value must be
+supported by the session's codec.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import keyword
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ramify.engine import observe
 from ramify.engine.user_thread import in_thread
 from ramify.errors import ConfigError, HostCallError
 
 Tools = Mapping[str, Any] | Sequence[Callable[..., Any]]
-"""Functions by name, or a list of functions that have names; other values are bound as they are."""
+"""Functions by name, or a list of named functions. Other values are bound unchanged."""
 
 RESERVED = frozenset(
     {
@@ -50,7 +52,8 @@ def _call(name, args, kwargs):
 
 
 class ToolSet:
-    """Checked tools: functions that the host runs, and values that go over once."""
+    """Validated tools: functions that the host executes, and values that are sent to the session
+    once."""
 
     def __init__(self, tools: Tools | None) -> None:
         named = (
@@ -61,9 +64,9 @@ class ToolSet:
         for name in named:
             if not name.isidentifier() or keyword.iskeyword(name) or name in RESERVED:
                 why = (
-                    "the session has a name like that"
+                    "the session already has this name"
                     if name in RESERVED
-                    else "that is not a Python name"
+                    else "it is not a Python name"
                 )
                 raise ConfigError(f"a tool cannot be called '{name}': {why}")
         self.functions: dict[str, Callable[..., Any]] = {
@@ -78,15 +81,14 @@ class ToolSet:
 
     @property
     def servers(self) -> list[str]:
-        """The MCP servers that functions belong to, as they are recorded; see
-        ``engine/mcp_tools.py``."""
+        """The MCP servers of the functions, in their recorded form; see ``engine/mcp_tools.py``."""
         owners = (getattr(tool, "owner", None) for tool in self.functions.values())
         return [
             *dict.fromkeys(server for owner in owners for server in getattr(owner, "servers", ()))
         ]
 
     def describe(self) -> str:
-        """Lines for the system prompt; empty if there are none."""
+        """Lines for the system prompt; empty if there are no tools."""
         lines = [
             f"- `{name}{_signature(tool)}`: {_summary(tool)}"
             for name, tool in self.functions.items()
@@ -95,7 +97,7 @@ class ToolSet:
         return "\n".join(["Also in the session:", *lines, ""]) if lines else ""
 
     def source(self) -> str:
-        """A module for the session with one function for each tool."""
+        """Source of a module for the session with one function per tool."""
         parts = [
             f"def {name}(*args, **kwargs):\n    "
             f"{(f'{name}{_signature(tool)}: ' + _summary(tool))!r}\n"
@@ -105,11 +107,11 @@ class ToolSet:
         return "\n".join([_CALL, *parts, f"__all__ = {list(self.functions)!r}\n"])
 
     async def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the tool returns. Raises HostCallError with the tool's own exception type and
-        text."""
+        """Return the tool's result. Raises HostCallError with the type and text of the tool's
+        exception."""
         tool = self.functions.get(name)
         if tool is None:
-            raise HostCallError("NameError", f"there is no tool '{name}'")
+            raise HostCallError("NameError", observe.NO_TOOL.format(name=name))
         result, error = await _outcome(tool, args, kwargs)
         if error is not None:
             raise HostCallError(type(error).__name__, f"{name}: {_text_of(error)}") from error
@@ -119,8 +121,8 @@ class ToolSet:
 async def _outcome(
     tool: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """(what the tool returned, what it raised). An error comes back as a value: a future can hold
-    no StopIteration, and a SystemExit in one would end the loop."""
+    """Return (result, exception) of the tool. The exception is returned as a value, because a
+    future cannot hold a StopIteration, and a SystemExit in one would end the loop."""
 
     def run() -> tuple[Any, Any]:
         try:
@@ -147,7 +149,7 @@ async def _outcome(
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as worse:  # noqa: BLE001 -- an exception of the user's own
+    except Exception as worse:  # noqa: BLE001 -- a user-defined exception
         return f"(its text cannot be had: {type(worse).__name__})"
 
 
@@ -161,10 +163,8 @@ def _name_of(tool: Callable[..., Any]) -> str:
 
 
 def _signature(tool: Callable[..., Any]) -> str:
-    for eval_str in (
-        True,
-        False,
-    ):  # annotations as text are shown as what they mean, where that can be found out
+    # Prefer evaluated annotations over their text, if they can be evaluated.
+    for eval_str in (True, False):
         try:
             return str(inspect.signature(tool, eval_str=eval_str))
         except (TypeError, ValueError, NameError, AttributeError, SyntaxError):

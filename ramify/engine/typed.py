@@ -1,8 +1,9 @@
-"""Typed answers: a type or JSON schema in, a check and a schema out.
+"""Typed answers: convert a type or JSON schema into a schema for the model and a check of its
+answer.
 
-``answer_type=`` takes a msgspec ``Struct``, a dataclass, a pydantic model, any type that msgspec
-knows (``list[int]``, ``dict[str, float]``, a ``Literal``), or a JSON schema. The model is shown the
-schema; what it gives is checked, and where it does not fit, the error is shown to it.
+``answer_type=`` accepts a msgspec ``Struct``, a dataclass, a pydantic model, any type that msgspec
+supports (``list[int]``, ``dict[str, float]``, a ``Literal``), or a JSON schema. The model is shown
+the schema. Its answer is checked, and if it does not match, the model is shown the error.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ _FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
 class TypeMismatch(Exception):
-    """A value does not fit its type; ``str()`` says where and why, for the model to read."""
+    """A value does not match its type. ``str()`` gives the place and the reason, for the model to
+    read."""
 
 
 class AnswerType(msgspec.Struct, frozen=True):
-    """A checked type of answer."""
+    """A type of answer with its check."""
 
     schema: dict[str, Any]
-    """What the model is shown."""
+    """Schema that the model is shown."""
     convert: Callable[[Any], Any]
-    """A plain value (dicts, lists, text …) to the typed one. Raises Mismatch."""
+    """Converts a plain value (dicts, lists, text, …) to the typed one. Raises TypeMismatch."""
 
     def read(self, text: str) -> Any:
-        """The typed value that a reply's text holds: all of it, a JSON fence in it, or the text
-        itself for a string."""
+        """Return the typed value in a reply's text: the whole text, a JSON fence in it, or the text
+        itself if a string is expected."""
         try:
             value = parse_json(text)
         except TypeMismatch:
@@ -47,9 +49,9 @@ class AnswerType(msgspec.Struct, frozen=True):
         return self.convert(value)
 
     def literal(self, text: str) -> Any:
-        """What ``FINAL(text)`` means, unconverted: a Python literal, JSON or the text, whichever
-        fits first. Where none fits, the first that can be read, so that its mismatch can be
-        shown."""
+        """Return the unconverted value of ``FINAL(text)``: a Python literal, JSON or the text,
+        whichever matches first. If none matches, return the first that can be parsed, so that its
+        mismatch can be shown."""
         readings: list[Callable[[str], Any]] = [ast.literal_eval, json.loads, str]
         values = []
         for reading in readings:
@@ -63,20 +65,20 @@ class AnswerType(msgspec.Struct, frozen=True):
 
     @property
     def enforced(self) -> dict[str, Any] | None:
-        """The schema that a provider may hold a plain reply to, if any."""
+        """Schema that a provider may enforce for a plain reply, if any."""
         return self.schema
 
     def instruction(self) -> str:
         return f"The answer must be a value of this JSON schema:\n{json.dumps(self.schema)}"
 
     def alone(self) -> str:
-        """``instruction`` for a reply that is nothing but the answer."""
+        """``instruction`` for a reply that contains only the answer."""
         return f"{self.instruction()} Reply with the JSON value alone."
 
 
 def answer_type(kind: Any, *, trusted: bool = True) -> AnswerType | None:
-    """The check for ``kind``. Raises ConfigError for what is neither a type nor a valid JSON
-    schema, and for what ``schema.py`` does not take of strangers where it is not ``trusted``."""
+    """Return the check for ``kind``. Raises ConfigError if it is neither a type nor a valid JSON
+    schema, or, unless it is ``trusted``, if it exceeds the limits of ``schema.py``."""
     if kind is None or isinstance(kind, AnswerType):
         return kind
     if isinstance(kind, Mapping):
@@ -99,7 +101,7 @@ def answer_type(kind: Any, *, trusted: bool = True) -> AnswerType | None:
 
 
 def parse_json(text: str) -> Any:
-    """The JSON value in a model's reply, in a fence or bare."""
+    """Return the JSON value in a model's reply, in a fence or bare."""
     fences = _FENCED.findall(text)
     bare = text[min((i for i in (text.find("{"), text.find("[")) if i >= 0), default=0) :].strip()
     error: Exception
@@ -110,7 +112,7 @@ def parse_json(text: str) -> Any:
     ):
         try:
             return json.loads(candidate)
-        except (ValueError, RecursionError) as failure:  # a thousand brackets, too
+        except (ValueError, RecursionError) as failure:  # RecursionError: very deep nesting
             error = failure
     raise TypeMismatch(f"the reply is not JSON ({error})")
 
@@ -152,7 +154,7 @@ def _is_pydantic(kind: Any) -> bool:
 
 
 def _parts(kind: Any) -> Iterator[Any]:
-    """The types that ``kind`` is made of: ``list[A | None]`` of A and None."""
+    """Yield the types that ``kind`` consists of: A and None for ``list[A | None]``."""
     for part in typing.get_args(kind):
         yield part
         yield from _parts(part)
@@ -165,7 +167,7 @@ def _pydantic(validate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         except ValueError as error:  # pydantic's ValidationError is one
             raise TypeMismatch(str(error)[:1000]) from None
         except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise _unchecked(error) from None  # a validator that did not expect such a value
+            raise _unchecked(error) from None  # a validator that does not expect such a value
 
     return convert
 
@@ -175,11 +177,10 @@ def _unchecked(error: Exception) -> TypeMismatch:
 
 
 def _writable(plain: Any) -> Any:
-    """``plain``, if a reader of JSON can have it back: an integer of thousands of digits has no
-    such form."""
+    """Return ``plain`` if JSON can represent it; an integer with thousands of digits cannot be."""
     try:
         msgspec.json.decode(msgspec.json.encode(plain))
-    except UnicodeEncodeError:  # half a surrogate pair: a journal writes its escape
+    except UnicodeEncodeError:  # a lone surrogate, which a journal writes as an escape
         pass
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise _unchecked(error) from None
@@ -187,7 +188,8 @@ def _writable(plain: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON would have it: tuples and sets as lists, other keys than text as text."""
+    """Return ``value`` in JSON form: tuples and sets become lists, and keys that are not text
+    become text."""
     try:
         return msgspec.to_builtins(value, str_keys=True)
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
@@ -197,8 +199,8 @@ def _plain(value: Any) -> Any:
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """msgspec puts a Struct behind a ``$ref`` at the top; providers want the object itself
-    there."""
+    """Move a top-level ``$ref``, which msgspec writes for a Struct, into the schema itself, because
+    providers require an object there."""
     name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
     definitions = dict(schema.get("$defs", {}))
     if not name or name not in definitions or f"#/$defs/{name}" in json.dumps(definitions):

@@ -1,6 +1,8 @@
-"""A user's function in a thread of its own, which nobody waits for at the end: one that never
-returns must hold up no more than whoever called it, neither the threads that the event loop shares
-nor the end of the process."""
+"""Run a user's function in a separate thread that is never joined.
+
+A function that never returns then blocks only its caller, not the event loop's thread pool or the
+end of the process.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from typing import Any
 
 
 async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
-    """``work(*args)``. Given up where the wait is cancelled; the thread then ends by itself, or
-    never."""
+    """Return ``work(*args)``. If the wait is cancelled, the result is discarded and the thread is
+    left to end by itself."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -32,9 +34,9 @@ async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
         value, error = None, None
         try:
             value = context.run(work, *args)
-        except BaseException as raised:  # noqa: BLE001 -- raised again where it is waited for
+        except BaseException as raised:  # noqa: BLE001 -- raised again by the waiting caller
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller is waiting
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(

@@ -87,7 +87,7 @@ def make_shell() -> CellShell:
     folder = os.path.join(os.path.dirname(os.environ["HOME"]), "ipython")
     config = Config()
     config.HistoryManager.enabled = False
-    shell: CellShell = CellShell.instance(
+    shell: Shell = Shell.instance(
         config=config, user_module=notebook.module, user_ns=notebook.namespace, ipython_dir=folder
     )
     shell.loop_runner = notebook.complete

@@ -1,4 +1,4 @@
-"""The data that flows through Ramify: no I/O, no behaviour beyond views."""
+"""Data types that flow through Ramify. They do no I/O and have no behavior beyond views."""
 
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
 from ramify.types.sequence import Batch, Segment, TokenSequence

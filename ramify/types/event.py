@@ -1,13 +1,14 @@
-"""What happens in a run, as a stream of small facts: the one source of journal, live views and
-trajectory.
+"""Events of a run: the single source of the journal, live views and the trajectory.
 
-The engine emits each event before it acts on it. ``TrajectoryFold`` turns the stream, whole or cut
-off anywhere, into the ``Trajectory``; the engine uses the same fold in memory that the store uses
-on a file.
+The engine emits each event before it acts on it. ``TrajectoryFold`` turns the stream, complete or
+truncated anywhere, into a ``Trajectory``. The engine uses this fold in memory, and the store uses
+it on a file.
 
-    RunStarted  (CallStarted (Requested (Attempted* Replied CellRan*)* CallEnded))*  RunEnded
-                 of one call, in this order; calls of one run interleave
-    Scored*      at any time, also long after the end
+    run   RunStarted  call*  RunEnded       calls of one run interleave
+    call  CallStarted  turn*  CallEnded
+    turn  RequestStarted  AttemptFailed*  ReplyReceived  CellRan*
+
+``ScoreAdded`` may occur at any time, also long after the end.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from ramify.types.trajectory import (
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag_field="type"):
-    """Common to all events."""
+    """Fields that all events share."""
 
     at_s: float = 0.0
-    """Seconds since the run began."""
+    """Seconds since the run started."""
 
 
 class RunStarted(Event, frozen=True, tag="RunStarted"):
@@ -45,12 +46,12 @@ class RunStarted(Event, frozen=True, tag="RunStarted"):
     started_at: float
     """Unix time."""
     schema_version: int = msgspec.field(default_factory=lambda: SCHEMA_VERSION)
-    """Always written, although it is the default: a later version must be able to tell."""
+    """Always written, although it is the default, so that later versions can tell formats apart."""
     task: str = ""
     context: ContextRef | None = None
     config: dict[str, Any] = {}
-    """Models, limits, scaffold and sandbox as given: what a resume needs to go on in the same way.
-    Never a key."""
+    """Models, limits, scaffold and sandbox as configured. A resumed run uses them to continue in
+    the same way. Never contains a key."""
 
 
 class CallStarted(Event, frozen=True, tag="CallStarted"):
@@ -72,9 +73,10 @@ class RequestStarted(Event, frozen=True, tag="Requested"):
     reused: int
     prompt: tuple[Message, ...]
     prompt_hash: str
-    """Of model, whole prompt and sampling: what makes two requests the same."""
+    """Hash of the model, the full prompt and the sampling settings. Requests with the same hash are
+    the same request."""
     last_word: Stop | None = None
-    """The limit at which this request asks for the answer with what there is."""
+    """Limit at which this request asks the model to answer with what it has."""
 
 
 class AttemptFailed(Event, frozen=True, tag="Attempted"):
@@ -84,21 +86,21 @@ class AttemptFailed(Event, frozen=True, tag="Attempted"):
     turn: int
     error: str
     usage: Usage = Usage()
-    """An upper bound, with ``unknown_calls`` set, where the attempt may have been paid."""
+    """Upper bound, with ``unknown_calls`` set, if the attempt may have been billed."""
     cost: float | None = None
 
 
 class ReplyReceived(Event, frozen=True, tag="Replied"):
-    """A reply arrived. Once this is in the journal it is never paid for again."""
+    """A reply arrived. Once this is in the journal, the reply is never paid for again."""
 
     call: str
     turn: int
     reply: Reply
     cached: bool = False
-    """The reply came from a recorded run or the call cache, and was not paid now."""
+    """True if the reply came from a recorded run or the call cache and cost nothing now."""
     reused_ids: int = 0
-    """Ids of the call's path so far that the prompt begins with; ``reply.prompt_ids`` are those
-    after."""
+    """Ids at the start of the prompt that belong to the call's path so far. ``reply.prompt_ids``
+    holds the ids after them."""
 
 
 class CellRan(Event, frozen=True, tag="CellRan"):
@@ -115,18 +117,18 @@ class ToolAnswered(Event, frozen=True, tag="ToolAnswered"):
     turn: int
     cell: int
     ordinal: int
-    """Of tool calls within the cell."""
+    """Index of this tool call within the cell."""
     name: str
     arguments_hash: str
     result: Any = None
-    """Encoded by the session's codec."""
+    """Result, encoded by the session's codec."""
     error: str | None = None
     seconds: float = 0.0
-    """How long it took."""
+    """Duration of the tool call."""
 
 
 class NoteAdded(Event, frozen=True, tag="Noted"):
-    """Something worth telling a person: a retry, a compaction, a deferred answer."""
+    """Something a reader should know: a retry, a compaction or a deferred answer."""
 
     call: str
     text: str
@@ -146,28 +148,30 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
     usage: Usage = Usage()
     cost: float | None = None
     answered_by: str = ""
-    """The branch whose answer was chosen; empty where there was nothing to choose."""
+    """Call id of the branch whose answer was chosen; empty if there was only one answer."""
 
 
 class ScoreAdded(Event, frozen=True, tag="Scored"):
-    """What a run, a call or a turn is worth to somebody. What is scored twice has its later number.
-    ``at_s`` may be long after the end, and says nothing of how long the run took."""
+    """Scores of a run, a call or a turn. A later score replaces an earlier one of the same name.
+
+    ``at_s`` may be long after the run ended and does not extend the run's duration.
+    """
 
     by: str
-    """Who scored: ``task``, or the name of a signal or judge."""
+    """Scorer: ``task``, or the name of a signal or judge."""
     call: str = ""
-    """What was scored; empty for the whole run."""
+    """Id of the scored call; empty for the whole run."""
     turn: int = -1
-    """Index in ``Call.turns``; -1 for the whole call."""
+    """Index in ``Call.turns`` of the scored turn; -1 for the whole call."""
     rewards: dict[str, float] = {}
-    """Reward name -> reward, of the run or of a whole call: what training learns from and a listing
-    shows."""
+    """Reward name -> reward, of the run or of a whole call. Training learns from these, and
+    listings show them."""
     values: dict[str, float] = {}
-    """Any other number by name; those of the whole run by its task are its ``metrics``."""
+    """Other numbers by name. The task's values for the whole run become the run's ``metrics``."""
     tokens: dict[str, list[float]] = {}
-    """Name -> a number for each token that the turn's reply sampled."""
+    """Name -> one number for each token that the turn's reply sampled."""
     text: str = ""
-    """One short text, as a hint, or the reason."""
+    """A short text, such as a hint or a reason."""
 
 
 AnyEvent = (
@@ -184,20 +188,21 @@ AnyEvent = (
     | ScoreAdded
 )
 TASK = "task"
-"""Who scored, where the task did."""
+"""Scorer name of scores that the task gave."""
 
 
 class TrajectoryFold:
-    """Events in, ``trajectory`` out; valid after every event, also of a run that was cut off.
+    """Folds events into ``trajectory``, which is valid after every event, also if the run was cut
+    off.
 
-    A conversation is a second ``RunStarted`` … ``RunEnded`` in the same stream: its call ids go on
-    counting.
+    A conversation is a second ``RunStarted`` … ``RunEnded`` in the same stream. Its call ids
+    continue the numbering.
     """
 
     def __init__(self) -> None:
         self.trajectory = Trajectory(id="", question="")
         self._calls: dict[str, Call] = {}
-        self._asked: dict[str, RequestStarted] = {}
+        self._requests: dict[str, RequestStarted] = {}
 
     def apply(self, event: AnyEvent) -> None:
         match event:
@@ -216,7 +221,7 @@ class TrajectoryFold:
                 self._calls[event.id] = call
                 self.trajectory.calls.append(call)
             case RequestStarted():
-                self._asked[event.call] = event
+                self._requests[event.call] = event
             case AttemptFailed():
                 self._charge(self._calls[event.call], event.usage, event.cost)
                 self.trajectory.errors.append(
@@ -224,8 +229,10 @@ class TrajectoryFold:
                 )
             case ReplyReceived():
                 call = self._calls[event.call]
-                asked = self._asked.pop(event.call)
-                turn = Turn(asked.reused, asked.prompt, event.reply, reused_ids=event.reused_ids)
+                request = self._requests.pop(event.call)
+                turn = Turn(
+                    request.reused, request.prompt, event.reply, reused_ids=event.reused_ids
+                )
                 self._compare_ids(call, turn)
                 call.turns.append(turn)
                 self._charge(call, event.reply.usage, event.reply.cost)
@@ -257,19 +264,20 @@ class TrajectoryFold:
                 self.trajectory.stop, self.trajectory.answer = event.stop, event.answer
                 self.trajectory.answered_by = event.answered_by
                 self.trajectory.seconds = event.at_s
+                # The cost is 0, not None, if the model has a price but no request was sent.
                 if self.trajectory.cost is None:
-                    self.trajectory.cost = (
-                        event.cost
-                    )  # 0 where there is a price and nothing was asked
+                    self.trajectory.cost = event.cost
             case ScoreAdded():
                 note_score(self.trajectory, event)
             case _:
                 pass
 
     def _compare_ids(self, call: Call, turn: Turn) -> None:
-        """Count a turn whose prompt does not begin with all ids of the turns before, which a
-        trainer must split or refuse. Where its messages do begin with all of theirs, the client
-        made ids of old text again: an error."""
+        """Count a turn whose prompt does not start with all ids of the previous turns.
+
+        A trainer must split or reject such a turn. If its messages do start with all previous
+        messages, the client tokenized old text again, which is recorded as an error.
+        """
         before = self._turn_before(call)
         if before is None or before.num_ids is None or turn.reply.prompt_ids is None:
             return
@@ -280,8 +288,8 @@ class TrajectoryFold:
             self._count("retokenised_turns")
             self.trajectory.errors.append(
                 f"call {call.id}, turn {len(call.turns)}: its prompt keeps {turn.reused_ids} of "
-                f"the {before.num_ids} ids of "
-                "the turns before, although it keeps their text: the client tokenised it anew"
+                f"the {before.num_ids} ids of the previous turns although it keeps their text: "
+                "the client tokenized that text again"
             )
 
     def _turn_before(self, call: Call) -> Turn | None:
@@ -304,7 +312,7 @@ class TrajectoryFold:
 
 
 def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:
-    """Put into ``trajectory`` what ``event`` says."""
+    """Add the scores of ``event`` to ``trajectory``."""
     if event.rewards and event.turn < 0:
         rewards = (
             trajectory.call_rewards.setdefault(event.call, {}) if event.call else trajectory.rewards
@@ -321,23 +329,22 @@ def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:
 
 
 def scores_of(trajectory: Trajectory, at_s: float) -> list[ScoreAdded]:
-    """The rewards, metrics and marks of ``trajectory`` as the events that give them, for a
-    journal."""
+    """Return the rewards, metrics and marks of ``trajectory`` as events for a journal."""
     calls = [
-        ScoreAdded(at_s=at_s, by=TASK, call=id, rewards=given)
-        for id, given in trajectory.call_rewards.items()
+        ScoreAdded(at_s=at_s, by=TASK, call=id, rewards=rewards)
+        for id, rewards in trajectory.call_rewards.items()
     ]
     marks = [
         ScoreAdded(
             at_s=at_s,
-            by=each.by,
-            call=each.call,
-            turn=each.turn,
-            values=each.values,
-            tokens=each.tokens,
-            text=each.text,
+            by=mark.by,
+            call=mark.call,
+            turn=mark.turn,
+            values=mark.values,
+            tokens=mark.tokens,
+            text=mark.text,
         )
-        for each in trajectory.marks
+        for mark in trajectory.marks
     ]
-    whole = ScoreAdded(at_s=at_s, by=TASK, rewards=trajectory.rewards, values=trajectory.metrics)
-    return [*([whole] if whole.rewards or whole.values else ()), *calls, *marks]
+    run = ScoreAdded(at_s=at_s, by=TASK, rewards=trajectory.rewards, values=trajectory.metrics)
+    return [*([run] if run.rewards or run.values else ()), *calls, *marks]

@@ -1,6 +1,6 @@
-"""What is said to a model and what comes back, whatever the provider's wire looks like.
+"""Messages sent to a model and the replies that come back, independent of the provider's format.
 
-Clients translate; nothing above them knows a provider's field names.
+Clients translate; no layer above them knows a provider's field names.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ Finish = Literal["stop", "length", "tool_calls", "content_filter", "other"]
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One native tool call that a model asked for."""
+    """One native tool call that a model requested."""
 
     id: str
     name: str
     arguments: str
-    """The arguments as the JSON text that the model wrote; it may not parse."""
+    """Arguments as the JSON text that the model wrote. It may be invalid JSON."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -28,20 +28,19 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     role: Role
     content: str = ""
     reasoning: str | None = None
-    """What a reasoning model thought aloud, where the provider returns it."""
+    """Reasoning text of a reasoning model, if the provider returns it."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
-    """For ``role="tool"``: the call that this message answers."""
+    """For ``role="tool"``: id of the tool call that this message answers."""
 
 
 def encodable(text: str) -> str:
-    """``text`` as it can be sent and written: half a surrogate pair, which UTF-8 cannot hold,
-    becomes its escape."""
+    """Return ``text`` in a form that UTF-8 can hold: lone surrogates become escapes."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def sendable(message: Message) -> Message:
-    """``message`` with all its texts ``encodable``."""
+    """Return ``message`` with ``encodable`` applied to all its texts."""
     calls = tuple(
         ToolCall(encodable(call.id), encodable(call.name), encodable(call.arguments))
         for call in message.tool_calls
@@ -51,21 +50,20 @@ def sendable(message: Message) -> Message:
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Tokens as the server counted them. Adds with ``+``."""
+    """Token counts as reported by the server. Supports ``+``."""
 
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
-    """The part of ``input_tokens`` that the provider read from its prompt cache."""
+    """Part of ``input_tokens`` that the provider read from its prompt cache."""
     reasoning_tokens: int = 0
-    """The part of ``output_tokens`` that was thinking."""
+    """Part of ``output_tokens`` that was reasoning."""
     calls: int = 0
-    """Requests that were paid for, or may have been."""
+    """Requests that were billed, or may have been."""
     unknown_calls: int = 0
-    """The part of ``calls`` whose tokens are an upper bound, since no usage came back."""
+    """Part of ``calls`` whose tokens are an upper bound because the server reported no usage."""
     cache_write_tokens: int = 0
-    """The part of ``input_tokens`` that the provider stored in its prompt cache and charges for as
-    such."""
+    """Part of ``input_tokens`` that the provider wrote to its prompt cache and bills as such."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -92,30 +90,30 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What any client returns for one request."""
+    """The reply to one request, as every client returns it."""
 
     message: Message
     usage: Usage = Usage()
     finish: Finish = "stop"
     model: str = ""
-    """The model's name as the server gave it."""
+    """Name of the model as the server reported it."""
     cost: float | None = None
-    """Dollars, or None where the model has no price."""
+    """Dollars; None if the model has no price."""
     seconds: float = 0.0
-    """Time on the wire."""
+    """Duration of the request."""
     prompt_ids: tuple[int, ...] | None = None
-    """Token ids of the whole prompt, where the server returns them; in a tree and a journal those
-    after the ``reused_ids`` of the turn."""
+    """Token ids of the whole prompt, if the server returns them. In a trajectory and a journal,
+    only the ids after the turn's ``reused_ids``."""
     token_ids: tuple[int, ...] | None = None
-    """Token ids that were sampled, the one that ended the reply included."""
+    """Sampled token ids, including the one that ended the reply."""
     logprobs: tuple[float, ...] | None = None
-    """Log-probability of each sampled token, under the distribution that it was drawn from."""
+    """Log-probability of each sampled token under the distribution that it was drawn from."""
     versions: tuple[VersionSpan, ...] | None = None
     kept: tuple[tuple[int, ...], ...] | None = None
-    """For each sampled token the ids that top-p and top-k left to draw from: with them a trainer
-    renormalises as the sampler did. None where nothing was cut off."""
+    """For each sampled token, the ids that top-p and top-k left to draw from. A trainer uses them
+    to renormalize as the sampler did. None if nothing was excluded."""
     filter: str = ""
-    """What stopped the reply, as the server named it, if ``finish`` is ``content_filter``:
+    """Reason the reply was stopped, as the server named it, if ``finish`` is ``content_filter``:
     ``SAFETY``, ``refusal``."""
 
     def __post_init__(self) -> None:

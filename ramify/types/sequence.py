@@ -1,17 +1,18 @@
-"""What a trainer sees: token sequences with per-token streams, and the packed batch of them.
+"""Training data: token sequences with per-token streams, and the packed batch of them.
 
-    Sequence   one path, a number per token              Batch   a forest; shared prefixes stand once
-    ids        1 2 3 7 8                                 token_ids  1 2 3 7 8 9      segments  [0,3) [3,5)<0 [5,6)<0
-    mask       . . . x x                                 sources    2 3 2            what predicts each entry
-    rl         . . . w w                                 targets    7 8 9            what is predicted
+    TokenSequence: one path             Batch: a forest; shared prefixes are stored once
+    token_ids   1 2 3 7 8               token_ids  1 2 3 7 8 9
+    mask        . . . x x               segments   [0,3) [3,5)<0 [5,6)<0
+    rl          . . . w w               sources    2 3 2          index that predicts each entry
+                                        targets    7 8 9          id that is predicted
 
-A batch has an *entry* for each token that carries loss: the token whose hidden state predicts it,
-its id, and its streams. Two sequences that share tokens share their hidden states and keep an entry
-each, with its own advantage and weight.
+A batch has one *entry* for each token that carries loss: the index of the token whose hidden state
+predicts it, its id, and its streams. Two sequences that share tokens share their hidden states.
+Each keeps its own entry with its own advantage and weight.
 
-Arrays are numpy's, made elsewhere: this floor only measures their length, so that it needs no
-tensor library. Legend: T tokens of a sequence or batch, E entries, k teacher tokens per position, S
-segments, M ids in all kept sets.
+Arrays are numpy arrays that are created elsewhere. This module only checks their lengths, so it
+needs no tensor library. Legend: T tokens of a sequence or batch, E entries, k teacher tokens per
+position, S segments, M ids in all kept sets.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
     Floats = npt.NDArray[np.float32]
     Bools = npt.NDArray[np.bool_]
-else:  # numpy comes with the trainer only
+else:  # numpy is installed only with the trainer
     Ints = Floats = Bools = Any
 
 
 class SamplingSupport(msgspec.Struct):
-    """Which ids the sampler could have drawn, token by token, where top-p or top-k cut the
+    """Ids that the sampler could have drawn at each token if top-p or top-k truncated the
     vocabulary."""
 
     offsets: Ints
-    """[T + 1] token t was drawn from ``ids[offsets[t] : offsets[t + 1]]``; from the whole
-    vocabulary where that is empty."""
+    """[T + 1] token t was drawn from ``ids[offsets[t] : offsets[t + 1]]``; an empty slice means the
+    whole vocabulary."""
     ids: Ints
     """[M]"""
 
@@ -49,30 +50,29 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
     token_ids: Ints
     """[T]"""
     mask: Bools
-    """[T] whether the token was sampled by the policy."""
+    """[T] True if the policy sampled the token."""
     sampler_logprobs: Floats
     """[T] log-probability at sampling time, under the distribution that the token was drawn from; 0
-    where given."""
+    for prompt tokens."""
     advantages: Floats
     """[T]"""
     rl: Floats
-    """[T] weight of the policy-gradient component."""
+    """[T] weight of the policy-gradient loss."""
     ce: Floats | None = None
-    """[T] weight of the cross-entropy component; None for none."""
+    """[T] weight of the cross-entropy loss; None for no such loss."""
     kd: Floats | None = None
-    """[T] weight of the distillation component; None for none."""
+    """[T] weight of the distillation loss; None for no such loss."""
     versions: Ints | None = None
-    """[T] policy version that sampled the token, -1 where it was given; None if unknown."""
+    """[T] policy version that sampled the token, -1 for prompt tokens; None if unknown."""
     streams: dict[str, Floats] = msgspec.field(default_factory=dict)
-    """Further named streams, each [T] or [T, k]: old and reference logprobs, values, teacher
-    top-k."""
+    """Further named streams, each [T] or [T, k]: old and reference logprobs, values, teacher top-k.
+    """
     kept: SamplingSupport | None = None
-    """None where every token was drawn from the whole vocabulary."""
+    """None if every token was drawn from the whole vocabulary."""
     temperature: float = 1.0
-    """That the tokens were sampled at; logits are divided by it before log-probabilities are
-    compared."""
+    """Sampling temperature. Logits are divided by it before log-probabilities are compared."""
     name: str = ""
-    """For errors: ``7c1f/call=0.3``."""
+    """Name for error messages: ``7c1f/call=0.3``."""
 
     def __post_init__(self) -> None:
         streams: dict[str, Sized] = {"mask": self.mask, "sampler_logprobs": self.sampler_logprobs}
@@ -88,8 +88,8 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
         if self.kept is not None and len(self.kept.offsets) != len(self.token_ids) + 1:
             raise ValueError(
                 f"sequence {self.name} of {len(self.token_ids)} tokens has "
-                f"{len(self.kept.offsets)} offsets of kept "
-                "sets, not one per token and one for the end"
+                f"{len(self.kept.offsets)} offsets of kept sets: there must be one per token "
+                "and one for the end"
             )
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Tokens ``[start, end)`` of a batch that attend to themselves, causally, and to their
+    """Tokens ``[start, end)`` of a batch. They attend causally to themselves and to their
     ancestors."""
 
     start: int
@@ -107,31 +107,33 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, eq=False, kw_only=True):
-    """A packed forest: shared prefixes stand once. The last stop before the device."""
+    """A packed forest in which shared prefixes are stored once, ready for the device."""
 
     token_ids: Ints
     """[T]"""
     positions: Ints
     """[T] depth of the token in its path, from 0."""
     segments: list[Segment]
-    """[S] each directly before its descendants (preorder); together they cover [0, T) in order."""
+    """[S] in preorder: each directly before its descendants. Together they cover [0, T) in order.
+    """
     sources: Ints
-    """[E] index of the token after which the entry's token comes: its hidden state predicts it."""
+    """[E] index of the token before the entry's token; its hidden state predicts the entry."""
     targets: Ints
     """[E] id of the entry's token."""
     streams: dict[str, Floats]
     """Each [E] or [E, k]: ``sampler_logprobs``, ``advantages``, ``rl``, ``ce``, ``kd``,
     ``temperature`` and the named streams of the sequences."""
     denominators: dict[str, float]
-    """Loss component -> what its weighted sum is divided by, over every batch of the step."""
+    """Loss component -> divisor of its weighted sum, over all batches of the step."""
     sequences: dict[int, str]
-    """Index, in the list that was packed, of each sequence with entries here -> its name."""
+    """Index of each sequence with entries here, in the list that was packed -> its name."""
     owners: Ints
-    """[E, 2] index of the sequence that the entry belongs to, and which of its tokens it is."""
+    """[E, 2] index of the sequence that the entry belongs to, and index of its token in that
+    sequence."""
     versions: Ints | None = None
     """[E] policy version that sampled the entry's token; None if unknown."""
     kept: SamplingSupport | None = None
-    """Of the entries: its offsets are [E + 1]."""
+    """Sampling support of the entries; its offsets are [E + 1]."""
 
     def __post_init__(self) -> None:
         num_tokens, num_entries = len(self.token_ids), len(self.sources)
@@ -147,23 +149,22 @@ class Batch(msgspec.Struct, eq=False, kw_only=True):
 
 
 def check_segments(segments: list[Segment], num_tokens: int) -> None:
-    """ValueError where ``segments`` do not cover the tokens in preorder."""
+    """Raise ValueError if ``segments`` do not cover the tokens in preorder."""
     end = 0
-    open_ones: list[int] = []
+    ancestors: list[int] = []
     for index, segment in enumerate(segments):
-        while open_ones and open_ones[-1] != segment.parent:
-            open_ones.pop()
+        while ancestors and ancestors[-1] != segment.parent:
+            ancestors.pop()
         if (
             segment.start != end
             or segment.end < segment.start
-            or (segment.parent != -1 and not open_ones)
+            or (segment.parent != -1 and not ancestors)
         ):
             raise ValueError(
-                f"segment {index} {segment} does not follow token {end}, or does not stand among "
-                "the descendants of "
-                "its parent"
+                f"segment {index} {segment} does not start at token {end}, or is not among the "
+                "descendants of its parent"
             )
-        open_ones.append(index)
+        ancestors.append(index)
         end = segment.end
     if end != num_tokens:
         raise ValueError(f"segments cover {end} of {num_tokens} tokens")
@@ -173,5 +174,6 @@ def _check_lengths(what: str, unit: str, length: int, streams: dict[str, Any]) -
     for name, values in streams.items():
         if len(values) != length:
             raise ValueError(
-                f"{what} of {length} {unit} has {len(values)} entries in '{name}', not one for each"
+                f"{what} of {length} {unit} has {len(values)} entries in '{name}': there must be "
+                "one for each"
             )

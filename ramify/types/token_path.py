@@ -1,12 +1,11 @@
-"""A call as one sequence of token ids: what the model was given and what it sampled, exactly as it
-was.
+"""A call as one sequence of token ids: exactly the prompt and sampled ids that the model processed.
 
-The tree stores each id once: a turn holds what its prompt adds to the path so far, and the ids that
-were sampled. Here they are put together again:
+The tree stores each id once: a turn holds the ids that its prompt adds to the path so far, and the
+ids that were sampled. This module reassembles them:
 
-    turn 0   prompt_ids 1 2 3      token_ids 7 8           reused_ids 0     path  1 2 3 7 8
-    turn 1   prompt_ids 4          token_ids 9             reused_ids 5     path  1 2 3 7 8 4 9
-    turn 2   prompt_ids 5          token_ids 6             reused_ids 3     path  1 2 3 5 6      (does not extend it)
+    turn 0   prompt_ids 1 2 3   token_ids 7 8   reused_ids 0   path  1 2 3 7 8
+    turn 1   prompt_ids 4       token_ids 9     reused_ids 5   path  1 2 3 7 8 4 9
+    turn 2   prompt_ids 5       token_ids 6     reused_ids 3   path  1 2 3 5 6   (not an extension)
 
 Legend: T tokens of a path.
 """
@@ -31,30 +30,30 @@ class TokenSpan(msgspec.Struct, frozen=True):
 
 
 class TokenPath(msgspec.Struct, frozen=True):
-    """One row of tokens, from the first that the model was given to the last that it sampled."""
+    """One sequence of tokens, from the first prompt token to the last sampled token."""
 
     ids: tuple[int, ...]
     """[T]"""
     sampled: tuple[bool, ...]
-    """[T] whether the model sampled the token; otherwise it was given."""
+    """[T] True if the model sampled the token; False for prompt tokens."""
     logprobs: tuple[float, ...] | None
-    """[T] log-probability at sampling time, 0 where given; None where some reply came without."""
+    """[T] log-probability at sampling time, 0 for prompt tokens; None if some reply had none."""
     versions: tuple[int, ...]
-    """[T] policy version that sampled the token; -1 where it was given or the version is not
-    known."""
+    """[T] policy version that sampled the token; -1 for prompt tokens and unknown versions."""
     spans: tuple[TokenSpan, ...]
-    """The sampled stretches, in order: whose they are. Paths of one tree share some of them."""
+    """Sampled spans in order, each with the turn that sampled it. Paths of one tree may share
+    spans."""
     kept: tuple[tuple[int, ...], ...] | None = None
-    """[T] what top-p and top-k left to draw the token from, empty for everything; None where no
-    reply says."""
+    """[T] ids that top-p and top-k left to draw the token from; empty for the whole vocabulary.
+    None if no reply reports them."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 class TokenPathBuilder:
-    """Turns in, in order; the path up to the last of them out. Takes time linear in the ids that
-    the turns store."""
+    """Builds the path up to the last turn that was added. Takes time linear in the ids stored in
+    the turns."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []
@@ -64,12 +63,12 @@ class TokenPathBuilder:
         self._kept: list[tuple[tuple[int, ...], ...] | None] = []
 
     def is_extended_by(self, turn: Turn) -> bool:
-        """Whether the path with ``turn`` begins with the whole path without it."""
+        """True if the path with ``turn`` starts with the whole current path."""
         return turn.num_ids is not None and turn.reused_ids == len(self._ids)
 
     def add(self, call: str, index: int, turn: Turn) -> None:
-        """``turn`` is number ``index`` of ``call``. One without ids makes the path unknown, up to
-        the next that has."""
+        """Add ``turn``, which is number ``index`` of ``call``. A turn without ids makes the path
+        unknown until the next turn that has them."""
         reply = turn.reply
         if reply.prompt_ids is None or reply.token_ids is None:
             self._cut(0)
@@ -86,7 +85,7 @@ class TokenPathBuilder:
         self._versions.append(versions)
 
     def built(self) -> TokenPath | None:
-        """The path so far; None where it is not known."""
+        """Return the path so far, or None if it is unknown."""
         if not self._ids:
             return None
         length = len(self._ids)
@@ -98,8 +97,8 @@ class TokenPathBuilder:
             sampled[at], versions[at] = [True] * num, self._versions[index][:num]
             logprobs[at] = (self._logprobs[index] or [0.0] * num)[:num]
             kept[at] = (self._kept[index] or [()] * num)[:num]
-        has_logprobs = all(each is not None for each in self._logprobs)
-        has_kept = any(each is not None for each in self._kept)
+        has_logprobs = all(logprobs is not None for logprobs in self._logprobs)
+        has_kept = any(kept_sets is not None for kept_sets in self._kept)
         return TokenPath(
             tuple(self._ids),
             tuple(sampled),
@@ -110,7 +109,7 @@ class TokenPathBuilder:
         )
 
     def _cut(self, length: int) -> None:
-        """Keep the first ``length`` ids; a stretch that goes on beyond is cut short."""
+        """Keep the first ``length`` ids and shorten a span that extends beyond them."""
         del self._ids[length:]
         self._spans = [
             TokenSpan(span.call, span.turn, span.start, min(span.end, length))

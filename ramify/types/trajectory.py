@@ -1,8 +1,8 @@
-"""The tree that a run leaves behind: who was asked what, what code ran, what came of it.
+"""The record of a run: a tree of calls with their questions, code and results.
 
-A ``Trajectory`` is what a user looks at, an evaluation scores and a trainer learns from. Each thing
-is stored once: calls are a flat list with parent ids, and a turn holds only the messages that the
-turn before it did not have.
+Users inspect a ``Trajectory``, evaluations score it and trainers learn from it. Everything is
+stored once: calls are a flat list with parent ids, and a turn holds only the messages that the
+previous turn did not have.
 
     Trajectory
     └── Call 0            (rlm, depth 0)
@@ -24,15 +24,15 @@ from ramify.types.message import Message, Reply, Usage
 from ramify.types.token_path import TokenPath, TokenPathBuilder
 
 SCHEMA_VERSION = 2
-"""Of events and trajectories on disk. A reader refuses a newer one, and reads older ones: 2 added
-``Scored`` and ``Annotation``."""
+"""Version of events and trajectories on disk. Readers reject newer versions and accept older ones.
+Version 2 added ``Scored`` and ``Annotation``."""
 
 CallKind = Literal["rlm", "lm", "leaf", "judge"]
-"""``judge``: asked about the call that it stands under, after it had ended; never learnt from."""
+"""``judge``: a call that judges its parent call after that ended. Training never learns from it."""
 
 
 class Stop(enum.StrEnum):
-    """Why a call ended."""
+    """Reason a call ended."""
 
     FINAL = "final"
     MAX_TURNS = "max_turns"
@@ -45,7 +45,7 @@ class Stop(enum.StrEnum):
     CANCELLED = "cancelled"
 
     def is_truncated(self) -> bool:
-        """Whether a limit cut the call short, so that its answer is the best so far."""
+        """True if a limit cut the call short, so its answer is the best one so far."""
         return self in _TRUNCATED
 
 
@@ -60,13 +60,13 @@ _TRUNCATED = {
 
 
 class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A context by content, never by value."""
+    """Reference to a context by its content hash, never by value."""
 
     digest: str
-    """SHA-256, hexadecimal, of the context's encoded form; the blob's name in a store."""
+    """SHA-256 (hexadecimal) of the encoded context; also the name of its blob in a store."""
     chars: int
     kind: str
-    """Its Python type in the session: ``str``, ``dict``, ``list`` …"""
+    """Python type of the context in the session: ``str``, ``dict``, ``list``, …"""
 
 
 class Cell(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -74,50 +74,50 @@ class Cell(msgspec.Struct, frozen=True, omit_defaults=True):
 
     code: str
     stdout: str = ""
-    """What was printed, cut to what the model was shown at most."""
+    """Printed output, truncated to the maximum that the model is shown."""
     value: str | None = None
-    """The echo of the last expression."""
+    """Echo of the last expression."""
     error: str | None = None
-    """The traceback, with the cell's own line numbers; None if the cell ended well."""
+    """Traceback with the cell's line numbers; None if the cell succeeded."""
     seconds: float = 0.0
-    """Time that the session worked; time spent waiting for models is not counted."""
+    """Time that the session worked, excluding time spent waiting for models."""
     stdout_chars: int = 0
-    """True length of what was printed; more than ``len(stdout)`` where it was cut."""
+    """Full length of the printed output; more than ``len(stdout)`` if it was truncated."""
     stdout_digest: str | None = None
-    """The blob that holds the whole output, where it was cut and a store was given."""
+    """Blob that holds the full output, if it was truncated and a store is in use."""
     restored: tuple[str, ...] = ()
-    """Reserved names that the cell had rebound and that were put back."""
+    """Reserved names that the cell overwrote and that were restored."""
     died: bool = False
-    """The session ended in the middle of it, and what it had done there is lost; ``error`` says
-    why."""
+    """True if the session died during the cell and lost the cell's effects; ``error`` gives the
+    reason."""
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request to a model and what was done with its reply."""
+    """One request to a model, its reply, and the cells that the reply ran."""
 
     reused: int
-    """How many messages of the conversation so far (prompt and reply of every turn before) this
-    prompt begins with."""
+    """Number of messages of the conversation so far (prompts and replies of all previous turns)
+    that this prompt starts with."""
     prompt: tuple[Message, ...]
-    """The messages of this prompt after the reused ones."""
+    """Messages of this prompt after the reused ones."""
     reply: Reply
-    """Its ``prompt_ids`` are those after the reused ones."""
+    """Reply of the model. Its ``prompt_ids`` hold only the ids after the reused ones."""
     cells: tuple[Cell, ...] = ()
     reused_ids: int = 0
-    """How many ids of the path so far (of prompt and reply of every turn before) this prompt begins
-    with. Less than all of them where the history was summarised, or where the client made ids of
-    old text again; see ``paths``."""
+    """Number of ids of the path so far (prompts and replies of all previous turns) that this prompt
+    starts with. Less than all of them if the history was summarized, or if the client tokenized old
+    text again; see ``paths``."""
 
     @property
     def num_ids(self) -> int | None:
-        """Length of the path up to and including this reply; None where the client gave no ids."""
+        """Length of the path up to and including this reply; None if the client gave no ids."""
         if self.reply.prompt_ids is None or self.reply.token_ids is None:
             return None
         return self.reused_ids + len(self.reply.prompt_ids) + len(self.reply.token_ids)
 
 
 class Parent(msgspec.Struct, frozen=True):
-    """Where a call was made: in cell ``cell`` of turn ``turn`` of call ``call``."""
+    """Origin of a call: cell ``cell`` of turn ``turn`` of call ``call``."""
 
     call: str
     turn: int
@@ -125,17 +125,17 @@ class Parent(msgspec.Struct, frozen=True):
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """The call continues ``call`` after ``turn`` and shares everything before."""
+    """A call with this fork continues ``call`` after ``turn`` and shares everything before."""
 
     call: str
     turn: int
 
 
 class Call(msgspec.Struct, omit_defaults=True):
-    """One invocation of a model at one depth: a whole RLM loop, or a single plain request."""
+    """One invocation of a model at one depth: a complete RLM loop or a single plain request."""
 
     id: str
-    """Dotted path by order of issue: ``0``, ``0.0``, ``0.3.1``."""
+    """Dotted path in order of creation: ``0``, ``0.0``, ``0.3.1``."""
     kind: CallKind
     model: str
     """``provider:model``"""
@@ -146,64 +146,64 @@ class Call(msgspec.Struct, omit_defaults=True):
     context: ContextRef | None = None
     turns: list[Turn] = msgspec.field(default_factory=list)
     answer: Any = None
-    """JSON-ready; None until the call ends with one."""
+    """JSON-ready answer; None until the call ends with one."""
     stop: Stop | None = None
     """None while the call runs, and after a crash."""
     error: str | None = None
     usage: Usage = Usage()
-    """Of this call alone, without its children."""
+    """Usage of this call alone, without its children."""
     cost: float | None = None
-    """Dollars for this call alone; None where its model has no price."""
+    """Dollars for this call alone; None if its model has no price."""
     started_s: float = 0.0
-    """Seconds since the run began."""
+    """Seconds since the run started."""
     ended_s: float | None = None
 
 
 class Annotation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What somebody made of a run, a call or a turn, beside its rewards: named numbers, and one
-    short text."""
+    """Annotation of a run, a call or a turn in addition to its rewards: named numbers and one short
+    text."""
 
     by: str
-    """Who: ``task``, or the name of a signal or judge."""
+    """Author: ``task``, or the name of a signal or judge."""
     call: str = ""
-    """The call that it is about; empty for the whole run."""
+    """Id of the annotated call; empty for the whole run."""
     turn: int = -1
-    """Index in ``Call.turns`` of the turn that it is about; -1 for the whole call."""
+    """Index in ``Call.turns`` of the annotated turn; -1 for the whole call."""
     values: dict[str, float] = {}
     tokens: dict[str, list[float]] = {}
-    """Name -> a number for each token that the turn's reply sampled."""
+    """Name -> one number for each token that the turn's reply sampled."""
     text: str = ""
-    """As a hint, or the reason."""
+    """A short text, such as a hint or a reason."""
 
 
 class Trajectory(msgspec.Struct, omit_defaults=True):
-    """One run: the tree of its calls, its rewards and its bill."""
+    """One run: its tree of calls, its rewards and its cost."""
 
     id: str
     question: str
     schema_version: int = msgspec.field(default_factory=lambda: SCHEMA_VERSION)
-    """Always written, although it is the default: a later version must be able to tell."""
+    """Always written, although it is the default, so that later versions can tell formats apart."""
     task: str = ""
-    """Name of the task it came from; empty for a user's question."""
+    """Name of the task that the question came from; empty for a user's question."""
     context: ContextRef | None = None
     calls: list[Call] = msgspec.field(default_factory=list)
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
     call_rewards: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
     """Call id -> reward name -> reward."""
     marks: list[Annotation] = msgspec.field(default_factory=list)
-    """What was scored beside the rewards, oldest first: of two at one place and of one name the
-    later counts."""
+    """Annotations in addition to the rewards, oldest first. A later one replaces an earlier one
+    with the same target and name."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     errors: list[str] = msgspec.field(default_factory=list)
     answer: Any = None
     answered_by: str = ""
-    """The call whose answer was chosen, where several branches gave one; each call has its own
-    ``answer``."""
+    """Call whose answer was chosen, if several branches gave one. Each call has its own ``answer``.
+    """
     stop: Stop | None = None
     usage: Usage = Usage()
-    """Of the whole tree."""
+    """Usage of the whole tree."""
     cost: float | None = None
-    """Dollars for the whole tree; None where no model had a price."""
+    """Dollars for the whole tree; None if no model had a price."""
     seconds: float = 0.0
     started_at: float = 0.0
     """Unix time."""
@@ -211,12 +211,12 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
     @property
     def root(self) -> Call:
-        """The first call; in a conversation, the first question's."""
+        """The first call; in a conversation, the call of the first question."""
         return self.calls[0]
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest call; 0 where the root made none."""
+        """Depth of the deepest call; 0 if the root made no calls."""
         return max((call.depth for call in self.calls), default=0)
 
     def call(self, id: str) -> Call:
@@ -226,7 +226,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         raise KeyError(f"no call {id!r} in trajectory {self.id}")
 
     def children(self, call: Call) -> list[Call]:
-        """The calls that ``call``'s cells made, in order of issue."""
+        """Return the calls that the cells of ``call`` made, in order of creation."""
         return [
             child
             for child in self.calls
@@ -234,7 +234,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         ]
 
     def walk(self) -> Iterator[Call]:
-        """Every call, a parent before its children, siblings in order of issue."""
+        """Yield every call: parents before children, siblings in order of creation."""
         below: dict[str | None, list[Call]] = {}
         for call in self.calls:
             below.setdefault(call.parent.call if call.parent else None, []).append(call)
@@ -245,53 +245,58 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
             stack.extend(below.get(call.id, [])[::-1])
 
     def conversation(self, call: Call, turn: int | None = None) -> list[Message]:
-        """The messages of ``call`` up to and including the reply of ``turn`` (by default its
-        last)."""
+        """Return the messages of ``call`` up to and including the reply of ``turn`` (default: the
+        last turn)."""
         messages = self.conversation(self.call(call.fork.call), call.fork.turn) if call.fork else []
         for step in call.turns if turn is None else call.turns[: turn + 1]:
             messages = [*messages[: step.reused], *step.prompt, step.reply.message]
         return messages
 
     def path(self, call: Call, turn: int | None = None) -> TokenPath | None:
-        """The token ids of ``call`` up to and including the reply of ``turn`` (by default its
-        last), those of the calls that it continues first. None where that turn has none.
+        """Return the token ids of ``call`` up to and including the reply of ``turn`` (default: the
+        last turn), preceded by those of the calls that it continues. None if that turn has no ids.
 
-        A turn that does not extend the one before cuts the path where they part; ``paths`` has what
-        was cut off."""
+        A turn that does not extend the previous one truncates the path where they diverge.
+        ``paths`` also returns the part that was cut off.
+        """
         path = TokenPathBuilder()
         for owner, index, step in self._steps(call, turn):
             path.add(owner, index, step)
         return path.built()
 
     def paths(self, call: Call) -> list[TokenPath]:
-        """The fewest paths that hold every id of ``call``: one, but where a turn does not extend
-        the one before (``metrics["split_turns"]`` counts those). What several of them share is
-        sampled once: ``TokenPath.spans`` tell which turn of which call sampled what."""
+        """Return the smallest set of paths that contains every id of ``call``.
+
+        This is one path unless a turn does not extend the previous one (``metrics["split_turns"]``
+        counts these). Tokens that several paths share were sampled once: ``TokenPath.spans`` gives
+        the turn and call that sampled them.
+        """
         path = TokenPathBuilder()
-        found = []
+        path = TokenPathBuilder()
+        paths = []
         for owner, index, step in self._steps(call, None):
             if owner == call.id and index > 0 and not path.is_extended_by(step):
-                found.append(path.built())
+                paths.append(path.built())
             path.add(owner, index, step)
         last = path.built() if call.turns else None
-        return [each for each in (*found, last) if each is not None]
+        return [known for known in (*paths, last) if known is not None]
 
     def _steps(self, call: Call, turn: int | None) -> Iterator[tuple[str, int, Turn]]:
-        """(call's id, index, turn) from the first turn on, those of the calls that ``call``
-        continues first."""
-        line = [(call, len(call.turns) if turn is None else turn + 1)]
-        while (fork := line[-1][0].fork) is not None:
-            line.append((self.call(fork.call), fork.turn + 1))
-        for owner, num_turns in reversed(line):
+        """Yield (call id, index, turn) from the first turn, starting with the calls that ``call``
+        continues."""
+        lineage = [(call, len(call.turns) if turn is None else turn + 1)]
+        while (fork := lineage[-1][0].fork) is not None:
+            lineage.append((self.call(fork.call), fork.turn + 1))
+        for owner, num_turns in reversed(lineage):
             for index, step in enumerate(owner.turns[:num_turns]):
                 yield owner.id, index, step
 
 
 class Group(msgspec.Struct):
-    """Trajectories of one task: the siblings that a baseline is taken over."""
+    """Trajectories of one task: the siblings over which a baseline is computed."""
 
     task: str
     trajectories: list[Trajectory]
     greedy: Trajectory | None = None
-    """An attempt beside them at temperature 0, where a baseline wants one; nothing is learnt from
+    """An additional attempt at temperature 0, if a baseline needs one. Training never learns from
     it."""

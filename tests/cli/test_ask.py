@@ -104,7 +104,7 @@ def test_several_ways_to_begin(shell: Shell) -> None:
     assert (wrong.code, wrong.out, wrong.err.splitlines()[-1]) == (
         2,
         "",
-        "ramify: branches is 0: give 1 for none, or more",
+        "ramify: branches is 0: give 1 for no branching, or more",
     )
 
 

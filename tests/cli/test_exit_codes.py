@@ -37,9 +37,9 @@ WRONG = {
         (["-m", "vllm:x@ftp://host/v1", "q"], "'ftp://host/v1' in "),
         (
             ["-m", "openai:x@notaurl", "q"],
-            "'notaurl' is not a base URL, which would be written whole: openai:x@http://host",
+            "'notaurl' is not a base URL: the full form is openai:x@http://host",
         ),
-        (["-m", "azure:x@notaurl", "q"], "write azure:x@https://"),
+        (["-m", "azure:x@notaurl", "q"], "use azure:x@https://"),
         ([*M, "--sub-model", "opnai:x", "q"], "unknown provider 'opnai'"),
         (["--resume", "nothing"], "there is no run in"),
     ),
@@ -91,7 +91,7 @@ WRONG = {
         ([*M, "--grace", "-1"], "--grace -1.0: give at least 0"),
         ([*M, "--keys", "nowhere"], "nowhere cannot be read"),
         ([*M, "--host", "0.0.0.0"], "give a key"),
-        ([*M, "--port", "99999"], "--port 99999: ports go from"),
+        ([*M, "--port", "99999"], "--port 99999: a port must be from"),
     ),
     "mcp": (([*M, "--max-calls", "many"], "--max-calls: invalid int value"),),
     "serve-policy": (
@@ -101,7 +101,7 @@ WRONG = {
     ),
     "view": (
         (["nowhere"], "nowhere is neither a file nor a folder"),
-        (["--port", "-1"], "--port -1: ports go from"),
+        (["--port", "-1"], "--port -1: a port must be from"),
         (["--export", "x.html"], "--export writes one run"),
     ),
     "runs": ((["--limit", "-1"], "--limit -1"),),

@@ -84,7 +84,7 @@ def test_an_address_that_cannot_be_had(shell: Shell) -> None:
                 "--port",
                 port,
             ): f"cannot listen on 127.0.0.1:{port} (Address already in use): choose another --port",
-            ("--port", "65536"): "--port 65536: ports go from 1 to 65535",
+            ("--port", "65536"): "--port 65536: a port must be from 1 to 65535",
             ("--host", "192.0.2.1", "--token", "t"): "give an address of this machine as --host",
         }.items():
             done = shell.run("view", *arguments)

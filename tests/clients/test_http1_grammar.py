@@ -134,7 +134,7 @@ def test_a_malformed_reply_is_one_error_and_closes_the_connection(name, piece):
 
 
 def test_a_chunk_with_a_negative_size_does_not_hold_the_process():
-    """In a process of its own: one that spins could not be ended from within."""
+    """Runs in a separate process, because a client that spins cannot be stopped from within."""
     program = """
 import asyncio
 from tests.clients.test_http1_grammar import MALFORMED, outcome

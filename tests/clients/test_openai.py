@@ -399,7 +399,7 @@ def test_the_key_is_in_no_repr():
 
 
 def test_a_key_that_cannot_be_one():
-    with pytest.raises(ConfigError, match="OPENAI_API_KEY has spaces"):
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY contains spaces"):
         ClientPool(keys={"openai": "my key"}).client("openai:m")
 
 

@@ -56,7 +56,7 @@ def pool(**options):
 
 
 def ask(script, **options):
-    """One request to a scripted client: (reply or error, books, what was told of retries)."""
+    """One request to a scripted client: (reply or error, books, messages about retries)."""
 
     async def main():
         books, told, asking = Books(), [], pool(**options)

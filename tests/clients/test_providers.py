@@ -112,24 +112,23 @@ def test_where_a_name_leads(name, environ, url, headers, limit):
         (
             "vllm:m@http://user:secret@host/v1",
             {},
-            "vllm:m: a base URL with a user or password in it would be shown and stored: leave "
-            "them out, and set "
-            "VLLM_API_KEY",
+            "vllm:m: a base URL that contains a user or password would be displayed and stored: "
+            "remove them, and set VLLM_API_KEY",
         ),
         (
             "azure:m",
             ENV,
-            "azure:m: no base URL: set AZURE_OPENAI_ENDPOINT, or write azure:m@https://…",
+            "azure:m: no base URL: set AZURE_OPENAI_ENDPOINT, or use azure:m@https://…",
         ),
         (
             "azure:m@nothing",
             ENV,
-            "azure:m@nothing: no base URL: set AZURE_OPENAI_ENDPOINT, or write azure:m@https://…",
+            "azure:m@nothing: no base URL: set AZURE_OPENAI_ENDPOINT, or use azure:m@https://…",
         ),
         (
             "openai:m@gpu:8000",
             {},
-            "'gpu:8000' in 'm@gpu:8000' is not a base URL: write it whole, as in "
+            "'gpu:8000' in 'm@gpu:8000' is not a base URL: write the full URL, as in "
             "m@http://host:8000/v1",
         ),
         ("ollama:m@ftp://host", {}, "'ftp://host' in 'm@ftp://host' is not a base URL"),
@@ -138,8 +137,7 @@ def test_where_a_name_leads(name, environ, url, headers, limit):
             "openai:m@nothing",
             {},
             "openai:m@nothing: no API key: set OPENAI_API_KEY (export OPENAI_API_KEY=…); 'nothing' "
-            "is not a base URL, which "
-            "would be written whole: openai:m@http://host:8000/v1",
+            "is not a base URL: the full form is openai:m@http://host:8000/v1",
         ),
         (
             "vllm:m",

@@ -170,12 +170,12 @@ def test_certificate_authorities_of_the_environment(variable, certificate, monke
         (
             "SSL_CERT_FILE",
             __file__,
-            r"SSL_CERT_FILE names .*, which holds no certificate in PEM form; fix or unset it",
+            r"SSL_CERT_FILE names .*, which holds no certificate in PEM format; fix or unset it",
         ),
         (
             "SSL_CERT_DIR",
             "/no/such:/nor/this",
-            r"SSL_CERT_DIR names /no/such:/nor/this, which is no folder",
+            r"SSL_CERT_DIR names /no/such:/nor/this, which is not a folder",
         ),
     ],
 )

@@ -30,7 +30,7 @@ def rlm(script: list[Any] | Callable[..., Any] | ScriptedClient, **options: Any)
 
 
 def at_once(num: int, reply: Callable[[Any], str]) -> Callable[..., Any]:
-    """``reply``, to nobody before ``num`` requests were there together."""
+    """``reply``, but only once ``num`` requests have arrived."""
     here, all_here = 0, asyncio.Event()
 
     async def together(messages: Any) -> str:

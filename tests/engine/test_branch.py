@@ -76,7 +76,7 @@ def test_votes() -> None:
         0,
         0,
     ]
-    with pytest.raises(ConfigError, match="at least 2 continuations"):
+    with pytest.raises(ConfigError, match="num must be at least 2"):
         Branches(1)
 
 
@@ -98,10 +98,10 @@ def test_an_rlm_may_branch_by_default() -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"branches": 0}, "branches is 0: give 1 for none, or more"),
+        ({"branches": 0}, "branches is 0: give 1 for no branching, or more"),
         (
             {"branches": 2, "search": Branches(2)},
-            "branches is 2: a search was given, too: give one of them",
+            "branches is 2: a search was given too: give only one of them",
         ),
         ({"search": "best"}, "search is 'best': give a number of continuations"),
     ],
@@ -130,8 +130,8 @@ TWO_LEVELS = Branches(3, turn=1)
 
 
 def _two_levels(messages: tuple[Message, ...]) -> str:
-    """A first turn; then every branch asks a child and a plain call something of its own, and
-    answers what it heard."""
+    """A first turn; then every branch makes a different child call and plain call, and answers with
+    the replies."""
     if messages[0].role != "system":
         return f"re: {messages[-1].content}"
     if "Question: child" in messages[1].content:

@@ -1,5 +1,6 @@
-"""A session that dies in the middle of a cell: the cells before it are there again, and nobody is
-asked twice."""
+"""A session that dies in the middle of a cell: the earlier cells are restored, and no model is
+asked twice.
+"""
 
 from __future__ import annotations
 
@@ -210,8 +211,8 @@ def test_a_fork_kept_before_the_cell_is_gone_back_to() -> None:
 
 
 def test_deaths_follow_one_another() -> None:
-    """Numbers of cells go on: the tracebacks and ``outputs`` of the rebuilt session are as they
-    were."""
+    """Cell numbers continue: the tracebacks and ``outputs`` of the rebuilt session are as
+    before."""
     model = client(
         [
             code("x = 1"),

@@ -57,7 +57,8 @@ ODD_CELLS = [
 
 
 def subcalls(messages: tuple[Message, ...]) -> Any:
-    """A root with two plain calls, one failing, and two children, one over a context of its own."""
+    """A root with two plain calls, one of which fails, and two children, one with its own
+    context."""
     if messages[0].role != "system":
         text = messages[-1].content
         return f"re: {text}"

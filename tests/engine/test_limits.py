@@ -1,4 +1,4 @@
-"""The ledger: never over a limit, nobody waits for ever, and what is held back stays."""
+"""The ledger: no limit is exceeded, no request waits forever, and the held amount stays reserved."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TEXT = "alpha 1\nbeta 2\ngamma 3\n"
 
 
 def test_a_whole_run() -> None:
-    """Question, two cells, answer: what the model was shown and what is recorded, to the letter."""
+    """Question, two cells, answer: exactly what the model was shown and what is recorded."""
     model = client(
         [
             code("n = context.count('a')\nprint('counted')\nn"),

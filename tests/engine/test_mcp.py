@@ -1,5 +1,6 @@
-"""MCP servers as tools in a session: a real server as a process of its own, spoken to by the
-official SDK."""
+"""MCP servers as tools in a session: a real server in a separate process, used through the official
+SDK.
+"""
 
 from __future__ import annotations
 
@@ -142,11 +143,14 @@ def test_two_servers_and_their_environment(server: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("nowhere-to-be-found --x", "MCP server nowhere-to-be-found --x cannot be had"),
-        (f"{sys.executable} -c 'raise SystemExit(\"no such table\")'", "it said: no such table"),
+        ("nowhere-to-be-found --x", "MCP server nowhere-to-be-found --x cannot be used"),
+        (
+            f"{sys.executable} -c 'raise SystemExit(\"no such table\")'",
+            "its last output: no such table",
+        ),
         ("TOKEN=abc", "has no command"),
         ("serve 'x", "is not a command"),
-        ("http://127.0.0.1:9/mcp", "http://127.0.0.1:9/mcp cannot be had"),
+        ("http://127.0.0.1:9/mcp", "http://127.0.0.1:9/mcp cannot be used"),
     ],
 )
 def test_servers_that_cannot_be_had(given: str, says: str) -> None:

@@ -43,7 +43,7 @@ def test_a_context_that_contains_itself() -> None:
     with (
         rlm([]) as r,
         pytest.raises(
-            ConfigError, match=r"^the context is nested too deep, or contains itself: flatten it$"
+            ConfigError, match=r"^the context is nested too deeply or contains itself: flatten it$"
         ),
     ):
         r.completion(context, "?")

@@ -174,7 +174,7 @@ def test_an_invented_output_is_never_read() -> None:
 
 
 def test_scaffolds_that_contradict_themselves() -> None:
-    with pytest.raises(ConfigError, match="has its own form"):
+    with pytest.raises(ConfigError, match="has its own reply format"):
         Scaffold(protocol="retool", raw_code=True)
     again = msgspec.json.decode(msgspec.json.encode(SCAFFOLDS["retool_native"]), type=Scaffold)
     assert again == SCAFFOLDS["retool_native"]

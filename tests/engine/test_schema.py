@@ -1,5 +1,6 @@
-"""JSON schemas: legitimate ones work, whatever their shape; those that would take for ever end by a
-count."""
+"""JSON schemas: legitimate ones of any shape work, and checks that would take exponential time are
+stopped.
+"""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ print(json.dumps([[s.name, f"{s.context.trace_id:032x}", f"{s.parent.span_id:016
 
 
 def test_runs_of_a_program_and_of_a_server_belong_to_their_callers_trace() -> None:
-    """In a process of its own, which alone can set OpenTelemetry up for all of it."""
+    """Runs in a separate process, which can set up OpenTelemetry globally."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "on"], cwd=ROOT, capture_output=True, text=True, timeout=200
     )

@@ -28,7 +28,8 @@ def test_one_that_was_forgotten_is_collected_on_the_loop() -> None:
 
 
 def test_a_callback_on_the_loop_cannot_wait_for_it() -> None:
-    """It is told so instead of waiting for ever, and the run that it watches goes on."""
+    """The callback gets an error instead of waiting forever, and the run that it watches
+    continues."""
     other = rlm(["never asked"])
 
     def ask_again(event: Any) -> None:

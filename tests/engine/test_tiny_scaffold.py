@@ -211,9 +211,9 @@ def test_a_question_may_hold_what_looks_like_a_marker() -> None:
 
 
 def test_conventions_that_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match="with raw_code a reply is code"):
+    with pytest.raises(ConfigError, match="raw_code makes each reply plain code"):
         Scaffold(raw_code=True, native_tools=True)
-    with pytest.raises(ConfigError, match="terse_chars=5 shows nothing"):
+    with pytest.raises(ConfigError, match="terse_chars=5 is too small to show anything"):
         Scaffold(terse_chars=5)
 
 

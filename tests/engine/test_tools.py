@@ -1,4 +1,4 @@
-"""The user's functions: one that never returns holds up nobody but whoever called it."""
+"""The user's functions: one that never returns blocks only its caller."""
 
 from __future__ import annotations
 

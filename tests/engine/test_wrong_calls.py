@@ -67,7 +67,7 @@ def test_a_run_that_cannot_begin_leaves_nothing(tmp_path: Path) -> None:
         rlm.completion("some text", "A question?")
     with (
         RLM(ScriptedClient(["one"]), limits=Limits(max_cost=1), store=store) as rlm,
-        pytest.raises(ConfigError, match=r"^a limit of \$1 cannot be kept"),
+        pytest.raises(ConfigError, match=r"^a limit of \$1 cannot be enforced"),
     ):
         rlm.completion("some text", "A question?")
     assert store.runs() == []

@@ -151,9 +151,8 @@ def test_the_fold_counts_turns_that_do_not_extend() -> None:
         fold.apply(event)
     assert fold.trajectory.metrics == {"split_turns": 2, "retokenised_turns": 1}
     assert fold.trajectory.errors == [
-        "call 0:1, turn 0: its prompt keeps 3 of the 4 ids of the turns before, although it keeps "
-        "their text: the client "
-        "tokenised it anew"
+        "call 0:1, turn 0: its prompt keeps 3 of the 4 ids of the previous turns although it keeps "
+        "their text: the client tokenized that text again"
     ]
     assert [[step.reused_ids for step in call.turns] for call in fold.trajectory.calls] == [
         [0, 4, 2],

@@ -109,8 +109,8 @@ def test_batch_segments_cover_the_tokens_in_preorder():
     assert batch(forest).segments == forest
     for wrong, message in (
         ([Segment(0, 3, -1)], "segments cover 3 of 4 tokens"),
-        ([Segment(0, 2, -1), Segment(3, 4, 0)], "segment 1 .* does not follow token 2"),
-        ([Segment(0, 2, 0), Segment(2, 4, 0)], "segment 0 .* does not stand among the descendants"),
+        ([Segment(0, 2, -1), Segment(3, 4, 0)], "segment 1 .* does not start at token 2"),
+        ([Segment(0, 2, 0), Segment(2, 4, 0)], "segment 0 .* is not among the descendants"),
         (
             [Segment(0, 2, -1), Segment(2, 3, -1), Segment(3, 4, 0)],
             "segment 2 .* the descendants of its parent",

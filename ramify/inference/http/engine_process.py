@@ -107,7 +107,7 @@ class EngineProcess:
         return self._child.poll()
 
     def said(self) -> str:
-        return self._child.said()
+        return self._child.log_tail()
 
     def close(self) -> None:
         self._child.end(_END_S)
@@ -188,7 +188,7 @@ def engine_command(
             "--logprobs-mode",
             "processed_logprobs",
             "--worker-extension-cls",
-            "ramify_in_vllm.Carried",
+            "ramify_in_vllm.RamifyWorkerExtension",
             "--weight-transfer-config",
             '{"backend": "ramify"}',
         ]

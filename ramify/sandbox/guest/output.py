@@ -13,7 +13,7 @@ import time
 from .channel import GuestChannel
 from .interrupts import GuestInterrupts
 from .spools import FileOutputSpool, MemoryOutputSpool
-from .streams import CellStream
+from .streams import Stream
 from .tails import HeadTailBuffer, TailBuffer
 from .values import Buffer
 

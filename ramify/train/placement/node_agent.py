@@ -76,7 +76,7 @@ class NodeAgent:
 
     def said(self, name: str) -> str:
         """The end of its log, on one line."""
-        return self._children[name].said()
+        return self._children[name].log_tail()
 
     def free_port(self) -> int:
         with socket.socket() as probe:
