@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 from ramify.clients.pool import ClientPool
 from ramify.errors import WeakSandboxWarning
-from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, said_aloud
+from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warning_of
 
 _opened: set[str] = set()
 """Providers whose sandbox this process has already opened."""
@@ -40,7 +40,7 @@ class LoopResources:
                 _opened.add(self._spec.provider)
                 launch(self._spec)
             self._sandbox = open_sandbox(self._spec)
-            if warning := said_aloud(self._sandbox, self._spec):
+            if warning := warning_of(self._sandbox, self._spec):
                 warnings.warn(warning, WeakSandboxWarning, stacklevel=2)
         return self._sandbox
 

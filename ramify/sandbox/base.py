@@ -1,12 +1,12 @@
-"""A live Python session somewhere, whatever holds it: the protocol that the engine uses and every
-provider meets.
+"""The sandbox API: a live Python session, wherever it runs. The engine uses this protocol and every
+provider implements it.
 
-    engine ── Session.run(code, answer=…) ──> Door (a byte stream) ──> guest/: one namespace
-                     ^                                                    │
-                     └───── answer(name, args, kwargs) <── llm_query(…) ──┘   over the same stream
+    engine ── Session.run(code, answer=…) ──> Transport (a byte stream) ──> guest/: one namespace
+                     ^                                                         │
+                     └────── answer(name, args, kwargs) <── llm_query(…) ──────┘  (same stream)
 
-A provider is little more than a ``Transport``; ``session.py`` speaks the guest's wire over it.
-``run_conformance.py`` is the suite that every provider passes before it is documented.
+A provider is little more than a ``Transport``; ``session.py`` speaks the guest's protocol over it.
+``run_conformance.py`` is the test suite that a provider must pass before it is documented.
 """
 
 from __future__ import annotations
@@ -22,81 +22,82 @@ from ramify.errors import ConfigError, RamifyError, nearest
 from ramify.types.trajectory import Cell
 
 Answer = Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]]
-"""The host's side of a call from a session: (name, args, kwargs) -> value. A ``HostCallError``
-rises in the session."""
+"""The host's handler for calls from a session: (name, args, kwargs) -> value. A ``HostCallError``
+that it raises is raised in the session."""
 
 
 class SandboxCapabilities(msgspec.Struct, frozen=True):
-    """What a provider does on this machine. The jail has tried out what it claims, by attacking its
-    own walls; others claim what Docker, a cloud or Monty promises, which ``run_conformance.py``
-    puts to the test where they run."""
+    """What a provider supports on this machine. The jail has tested its claims by attacking its own
+    walls. The other providers report what Docker, the cloud service or Monty promises;
+    ``run_conformance.py`` tests those claims."""
 
     isolates_files: bool = False
     isolates_network: bool = False
     isolates_processes: bool = False
     limits_memory: bool = False
     interrupt: bool = False
-    """An endless loop can be stopped with its variables kept."""
+    """An endless loop can be stopped without losing the session's variables."""
     kill: bool = False
-    """A session can be ended from outside without harm to the host."""
+    """A session can be ended from outside without harming the host."""
     fork: bool = False
-    """A live session can be forked, idle or waiting for the host."""
+    """A live session can be forked while it is idle or waiting for the host."""
     starts_processes: bool = False
-    """Cells may start processes of their own."""
+    """Cells may start processes."""
     shares_context: bool = False
     """Sessions over the same context share its memory."""
     full_python: bool = True
-    """All of the language and its standard library, as CPython has them."""
+    """The whole language and standard library, as in CPython."""
 
 
 MIN_MEMORY_BYTES = 64 << 20
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which sessions a run gets."""
+    """Configuration of the sandbox: the provider and the limits of each session."""
 
     provider: str = "jail"
-    """One of ``PROVIDERS``, or the dotted name of a module with an ``open_provider(spec)`` of its
-    own. Where there is no jail (it needs Linux), one that isolates has to be named, or less
-    accepted."""
+    """One of ``PROVIDERS``, or the dotted name of a module that defines ``open_provider(spec)``.
+    The jail needs Linux. On other systems, name another provider that isolates, or set
+    ``allow_weaker``."""
     memory_bytes: int = 2 << 30
-    """Address space that one session may add to what it is forked with."""
+    """Address space that one session may allocate on top of what it was forked with."""
     cell_s: float = 120.0
-    """Most time that one cell may work; waiting for models is not counted."""
+    """Maximum working time of one cell, in seconds; time spent waiting for models does not
+    count."""
     grace_s: float = 0.5
-    """From an interrupt to a kill."""
+    """Seconds between an interrupt and a kill."""
     max_output_bytes: int = 1 << 20
-    """Kept of one cell's output for the host, head and tail; the session keeps up to sixteen times
-    as much."""
+    """Maximum output of one cell that the host keeps, as a head and a tail. The session itself
+    keeps up to sixteen times as much."""
     packages: tuple[str, ...] = ()
-    """Third-party packages of the host that sessions may import; imported ahead of time where the
-    provider can."""
+    """Third-party packages, installed on the host, that sessions may import. The provider imports
+    them ahead of time if it can."""
     image: str = ""
-    """Where sessions run in a container or a cloud: an image (e2b: a template, daytona: a snapshot
-    or image) that has python3 of version 3.11 or later, and ``packages``. Empty: the provider's
-    plain Python."""
+    """Image for sessions in a container or a cloud (e2b: a template; daytona: a snapshot or image).
+    It must have python3, version 3.11 or later, and ``packages``. Empty: the provider's plain
+    Python."""
     tier: str = "B"
-    """Of the jail: the weakest accepted. A: namespaces, the host's files are not there; B:
-    Landlock, they cannot be opened; C: no system call that names a file. The strongest that this
-    machine has is taken."""
+    """Weakest tier of the jail that is accepted; the strongest one that this machine supports is
+    used. A: namespaces, the host's files do not exist in the session. B: Landlock, files cannot be
+    opened. C: no system call that names a file is allowed."""
     files_bytes: int = 16 << 20
-    """Most that a session may write into its folder; 0: it has none. In the jail, tier A."""
+    """Maximum size of the files in a session's folder; 0: no folder. Jail at tier A only."""
     mounts: tuple[tuple[str, str], ...] = ()
-    """(file or folder of this machine, where sessions see it), read-only. In the jail; at tier B
-    both must be the same, at tier C there are none."""
+    """Read-only mounts: (file or folder on this machine, path inside the session). Jail only. At
+    tier B both paths must be the same; tier C has no mounts."""
     cpu_s: int = 3600
-    """Processor time of a session's whole life, its threads together. In the jail."""
+    """CPU time of a session over its whole life, summed over its threads. Jail only."""
     rollback: bool = False
-    """Keep a fork from before each cell, and go on with it where the cell had to be killed.
-    Sessions then write no files. In the jail."""
+    """Keep a fork from before each cell, and continue from it if the cell had to be killed.
+    Sessions cannot write files then. Jail only."""
     pool: int = 2
-    """Sessions kept ready. In the jail."""
+    """Number of sessions kept ready. Jail only."""
     all_memory_bytes: int = 0
-    """Most that all sessions of a sandbox may use together; 0: three quarters of what the machine
-    has. The one that uses most is ended when it is more. In the jail."""
+    """Maximum memory of all sessions of a sandbox together; 0: three quarters of the machine's
+    memory. If they exceed it, the session that uses the most is ended. Jail only."""
     allow_weaker: bool = False
-    """Accept a weaker tier, or ``process`` where there is no jail at all; that is said in a
-    warning. A weak provider that is named goes without its warning."""
+    """Accept a weaker tier, or the ``process`` provider if no jail is available, with a warning. If
+    ``provider`` names a weak provider, accepting it silences its warning."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "cell_s", "grace_s", "max_output_bytes"):
@@ -105,7 +106,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"sandbox {name} is {value!r}: give a positive number")
         if self.memory_bytes < MIN_MEMORY_BYTES:
             raise ConfigError(
-                f"sandbox memory_bytes is {self.memory_bytes:,}, in which no Python session runs: "
+                f"sandbox memory_bytes is {self.memory_bytes:,}, too little for a Python session: "
                 f"give at least {MIN_MEMORY_BYTES:,}"
             )
         if self.tier not in ("A", "B", "C"):
@@ -118,20 +119,20 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CellResult(msgspec.Struct, frozen=True):
-    """What one cell did."""
+    """Result of one cell."""
 
     cell: Cell
-    """``stdout`` up to ``max_output_bytes``, ``stdout_chars`` its true length."""
+    """``stdout`` is cut to ``max_output_bytes``; ``stdout_chars`` is its true length."""
     note: Any = None
-    """What the installed modules' ``after_cell`` hooks returned: module name -> value."""
+    """Return values of the ``after_cell`` hooks of installed modules: module name -> value."""
     interrupted: str | None = None
-    """Why the host interrupted the cell: ``"time"``, or what ``interrupt`` was given. None if it
-    ran to its end."""
+    """Reason the host interrupted the cell: ``"time"``, or the argument of ``interrupt``. None if
+    the cell ran to its end."""
 
 
 class Session(Protocol):
-    """One live Python namespace. Not safe for concurrent ``run``; ``interrupt`` and ``close`` may
-    come at any time."""
+    """One live Python namespace. Only one ``run`` at a time; ``interrupt`` and ``close`` may be
+    called at any time."""
 
     caps: SandboxCapabilities
 
@@ -139,65 +140,69 @@ class Session(Protocol):
         """Execute a cell; its calls to the host go to ``answer``, several at once if the code uses
         threads.
 
-        ``timeout_s`` counts only while the session works. Raises SessionDied where it had to be
-        killed or fell over."""
+        ``timeout_s`` counts only while the session works. Raises SessionDied if the session crashed
+        or had to be killed.
+        """
         ...
 
     async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
-        """Bind ``name``. A reserved name is put back after every cell that rebinds it. Raises
-        SandboxError for a value that the codec does not carry, naming its type."""
+        """Bind ``name``. A reserved name is restored after every cell that rebinds it. Raises
+        SandboxError, with the type, for a value that the codec does not support."""
         ...
 
     async def get(self, name: str) -> Any:
-        """The value of ``name``. Raises HostCallError("NameError", …) or ("TypeError", …) as the
-        session would."""
+        """Return the value of ``name``. Raises HostCallError("NameError", …) or ("TypeError", …),
+        like the session itself would."""
         ...
 
     async def install(self, module: str, source: str) -> None:
-        """Execute ``source`` as a module in the session and bind the names of its ``__all__`` as
+        """Execute ``source`` as a module in the session and bind the names in its ``__all__`` as
         reserved names.
 
-        In it ``call_host(name, *args, **kwargs)`` calls the host, ``HostError`` (``.kind``,
-        ``.data``) is what it raises, ``namespace`` is the notebook's dict, ``last_output()`` all
-        that the last cell printed, ``portable(x)`` a copy of ``x`` as the host would get it, or
-        TypeError. ``after_cell()``, where there is one, gives ``CellResult.note``. Where
-        ``namespace_is_live`` is there and false, ``namespace`` is brought up to date before
-        ``after_cell`` only."""
+        The module finds these names: ``call_host(name, *args, **kwargs)`` calls the host and raises
+        ``HostError`` (``.kind``, ``.data``); ``namespace`` is the notebook's dict;
+        ``last_output()`` returns everything that the last cell printed; ``portable(x)`` returns a
+        copy of ``x`` as the host would receive it, or raises TypeError. If the module defines
+        ``after_cell()``, its return value goes to ``CellResult.note``. If ``namespace_is_live``
+        exists and is false, ``namespace`` is only updated before ``after_cell``.
+        """
         ...
 
     async def fork(self) -> Session:
-        """A branch: a second session that goes on from here, sharing nothing that either can
-        change.
+        """Fork a branch: a second session that continues from this point and shares no mutable
+        state with this one.
 
-        While the session is idle, or while its cell waits for the host (in another task's ``run``);
-        then the branch first has to ``resume``. Raises SandboxError where ``caps.fork`` is false,
-        and while threads, an event loop or open files would be lost or shared, with the remedy.
-        From then on the files that the session wrote are read-only in both (``process``: both go on
-        in one folder)."""
+        A session can be forked while it is idle, or while its cell waits for the host (in another
+        task's ``run``); in that case, call ``resume`` on the branch first. Raises SandboxError if
+        ``caps.fork`` is false, or if threads, an event loop or open files would be lost or shared;
+        the message says what to do. After a fork, files that the session has written are read-only
+        in both sessions (``process``: both continue to use one folder).
+        """
         ...
 
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        """In a branch forked in the middle of a cell: go on with the cell to its end. What the cell
-        was waiting for is asked of ``answer`` anew, so that branches may be answered
-        differently."""
+        """In a branch that was forked in the middle of a cell, continue the cell to its end. The
+        host calls that were pending are sent to ``answer`` again, so each branch can get different
+        answers."""
         ...
 
     async def close_tree(self) -> None:
-        """Close this session, those that it was forked from, and all their branches."""
+        """Close this session, the sessions it was forked from, and all their branches."""
         ...
 
     def interrupt(self, reason: str) -> None:
-        """Stop the running cell: KeyboardInterrupt in its main thread, a kill after the grace
-        time."""
+        """Stop the running cell: raise KeyboardInterrupt in its main thread, and kill the session
+        after the grace time."""
         ...
 
     async def close(self) -> None:
-        """End the session and everything it started. Idempotent."""
+        """End the session and every process it started. Idempotent."""
         ...
 
 
 class PreparedContext(Protocol):
-    """A context prepared once for any number of sessions; see ``sandbox.context.SharedContext``."""
+    """A context that is prepared once for any number of sessions; see
+    ``sandbox.context.SharedContext``."""
 
     @property
     def digest(self) -> str: ...
@@ -208,12 +213,13 @@ class Sandbox(Protocol):
 
     caps: SandboxCapabilities
     warning: str | None
-    """What a user must know before running hostile code here; None for an isolating provider."""
+    """What the user must know before running hostile code here; None if the provider isolates."""
 
     async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> Session:
-        """A fresh session, with ``context`` bound as the reserved name ``context`` where given.
+        """Open a fresh session, with ``context`` (if given) bound as the reserved name ``context``.
 
-        ``seed`` seeds ``random`` there, so that a replay draws the same numbers."""
+        ``seed`` seeds ``random`` in the session, so that a replay draws the same numbers.
+        """
         ...
 
     async def close(self) -> None:
@@ -233,62 +239,62 @@ PROVIDERS = {
     "prime": "ramify.sandbox.cloud.prime",
     "process": "ramify.sandbox.process",
 }
-"""Provider -> the module whose ``open_provider(spec)`` makes it; loaded when it is asked for."""
+"""Provider -> the module that defines its ``open_provider(spec)``; imported on first use."""
 
 
 def launch(spec: SandboxSpec) -> None:
-    """Begin to start what the next sandbox of ``spec`` needs, where its provider can: for a caller
-    that has other things to do meanwhile. Says nothing of what is wrong with ``spec``;
-    ``open_sandbox`` does."""
+    """Start in the background what the next sandbox of ``spec`` needs, if its provider supports
+    this. Use it while the caller has other work to do. Errors are ignored here; ``open_sandbox``
+    reports them."""
     module = PROVIDERS.get(spec.provider)
-    begin = getattr(importlib.import_module(module), "launch", None) if module else None
-    if begin is not None:
+    launch_provider = getattr(importlib.import_module(module), "launch", None) if module else None
+    if launch_provider is not None:
         with contextlib.suppress(RamifyError, OSError):
-            begin(spec)
+            launch_provider(spec)
 
 
 def open_sandbox(spec: SandboxSpec) -> Sandbox:
-    """The sandbox that ``spec`` describes. Nothing is started before its first session.
+    """Open the sandbox that ``spec`` describes. No process starts before its first session.
 
-    Raises ConfigError for an unknown provider or package, or mounts where none can be shown;
-    SandboxError where this machine cannot hold it, with what is missing."""
+    Raises ConfigError for an unknown provider or package, or for mounts that the provider does not
+    support. Raises SandboxError, with the missing feature, if this machine cannot run the provider.
+    """
     sandbox = cast(Sandbox, importlib.import_module(module_of(spec)).open_provider(spec))
-    is_jail = (
-        spec.provider == "jail" and sandbox.caps.isolates_files
-    )  # and not what stands in for one
+    # With allow_weaker, "jail" may have opened a process sandbox instead.
+    is_jail = spec.provider == "jail" and sandbox.caps.isolates_files
     if spec.mounts and not is_jail:
         name = "process" if spec.provider == "jail" else spec.provider
         raise ConfigError(
-            f"sandbox '{name}' shows sessions no mounts, only 'jail' does: leave them out"
+            f"sandbox '{name}' does not support mounts, only 'jail' does: remove them"
         )
     return sandbox
 
 
-def said_aloud(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
-    """The warning of ``sandbox``, unless its weakness was both named and accepted. Who accepts less
-    than the jail has not said how much less."""
+def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
+    """Return the warning of ``sandbox``, unless the user both named the weak provider and accepted
+    it. ``allow_weaker`` with the jail does not say how much weaker, so that warning stays."""
     return None if spec.allow_weaker and spec.provider != "jail" else sandbox.warning
 
 
 def module_of(spec: SandboxSpec) -> str:
-    """The module that holds the provider. Raises ConfigError for an unknown one, or a module that
-    has none."""
+    """Return the name of the provider's module. Raises ConfigError if the provider is unknown or
+    its module has no ``open_provider``."""
     module = PROVIDERS.get(spec.provider)
     if module is not None:
         return module
     if "." not in spec.provider:
         raise ConfigError(f"unknown sandbox '{spec.provider}': {nearest(spec.provider, PROVIDERS)}")
     try:
-        has_door = hasattr(importlib.import_module(spec.provider), "open_provider")
+        is_provider = hasattr(importlib.import_module(spec.provider), "open_provider")
     except ImportError as error:
         raise ConfigError(f"sandbox '{spec.provider}' cannot be imported: {error}") from error
-    if not has_door:
-        raise ConfigError(f"sandbox '{spec.provider}' is a module without open_provider(spec)")
+    if not is_provider:
+        raise ConfigError(f"sandbox '{spec.provider}': the module has no open_provider(spec)")
     return spec.provider
 
 
 def digest_of(value: Any) -> str:
-    """The digest by which journals and trajectories know ``value`` as a context. Raises
-    SandboxError for what no session can hold."""
+    """Return the digest that identifies ``value`` as a context in journals and trajectories. Raises
+    SandboxError if no session can hold the value."""
     digest: str = importlib.import_module("ramify.sandbox.context").SharedContext(value).digest
     return digest

@@ -1,9 +1,9 @@
-"""A context, encoded once: what sessions are opened over, a store keeps by its digest, and children
-share.
+"""A context that is encoded once: sessions are opened over it, a store keeps it by its digest, and
+child runs share it.
 
-Decides where the bytes lie: a large context in an anonymous file of memory, which the fork server
-maps, a small one in a bytes object, which goes over the wire. Leaves out who decodes it and when
-(``process.py``), and the codec (``guest/values.py``).
+Decides where the bytes are stored: a large context in an anonymous memory file, which the fork
+server maps; a small one in a bytes object, which is sent to the session. Not here: where and when
+it is decoded (see ``process.py``), and the codec (see ``guest/values.py``).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder,
 
 _serials = itertools.count()
 LARGE_BYTES = 1 << 20
-"""From here on, sessions over a context are forked from a process that has decoded it once."""
+"""From this size on, sessions over a context are forked from a process that has decoded it once."""
 
 
 class SharedContext:
-    """One value, ready for any number of sessions. Raises SandboxError for what no session can
-    hold."""
+    """One value, encoded for any number of sessions. Raises SandboxError for a value that no
+    session can hold."""
 
     __slots__ = (
         "__weakref__",
@@ -52,15 +52,15 @@ class SharedContext:
 
     def _hold(self, value: Any, parts: list[Any], chars: int) -> None:
         self.serial = next(_serials)
-        """Tells this object from every other one of the process, also from later ones at its
-        address."""
+        """Distinguishes this object from every other one in this process, even from a later one at
+        the same address."""
         self.value = value
         self.kind: str = type(value).__name__
-        """Name of the Python type in the session."""
+        """Name of the value's Python type in the session."""
         self.chars = chars
-        """Characters of all strings in it."""
+        """Total number of characters in all its strings."""
         self.nbytes = sum(map(len, parts))
-        """Length of the encoded form."""
+        """Length of the encoded form in bytes."""
         self._digest: str | None = None
         self._fd = -1
         self._data: bytes | mmap.mmap
@@ -78,34 +78,35 @@ class SharedContext:
 
     @property
     def fd(self) -> int | None:
-        """A descriptor of the encoded form, where it is large. Valid as long as this object."""
+        """File descriptor of the encoded form if it is large, else None. Valid as long as this
+        object."""
         return self._fd if self._fd >= 0 else None
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the encoded form, hexadecimal; computed when it is first asked for."""
+        """Hexadecimal SHA-256 of the encoded form; computed on first use."""
         if self._digest is None:
             self._digest = hashlib.sha256(self.buffer()).hexdigest()
         return self._digest
 
     def buffer(self) -> memoryview:
-        """The encoded form, read-only."""
+        """Return the encoded form, read-only."""
         return memoryview(self._data)
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> SharedContext:
-        """The context whose ``buffer()`` was ``data``; its digest stays the same."""
+        """Return the context whose ``buffer()`` was ``data``; its digest is the same."""
         try:
             value, chars = unpack_value(data)
         except ProtocolError as error:
-            raise SandboxError(f"a stored context that cannot be read: {error}") from None
+            raise SandboxError(f"a stored context cannot be read: {error}") from None
         context = cls.__new__(cls)
         context._hold(value, [data], chars)
         return context
 
     def pack(self) -> dict[str, Any]:
-        """The value as data that any JSON writer takes, for a journal; ``unpack`` is the way
-        back."""
+        """Return the value as data for any JSON writer, such as a journal; ``unpack`` reverses
+        it."""
         encoder = ValueEncoder()
         packed: dict[str, Any] = {"value": encoder.encode(self.value)}
         if encoder.blobs:
@@ -114,17 +115,17 @@ class SharedContext:
 
     @staticmethod
     def unpack(packed: Any) -> Any:
-        """The value that ``pack`` wrote down."""
+        """Return the value from which ``pack`` made ``packed``."""
         try:
             blobs = [base64.b64decode(blob) for blob in packed.get("blobs", ())]
             return ValueDecoder(blobs).decode(packed["value"])
         except (AttributeError, LookupError, TypeError, ValueError, ProtocolError) as error:
-            raise SandboxError(f"a recorded value that cannot be read: {error}") from None
+            raise SandboxError(f"a recorded value cannot be read: {error}") from None
 
 
 def anonymous_file(name: str) -> int:
-    """A file of memory without a name, or where the platform has none, one on disk that is unlinked
-    already."""
+    """Create an anonymous memory file and return its descriptor; on platforms without memory files,
+    a file on disk that is already unlinked."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile(prefix=name) as file:

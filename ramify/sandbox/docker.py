@@ -1,9 +1,10 @@
-"""The provider ``docker``: every session in a container of its own, on an engine of this machine.
+"""The provider ``docker``: every session runs in a separate container, on a local engine.
 
-Decides what a container may do (nothing but compute in memory: no network, no capability, no
-privilege to gain, a root that cannot be written, limits of memory, processor and processes) and
-that the engine really enforces it: what it says of the container is compared with what was asked
-for. Leaves out the engine's HTTP (``docker_engine.py``) and the guest's way in (``remote.py``).
+Decides what a container may do: nothing but compute in memory. It has no network, no capabilities,
+no way to gain privileges, a read-only root, and limits on memory, CPU and processes. The provider
+also checks that the engine enforces this, by comparing the container's description with the
+request. Not here: the engine's HTTP API (see ``docker_engine.py``) and the connection to the guest
+(see ``remote.py``).
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ IMAGE = "python:3.12-slim"
 NUM_CPUS = 1.0
 MAX_PROCESSES = 256
 SCRATCH_BYTES = 256 << 20
-"""Of files in memory at /tmp, counted against the container's memory."""
+"""Maximum size of files in memory at /tmp, which count toward the container's memory."""
 _OVERHEAD_BYTES = 128 << 20
-"""What Python and the guest need beside ``memory_bytes``."""
+"""Memory for Python and the guest, in addition to ``memory_bytes``."""
 _NOBODY = "65534:65534"
 _NUM_USUAL_CAPABILITIES = 11
-"""What a container has if none is dropped; an engine may list them instead of saying ALL."""
+"""Number of capabilities of a container if none is dropped; an engine may list them instead of
+ALL."""
 
 
 class DockerService:
-    """Implements ``remote.Service``."""
+    """Starts containers on an engine. Implements ``remote.SandboxService``."""
 
     name = "docker"
     carries: Carries = "bytes"
@@ -44,8 +46,8 @@ class DockerService:
         self._allow_weaker = allow_weaker
 
     async def start(self, command: list[str], spec: SandboxSpec) -> DockerContainer:
-        wanted = container(command, spec)
-        id = await self._create(wanted)
+        request = container(command, spec)
+        id = await self._create(request)
         try:
             running = DockerContainer(self._engine, id, await self._engine.attach(id))
         except BaseException:
@@ -54,28 +56,28 @@ class DockerService:
         try:
             await self._engine.ask("start a container", "POST", f"/containers/{id}/start")
             if not self._allow_weaker:
-                said = await self._engine.ask(
+                description = await self._engine.ask(
                     "describe a container", "GET", f"/containers/{id}/json"
                 )
-                _compare(wanted, said)
+                _compare(request, description)
         except BaseException:
             await running.close()
             raise
         return running
 
-    async def _create(self, wanted: dict[str, Any]) -> str:
+    async def _create(self, request: dict[str, Any]) -> str:
         try:
-            made = await self._engine.ask(
-                "create a container", "POST", "/containers/create", wanted
+            created = await self._engine.ask(
+                "create a container", "POST", "/containers/create", request
             )
         except DockerEngineError as error:
             if error.status != 404:
                 raise
-            await self._pull(wanted["Image"])
-            made = await self._engine.ask(
-                "create a container", "POST", "/containers/create", wanted
+            await self._pull(request["Image"])
+            created = await self._engine.ask(
+                "create a container", "POST", "/containers/create", request
             )
-        return str(made["Id"])
+        return str(created["Id"])
 
     async def _pull(self, image: str) -> None:
         has_tag = ":" in image.rpartition("/")[2]
@@ -90,17 +92,18 @@ class DockerService:
                 )
 
     async def close(self) -> None:
-        """Nothing is held between sessions."""
+        """Do nothing: no resources are held between sessions."""
 
 
 class DockerContainer:
-    """Implements ``remote.Stream``."""
+    """A running container and its standard input and output. Implements ``remote.ByteStream``."""
 
     def __init__(self, engine: DockerEngine, id: str, attached: ContainerStdio) -> None:
         self._engine = engine
         self._id = id
         self._attached = attached
-        self.send, self.receive = attached.send, attached.receive
+        self.send = attached.send
+        self.receive = attached.receive
 
     async def close(self) -> None:
         await self._attached.close()
@@ -111,12 +114,12 @@ async def _remove(engine: DockerEngine, id: str) -> None:
     try:
         await engine.ask("remove a container", "DELETE", f"/containers/{id}?force=true&v=true")
     except DockerEngineError as error:
-        if error.status not in (404, 409):  # gone, or being removed
+        if error.status not in (404, 409):  # already gone, or being removed
             raise
 
 
 def container(command: list[str], spec: SandboxSpec) -> dict[str, Any]:
-    """What the engine is asked to create."""
+    """Return the request to create a container."""
     memory = spec.memory_bytes + _OVERHEAD_BYTES
     return {
         "Image": spec.image or IMAGE,
@@ -150,31 +153,33 @@ def container(command: list[str], spec: SandboxSpec) -> dict[str, Any]:
     }
 
 
-def _compare(wanted: dict[str, Any], said: dict[str, Any]) -> None:
-    """Raises SandboxError if the engine has left out a protection that was asked for."""
-    asked, given = wanted["HostConfig"], said.get("HostConfig") or {}
+def _compare(request: dict[str, Any], description: dict[str, Any]) -> None:
+    """Raise SandboxError if the engine did not apply a requested protection."""
+    requested, actual = request["HostConfig"], description.get("HostConfig") or {}
     missing = [
         name
         for name in ("NetworkMode", "ReadonlyRootfs", "Privileged", "Memory", "PidsLimit")
-        if given.get(name) != asked[name]
+        if actual.get(name) != requested[name]
     ]
-    dropped = given.get("CapDrop") or ()
+    dropped = actual.get("CapDrop") or ()
     if "ALL" not in dropped and len(dropped) < _NUM_USUAL_CAPABILITIES:
         missing.append("CapDrop")
-    if not any(option.startswith("no-new-privileges") for option in given.get("SecurityOpt") or ()):
+    if not any(
+        option.startswith("no-new-privileges") for option in actual.get("SecurityOpt") or ()
+    ):
         missing.append("SecurityOpt")
-    if (said.get("Config") or {}).get("User") != wanted["User"]:
+    if (description.get("Config") or {}).get("User") != request["User"]:
         missing.append("User")
     if missing:
         raise SandboxError(
             f"sandbox 'docker': this engine did not apply {', '.join(missing)} to the container, "
-            "as it says itself; "
-            "use another engine, or accept it with SandboxSpec(allow_weaker=True)"
+            "according to its own description; use another engine, or accept this with "
+            "SandboxSpec(allow_weaker=True)"
         )
 
 
 def open_provider(spec: SandboxSpec) -> RemoteSandbox:
-    """What ``base.open_sandbox`` calls."""
+    """Entry point for ``base.open_sandbox``."""
     caps = SandboxCapabilities(
         isolates_files=True,
         isolates_network=True,

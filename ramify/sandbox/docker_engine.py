@@ -1,8 +1,8 @@
-"""A container engine's HTTP API over its unix socket: plain requests, and the attached stream of a
+"""A container engine's HTTP API over its Unix socket: plain requests, and the attached stream of a
 container.
 
-Decides where an engine is looked for and how its answers become values or one-line errors. Leaves
-out what is asked of it (``docker.py``). Podman's compatible service speaks the same.
+Decides where to look for an engine and how its responses become values or one-line errors. Not
+here: the requests (see ``docker.py``). Podman's compatible service works too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HOW_TO_GET_ONE = (
 
 
 class DockerEngineError(SandboxError):
-    """The engine answered with an error."""
+    """The engine responded with an error."""
 
     def __init__(self, what: str, status: int, message: str) -> None:
         super().__init__(f"the container engine could not {what}: {message} (status {status})")
@@ -42,12 +42,12 @@ class DockerEngineError(SandboxError):
 
 
 def find_socket() -> str:
-    """Path of the engine's socket. Raises ConfigError for a DOCKER_HOST that is none, SandboxError
-    where there is no engine."""
+    """Return the path of the engine's socket. Raises ConfigError if DOCKER_HOST is not a Unix
+    socket, and SandboxError if no engine is found."""
     host = os.environ.get("DOCKER_HOST", "")
     if host and not host.startswith("unix://"):
         raise ConfigError(
-            f"DOCKER_HOST is {host!r}, and only unix:// sockets are spoken: set it to "
+            f"DOCKER_HOST is {host!r}, but only unix:// sockets are supported: set it to "
             "unix:///path/to/its.sock"
         )
     paths = [host.removeprefix("unix://")] if host else list(_usual_places())
@@ -67,14 +67,14 @@ def _usual_places() -> Iterator[str]:
 
 
 class DockerEngine:
-    """One engine; a connection of its own for every request."""
+    """Client of one engine; every request uses a new connection."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     async def ask(self, what: str, method: str, path: str, body: Any = None) -> Any:
-        """The decoded answer to a request; ``what`` says in an error what could not be done. Raises
-        EngineError."""
+        """Send a request and return the decoded response. ``what`` names the operation in errors.
+        Raises DockerEngineError."""
         reader, writer = await self._send(method, path, body, "Connection: close\r\n")
         try:
             status, headers = await _head(reader)
@@ -90,7 +90,7 @@ class DockerEngine:
         return _decoded(data)
 
     async def attach(self, container: str) -> ContainerStdio:
-        """The stream of a container that was created with its standard input open."""
+        """Return the stream of a container that was created with its standard input open."""
         path = f"/containers/{quote(container)}/attach?stream=1&stdin=1&stdout=1&stderr=1"
         reader, writer = await self._send(
             "POST", path, None, "Upgrade: tcp\r\nConnection: Upgrade\r\n"
@@ -122,14 +122,17 @@ class DockerEngine:
                 f"sandbox 'docker': no engine answers at {self._path} ({error.strerror or error}); "
                 f"{HOW_TO_GET_ONE}"
             ) from None
-        head = f"{method} {path} HTTP/1.1\r\nHost: docker\r\n{kind}Content-Length: {len(data)}\r\n{more}\r\n"
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: docker\r\n"
+            f"{kind}Content-Length: {len(data)}\r\n{more}\r\n"
+        )
         writer.write(head.encode() + data)
         return reader, writer
 
 
 class ContainerStdio:
-    """Standard input and output of a container without a terminal: what it says comes in frames,
-    told by stream."""
+    """Standard input and output of a container without a terminal. Its output arrives in frames
+    that name the stream."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -140,7 +143,7 @@ class ContainerStdio:
         await self._writer.drain()
 
     async def receive(self) -> bytes:
-        """Output of either stream; b"" at the end."""
+        """Return output of either stream; b"" at the end."""
         try:
             while True:
                 _, size = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
@@ -162,13 +165,14 @@ async def _shut(writer: asyncio.StreamWriter) -> None:
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Status and headers of the final answer. Raises ValueError for what is not HTTP."""
+    """Return the status and the headers of the final response. Raises ValueError if it is not
+    HTTP."""
     for _ in range(_MAX_INTERIM):
         first, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].decode("latin-1").split("\r\n")
-        found = _STATUS.fullmatch(first)
-        if found is None:
+        match = _STATUS.fullmatch(first)
+        if match is None:
             raise ValueError(f"its answer begins with {first[:40]!r}")
-        status = int(found[1])
+        status = int(match[1])
         if status == 101 or status >= 200:
             return status, _headers(lines)
     raise ValueError(f"more than {_MAX_INTERIM} interim answers")
@@ -186,8 +190,7 @@ def _headers(lines: list[str]) -> dict[str, str]:
 
 
 async def _body(reader: asyncio.StreamReader, status: int, headers: dict[str, str]) -> bytes:
-    """Raises ValueError for a body that is too long, or whose length does not follow HTTP's
-    grammar."""
+    """Read the body. Raises ValueError if it is too long or its length headers are invalid."""
     if status in (204, 304):
         return b""
     coding, length = headers.get("transfer-encoding"), headers.get("content-length")
@@ -211,14 +214,14 @@ async def _body(reader: asyncio.StreamReader, status: int, headers: dict[str, st
 
 
 async def _chunks(reader: asyncio.StreamReader) -> bytes:
-    """The chunks' data. Trailers stay unread, since the connection serves no other request."""
+    """Read the data of a chunked body. Trailers stay unread, since the connection is not reused."""
     body = bytearray()
     while True:
         line = await reader.readuntil(b"\n")
-        found = _CHUNK.fullmatch(line)
-        if found is None:
+        match = _CHUNK.fullmatch(line)
+        if match is None:
             raise ValueError(f"a chunk of its answer begins with {line[:40]!r}")
-        size = int(found[1], 16)
+        size = int(match[1], 16)
         if not size:
             return bytes(body)
         _bound(len(body) + size)
@@ -234,7 +237,8 @@ def _bound(size: int) -> None:
 
 
 def _decoded(data: bytes) -> Any:
-    """A JSON answer; of a stream of JSON lines (a pull), the list of them; else the text."""
+    """Decode a response: a JSON value, a list for a stream of JSON lines (from a pull), or else
+    text."""
     try:
         return json.loads(data) if data else None
     except (ValueError, RecursionError):
@@ -246,6 +250,6 @@ def _decoded(data: bytes) -> Any:
 
 
 def _message(data: bytes) -> str:
-    answer = _decoded(data)
-    said = answer.get("message", answer) if isinstance(answer, dict) else answer
-    return " ".join(str(said).split())[:500]
+    response = _decoded(data)
+    message = response.get("message", response) if isinstance(response, dict) else response
+    return " ".join(str(message).split())[:500]

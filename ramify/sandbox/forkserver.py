@@ -1,17 +1,20 @@
-"""The fork server: a small process from which sessions are forked. Runs in a process of its own,
-never in the host.
+"""The fork server: a small process from which sessions are forked. It never runs inside the host
+process.
 
-Decides how a session's process is set up (group, limits, folder, descriptors), that nothing it
-started outlives it, and that everything ends when the host does. Leaves out what a session does
-(``guest/``) and isolation. Started with an empty environment; the host's end is ``process.py``.
-Standard library only.
+Decides how a session's process is set up (process group, limits, folder, descriptors). Ensures that
+nothing it started outlives it, and that everything ends with the host. Not here: the session itself
+(see ``guest/``) and isolation (see ``jail/``). The server is started with an empty environment; the
+host's end is ``process.py``. Standard library only.
 
-    host ──control socket──> server ──fork──> session         a session talks to the host over a socket of its own
-                               └────fork──> template ──fork──> session        (has decoded a large context once)
+    host ──control socket──> server ──fork──> session          (has its own socket to the host)
+                               └─────fork──> template ──fork──> session
+                                             (has decoded a large context once)
 
-    host:    config, then open{id,seed,early}+[wire, spool, shelf]  template{id}+[control, context]  compile{module,source}
-             signal{pid,signal}  adopt{pid}  disown{pid}  retire
-    server:  ready | failed{message}, then opened{id,pid}+[pidfd]  failed{id,message}  exited{pid,status}
+    host:    config, then
+             open{id,seed,early} + [wire, spool, buffers]   template{id} + [control, context]
+             compile{module,source}  signal{pid,signal}  adopt{pid}  disown{pid}  retire
+    server:  ready | failed{message}, then
+             opened{id,pid} + [pidfd]  failed{id,message}  exited{pid,status}
 """
 
 from __future__ import annotations
@@ -83,22 +86,22 @@ PRELOAD = (
     "typing",
     "uuid",
 )
-"""What cells often import: done once here, it costs a session nothing."""
+"""Modules that cells often import: imported once here, they cost a session nothing."""
 MAX_FILE_BYTES = 256 << 20
-"""Largest file that a session may write, its raw output included."""
+"""Maximum size of a file that a session may write, including its raw output."""
 MAX_FILES = 256
 _OUT_OF_REACH = 8
-"""Descriptors above those, for the guest."""
+"""Number of additional descriptors, reserved for the guest."""
 GUEST_BYTES = 32 << 20
-"""Address space that the guest keeps for itself when a cell has used up its own."""
+"""Address space reserved for the guest, for when a cell has used up its own."""
 _TEMPLATE = None
 BRANCH = False
-"""Of a process that a session became by forking: it was given nothing."""
+"""Marks a process that a session forked: the server prepared nothing for it."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class ForkServerControl:
-    """Frames with descriptors, to and from the host. Small, trusted, blocking."""
+    """Frames with file descriptors to and from the host. Small, trusted and blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -106,7 +109,7 @@ class ForkServerControl:
         self._fds: list[int] = []
 
     def receive(self) -> tuple[dict[str, Any], list[int]]:
-        """The next frame and its descriptors. Raises EOFError."""
+        """Return the next frame and its descriptors. Raises EOFError."""
         while True:
             if len(self._data) >= 4:
                 end = 4 + struct.unpack_from("<I", self._data)[0]
@@ -143,7 +146,7 @@ class ForkServerControl:
 
 
 class ForkServer:
-    """Forks sessions and templates on request, and sees to their end. A template is a server
+    """Forks sessions and templates on request, and cleans up after them. A template is a server
     too."""
 
     def __init__(self, control: ForkServerControl, config: dict[str, Any]) -> None:
@@ -152,17 +155,17 @@ class ForkServer:
         self._context: Any = None
         self._has_context = False
         self.take_wire: Any = None
-        """How a session and its branch get new wires after a fork, where the host does not send
-        them along."""
+        """Function that gets a new socket for a session and its branch after a fork, if the host
+        does not send the sockets with the request."""
         self.children: dict[int, Any] = {}
-        """Process -> what its session was given (``prepare``); _TEMPLATE for a template."""
+        """Process id -> what ``prepare`` made for its session; _TEMPLATE for a template."""
         self._num_opened = 0
         self._is_retiring = False
         self.is_ending = False
         self.pid = os.getpid()
 
     def serve(self) -> None:
-        """Until the host is gone, or this template is retired and empty."""
+        """Serve until the host is gone, or until this template is retired and has no sessions."""
         self.pid = os.getpid()
         awake, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else _pipe()
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -177,30 +180,29 @@ class ForkServer:
                     self._reap()
                     continue
                 try:
-                    self.obey(*self.control.receive())
+                    self.handle(*self.control.receive())
                     while self.control.has_frame():
-                        self.obey(*self.control.receive())
+                        self.handle(*self.control.receive())
                 except (EOFError, OSError):
                     self._end()
         os._exit(0)
 
-    def obey(self, header: dict[str, Any], fds: list[int]) -> None:
+    def handle(self, header: dict[str, Any], fds: list[int]) -> None:
         op = header["op"]
         if op == "open":
             self._open(header, fds)
         elif op == "template":
             self._template(header, fds)
         elif op == "compile":
-            with contextlib.suppress(
-                SyntaxError, ValueError
-            ):  # the session that installs it will tell
+            # The session that installs the module reports its errors.
+            with contextlib.suppress(SyntaxError, ValueError):
                 source.precompile(header["source"], f"<{header['module']}>")
         elif op == "signal":
             if header["pid"] in self.children:
                 os.kill(header["pid"], header["signal"])
         elif op == "adopt":  # a session's branch, which may outlive it
             self.children[header["pid"]] = BRANCH
-        elif op == "disown":  # it ended before the session that it came from, which buried it
+        elif op == "disown":  # it ended before its origin, which has reaped it
             if self.children.get(header["pid"]) is BRANCH:
                 del self.children[header["pid"]]
         elif op == "retire":
@@ -209,47 +211,47 @@ class ForkServer:
     # -- forking
 
     def _open(self, header: dict[str, Any], fds: list[int]) -> None:
-        given = _TEMPLATE
+        prepared = _TEMPLATE
         try:
-            given = self.prepare()
+            prepared = self.prepare()
             pid = os.fork()
         except OSError as error:
-            if given is not _TEMPLATE:
-                self.forked(given)
-                self.clear(given)
+            if prepared is not _TEMPLATE:
+                self.forked(prepared)
+                self.clear(prepared)
             self._refuse(header["id"], fds, f"no process for it: {error}")
             return
         if not pid:
-            _in_child(lambda: self._session(given, header, fds))
-        self.forked(given)
-        self.children[pid] = given
+            _in_child(lambda: self._session(prepared, header, fds))
+        self.forked(prepared)
+        self.children[pid] = prepared
         self._opened(header["id"], pid, fds)
 
-    # -- what a session is given; the jail does this otherwise
+    # -- setting up a session; the jail overrides this
 
     def prepare(self) -> Any:
-        """What the next session gets, made before it is forked: here its folder."""
+        """Prepare what the next session needs before it is forked: here its folder."""
         self._num_opened += 1
         folder = os.path.join(self.config["folder"], f"{os.getpid()}-{self._num_opened}")
         os.mkdir(folder, 0o700)
         return folder
 
-    def enter(self, given: Any, fds: list[int]) -> tuple[list[int], tuple[int, int]]:
-        """In the session's process: take what was prepared, and let go of everything but ``fds``:
-        wire, spool and shelf. Returns where they are now, and the limits of memory."""
+    def enter(self, prepared: Any, fds: list[int]) -> tuple[list[int], tuple[int, int]]:
+        """In the session's process: enter what was prepared, and close every descriptor except
+        ``fds`` (wire, spool, shared buffers). Returns their new numbers and the memory limits."""
         os.setsid()
         tie_to_parent(self.pid)
         fds = keep_only(fds)
-        os.chdir(given)
-        os.environ.update(HOME=given, TMPDIR=given)
+        os.chdir(prepared)
+        os.environ.update(HOME=prepared, TMPDIR=prepared)
         return fds, set_limits(self.config["memory_bytes"], mapped_bytes())
 
-    def forked(self, given: Any) -> None:
-        """In the server, once the session has it too."""
+    def forked(self, prepared: Any) -> None:
+        """Called in the server after the fork, when the session holds ``prepared`` too."""
 
-    def clear(self, given: Any) -> None:
-        """After the session's end."""
-        shutil.rmtree(given, ignore_errors=True)
+    def clear(self, prepared: Any) -> None:
+        """Clean up after the session's end."""
+        shutil.rmtree(prepared, ignore_errors=True)
 
     def _template(self, header: dict[str, Any], fds: list[int]) -> None:
         try:
@@ -283,7 +285,7 @@ class ForkServer:
         try:
             with mmap.mmap(context, 0, prot=mmap.PROT_READ) as data, memoryview(data) as view:
                 self._context, _ = packed.unpack_value(view)
-        except Exception as error:  # noqa: BLE001  (told to the host, which raises it)
+        except Exception as error:  # noqa: BLE001  (reported to the host, which raises it)
             self.control.send({"op": "failed", "message": f"its context did not decode: {error}"})
             os._exit(1)
         os.close(context)
@@ -293,10 +295,10 @@ class ForkServer:
         self.control.send({"op": "ready"})
         self.serve()
 
-    def _session(self, given: Any, header: dict[str, Any], fds: list[int]) -> None:
-        """The rest of a session's life."""
+    def _session(self, prepared: Any, header: dict[str, Any], fds: list[int]) -> None:
+        """Run the session in its process, until it ends."""
         quiet_signals()
-        (wire, spool, *rest), memory = self.enter(given, fds)
+        (wire, spool, *buffers), memory = self.enter(prepared, fds)
         random.seed(header["seed"])
         session = guest.Guest(
             wire,
@@ -306,8 +308,8 @@ class ForkServer:
             owns_process=True,
             memory_limits=memory,
             can_fork=True,
-            shared_buffers=shared_buffers.SharedMemoryBuffers(rest[0], is_host=False)
-            if rest
+            shared_buffers=shared_buffers.SharedMemoryBuffers(buffers[0], is_host=False)
+            if buffers
             else None,
             take_wire=self.take_wire,
         )
@@ -320,50 +322,50 @@ class ForkServer:
     # -- endings
 
     def _reap(self) -> None:
-        """Bury the dead. A session's group is killed while its leader's number cannot have gone to
-        anyone else."""
+        """Reap ended processes. A session's process group is killed first, while its pid cannot
+        have been reused."""
         while True:
             pid = _next_dead()
             if not pid:
                 break
-            is_ours, given = pid in self.children, self.children.pop(pid, _TEMPLATE)
-            if given is not _TEMPLATE:
+            is_child, prepared = pid in self.children, self.children.pop(pid, _TEMPLATE)
+            if prepared is not _TEMPLATE:
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
-            self.end_strays()
-            if given is not _TEMPLATE and given is not BRANCH:
-                self.clear(given)
-            if is_ours:
+            self.kill_orphans()
+            if prepared is not _TEMPLATE and prepared is not BRANCH:
+                self.clear(prepared)
+            if is_child:
                 with contextlib.suppress(OSError):
                     self.control.send(
                         {"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)}
                     )
 
-    def end_strays(self) -> None:
-        """Processes that left their session's group fall to us when it ends, since we are the
-        subreaper."""
+    def kill_orphans(self) -> None:
+        """Kill processes that left their session's group: this process is their subreaper, so they
+        become its children when the session ends."""
         with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
             for pid in map(int, file.read().split()):
                 if pid not in self.children:
                     os.kill(pid, signal.SIGKILL)
 
     def _end(self) -> None:
-        """The host is gone: so is everything."""
+        """End everything: the host is gone."""
         self.is_ending = True
         signal.set_wakeup_fd(-1)
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
-            for pid, given in self.children.items():
-                if given is not _TEMPLATE:
+            for pid, prepared in self.children.items():
+                if prepared is not _TEMPLATE:
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
             self._reap()
-            self.end_strays()
+            self.kill_orphans()
             if not self.children and not _has_children():
                 break
             time.sleep(0.002)
-        for pid in self.children:  # a template that hangs
+        for pid in self.children:  # only a hanging template is left
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         if not self._has_context:
@@ -372,7 +374,8 @@ class ForkServer:
 
 
 def _next_dead() -> int:
-    """A child that has ended and waits to be buried, or 0. Its number stays its own until then."""
+    """Return a child that has ended and is not reaped yet, or 0. Its pid is not reused until
+    then."""
     try:
         dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -389,18 +392,18 @@ def _has_children() -> bool:
 
 
 def _in_child(life: Any) -> None:
-    """Run a forked child to its end, which is never a return into the server's loop."""
+    """Run a forked child to its end; it never returns into the server's loop."""
     try:
         life()
-    except BaseException:  # noqa: BLE001  (whatever it was, it must not go on as a server)
+    except BaseException:  # noqa: BLE001  (whatever happened, it must not continue as a server)
         sys.__excepthook__(*sys.exc_info())
     finally:
         os._exit(70)
 
 
 def quiet_signals() -> None:
-    """As a new process has them. By ``_signal``, since ``signal`` makes enums of all numbers: see
-    ``_warm_up``."""
+    """Reset signal handling to that of a new process. Uses ``_signal``, since ``signal`` creates
+    enums for all numbers: see ``_warm_up``."""
     _signal.set_wakeup_fd(-1)
     _signal.signal(_SIGCHLD, _SIG_DFL)
 
@@ -418,8 +421,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def tie_to_parent(parent: int) -> None:
-    """Die with the parent, also where it is killed; and inherit what our own children leave
-    behind."""
+    """Make this process die with its parent, even if the parent is killed, and adopt the orphans of
+    its own children."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
@@ -427,26 +430,27 @@ def tie_to_parent(parent: int) -> None:
 
 
 def keep_only(fds: list[int]) -> list[int]:
-    """Close every descriptor but standard input and ``fds`` (wire, spool, …), which go where no
-    loop over numbers goes. Standard output and error become the spool."""
+    """Close every descriptor except standard input and ``fds`` (wire, spool, …), and move those to
+    high numbers, out of reach of loops that close descriptors. Standard output and error become the
+    spool."""
     at = min(MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 8)
-    kept = []
+    moved = []
     for fd in fds:
-        kept.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, at))
-        at = kept[-1] + 1
-    os.dup2(kept[1], 1)
-    os.dup2(kept[1], 2)
+        moved.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, at))
+        at = moved[-1] + 1
+    os.dup2(moved[1], 1)
+    os.dup2(moved[1], 2)
     start = 3
-    for fd in kept:
+    for fd in moved:
         os.closerange(start, fd)
         start = fd + 1
     os.closerange(start, 1 << 30)
-    return kept
+    return moved
 
 
 def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
-    """What one session may take. Returns the address space for a cell, on top of what it was forked
-    with, and for the guest."""
+    """Set the resource limits of one session. Returns the limits of address space while a cell runs
+    (on top of what was forked) and while the guest itself runs."""
     memory = mapped + memory_bytes
     limits = {
         "CORE": 0,
@@ -471,7 +475,8 @@ def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
 
 
 def mapped_bytes(proc: int | None = None) -> int:
-    """Address space of this process. ``proc``: a descriptor of /proc, where it has no name."""
+    """Return the address space of this process. ``proc``: a descriptor of /proc, if it has no path
+    here."""
     try:
         fd = os.open(
             "/proc/self/statm" if proc is None else "self/statm",
@@ -487,10 +492,11 @@ def mapped_bytes(proc: int | None = None) -> int:
 
 
 def _warm_up() -> None:
-    """Walk through what every session does, so that none pays for it.
+    """Execute once what every session does, so that no session pays for it.
 
-    Most of the time of a fork goes into copying the pages that a session writes to, one fault each;
-    code that has run before writes less: it is specialised, what it makes once is made."""
+    Most of the cost of a fork is copying the pages that a session writes to, one page fault each.
+    Code that has already run writes less: it is specialised, and its caches are filled.
+    """
     interpreter.complete_builtins()
     try:
         raise ValueError
@@ -501,11 +507,11 @@ def _warm_up() -> None:
 
 
 def _rehearse(cells: int) -> None:
-    """Be the guest of a host that runs a few cells and goes away."""
+    """Run a guest whose host executes a few cells and disconnects."""
     if not hasattr(os, "memfd_create"):
         return
-    host, theirs = socket.socketpair()
-    wire, spool = theirs.detach(), os.memfd_create("rehearsal")
+    host, guest_end = socket.socketpair()
+    wire, spool = guest_end.detach(), os.memfd_create("rehearsal")
     with host:
         for id in range(cells):
             host.sendall(
@@ -526,7 +532,7 @@ def _rehearse(cells: int) -> None:
 
 
 def main(control_fd: int) -> None:
-    """The server's whole life."""
+    """Run the server until the host is gone."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = ForkServerControl(socket.socket(fileno=control_fd))
@@ -539,17 +545,17 @@ def main(control_fd: int) -> None:
     except PackageNotImportable as error:
         control.send({"op": "failed", "message": str(error)})
     except OSError:
-        pass  # the host went away while we started
+        pass  # the host went away during the start
     finally:
         shutil.rmtree(config["folder"], ignore_errors=True)
 
 
 class PackageNotImportable(Exception):
-    """A package that sessions should have."""
+    """A package that sessions should have cannot be imported."""
 
 
 def preload(paths: list[str], names: Sequence[str]) -> None:
-    """Import what sessions will want. Raises NotImportable."""
+    """Import what sessions will need. Raises PackageNotImportable."""
     sys.path += [path for path in paths if path not in sys.path]
     for name in names:
         try:
@@ -561,8 +567,7 @@ def preload(paths: list[str], names: Sequence[str]) -> None:
 
 
 def settle(proc: int | None = None) -> None:
-    """Before the first fork: be the first to go when memory runs out, and have everything at
-    hand."""
+    """Prepare for the first fork: be the first to be killed when memory runs out, and warm up."""
     global _libc
     if sys.platform == "linux":
         import ctypes
@@ -572,7 +577,7 @@ def settle(proc: int | None = None) -> None:
         with contextlib.suppress(OSError):
             path = "/proc/self/oom_score_adj" if proc is None else "self/oom_score_adj"
             fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
-            os.write(fd, b"1000")  # sessions go before anything of the user's
+            os.write(fd, b"1000")  # sessions are killed before any other process
             os.close(fd)
     _warm_up()
     gc.collect()

@@ -1,8 +1,8 @@
 """The host's end of a fork server: requests and replies over its control socket.
 
-Decides how a server process is started (an empty environment, one descriptor) and how replies,
-which may carry descriptors, find who asked. Leaves out what is asked for (``process.py``) and how
-it is done (``forkserver.py``).
+Decides how a server process is started (an empty environment, one file descriptor) and how replies,
+which may carry descriptors, reach their requests. Not here: which requests are made (see
+``process.py``) and how they are executed (see ``forkserver.py``).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-"""All that a session sees of an environment. Sets have one order in every session; large heaps fork
-fast (huge pages); threads do not each reserve address space; and no library starts threads before
-the fork."""
+"""The whole environment of a session. Sets have the same order in every session. Large heaps fork
+fast (huge pages). Threads do not each reserve address space. No library starts threads before the
+fork."""
 START_S = 60.0
 
 
 class StartedForkServer(NamedTuple):
-    """A fork server that was started, and what its ``ForkServerChannel`` is made of."""
+    """A fork server that was started, with everything that its ``ForkServerChannel`` needs."""
 
     process: subprocess.Popen[bytes]
     control: socket.socket
@@ -52,12 +52,12 @@ class StartedForkServer(NamedTuple):
 
 
 class ForkServerChannel:
-    """One control socket: of the fork server, or of a template."""
+    """Control channel to a fork server or a template."""
 
     def __init__(self, sock: socket.socket, complaints: int | None = None) -> None:
         sock.setblocking(False)
         self._complaints = complaints
-        """A file with what a server that did not start wrote to its standard error."""
+        """File with the standard error output of the server, in case it does not start."""
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._assembler = FrameAssembler()
@@ -71,7 +71,7 @@ class ForkServerChannel:
         self._loop.add_reader(sock, self._readable)
 
     async def wait_ready(self) -> None:
-        """Until the server serves. Raises SandboxError with its reason if it does not."""
+        """Wait until the server is ready. Raises SandboxError with the reason if it is not."""
         await asyncio.wait(
             (self.ready, self.gone), timeout=START_S, return_when=asyncio.FIRST_COMPLETED
         )
@@ -95,21 +95,22 @@ class ForkServerChannel:
     async def ask(
         self, header: dict[str, Any], fds: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[int]]:
-        """Send a request; the reply and its descriptors, which are the caller's. Raises
-        SandboxError for a refusal."""
+        """Send a request and return the reply with its descriptors, which the caller must close.
+        Raises SandboxError if the server refuses."""
         async with self._room:
             self._last_id += 1
             id = header["id"] = self._last_id
             reply = self._replies[id] = self._loop.create_future()
             try:
-                self.tell(header, fds)
+                self.send(header, fds)
                 answer: tuple[dict[str, Any], list[int]] = await reply
                 return answer
             finally:
                 self._replies.pop(id, None)
 
-    def tell(self, header: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send what has no reply. Requests are small, and few at once: the socket holds them."""
+    def send(self, header: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send a message that has no reply. Messages are small and few, so the socket's buffer
+        holds them."""
         if fds:
             header["fds"] = len(fds)
         data = b"".join(frame(msgspec.json.encode(header)))
@@ -122,8 +123,8 @@ class ForkServerChannel:
             raise SandboxError(f"the fork server is gone: {error}") from None
 
     def _send_rest(self, data: bytes) -> None:
-        """A long request (a module's source): the server reads it at once, so that blocking is
-        short."""
+        """Send the rest of a long request (a module's source). The server reads at once, so this
+        blocks only briefly."""
         self._sock.setblocking(True)
         try:
             self._sock.settimeout(10.0)
@@ -132,7 +133,7 @@ class ForkServerChannel:
             self._sock.setblocking(False)
 
     def on_exit(self, pid: int, call: Callable[[int], None]) -> None:
-        """Call once with the exit status of ``pid``, as ``subprocess`` gives it."""
+        """Run ``call`` once with the exit status of ``pid``, as ``subprocess`` gives it."""
         self._exits[pid] = call
 
     def _readable(self) -> None:
@@ -160,9 +161,8 @@ class ForkServerChannel:
                 call(header["status"])
             return
         reply = self._replies.get(header["id"]) if "id" in header else self.ready
-        if (
-            reply is None or reply.done()
-        ):  # nobody waits any more; the process sees its socket closed
+        if reply is None or reply.done():
+            # The caller is gone; the process will see its socket closed.
             for fd in fds:
                 os.close(fd)
         elif header["op"] == "failed":
@@ -185,7 +185,7 @@ class ForkServerChannel:
         self._exits.clear()
 
     async def close(self) -> None:
-        """Close the control socket: the server ends all that it forked, and itself."""
+        """Close the control socket; the server then ends everything that it forked, and itself."""
         if self._sock.fileno() < 0:
             return
         with contextlib.suppress(OSError):
@@ -196,26 +196,28 @@ class ForkServerChannel:
         self.abandon()
 
     def abandon(self) -> None:
-        """Let go of what nobody waits for any more."""
+        """Release the resources of pending requests."""
         if self._complaints is not None:
             os.close(self._complaints)
             self._complaints = None
         futures: list[asyncio.Future[Any]] = [self.ready, *self._replies.values()]
         for future in futures:
             if future.done() and not future.cancelled():
-                future.exception()  # seen
+                future.exception()  # mark it as retrieved
 
 
 def start_server(
     config: dict[str, Any], modules: Sequence[str] = ("shared_buffers", "guest", "forkserver")
 ) -> StartedForkServer:
-    """A fork server in a process of its own, which gets no more of the host than one descriptor.
-    Needs no event loop.
+    """Start a fork server in a separate process, which inherits one descriptor of the host. Needs
+    no event loop.
 
-    ``modules``: what it loads (``guest_files.py``); the last one's ``main`` is its life."""
-    ours, theirs = socket.socketpair()
+    ``modules``: the modules that it loads (see ``guest_files.py``); the ``main`` of the last one
+    runs it.
+    """
+    host_end, server_end = socket.socketpair()
     complaints = anonymous_file("ramify-errors")
-    with theirs:
+    with server_end:
         command = [
             sys.executable,
             "-s",
@@ -225,17 +227,17 @@ def start_server(
             _BOOT,
             str(FOLDER),
             *modules,
-            str(theirs.fileno()),
+            str(server_end.fileno()),
         ]
         process = subprocess.Popen(
             command,
             env=ENVIRONMENT,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[server_end.fileno()],
             cwd="/",
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=complaints,
         )
-    ours.sendall(b"".join(frame(msgspec.json.encode(config))))
-    return StartedForkServer(process, ours, complaints, config["folder"])
+    host_end.sendall(b"".join(frame(msgspec.json.encode(config))))
+    return StartedForkServer(process, host_end, complaints, config["folder"])

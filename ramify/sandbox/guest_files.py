@@ -1,12 +1,13 @@
-"""The files of this room that run where ramify is not: in a fork server, in a container, on a
-machine of a cloud.
+"""The files of this package that run where ramify is not installed: in a fork server, a container,
+or a cloud machine.
 
-Decides what they are called there and how they get there. ``shared_buffers.py`` is there the module
-``ramify_shelf``, ``jail/walls.py`` is ``ramify_jail_walls``, and the folder ``guest/`` the package
-``ramify_guest``. They are always loaded as files, by the same few lines, in the order in which they
-are named: on this machine from where they are (so that Python finds them compiled), elsewhere from
-a folder that their text was written to, and that is gone before any code of a session runs. Leaves
-out what starts there (``forkserver_channel.py``, ``remote.py``) and what is done there.
+Decides the module names there and how the files get there. ``shared_buffers.py`` becomes the module
+``ramify_shared_buffers``, ``jail/walls.py`` becomes ``ramify_jail_walls``, and the folder
+``guest/`` becomes the package ``ramify_guest``. The same few lines always load them as files, in
+the order in which they are listed. On this machine they are loaded from their own folder, so Python
+finds them compiled. Elsewhere they are loaded from a temporary folder, which is deleted before any
+code of a session runs. Not here: the programs that start there (see ``forkserver_channel.py``,
+``remote.py``).
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ def load(folder, names):
         spec.loader.exec_module(module)
     return module
 """
-"""Runs there before all else; ``load`` returns the last module."""
+"""Runs first in the other process; ``load`` returns the last module."""
 
 
 def paths(modules: Sequence[str]) -> list[Path]:
-    """The files of ``modules``, a package's among them all."""
-    found = []
+    """Return the files of ``modules``; for a package, all its files."""
+    files = []
     for name in modules:
         path = FOLDER / name
-        found += sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-    return found
+        files += sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    return files
 
 
 @cache
 def texts(modules: tuple[str, ...]) -> dict[str, str]:
-    """The same as text, by their paths below the folder that ``load`` takes."""
+    """Return the source of ``modules``, by path relative to the folder that ``load`` takes."""
     return {path.relative_to(FOLDER).as_posix(): path.read_text("utf-8") for path in paths(modules)}

@@ -1,8 +1,9 @@
-"""What a guest may say, as the host reads it: every frame is hostile until it has passed here.
+"""Frames from a guest, as the host reads them: every frame is hostile until it has been checked
+here.
 
-Decides the schema and the sizes of frames from a guest. Leaves out the order in which they may come
-(``session.py``) and the layout of a frame and its values (``guest/``, of which this is the checked
-mirror).
+Decides the schema and the size limits of frames from a guest. Not here: the order in which they may
+arrive (see ``session.py``), and the layout of frames and values (see ``guest/``, whose format this
+module checks).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 class _Frame(msgspec.Struct, tag_field="op", forbid_unknown_fields=True, gc=False, kw_only=True):
     got: Count = 0
-    """Times that the guest has read from the shelf."""
+    """Number of times that the guest has read from the shared memory buffers."""
 
 
 class HelloFrame(_Frame, tag="hello"):
@@ -32,14 +33,14 @@ class HelloFrame(_Frame, tag="hello"):
 
 
 class OutputFrame(_Frame, tag="out"):
-    """The running cell printed its only blob."""
+    """The running cell printed the frame's only blob."""
 
     skip: Count
-    """Bytes right before it that the host does not get."""
+    """Number of bytes just before the blob that are not sent to the host."""
     chars: Count
-    """Characters printed so far."""
+    """Number of characters printed so far."""
     upto: Count
-    """Where in the spool the part that was not sent begins."""
+    """Offset in the output file from which data was not sent yet."""
     blobs: list[Count]
 
 
@@ -56,7 +57,7 @@ class HostCallFrame(_Frame, tag="call"):
 
 
 class CellDoneFrame(_Frame, tag="done"):
-    """The running cell ended."""
+    """The running cell has ended."""
 
     id: Count
     value: str | None
@@ -95,7 +96,8 @@ _encoder = msgspec.json.Encoder()
 
 
 class FrameAssembler:
-    """Bytes from a guest -> whole frames, as views that are valid until the next ``feed``."""
+    """Turns bytes from a guest into complete frames: views that are valid until the next
+    ``feed``."""
 
     __slots__ = ("_held", "_need")
 
@@ -130,7 +132,7 @@ class FrameAssembler:
 def parse(
     view: memoryview, shared_buffers: SharedMemoryBuffers | None = None
 ) -> tuple[FromGuest, list[memoryview]]:
-    """A frame and its blobs. Raises ProtocolError."""
+    """Decode a frame and return it with its blobs. Raises ProtocolError."""
     header, end = open_frame(view)
     if len(header) > MAX_HEADER:
         raise ProtocolError(f"a header of {len(header):,} bytes, where {MAX_HEADER:,} are allowed")
@@ -147,7 +149,7 @@ def parse(
         shared_buffers.is_free = True
     lengths = getattr(message, "blobs", ())
     if getattr(message, "shelved", False):
-        return message, _off_shelf(message, lengths, len(view) - end, shared_buffers)
+        return message, _shared_blobs(message, lengths, len(view) - end, shared_buffers)
     if not lengths:
         if end != len(view):
             raise ProtocolError(f"{len(view) - end:,} bytes after a frame without blobs")
@@ -155,15 +157,15 @@ def parse(
     return message, split_blobs(view, end, lengths)
 
 
-def _off_shelf(
+def _shared_blobs(
     message: FromGuest,
     lengths: Sequence[int],
-    rest: int,
+    remaining: int,
     shared_buffers: SharedMemoryBuffers | None,
 ) -> list[memoryview]:
-    if shared_buffers is None or rest:
+    if shared_buffers is None or remaining:
         raise ProtocolError(
-            "a frame with its blobs on a shelf, where there is none"
+            "a frame with its blobs on a shelf, but no shelf exists"
             if shared_buffers is None
             else "blobs twice"
         )
@@ -179,7 +181,7 @@ def _off_shelf(
 def value_of(
     message: HostCallFrame | CellDoneFrame | ValueFrame, data: Any, blobs: list[memoryview]
 ) -> Any:
-    """``data`` of a message, decoded. Raises ProtocolError."""
+    """Decode ``data``, a part of a message. Raises ProtocolError."""
     return ValueDecoder(blobs, bounded=True).decode(data) if message.tags else data
 
 
@@ -188,7 +190,7 @@ def request(
     encoder: ValueEncoder | None = None,
     shared_buffers: SharedMemoryBuffers | None = None,
 ) -> list[Any]:
-    """A frame for a guest; long blobs go onto ``shelf``, where it has room."""
+    """Build a frame for a guest; long blobs go into ``shared_buffers`` if there is room."""
     blobs: list[Any] = []
     if encoder is not None and encoder.blobs:
         blobs = encoder.blobs

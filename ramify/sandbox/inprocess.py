@@ -1,11 +1,11 @@
-"""The provider ``inprocess``: the same guest in a thread of the host. For debugging, where a
-breakpoint must be reached.
+"""The provider ``inprocess``: the same guest in a thread of the host, for debugging with
+breakpoints.
 
-Decides how a guest shares its process: what its cells print goes to their session, and an interrupt
-is an exception set in its thread. Leaves out nearly everything else that a session promises: a cell
+Decides how a guest shares its process: the output of its cells goes to their session, and an
+interrupt is an exception set in its thread. Most other guarantees of a session do not hold: a cell
 cannot be killed, code blocked in C (``time.sleep``) cannot be interrupted, memory is not limited,
 ``random`` is the host's, output of other processes and of C code goes to the host's terminal, and
-``sys.modules["__main__"]`` stays the host's.
+``sys.modules["__main__"]`` remains the host's.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ramify.sandbox.shared_buffers import SharedMemoryBuffers
 from ramify.sandbox.transport import SCRATCH_BYTES, SocketStream
 
 WARNING = (
-    "sandbox 'inprocess': code runs inside this very process, with all that it holds, and cannot "
-    "be stopped for sure. "
-    "It is for debugging; do not run code in it that you would not run yourself."
+    "sandbox 'inprocess': code runs inside this process, with access to everything in it, and "
+    "cannot always be stopped. It is for debugging; do not run code in it that you would not run "
+    "yourself."
 )
 
 
 class InprocessSandbox:
-    """Implements ``base.Sandbox``."""
+    """Sandbox whose sessions are threads of the host. Implements ``base.Sandbox``."""
 
     warning: str | None = WARNING
 
@@ -78,7 +78,7 @@ class InprocessSandbox:
 
 
 class ThreadTransport:
-    """The way to a guest in a thread."""
+    """Connection to a guest in a thread."""
 
     shared_buffers: SharedMemoryBuffers | None = None
 
@@ -86,16 +86,18 @@ class ThreadTransport:
         self, caps: SandboxCapabilities, scratch: bytearray, max_output_bytes: int
     ) -> None:
         self.caps = caps
-        self._ours, theirs = socket.socketpair()
-        self._stream = SocketStream(self._ours, scratch)
-        self.attach, self.write = self._stream.attach, self._stream.write
-        self.pause, self.resume = self._stream.pause, self._stream.resume
+        self._sock, guest_end = socket.socketpair()
+        self._stream = SocketStream(self._sock, scratch)
+        self.attach = self._stream.attach
+        self.write = self._stream.write
+        self.pause = self._stream.pause
+        self.resume = self._stream.resume
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._guest: Guest | None = None
         self._thread = threading.Thread(
             target=self._live,
-            args=(theirs.detach(), max_output_bytes),
+            args=(guest_end.detach(), max_output_bytes),
             name="ramify session",
             daemon=True,
         )
@@ -112,7 +114,7 @@ class ThreadTransport:
                 guest.serve()
         finally:
             os.close(fd)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._note_end)
 
     def _note_end(self) -> None:
@@ -123,16 +125,17 @@ class ThreadTransport:
         if (
             self._guest is not None
             and self._thread.ident is not None
-            and self._guest.interrupts.may_rise()
+            and self._guest.interrupts.may_raise()
         ):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread.ident), ctypes.py_object(KeyboardInterrupt)
             )
 
     def kill(self) -> None:
-        """A thread cannot be killed; it ends when it next asks for its host."""
+        """Close the guest's socket. A thread cannot be killed; it ends when it next waits for the
+        host."""
         with contextlib.suppress(OSError):
-            self._ours.shutdown(socket.SHUT_RDWR)
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def leftover(self, start: int) -> bytes:
         return b""
@@ -155,8 +158,8 @@ class ThreadTransport:
 
 
 class _Router(io.TextIOBase):
-    """``sys.stdout`` while sessions live in this process: to the session whose thread writes, or to
-    the host's own."""
+    """Replacement for ``sys.stdout`` while sessions run in this process: writes to the session
+    whose thread prints, or else to the host's stream."""
 
     def __init__(self, host: TextIO, name: str) -> None:
         self.host = host
@@ -180,7 +183,7 @@ class _Router(io.TextIOBase):
         return getattr(self.host, name)
 
     def close(self) -> None:
-        """The host's stream is not ours to close."""
+        """Do nothing: the host's stream must stay open."""
 
 
 _guests: dict[int, Guest] = {}
@@ -188,8 +191,8 @@ _lock = threading.Lock()
 
 
 class _RoutedPrints:
-    """Within it, this thread's prints go to ``guest``. The first one in puts the routers up, the
-    last takes them down."""
+    """Context manager that sends this thread's prints to ``guest``. The first guest installs the
+    routers, and the last one removes them."""
 
     def __init__(self, guest: Guest) -> None:
         self._guest = guest
@@ -214,15 +217,15 @@ class _RoutedPrints:
 
 
 def _builtins_for(guest: Guest) -> types.ModuleType:
-    """The builtins of one session: ``print`` reaches it from every thread that runs its code."""
+    """Return the builtins of one session: its ``print`` reaches it from every thread that runs its
+    code."""
     own = types.ModuleType("builtins")
     own.__dict__.update(vars(builtins))
 
     @functools.wraps(print)
     def session_print(*values: Any, file: Any = None, **options: Any) -> None:
-        is_host = file is None and not isinstance(
-            sys.stdout, _Router
-        )  # the cell itself put another stream there
+        # The cell itself may have replaced sys.stdout: then print there.
+        is_host = file is None and not isinstance(sys.stdout, _Router)
         print(*values, file=file if file is not None or is_host else guest.output.stdout, **options)
 
     own.__dict__.update(print=session_print, exit=_exit, quit=_exit)
@@ -235,5 +238,5 @@ def _exit(code: Any = None) -> None:
 
 
 def open_provider(spec: SandboxSpec) -> InprocessSandbox:
-    """What ``base.open_sandbox`` calls."""
+    """Entry point for ``base.open_sandbox``."""
     return InprocessSandbox(spec)

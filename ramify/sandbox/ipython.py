@@ -1,8 +1,8 @@
-"""The provider ``ipython``: the process sessions, whose cells run in a real IPython.
+"""The provider ``ipython``: process sessions whose cells run in a real IPython.
 
-Decides that IPython is loaded ahead of time and set up in every session. Leaves out how
-(``ipython_cells.py``, which runs there) and all that a session is beside (``process.py``). For
-users who know their notebook: ``%timeit``, ``!command``, ``Out[3]``, ``obj?``.
+Decides that IPython is loaded ahead of time and set up in every session. Not here: how it is set up
+(see ``ipython_cells.py``, which runs in the session) and everything else about a session (see
+``process.py``). For users who know their notebook: ``%timeit``, ``!command``, ``Out[3]``, ``obj?``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from ramify.sandbox.process import ProcessSandbox
 from ramify.sandbox.session import GuestSession
 
 WARNING = (
-    "sandbox 'ipython': code runs in a process of its own, without the host's environment and "
-    "under limits of memory "
-    "and time, but with your user's rights: it can read your files and use the network. Do not run "
-    "hostile code in it."
+    "sandbox 'ipython': code runs in a separate process, without the host's environment and with "
+    "limits on memory and time, but with your user's rights: it can read your files and use the "
+    "network. Do not run hostile code in it."
 )
 _LOADED = ("IPython", "IPython.core.interactiveshell")
 
 
 class IPythonSandbox:
-    """Implements ``base.Sandbox``."""
+    """Sandbox whose cells run in IPython. Implements ``base.Sandbox``."""
 
     warning: str | None = WARNING
 
@@ -54,5 +53,5 @@ class IPythonSandbox:
 
 
 def open_provider(spec: SandboxSpec) -> IPythonSandbox:
-    """What ``base.open_sandbox`` calls."""
+    """Entry point for ``base.open_sandbox``."""
     return IPythonSandbox(spec)

@@ -1,13 +1,13 @@
-"""Runs inside a session of the provider ``ipython``: its cells go through IPython.
+"""Runs inside a session of the provider ``ipython``: passes its cells to IPython.
 
-Decides what stays the session's (where output goes, how errors and echoes are shown, which names
-are reserved) and what becomes IPython's: magics, ``!commands``, ``In`` and ``OutputFrame``, ``_``
-and ``__``, ``obj?``, a ``;`` that keeps quiet. Installed as a module of the guest; needs nothing
-but IPython and the guest.
+Decides what stays with the session (where output goes, how errors and echoes are shown, which names
+are reserved) and what IPython handles: magics, ``!commands``, ``In`` and ``Out``, ``_`` and ``__``,
+``obj?``, and a trailing ``;`` that suppresses the echo. Installed as a module of the guest; needs
+only IPython and the guest.
 """
 
 # mypy: disable-error-code="misc, attr-defined, no-untyped-call, import-not-found, import-untyped"
-# IPython is there where this runs, and need not be where it is checked.
+# The machine that type-checks this file may not have IPython.
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ else:
     from ramify_guest.shown import safe_repr
     from ramify_guest.source import remember_source
 
-    notebook = notebook  # noqa: F821  (a module of the guest is given it)
+    notebook = notebook  # noqa: F821  (the guest defines it in its modules)
 
 
 class CellCompiler(compilerop.CachingCompiler):
-    """Names code as the guest does, so that tracebacks read the same."""
+    """Compiler that names code as the guest does, so that tracebacks look the same."""
 
     name = "<cell>"
 
@@ -44,7 +44,7 @@ class CellCompiler(compilerop.CachingCompiler):
 
 
 class CellDisplayHook(DisplayHook):
-    """Keeps the echo for the guest, and prints nothing."""
+    """Display hook that keeps the echo for the guest and prints nothing."""
 
     text: str | None = None
 
@@ -62,15 +62,15 @@ class CellDisplayHook(DisplayHook):
         pass
 
 
-class Shell(interactiveshell.InteractiveShell):
-    """IPython without a terminal, a history on disk or a profile."""
+class CellShell(interactiveshell.InteractiveShell):
+    """IPython shell without a terminal, a history on disk, or a profile."""
 
     displayhook_class = CellDisplayHook
     compiler_class = CellCompiler
     system = interactiveshell.InteractiveShell.system_raw
 
     def showtraceback(self, *args: Any, **options: Any) -> None:
-        """The guest shows errors."""
+        """Do nothing: the guest shows errors."""
 
     def showsyntaxerror(self, *args: Any, **options: Any) -> None:
         pass
@@ -79,7 +79,11 @@ class Shell(interactiveshell.InteractiveShell):
         pass
 
 
-def make_shell() -> Shell:
+# Code in a session can see the name of this class, so it does not change with our names.
+CellShell.__name__ = CellShell.__qualname__ = "Shell"
+
+
+def make_shell() -> CellShell:
     folder = os.path.join(os.path.dirname(os.environ["HOME"]), "ipython")
     config = Config()
     config.HistoryManager.enabled = False
@@ -87,24 +91,23 @@ def make_shell() -> Shell:
         config=config, user_module=notebook.module, user_ns=notebook.namespace, ipython_dir=folder
     )
     shell.loop_runner = notebook.complete
-    shell.input_transformer_manager.cleanup_transforms.remove(
-        leading_empty_lines
-    )  # it would shift the lines of errors
-    vars(shell.InteractiveTB)["structured_traceback"] = (
-        lambda *_, **__: []
-    )  # it reads whole files, and the guest shows errors
+    # Removing empty lines would shift the line numbers in errors.
+    shell.input_transformer_manager.cleanup_transforms.remove(leading_empty_lines)
+    # The guest shows errors, so IPython need not read whole files for its own tracebacks.
+    vars(shell.InteractiveTB)["structured_traceback"] = lambda *_, **__: []
     bind_exits()
     return shell
 
 
 def bind_exits() -> None:
-    """IPython's own want a terminal to leave, and it hides the ones among the builtins."""
+    """Bind ``exit`` and ``quit`` again: IPython hides the builtins with its own, which need a
+    terminal."""
     for name in ("exit", "quit"):
         notebook.namespace[name] = getattr(builtins, name)
 
 
 def evaluate(source: str, name: str) -> tuple[str | None, str | None]:
-    """What ``GuestNotebook.evaluate`` does: (echo, error)."""
+    """Run a cell like ``GuestNotebook.evaluate``: return (echo, error)."""
     shell.compile.name = name
     shell.displayhook.text = None
     if "_oh" not in notebook.namespace:  # a cell has cleared its globals

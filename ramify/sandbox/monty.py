@@ -1,13 +1,13 @@
-"""The provider ``monty``: sessions in Monty, a small Python of its own (``pydantic-monty``),
-wherever that runs.
+"""The provider ``monty``: sessions in Monty, a small Python interpreter (``pydantic-monty``), on
+any platform that it supports.
 
-Decides how a session's promises are kept without the guest: cells are fed to Monty's worker
-process, modules to install (they come from this package or its user, and are trusted) run in the
-host and lend the session their functions, and a cell that is stopped is undone, since the worker is
-begun again from what it held before. Leaves out most of Python: no ``del``, ``globals()``,
-generators, base classes, most of the standard library; exceptions of the host arrive as
-RuntimeError; of a module's values functions and plain ones are seen, and its ``namespace`` is as
-the last cell left it.
+Decides how a session works without the guest. Cells are fed to Monty's worker process. Modules to
+install are trusted, since they come from this package or its user: they run in the host, and the
+session can call their functions. A cell that is stopped is undone, by restarting the worker with
+the state from before. Not supported by Monty: ``del``, ``globals()``, generators, base classes, and
+most of the standard library. Exceptions of the host arrive as RuntimeError. Of a module's values,
+the session sees only functions and plain values, and the module's ``namespace`` is as the last cell
+left it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _MAX_WORKERS = 1024
 SETTLE_S = 0.05
 """Pause at the end of a process that had sessions in Monty."""
 _AGAIN = "_lent_"
-"""Under this name a lent function is bound again to its own, which a cell has rebound."""
+"""Prefix of the name under which a lent function is passed in again, after a cell has rebound its
+own name."""
 _INPUT = re.compile(r"<python-input-(\d+)>")
 CAPS = SandboxCapabilities(
     isolates_files=True,
@@ -57,7 +58,7 @@ CAPS = SandboxCapabilities(
 
 
 class MontySandbox:
-    """Implements ``base.Sandbox``."""
+    """Sandbox whose sessions run in Monty. Implements ``base.Sandbox``."""
 
     caps = CAPS
     warning: str | None = None
@@ -69,8 +70,8 @@ class MontySandbox:
             raise SandboxError("sandbox 'monty' needs Monty: pip install 'ramify[monty]'") from None
         if spec.packages:
             raise ConfigError(
-                f"sandbox 'monty' has no packages, and '{spec.packages[0]}' was asked for: use "
-                "another sandbox"
+                f"sandbox 'monty' does not support packages, but '{spec.packages[0]}' was "
+                "requested: use another sandbox"
             )
         atexit.unregister(_settle)
         atexit.register(_settle)
@@ -107,12 +108,12 @@ class MontySandbox:
 
 
 class _MontyCell:
-    """One cell under way."""
+    """One cell that is running."""
 
     def __init__(self, answer: Answer, max_output_bytes: int) -> None:
         self.answer = answer
         self.output = HeadTailBuffer(max_output_bytes)
-        self.whole = HeadTailBuffer(16 * max_output_bytes)
+        self.full_output = HeadTailBuffer(16 * max_output_bytes)
         self.chars = 0
         self.worked_s = 0.0
         self.stopped: str | None = None
@@ -123,7 +124,7 @@ class _MontyCell:
     def printed(self, stream: str, text: str) -> None:
         data = text.encode("utf-8", "backslashreplace")
         self.output.add(data)
-        self.whole.add(data)
+        self.full_output.add(data)
         self.chars += len(text)
 
     def interrupt(self, reason: str) -> None:
@@ -132,24 +133,29 @@ class _MontyCell:
 
 
 class MontySession:
-    """Implements ``base.Session``."""
+    """A session in a Monty worker. Implements ``base.Session``."""
 
     caps = CAPS
 
     def __init__(
         self, monty: Any, pool: Any, spec: SandboxSpec, on_close: Callable[[MontySession], None]
     ) -> None:
-        self._monty, self._pool, self._spec, self._on_close = monty, pool, spec, on_close
+        self._monty = monty
+        self._pool = pool
+        self._spec = spec
+        self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         self._checkout: Any = None
         self._worker: Any = None
         self._cell: _MontyCell | None = None
-        self._num_cells = self._num_feeds = 0
+        self._num_cells = 0
+        self._num_feeds = 0
         self._cell_of: dict[int, int] = {}
-        self._is_busy = self._is_closed = False
+        self._is_busy = False
+        self._is_closed = False
         self._reserved: dict[str, Any] = {}
         self._states: dict[str, dict[Any, Any]] = {}
-        """Dicts that modules and cells both change."""
+        """Dicts that both modules and cells change."""
         self._lent: dict[str, Callable[..., Any]] = {}
         self._modules: dict[str, types.ModuleType] = {}
         self._names: set[str] = set()
@@ -158,7 +164,7 @@ class MontySession:
         self._last_output = ""
 
     async def begin(self, state: bytes | None = None) -> None:
-        """A fresh worker, or one that holds ``state``."""
+        """Start a fresh worker, or one with the saved ``state``."""
         limits = {"max_memory": self._spec.memory_bytes, "max_suspensions": 1_000_000}
         self._checkout = self._pool.checkout(limits=limits)
         self._worker = await self._checkout.__aenter__()
@@ -196,7 +202,10 @@ class MontySession:
                 value, error = await self._within(cell, work, timeout_s or self._spec.cell_s)
                 if cell.stopped is not None:
                     await self._undo(state)
-                    error = f"KeyboardInterrupt: the cell was stopped ({cell.stopped}), and what it had bound is undone"
+                    error = (
+                        f"KeyboardInterrupt: the cell was stopped ({cell.stopped}), and what it "
+                        "had bound is undone"
+                    )
             except asyncio.CancelledError:
                 work.cancel()
                 await asyncio.wait((work,))
@@ -210,7 +219,7 @@ class MontySession:
                 await self._undo(state)
             if cell.bug is not None:
                 raise cell.bug
-            self._last_output = cell.whole.text(cell.chars)
+            self._last_output = cell.full_output.text(cell.chars)
             note, error, restored = await self._after(error)
         shown = Cell(
             code=code,
@@ -226,7 +235,7 @@ class MontySession:
     async def _within(
         self, cell: _MontyCell, work: asyncio.Future[tuple[str | None, str | None]], limit_s: float
     ) -> tuple[str | None, str | None]:
-        """Until the cell ends, was interrupted, or has worked for its time."""
+        """Wait until the cell has ended, was interrupted, or has used up its working time."""
         stop = asyncio.ensure_future(cell.stop.wait())
         try:
             while not work.done() and cell.stopped is None:
@@ -247,7 +256,7 @@ class MontySession:
     async def _execute(self, cell: _MontyCell, code: str) -> tuple[str | None, str | None]:
         self._cell_of[self._num_feeds] = self._num_cells
         self._num_feeds += 1
-        assigned, has_echo, uses_last = _look(code)
+        assigned, has_echo, uses_last = _inspect_cell(code)
         inputs = {"_": self._last} if uses_last and self._last is not None else None
         self._names |= assigned
         try:
@@ -276,7 +285,7 @@ class MontySession:
         ), None
 
     async def _timed(self, cell: _MontyCell, work: Any) -> Any:
-        """A step of Monty's; the time it takes is the cell's."""
+        """Run one step of Monty; its time counts as the cell's working time."""
         before, started = cell.worked_s, self._loop.time()
         task = asyncio.ensure_future(work)
         try:
@@ -289,7 +298,7 @@ class MontySession:
         return task.result()
 
     async def _next(self, cell: _MontyCell, step: Any) -> Any:
-        """What resumes a suspended cell."""
+        """Return the step that resumes a suspended cell."""
         if not hasattr(step, "function_name"):
             return step.resume()
         if step.is_os_function:
@@ -301,11 +310,11 @@ class MontySession:
             args, kwargs = self._plain(list(step.args)), self._plain(dict(step.kwargs))
             value = await asyncio.to_thread(self._lent[name], *args, **kwargs)
             return step.resume({"return_value": value})
-        except Exception as error:  # noqa: BLE001  (the module's, or of the cell's arguments: it rises in the cell)
+        except Exception as error:  # noqa: BLE001  (from the module or the cell's arguments: raised in the cell)
             return step.resume({"exception": _as_builtin(error)})
 
     def _plain(self, value: Any) -> Any:
-        """``value`` with objects of the session's own classes as data: of dataclasses their
+        """Return ``value`` with objects of the session's own classes as data: dataclasses as their
         fields."""
         if isinstance(value, self._monty.MontyClassProxy):
             return self._plain(value.attributes) if value.is_dataclass else f"<{value.name} object>"
@@ -322,13 +331,13 @@ class MontySession:
         if isinstance(error, self._monty.MontySyntaxError):
             text = text.removeprefix("Traceback (most recent call last):\n")
         named = _INPUT.sub(
-            lambda found: f"<cell {self._cell_of.get(int(found[1]), found[1])}>", text
+            lambda match: f"<cell {self._cell_of.get(int(match[1]), match[1])}>", text
         )
         return cut(named, VALUE_CHARS)
 
     async def _is_alive(self) -> bool:
-        """Whether the worker outlived a cell: it raises MemoryError where it can, and is ended
-        where not."""
+        """Return True if the worker survived a cell: it raises MemoryError if it can, and is killed
+        otherwise."""
         try:
             await self._feed("None")
         except self._monty.MontyError:
@@ -349,14 +358,14 @@ class MontySession:
         notes: dict[str, Any] = {}
         before: dict[str, Any] = {}
         if self._modules:
-            await self._look_back()
+            await self._refresh_namespace()
             before = {name: dict(state) for name, state in self._states.items()}
         for name, module in self._modules.items():
             hook = module.__dict__.get("after_cell")
             if hook is not None:
                 try:
                     notes[name] = portable_to_host(await asyncio.to_thread(hook))
-                except Exception as failure:  # noqa: BLE001  (shown to whoever wrote the cell)
+                except Exception as failure:  # noqa: BLE001  (shown to the cell's author)
                     notes[name], error = (
                         None,
                         error or f"{type(failure).__name__}: {cut(str(failure), 2000)}",
@@ -374,18 +383,18 @@ class MontySession:
                 )
         return notes or None, error, sorted(restored)
 
-    async def _look_back(self) -> None:
-        """What the modules see of the session: its names, and their own values as the cell left
-        them."""
+    async def _refresh_namespace(self) -> None:
+        """Update what the modules see of the session: its names, and their own values as the cell
+        left them."""
         self._namespace.clear()
         self._namespace.update(self._reserved)
         for name in sorted(self._names | set(self._states)):
             with contextlib.suppress(self._monty.MontyError):
                 value = self._plain(await self._feed(name))
                 if name not in self._names and isinstance(value, dict):
-                    ours = self._states[name]
-                    ours.clear()
-                    ours.update(value)
+                    state = self._states[name]
+                    state.clear()
+                    state.update(value)
                 else:
                     self._namespace[name] = value
         self._namespace.update(self._lent)
@@ -422,8 +431,8 @@ class MontySession:
 
     async def install(self, module: str, source: str) -> None:
         with self._request():
-            made = types.ModuleType(module)
-            made.__dict__.update(
+            installed = types.ModuleType(module)
+            installed.__dict__.update(
                 call_host=self._call_host,
                 HostError=HostError,
                 namespace=self._namespace,
@@ -432,7 +441,7 @@ class MontySession:
                 namespace_is_live=False,
             )
             try:
-                exec(compile(source, f"<{module}>", "exec", 0, True), made.__dict__)
+                exec(compile(source, f"<{module}>", "exec", 0, True), installed.__dict__)
             except Exception as error:  # noqa: BLE001  (a module may raise anything)
                 line = (
                     error.__traceback__.tb_next.tb_lineno
@@ -443,9 +452,9 @@ class MontySession:
                     f"module '{module}' could not be installed in the session: "
                     f"{type(error).__name__}: {error}, line {line}"
                 ) from None
-            self._modules[module] = made
-            for name in made.__dict__.get("__all__", ()):
-                value = getattr(made, name)
+            self._modules[module] = installed
+            for name in installed.__dict__.get("__all__", ()):
+                value = getattr(installed, name)
                 if callable(value) and not isinstance(value, type):
                     self._lent[name] = value
                 elif _is_plain(value) or isinstance(value, dict):
@@ -455,7 +464,7 @@ class MontySession:
                         self._states[name] = value
 
     def _call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """For a module's functions, which run in a thread."""
+        """``call_host`` for a module's functions, which run in a thread."""
         cell = self._cell
         if cell is None:
             raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
@@ -474,7 +483,7 @@ class MontySession:
             return portable(await cell.answer(name, args, kwargs))
         except HostCallError as error:
             raise HostError(error.kind, str(error), error.data) from None
-        except Exception as error:  # noqa: BLE001  (a fault of the host, not of the cell: ``run`` raises it)
+        except Exception as error:  # noqa: BLE001  (a bug of the host, not of the cell: ``run`` raises it)
             cell.bug = error
             raise HostError("HostFailed", f"{name} failed in the host") from None
 
@@ -486,7 +495,7 @@ class MontySession:
         )
 
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        raise SandboxError("a session of 'monty' is no branch: there is nothing to go on with")
+        raise SandboxError("a session of 'monty' is not a branch: there is nothing to resume")
 
     async def close_tree(self) -> None:
         await self.close()
@@ -508,9 +517,9 @@ class MontySession:
             await self._checkout.__aexit__(None, None, None)
 
 
-def _look(code: str) -> tuple[set[str], bool, bool]:
-    """Of a cell: the names that it may bind, whether it ends in an expression, and whether it uses
-    ``_``."""
+def _inspect_cell(code: str) -> tuple[set[str], bool, bool]:
+    """Inspect a cell: the names that it may bind, whether it ends in an expression, and whether it
+    uses ``_``."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):
@@ -538,7 +547,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _as_builtin(error: Exception) -> Exception:
-    """What Monty can raise in its session in place of ``error``."""
+    """Return the exception that Monty can raise in its session instead of ``error``."""
     kind = type(error)
     if kind.__module__ == "builtins" and kind is not HostError:
         return error
@@ -547,12 +556,12 @@ def _as_builtin(error: Exception) -> Exception:
 
 
 def _settle() -> None:
-    """Before Python ends: a thread of Monty's runtime that lets go of a Python object while it does
-    aborts the process (pydantic-monty 1.4.0: one exit in seven on a busy machine), and nobody tells
-    when the last one has."""
+    """Wait before Python exits. If a thread of Monty's runtime releases a Python object during the
+    exit, it aborts the process (pydantic-monty 1.4.0: one exit in seven on a busy machine), and
+    there is no way to know when the last one has done so."""
     time.sleep(SETTLE_S)
 
 
 def open_provider(spec: SandboxSpec) -> MontySandbox:
-    """What ``base.open_sandbox`` calls."""
+    """Entry point for ``base.open_sandbox``."""
     return MontySandbox(spec)

@@ -1,13 +1,14 @@
-"""Where the host keeps the packages that sessions may import, and which files of them a jail shows.
+"""Finds the packages that sessions may import, and decides which of their files a jail shows.
 
-Decides that a folder into which packages were installed is shown as a whole, and that of any other,
-such as a checkout, only what can be imported under the names that were asked for: never the
-``.env``, ``.git`` or keys beside it.
+A folder into which packages were installed is shown as a whole. From any other folder, such as a
+checkout, only the modules that can be imported under the requested names are shown: never the
+``.env``, ``.git`` or keys beside them.
 
-    site-packages/numpy       asked for ──> site-packages           what it needs is there too
-    checkout/src/mine/        asked for ──> checkout/src/mine       without its hidden files
-    checkout/mine.py          asked for ──> checkout/mine.py
-    checkout/mine/            no __init__.py (a namespace), or the root of a project: its modules and packages only
+    site-packages/numpy       requested ──> site-packages           its dependencies are there too
+    checkout/src/mine/        requested ──> checkout/src/mine       without its hidden files
+    checkout/mine.py          requested ──> checkout/mine.py
+    checkout/mine/            no __init__.py (a namespace), or the root of a project:
+                              only its modules and packages
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from importlib.machinery import ModuleSpec
 from ramify.errors import ConfigError
 
 _PROJECT = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg")
-"""A folder that holds one of these is the root of a project."""
+"""A folder that contains one of these is the root of a project."""
 
 
 def locate(packages: Sequence[str]) -> list[str]:
-    """The folders in which ``packages`` and what they need are found, each once. Raises
+    """Return the folders that contain ``packages`` and their dependencies, each once. Raises
     ConfigError."""
     return list(
         dict.fromkeys(os.path.dirname(place) for name in packages for place in _places(name))
@@ -37,63 +38,63 @@ def locate(packages: Sequence[str]) -> list[str]:
 
 
 def readable(packages: Sequence[str]) -> list[str]:
-    """The files and folders of ``packages`` that sessions of a jail may read. Raises
+    """Return the files and folders of ``packages`` that sessions of a jail may read. Raises
     ConfigError."""
-    found: list[str] = []
+    paths: list[str] = []
     for place in (place for name in packages for place in _places(name)):
         if _is_installed(os.path.dirname(place)):
-            found.append(os.path.dirname(place))
-        found += _shown(os.path.realpath(place))
-    return list(dict.fromkeys(found))
+            paths.append(os.path.dirname(place))
+        paths += _shown(os.path.realpath(place))
+    return list(dict.fromkeys(paths))
 
 
 def listed(packages: Sequence[str]) -> list[str]:
-    """Folders of ``packages`` of which a jail shows a part: imports look for names there. Raises
-    ConfigError."""
+    """Return the folders of ``packages`` that a jail shows only in part: imports look up names
+    there. Raises ConfigError."""
     places = [os.path.realpath(place) for name in packages for place in _places(name)]
     shown = {*readable(packages)}
     return [place for place in dict.fromkeys(places) if os.path.isdir(place) and place not in shown]
 
 
 def _places(name: str) -> list[str]:
-    """The folder or file of a package, or each folder of a namespace; also where a link in their
-    place leads."""
+    """Return the folder or file of a package, or all folders of a namespace package; also the
+    targets of symbolic links."""
     spec = _spec(name)
-    found = [
+    folders = [
         place
         for place in spec.submodule_search_locations or ()
         if os.path.isabs(place) and os.path.isdir(place)
     ]
-    if not found and spec.origin and os.path.exists(spec.origin):
-        found = [os.path.abspath(spec.origin)]
+    if not folders and spec.origin and os.path.exists(spec.origin):
+        folders = [os.path.abspath(spec.origin)]
     real = [
         real
-        for place in found
+        for place in folders
         if os.path.basename(real := os.path.realpath(place)) == os.path.basename(place)
     ]
-    return list(dict.fromkeys([*found, *real]))
+    return list(dict.fromkeys([*folders, *real]))
 
 
 def _spec(name: str) -> ModuleSpec:
     top = name.partition(".")[0]
     try:
-        found = importlib.util.find_spec(top)
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
-        found = None
-    if found is None or not (found.origin or found.submodule_search_locations):
+        spec = None
+    if spec is None or not (spec.origin or spec.submodule_search_locations):
         raise ConfigError(f"sandbox packages: this Python has no package '{name}'; {_remedy(top)}")
-    return found
+    return spec
 
 
 def _is_installed(folder: str) -> bool:
-    """Packages were installed into it, and nothing else is there."""
-    known = [
+    """Return True if packages were installed into ``folder`` and nothing else is there."""
+    install_folders = [
         *site.getsitepackages(),
         site.getusersitepackages(),
         *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")),
     ]
     real = os.path.realpath(folder)
-    if real in map(os.path.realpath, known) or os.path.basename(real) in (
+    if real in map(os.path.realpath, install_folders) or os.path.basename(real) in (
         "site-packages",
         "dist-packages",
     ):
@@ -106,7 +107,7 @@ def _is_project(folder: str) -> bool:
 
 
 def _shown(place: str) -> list[str]:
-    """What of a package's folder, or of the file of a module, sessions may read."""
+    """Return the files and folders of a package or module that sessions may read."""
     if _is_installed(os.path.dirname(place)):
         return [os.path.dirname(place)]
     if not os.path.isdir(place):
@@ -119,24 +120,24 @@ def _shown(place: str) -> list[str]:
 
 
 def _package(folder: str) -> list[str]:
-    """Everything in it but hidden files: the folder itself, if there are none."""
-    found, is_whole = [], True
+    """Return everything in ``folder`` except hidden files: the folder itself, if it has none."""
+    paths, shows_all = [], True
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.startswith("."):
-            is_whole = False
+            shows_all = False
         elif entry.is_symlink():
-            continue  # where it leads was not asked for
+            continue  # its target was not requested
         elif entry.is_dir(follow_symlinks=False):
             below = _package(entry.path)
-            is_whole = is_whole and below == [entry.path]
-            found += below
+            shows_all = shows_all and below == [entry.path]
+            paths += below
         else:
-            found.append(entry.path)
-    return [folder] if is_whole else found
+            paths.append(entry.path)
+    return [folder] if shows_all else paths
 
 
 def _importable(folder: str) -> Iterator[str]:
-    """The modules and packages in a folder that holds other things too."""
+    """Yield the modules and packages in a folder that also contains other files."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_symlink() or not entry.name.split(".")[0].isidentifier():
             continue
@@ -159,14 +160,14 @@ def _is_package(folder: str) -> bool:
 
 
 def _remedy(name: str) -> str:
-    """Distributions are often named otherwise than what they are imported as."""
-    wanted = name.lower().replace("_", "-")
-    found = sorted(
+    """Suggest what to do: a distribution's name often differs from its import name."""
+    normalized = name.lower().replace("_", "-")
+    import_names = sorted(
         imported
         for imported, distributions in importlib.metadata.packages_distributions().items()
         if not imported.startswith("_")
-        and wanted in (each.lower().replace("_", "-") for each in distributions)
+        and normalized in (name.lower().replace("_", "-") for name in distributions)
     )
-    if found:
-        return f"it is imported as '{found[0]}'"
-    return f"install it into the environment of {sys.executable}, or leave it out"
+    if import_names:
+        return f"it is imported as '{import_names[0]}'"
+    return f"install it into the environment of {sys.executable}, or remove it from packages"

@@ -1,11 +1,12 @@
-"""The provider ``process``: every session a CPython process of its own, forked in milliseconds.
+"""The provider ``process``: every session is a separate CPython process, forked in milliseconds.
 
-Decides which process a session is forked from (the fork server, or a template that holds its large
-context already) and that closing leaves nothing behind. Leaves out the way to a session once it is
-there (``process_transport.py``) and isolation: code here has the user's rights.
+Decides which process a session is forked from (the fork server, or a template process that already
+holds the session's large context) and ensures that closing leaves nothing behind. Not here: the
+connection to a session (see ``process_transport.py``) and isolation (see ``jail/``): code here runs
+with the user's rights.
 
-    ProcessSandbox ──Link──> fork server ──┬─> session ──SocketStream──> GuestSession
-                   └─Link──> template ─────┴─> session
+    ProcessSandbox ──ForkServerChannel──> fork server ─┬─> session ──SocketStream──> GuestSession
+                   └─ForkServerChannel──> template ────┴─> session
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from ramify.sandbox.session import GuestSession
 from ramify.sandbox.transport import ReadBuffers
 
 WARNING = (
-    "sandbox 'process': code runs in a process of its own, without the host's environment and "
-    "under limits of memory "
-    "and time, but with your user's rights: it can read your files and use the network. Do not run "
-    "hostile code in it."
+    "sandbox 'process': code runs in a separate process, without the host's environment and with "
+    "limits on memory and time, but with your user's rights: it can read your files and use the "
+    "network. Do not run hostile code in it."
 )
 _STARTS = 3
-"""Of a fork server that is killed before it serves, or before a session that was asked for is
-there."""
-_BURY_S = 2.0
+"""Attempts to start a fork server that is killed before it is ready, or before the requested
+session exists."""
+_EXIT_S = 2.0
 _GONE_S = 0.2
-"""In which a server that was killed is known to be gone."""
+"""Seconds until the exit of a killed server is noticed."""
 _MAX_TEMPLATES = 8
 _FDS_PER_SESSION = 4
 _SPARE_FDS = 128
 
 
 class ProcessSandbox:
-    """Implements ``base.Sandbox``. What the jail does otherwise are ``start`` and ``make_door``."""
+    """Sandbox whose sessions are forked processes. Implements ``base.Sandbox``. The jail overrides
+    ``start`` and ``make_transport``."""
 
     warning: str | None = WARNING
 
@@ -58,8 +59,7 @@ class ProcessSandbox:
         if sys.platform == "win32" or not hasattr(os, "fork"):
             raise SandboxError(
                 "sandbox 'process' needs fork, which this platform lacks: run inside WSL2 or a "
-                "container, "
-                "or use the provider 'inprocess' for debugging"
+                "container, or use the provider 'inprocess' for debugging"
             )
         is_linux = sys.platform == "linux"
         self.caps = SandboxCapabilities(
@@ -89,65 +89,67 @@ class ProcessSandbox:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
         if context is not None and not isinstance(context, SharedContext):
             raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
-        for left in reversed(range(_STARTS)):
+        for retries_left in reversed(range(_STARTS)):
             large = context is not None and context.fd is not None
-            link = await (self._template(context) if large and context is not None else self.base())
+            channel = await (
+                self._template(context) if large and context is not None else self.base()
+            )
             try:
-                session = await self.fork(link, seed)
+                session = await self.fork(channel, seed)
                 if context is not None and not large:
                     await session.set_context(context.buffer())
                 return session
             except SandboxError:
-                await asyncio.wait([link.gone], timeout=_GONE_S)
-                if (
-                    not left or not link.gone.done()
-                ):  # else its server was killed before anybody had the session
+                await asyncio.wait([channel.gone], timeout=_GONE_S)
+                # Try again only if the server was killed before it returned the session.
+                if not retries_left or not channel.gone.done():
                     raise
         raise AssertionError("a session is opened or an error raised")
 
     # -- servers
 
     async def base(self) -> ForkServerChannel:
-        """The fork server, started when the first session is asked for, and again should it have
-        been killed."""
+        """Return the fork server. It is started for the first session, and again if it was
+        killed."""
         if self._server is None or _is_gone(self._server):
             self._server = asyncio.ensure_future(self._start())
         return await asyncio.shield(self._server)
 
     async def _start(self) -> ForkServerChannel:
-        for left in reversed(range(_STARTS)):
+        for retries_left in reversed(range(_STARTS)):
             server = self.start()
             self._processes.append(server.process)
             self._folders.append(server.folder)
-            link = ForkServerChannel(server.control, server.complaints)
+            channel = ForkServerChannel(server.control, server.complaints)
             try:
-                await link.wait_ready()
-                return link
+                await channel.wait_ready()
+                return channel
             except SandboxError:
-                await link.close()
-                if not left or not await _was_killed(server.process):
+                await channel.close()
+                if not retries_left or not await _was_killed(server.process):
                     raise
         raise AssertionError("a start ends well or raises")
 
     def start(self) -> StartedForkServer:
-        """A fork server."""
+        """Start a fork server."""
         return _launched.pop(self.spec, None) or _start(self.spec, self.paths)
 
     async def _template(self, context: SharedContext) -> ForkServerChannel:
-        """The process that has decoded ``context``; made for its first session, kept as long as the
-        context."""
+        """Return the template process that has decoded ``context``. It is created for the context's
+        first session and kept as long as the context."""
         base = await self.base()
         key, loop = context.serial, asyncio.get_running_loop()
         if key not in self._templates or _is_gone(self._templates[key][1]):
             self._retire_over(_MAX_TEMPLATES - 1)
 
-            def retire(_: object) -> None:  # in whichever thread let go of the context
+            # Called in the thread that dropped the last reference to the context.
+            def retire(_: object) -> None:
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(self._retire, key)
 
-            gone = weakref.ref(context, retire)
+            reference = weakref.ref(context, retire)
             self._templates[key] = (
-                gone,
+                reference,
                 asyncio.ensure_future(self._start_template(base, context)),
             )
         try:
@@ -159,56 +161,60 @@ class ProcessSandbox:
     async def _start_template(
         self, base: ForkServerChannel, context: SharedContext
     ) -> ForkServerChannel:
-        ours, theirs = socket.socketpair()
-        link = ForkServerChannel(ours)
-        with theirs:
+        host_end, template_end = socket.socketpair()
+        channel = ForkServerChannel(host_end)
+        with template_end:
             assert context.fd is not None
-            _, fds = await base.ask({"op": "template"}, (theirs.fileno(), context.fd))
+            _, fds = await base.ask({"op": "template"}, (template_end.fileno(), context.fd))
         _close_all(fds)
         try:
-            await link.wait_ready()
+            await channel.wait_ready()
         except SandboxError:
-            await link.close()
+            await channel.close()
             raise
-        return link
+        return channel
 
     def _retire_over(self, limit: int) -> None:
         while len(self._templates) > limit:
             self._retire(next(iter(self._templates)))
 
     def _retire(self, key: int) -> None:
-        """Let a template end when its last session has ended."""
+        """Let a template process end once its last session has ended."""
         entry = self._templates.pop(key, None)
         if entry is None:
             return
         task = entry[1]
         if task.done() and not task.cancelled() and task.exception() is None:
-            link = task.result()
+            channel = task.result()
             with contextlib.suppress(SandboxError):
-                link.tell({"op": "retire"})
-            self._retired = [old for old in self._retired if not old.gone.done()] + [link]
+                channel.send({"op": "retire"})
+            self._retired = [old for old in self._retired if not old.gone.done()] + [channel]
         else:
             task.cancel()
 
     # -- sessions
 
     async def fork(
-        self, link: ForkServerChannel, seed: str, *, early: bool = False
+        self, channel: ForkServerChannel, seed: str, *, early: bool = False
     ) -> GuestSession:
-        """A session forked from ``link``'s process. ``early``: nobody waits for it yet."""
+        """Fork a session from the process behind ``channel``. ``early``: the session is created in
+        advance; no caller waits for it yet."""
         _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + _SPARE_FDS)
-        ours, theirs = socket.socketpair()
+        host_end, session_end = socket.socketpair()
         files = SessionMemoryFiles.make(self.buffers.shared_buffers)
         try:
-            with theirs:
-                reply, fds = await link.ask(
-                    {"op": "open", "seed": seed, "early": early}, (theirs.fileno(), *files.given())
+            with session_end:
+                reply, fds = await channel.ask(
+                    {"op": "open", "seed": seed, "early": early},
+                    (session_end.fileno(), *files.descriptors()),
                 )
         except BaseException:
-            ours.close()
+            host_end.close()
             files.close()
             raise
-        transport = self.make_transport(ours, link, reply["pid"], fds[0] if fds else -1, files)
+        transport = self.make_transport(
+            host_end, channel, reply["pid"], fds[0] if fds else -1, files
+        )
         session = GuestSession(
             transport,
             cell_s=self.spec.cell_s,
@@ -216,7 +222,7 @@ class ProcessSandbox:
             max_output_bytes=self.spec.max_output_bytes,
             on_close=self.closed,
             on_fork=self.opened,
-            on_install=self._compile_once(link),
+            on_install=self._compile_once(channel),
         )
         self.sessions.add(session)
         try:
@@ -228,36 +234,38 @@ class ProcessSandbox:
         return session
 
     def opened(self, session: GuestSession) -> None:
-        """A session or a branch is there."""
+        """Register a new session or branch."""
         self.sessions.add(session)
-        with contextlib.suppress(SandboxError):  # the next fork says what is lacking
+        with contextlib.suppress(SandboxError):  # the next fork reports what is missing
             _make_room(_FDS_PER_SESSION * (2 * len(self.sessions) + 1) + _SPARE_FDS)
 
     def closed(self, session: GuestSession) -> None:
         self.sessions.discard(session)
 
     def compiled(self) -> None:
-        """Sessions forked from now on are ahead of those forked before."""
+        """Called when a module was compiled in the fork server: sessions forked from now on start
+        faster than those forked before."""
 
     def make_transport(
         self,
         sock: socket.socket,
-        link: ForkServerChannel,
+        channel: ForkServerChannel,
         pid: int,
         pidfd: int,
         files: SessionMemoryFiles,
     ) -> ProcessTransport:
-        return ProcessTransport(self.caps, sock, self.buffers, link, pid, pidfd, files)
+        return ProcessTransport(self.caps, sock, self.buffers, channel, pid, pidfd, files)
 
-    def _compile_once(self, link: ForkServerChannel) -> Callable[[str, str], None]:
-        """Sessions forked after the first ``install`` of a module find it compiled."""
+    def _compile_once(self, channel: ForkServerChannel) -> Callable[[str, str], None]:
+        """Compile a module in the fork server on its first ``install``, so that later sessions find
+        it compiled."""
 
         def on_install(module: str, source: str) -> None:
-            key = (f"{id(link)}/{module}", source)
+            key = (f"{id(channel)}/{module}", source)
             if key not in self._compiled:
                 self._compiled.add(key)
                 with contextlib.suppress(SandboxError):
-                    link.tell({"op": "compile", "module": module, "source": source})
+                    channel.send({"op": "compile", "module": module, "source": source})
                 self.compiled()
 
         return on_install
@@ -272,13 +280,13 @@ class ProcessSandbox:
         ]
         self._templates.clear()
         await asyncio.gather(*started, return_exceptions=True)
-        links = [
+        channels = [
             task.result()
             for task in reversed(started)
             if not task.cancelled() and task.exception() is None
         ]
-        for link in [*self._retired, *links]:
-            await link.close()
+        for channel in [*self._retired, *channels]:
+            await channel.close()
         while self._processes:
             await self._reap(self._processes.pop())
         for folder in self._folders:
@@ -297,11 +305,11 @@ _launched: dict[SandboxSpec, StartedForkServer] = {}
 
 
 def launch(spec: SandboxSpec) -> None:
-    """Start the fork server that the next sandbox of ``spec`` will take, while the caller does
-    other things.
+    """Start the fork server for the next sandbox of ``spec`` while the caller has other work to do.
 
-    For a command that knows early what it needs: no event loop need run yet. A server that nobody
-    takes ends with the process."""
+    For a command that knows early what it needs; no event loop has to run yet. A server that is
+    never used ends with this process.
+    """
     if not _launched:
         atexit.register(_discard)
     if spec not in _launched:
@@ -309,7 +317,7 @@ def launch(spec: SandboxSpec) -> None:
 
 
 def _discard() -> None:
-    """End what was launched and never taken."""
+    """End the fork servers that were launched and never used."""
     for server in _launched.values():
         server.process.kill()
         server.process.wait()
@@ -332,9 +340,9 @@ def _start(spec: SandboxSpec, paths: list[str]) -> StartedForkServer:
 
 
 async def _was_killed(process: subprocess.Popen[bytes]) -> bool:
-    """Whether somebody ended it, so that another one may fare better."""
+    """Return True if the process was killed by a signal, so that another attempt may succeed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return await asyncio.to_thread(process.wait, _BURY_S) < 0
+        return await asyncio.to_thread(process.wait, _EXIT_S) < 0
     return False
 
 
@@ -348,7 +356,7 @@ def _is_gone(server: asyncio.Task[ForkServerChannel]) -> bool:
 
 
 def _make_room(fds: int) -> None:
-    """Raise the soft limit of open files as far as many sessions need."""
+    """Raise the soft limit of open files to what many sessions need."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -370,5 +378,5 @@ def _close_all(fds: list[Any]) -> None:
 
 
 def open_provider(spec: SandboxSpec) -> ProcessSandbox:
-    """What ``base.open_sandbox`` calls."""
+    """Entry point for ``base.open_sandbox``."""
     return ProcessSandbox(spec)

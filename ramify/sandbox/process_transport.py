@@ -1,9 +1,9 @@
-"""The way to one forked session: its socket, its process, and the files of memory that it shares
+"""The transport to a forked session: its socket, its process, and the memory files that it shares
 with the host.
 
 Decides how a session is signalled without ever hitting another process, how a branch's process is
-known, and how the output of a killed session is still had. Leaves out what it is forked from
-(``process.py``).
+identified, and how the output of a killed session is recovered. Not here: the process that it is
+forked from (see ``process.py``).
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ _SCM_CREDENTIALS = 2
 
 
 class SessionMemoryFiles:
-    """The files of memory that the host shares with one session."""
+    """The memory files that the host shares with one session."""
 
     __slots__ = ("shared_buffers", "spool")
 
     def __init__(self, spool: int, shared_buffers: SharedMemoryBuffers | None) -> None:
         self.spool = spool
-        """What the session prints; the host keeps it, so that a killed session's output is not
-        lost."""
+        """The session's output. The host holds this file too, so the output of a killed session is
+        not lost."""
         self.shared_buffers = shared_buffers
-        """Where long strings lie on their way."""
+        """Buffers for long strings in transit."""
 
     @classmethod
     def make(cls, scratch: ScratchBuffer) -> SessionMemoryFiles:
         spool = anonymous_file("ramify-output")
         fcntl.fcntl(spool, fcntl.F_SETFL, fcntl.fcntl(spool, fcntl.F_GETFL) | os.O_APPEND)
         try:
-            shared_buffers = make_file()
+            buffers_fd = make_file()
         except BaseException:
             os.close(spool)
             raise
         return cls(
             spool,
-            SharedMemoryBuffers(shared_buffers, is_host=True, scratch=scratch)
-            if shared_buffers >= 0
+            SharedMemoryBuffers(buffers_fd, is_host=True, scratch=scratch)
+            if buffers_fd >= 0
             else None,
         )
 
-    def given(self) -> tuple[int, ...]:
-        """The descriptors that the session gets."""
+    def descriptors(self) -> tuple[int, ...]:
+        """The file descriptors that the session receives."""
         return (
             (self.spool,) if self.shared_buffers is None else (self.spool, self.shared_buffers.fd)
         )
@@ -71,7 +71,7 @@ class SessionMemoryFiles:
 
 
 class ProcessTransport:
-    """The way to one forked session."""
+    """Connection to one forked session."""
 
     __slots__ = (
         "_exited",
@@ -79,7 +79,7 @@ class ProcessTransport:
         "_pid",
         "buffers",
         "caps",
-        "link",
+        "channel",
         "pause",
         "pidfd",
         "resume",
@@ -93,7 +93,7 @@ class ProcessTransport:
         caps: SandboxCapabilities,
         sock: socket.socket,
         buffers: ReadBuffers,
-        link: ForkServerChannel,
+        channel: ForkServerChannel,
         pid: int,
         pidfd: int,
         files: SessionMemoryFiles,
@@ -105,50 +105,55 @@ class ProcessTransport:
             self.stream.pause,
             self.stream.resume,
         )
-        self.link, self._pid, self.pidfd, self._files = link, pid, pidfd, files
+        self.channel = channel
+        self._pid = pid
+        self.pidfd = pidfd
+        self._files = files
         self.shared_buffers = files.shared_buffers
         self.buffers = buffers
         self._exited: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         if pid >= 0:
-            link.on_exit(pid, self._note_exit)
+            channel.on_exit(pid, self._note_exit)
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
         self.stream.attach(received, lost)
 
     async def prepare_branch(self) -> None:
-        """Whatever must be waited for before ``begin_branch``."""
+        """Nothing to prepare: without a jail, a session can fork at once."""
 
     def check_apart(self) -> None:
-        """Nothing keeps processes without a jail apart."""
+        """Nothing to check: without a jail, processes are not kept apart."""
 
     def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> BranchTransport:
         sock, files = self.send_branch(frame)
-        return BranchTransport(self.caps, sock, self.buffers, self.link, files)
+        return BranchTransport(self.caps, sock, self.buffers, self.channel, files)
 
     def send_branch(self, frame: list[Any]) -> tuple[socket.socket, SessionMemoryFiles]:
-        """Send ``frame`` with a socket and files for a branch; our ends of them."""
-        ours, theirs, files = self.branch_ends()
-        with theirs:
+        """Send ``frame`` with a socket and files for a branch, and return the host's ends of
+        them."""
+        host_end, branch_end, files = self.branch_ends()
+        with branch_end:
             try:
-                self.stream.write_with(frame, (theirs.fileno(), *files.given()))
+                self.stream.write_with(frame, (branch_end.fileno(), *files.descriptors()))
             except BaseException:
-                ours.close()
+                host_end.close()
                 files.close()
                 raise
-        return ours, files
+        return host_end, files
 
     def branch_ends(self) -> tuple[socket.socket, socket.socket, SessionMemoryFiles]:
-        """Our end and the branch's of its socket, and its files. Raises SandboxError."""
+        """Create the socket and the files of a branch: (host's end, branch's end, files). Raises
+        SandboxError."""
         try:
-            ours, theirs = socket.socketpair()
+            host_end, branch_end = socket.socketpair()
             try:
-                ours.setsockopt(
+                host_end.setsockopt(
                     socket.SOL_SOCKET, socket.SO_PASSCRED, 1
                 )  # before the branch can speak
-                return ours, theirs, SessionMemoryFiles.make(self.buffers.shared_buffers)
+                return host_end, branch_end, SessionMemoryFiles.make(self.buffers.shared_buffers)
             except BaseException:
-                ours.close()
-                theirs.close()
+                host_end.close()
+                branch_end.close()
                 raise
         except OSError as error:
             raise SandboxError(
@@ -156,13 +161,13 @@ class ProcessTransport:
             ) from None
 
     def end_branch(self, transport: BranchTransport) -> None:
-        """The branch is there, or will not come."""
+        """End the fork: the branch has started, or will not start."""
         if transport.pidfd >= 0:
             with contextlib.suppress(SandboxError):
-                self.link.tell({"op": "adopt", "pid": transport.pid})
+                self.channel.send({"op": "adopt", "pid": transport.pid})
 
     def move(self, sock: socket.socket, files: SessionMemoryFiles) -> SessionMemoryFiles:
-        """From here on the session is reached by these. Returns the files that it had."""
+        """Switch the session to a new socket and new files. Returns its old files."""
         self.stream = self.stream.successor(sock)
         self.write, self.pause, self.resume = (
             self.stream.write,
@@ -174,7 +179,7 @@ class ProcessTransport:
         return old
 
     def on_exit(self, call: Callable[[], None]) -> None:
-        """Call when the process has ended."""
+        """Run ``call`` once the process has ended."""
         self._exited.add_done_callback(lambda _: call())
 
     def _note_exit(self, status: int | None) -> None:
@@ -193,16 +198,16 @@ class ProcessTransport:
         if self.pidfd >= 0:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self.pidfd, number)
-        else:  # the server is the parent: it knows whether the number still is this process
+        else:  # the server is the parent: it knows whether the pid still belongs to this process
             with contextlib.suppress(SandboxError):
-                self.link.tell({"op": "signal", "pid": self._pid, "signal": int(number)})
+                self.channel.send({"op": "signal", "pid": self._pid, "signal": int(number)})
 
     def leftover(self, start: int) -> bytes:
         spool = self._files.spool
         if spool < 0:
             return b""
         size = os.fstat(spool).st_size
-        start = start if start <= size else 0  # it was emptied since
+        start = start if start <= size else 0  # the file was truncated meanwhile
         return os.pread(spool, _MAX_LEFTOVER_BYTES, max(size - _MAX_LEFTOVER_BYTES, start))
 
     async def exit_reason(self) -> str:
@@ -225,9 +230,9 @@ class ProcessTransport:
 
 
 class BranchTransport(ProcessTransport):
-    """The way to a session that another one became by forking. Its process is known once the kernel
-    has told who spoke first on its socket; its end shows on the descriptor of its process, for its
-    parent is not the server."""
+    """Connection to a branch. The kernel reports which process sent the first message on its
+    socket; this identifies the branch. The server is not its parent, so its exit is observed
+    through its process descriptor (pidfd)."""
 
     __slots__ = ("_sock",)
 
@@ -236,15 +241,15 @@ class BranchTransport(ProcessTransport):
         caps: SandboxCapabilities,
         sock: socket.socket,
         buffers: ReadBuffers,
-        link: ForkServerChannel,
+        channel: ForkServerChannel,
         files: SessionMemoryFiles,
     ) -> None:
-        super().__init__(caps, sock, buffers, link, -1, -1, files)
+        super().__init__(caps, sock, buffers, channel, -1, -1, files)
         self._sock = sock
 
     @property
     def pid(self) -> int:
-        """Among the processes that the host sees, or -1."""
+        """Process id as seen by the host, or -1."""
         return self._pid
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
@@ -275,14 +280,14 @@ class BranchTransport(ProcessTransport):
         self.stream.attach(received, lost)
 
     def is_proven(self, pid: int) -> bool:
-        """Take ``pid`` for the branch, if it can be."""
+        """Accept ``pid`` as the branch, if possible."""
         with contextlib.suppress(OSError):
             self.pidfd = os.pidfd_open(pid) if pid > 0 else -1
         self._pid = pid
         return self.pidfd >= 0
 
     def abandon(self) -> None:
-        """There will be no branch, and nobody waits for it."""
+        """Give up on a branch that will not start."""
         self._sock.close()
         self._files.close()
         self._note_exit(None)
@@ -290,7 +295,7 @@ class BranchTransport(ProcessTransport):
     def _gone(self) -> None:
         asyncio.get_running_loop().remove_reader(self.pidfd)
         with contextlib.suppress(SandboxError):
-            self.link.tell({"op": "disown", "pid": self._pid})
+            self.channel.send({"op": "disown", "pid": self._pid})
         self._note_exit(None)
 
     async def close(self) -> None:

@@ -1,13 +1,13 @@
-"""Sessions behind a service that starts commands elsewhere: a container engine, a cloud.
+"""Sessions on a service that starts commands elsewhere: a container engine or a cloud.
 
-Decides how the guest gets there (its files are the first thing sent; nothing is installed:
-``guest_files.py``), how its bytes share one stream with what else can be done to it, and how
-streams are read that carry only text, or that begin with a greeting. Leaves out what a service is:
-each is a ``SandboxService`` of a few lines (``docker.py``, ``cloud/``).
+Decides how the guest gets there (its files are the first data sent, so nothing is installed; see
+``guest_files.py``), how the guest's bytes and control messages share one stream, and how streams
+are read that carry only text or begin with a greeting. Not here: the services. Each is a
+``SandboxService`` of a few lines (see ``docker.py``, ``cloud/``).
 
-    GuestSession ── RemoteDoor ──packets──> Stream ······> session_supervisor.py ──fork──> guest/
+    GuestSession ─ RemoteTransport ─packets─> ByteStream ··> session_supervisor.py ─fork─> guest/
 
-A service sees base64 where its streams carry text ("text") or pass through a terminal ("terminal").
+A service sees base64 if its streams carry text ("text") or pass through a terminal ("terminal").
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from ramify.sandbox.transport import how_it_ended
 
 Carries = Literal["bytes", "text", "terminal"]
 START_S = 120.0
-"""From a started command to the guest's first word."""
+"""Seconds from starting the command to the guest's first frame."""
 PROVISION_S = 900.0
-"""For a box, with the image to be fetched or built."""
+"""Seconds to create a box, which may include pulling or building its image."""
 CLOSE_S = 30.0
 _PACKET_BYTES = 1 << 18
 _MAX_GREETING_BYTES = 1 << 16
 _MAX_PACKET_BYTES = 2 << 20
-"""Of a packet from the other end, which a hostile guest may have taken over."""
+"""Maximum size of a packet from the other end, which a hostile guest may have taken over."""
 _MARK = b"ramify-guest-1\n"
 _MODULES = ("shared_buffers", "guest", "forkserver", "session_supervisor")
 _BOOT = f"""{LOADER}
@@ -68,19 +68,19 @@ with tempfile.TemporaryDirectory(prefix="ramify-") as folder:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
-    keeper = load(folder, parcel["modules"])
-keeper.main(parcel["config"], sys.argv[1] != "bytes")
+    supervisor = load(folder, parcel["modules"])
+supervisor.main(parcel["config"], sys.argv[1] != "bytes")
 """
 _SHORT = f"import base64;exec(base64.b64decode('{base64.b64encode(_BOOT.encode()).decode()}'))"
 
 
 def boot_command(carries: Carries) -> list[str]:
-    """What a service is asked to start: Python 3.11 or later, with an environment of its own."""
-    given = {**ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
+    """Command that the service starts: Python 3.11 or later with a clean environment."""
+    environment = {**ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
     return [
         "env",
         "-i",
-        *(f"{name}={value}" for name, value in given.items()),
+        *(f"{name}={value}" for name, value in environment.items()),
         "python3",
         "-P",
         "-c",
@@ -104,35 +104,37 @@ class ByteStream(Protocol):
     """Bytes to and from one command that a service has started."""
 
     async def send(self, data: bytes) -> None:
-        """All of ``data`` to its standard input, in order; not called concurrently."""
+        """Send all of ``data`` to the command's standard input, in order. Not called
+        concurrently."""
         ...
 
     async def receive(self) -> bytes:
-        """Some of its standard output; b"" at the end."""
+        """Return some of the command's standard output; b"" at the end."""
         ...
 
     async def close(self) -> None:
-        """End the command and the box it ran in."""
+        """End the command and delete the box it ran in."""
         ...
 
 
 class SandboxService(Protocol):
-    """What a provider offers. May raise anything of its SDK; ``RemoteSandbox`` adds what was
-    tried."""
+    """A service that starts boxes. It may raise any exception of its SDK; ``RemoteSandbox`` adds
+    what was attempted."""
 
     name: str
-    """For messages: "docker"."""
+    """Name for messages, such as "docker"."""
     carries: Carries
 
     async def start(self, command: list[str], spec: SandboxSpec) -> ByteStream:
-        """A fresh box and ``command`` in it."""
+        """Create a fresh box and start ``command`` in it."""
         ...
 
     async def close(self) -> None: ...
 
 
 class RemoteSandbox:
-    """Implements ``base.Sandbox`` over a ``SandboxService``: a box of its own for every session."""
+    """Sandbox over a ``SandboxService``, with a separate box for every session. Implements
+    ``base.Sandbox``."""
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class RemoteSandbox:
         transport = RemoteTransport(self.caps, await self._start(), self._service)
         try:
             await transport.begin(_parcel(self._spec, seed))
-            if self._is_closed:  # meanwhile: nothing would close this session
+            if self._is_closed:  # closed meanwhile: nothing else would close this session
                 raise SandboxError("the sandbox was closed while a session was being opened")
             session = self._session(transport)
             await session.ready(START_S)
@@ -175,7 +177,7 @@ class RemoteSandbox:
             raise
         except Exception as error:
             raise SandboxError(
-                f"sandbox '{self._service.name}' could not start a session: {_told(error)}"
+                f"sandbox '{self._service.name}' could not start a session: {_brief(error)}"
             ) from error
 
     def _session(self, transport: RemoteTransport) -> GuestSession:
@@ -196,7 +198,7 @@ class RemoteSandbox:
 
 
 class RemoteTransport:
-    """The way to one guest behind a ``ByteStream``. ``begin`` comes before ``attach``."""
+    """Transport to one guest behind a ``ByteStream``. Call ``begin`` before ``attach``."""
 
     shared_buffers: SharedMemoryBuffers | None = None
 
@@ -213,16 +215,16 @@ class RemoteTransport:
         self._has_work = asyncio.Event()
         self._flows = asyncio.Event()
         self._flows.set()
-        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why the guest ended."""
+        self._exit_reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Reason why the guest ended."""
         self._left: tuple[int, bytes] = (0, b"")
         self._tasks: list[asyncio.Task[None]] = []
         self._received: Callable[[memoryview], None] = lambda data: None
         self._lost: Callable[[], None] = lambda: None
 
     async def begin(self, parcel: bytes) -> None:
-        """Send the guest over. Raises SandboxError with what the other end said instead of starting
-        it."""
+        """Send the guest's files. Raises SandboxError, with the output of the other end, if Python
+        did not start there."""
         greeting = bytearray()
         try:
             async with asyncio.timeout(START_S):
@@ -238,24 +240,25 @@ class RemoteTransport:
                 f"sandbox '{self._service.name}': Python did not start within {START_S:g} s"
             ) from None
 
-    def _complaint(self, said: str) -> str:
-        lines = said.strip().splitlines()
-        said = f"it said: {lines[-1][:300]}" if lines else "it said nothing"
+    def _complaint(self, output: str) -> str:
+        lines = output.strip().splitlines()
+        output = f"it said: {lines[-1][:300]}" if lines else "it said nothing"
         return (
-            f"sandbox '{self._service.name}': its image did not start Python, {said}; "
+            f"sandbox '{self._service.name}': its image did not start Python, {output}; "
             "name an image that has python3 of version 3.11 or later (SandboxSpec.image)"
         )
 
-    # -- the door
+    # -- the transport
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
-        self._received, self._lost = received, lost
+        self._received = received
+        self._lost = lost
         self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())]
 
     def write(self, data: list[Any]) -> None:
-        whole = memoryview(b"".join(data))
-        for at in range(0, len(whole), _PACKET_BYTES):
-            self._backlog.append(self._packed(DATA, whole[at : at + _PACKET_BYTES]))
+        joined = memoryview(b"".join(data))
+        for at in range(0, len(joined), _PACKET_BYTES):
+            self._backlog.append(self._packed(DATA, joined[at : at + _PACKET_BYTES]))
         self._has_work.set()
 
     def pause(self) -> None:
@@ -274,13 +277,17 @@ class RemoteTransport:
 
     def leftover(self, start: int) -> bytes:
         begins, data = self._left
-        if start > begins + len(data):  # it was emptied since
+        if start > begins + len(data):  # the output file was truncated meanwhile
             start = begins
         return data[max(start - begins, 0) :]
 
     async def exit_reason(self) -> str:
-        await asyncio.wait((self._over,), timeout=0.5)
-        return self._over.result() if self._over.done() else "it closed its connection to the host"
+        await asyncio.wait((self._exit_reason,), timeout=0.5)
+        return (
+            self._exit_reason.result()
+            if self._exit_reason.done()
+            else "it closed its connection to the host"
+        )
 
     async def close(self) -> None:
         tasks, self._tasks = self._tasks, []
@@ -290,16 +297,19 @@ class RemoteTransport:
         try:
             if tasks:
                 await asyncio.wait(tasks, timeout=CLOSE_S)
-        finally:  # also if this task is cancelled: a box costs money
+        finally:  # even if this task is cancelled: a box costs money
             await self._close_stream(stream)
 
     async def _close_stream(self, stream: ByteStream) -> None:
         try:
             async with asyncio.timeout(CLOSE_S):
                 await stream.close()
-        except Exception as error:  # noqa: BLE001  (an SDK may raise anything; the session is over all the same)
-            what = f"sandbox '{self._service.name}': a session's box may be left running: {_told(error)}"
-            warnings.warn(what, RuntimeWarning, stacklevel=2)
+        except Exception as error:  # noqa: BLE001  (an SDK may raise anything; the session is over anyway)
+            message = (
+                f"sandbox '{self._service.name}': a session's box may still be running: "
+                f"{_brief(error)}"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     # -- bytes
 
@@ -314,11 +324,11 @@ class RemoteTransport:
                 self._has_work.clear()
                 while self._urgent or self._backlog:
                     await self._stream.send(self._next_part())
-        except Exception as error:  # noqa: BLE001  (an SDK may raise anything: told as the session's end)
-            self._ends(f"the connection to it broke: {_told(error)}")
+        except Exception as error:  # noqa: BLE001  (an SDK may raise anything: report it as the session's end)
+            self._ends(f"the connection to it broke: {_brief(error)}")
 
     def _next_part(self) -> bytes:
-        """What is urgent, or as many packets as are no more than one of full size."""
+        """Return the next urgent packet, or as many packets as fit into one of full size."""
         if self._urgent:
             return self._urgent.popleft()
         parts = [self._backlog.popleft()]
@@ -340,18 +350,18 @@ class RemoteTransport:
             self._ends(f"it broke the protocol: {error}")
             self.kill()
         except Exception as error:  # noqa: BLE001  (as above)
-            self._ends(f"the connection to it broke: {_told(error)}")
+            self._ends(f"the connection to it broke: {_brief(error)}")
 
     def _feed(self, data: bytes) -> None:
         if self._service.carries == "bytes":
             self._data += data
             return
         self._line += data
-        whole, newline, rest = self._line.rpartition(b"\n")
+        lines, newline, partial = self._line.rpartition(b"\n")
         if newline:
-            for line in whole.split(b"\n"):
+            for line in lines.split(b"\n"):
                 self._data += base64.b64decode(line)
-            self._line = bytearray(rest)
+            self._line = bytearray(partial)
         elif len(self._line) > _MAX_PACKET_BYTES:
             raise ProtocolError(f"a line of {len(self._line):,} bytes")
 
@@ -366,12 +376,12 @@ class RemoteTransport:
                 )
             if len(data) < end:
                 break
-            self._obey(kind, bytes(data[at + HEAD.size : end]))
+            self._handle(kind, bytes(data[at + HEAD.size : end]))
             at = end
         if at:
             del data[:at]
 
-    def _obey(self, kind: bytes, body: bytes) -> None:
+    def _handle(self, kind: bytes, body: bytes) -> None:
         if kind == DATA:
             self._received(memoryview(body))
         elif kind == FAILED:
@@ -390,13 +400,13 @@ class RemoteTransport:
             raise ProtocolError("a packet that is none")
 
     def _ends(self, why: str) -> None:
-        if not self._over.done():
-            self._over.set_result(why)
+        if not self._exit_reason.done():
+            self._exit_reason.set_result(why)
         self._lost()
 
 
 class _ClosedStream:
-    """The stream of a door that is closed."""
+    """The stream of a closed transport."""
 
     async def send(self, data: bytes) -> None:
         pass
@@ -409,7 +419,7 @@ class _ClosedStream:
 
 
 class CallbackInbox:
-    """What an SDK hands to a callback, for ``ByteStream.receive``."""
+    """Queue of the data that an SDK passes to a callback; read by ``ByteStream.receive``."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[bytes] = asyncio.Queue()
@@ -425,6 +435,6 @@ class CallbackInbox:
         return await self._queue.get()
 
 
-def _told(error: BaseException) -> str:
+def _brief(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

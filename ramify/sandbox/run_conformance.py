@@ -1,8 +1,9 @@
-"""What every provider must keep before it is documented, as a suite that ships: ``python -m
-ramify.sandbox.run_conformance NAME``.
+"""The conformance suite that every provider must pass before it is documented. It ships with the
+package: ``python -m ramify.sandbox.run_conformance NAME``.
 
-Decides how the promises (``promises/``) are put to a sandbox and reported. A promise that rests on
-something the provider does not claim to have (``SandboxCapabilities``) is skipped, and says so.
+Decides how the checks (``conformance/``) are run on a sandbox and reported. A check that needs a
+capability that the provider does not claim (see ``SandboxCapabilities``) is skipped, and the report
+says so.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import msgspec
 
 from ramify.errors import RamifyError
 from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox
-from ramify.sandbox.conformance import PROMISES, ConformanceCheck, SandboxProbe
+from ramify.sandbox.conformance import CHECKS, ConformanceCheck, SandboxProbe
 
 CHECK_S = 60.0
-"""Most time for one promise."""
+"""Time limit of one check."""
 
 
 class ConformanceResult(msgspec.Struct, frozen=True):
-    """What came of one promise."""
+    """Result of one check."""
 
     check: str
-    kept: bool | None
+    passed: bool | None
     """None: skipped."""
     detail: str = ""
     """What was wrong, or why it was skipped."""
@@ -33,14 +34,14 @@ class ConformanceResult(msgspec.Struct, frozen=True):
 
 
 async def check(sandbox: Sandbox, spec: SandboxSpec) -> list[ConformanceResult]:
-    """Put every promise to ``sandbox``, which ``spec`` describes. It stays open."""
-    return [await check_one(sandbox, spec, check) for check in PROMISES]
+    """Run every check on ``sandbox``, which ``spec`` describes. The sandbox stays open."""
+    return [await check_one(sandbox, spec, check) for check in CHECKS]
 
 
 async def check_one(
     sandbox: Sandbox, spec: SandboxSpec, check: ConformanceCheck
 ) -> ConformanceResult:
-    """Put one promise to ``sandbox``, with sessions of its own."""
+    """Run one check on ``sandbox``, in new sessions."""
     missing = [name for name in check.needs if not getattr(sandbox.caps, name)]
     if missing:
         return ConformanceResult(check.name, None, f"does not claim {', '.join(missing)}")
@@ -49,12 +50,12 @@ async def check_one(
     try:
         async with asyncio.timeout(CHECK_S):
             await check.test(probe)
-        kept, detail = True, ""
-    except Exception as error:  # noqa: BLE001  (a finding, whatever it was)
-        kept, detail = False, f"{type(error).__name__}: {error}"
+        passed, detail = True, ""
+    except Exception as error:  # noqa: BLE001  (any exception means that the check failed)
+        passed, detail = False, f"{type(error).__name__}: {error}"
     finally:
         await probe.close()
-    return ConformanceResult(check.name, kept, detail, time.perf_counter() - started)
+    return ConformanceResult(check.name, passed, detail, time.perf_counter() - started)
 
 
 async def _report(spec: SandboxSpec) -> bool:
@@ -64,20 +65,18 @@ async def _report(spec: SandboxSpec) -> bool:
         print(sandbox.warning)
     is_good = True
     try:
-        for check in PROMISES:
-            finding = await check_one(sandbox, spec, check)
-            is_good = is_good and finding.kept is not False
-            mark = {True: "kept", False: "BROKEN", None: "-"}[finding.kept]
-            print(
-                f"{mark:<8}{finding.seconds:6.2f} s  {check.name:<46}{finding.detail}", flush=True
-            )
+        for check in CHECKS:
+            result = await check_one(sandbox, spec, check)
+            is_good = is_good and result.passed is not False
+            mark = {True: "passed", False: "FAILED", None: "-"}[result.passed]
+            print(f"{mark:<8}{result.seconds:6.2f} s  {check.name:<46}{result.detail}", flush=True)
     finally:
         await sandbox.close()
     return is_good
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0 if all that is claimed is kept, 1 if not, 2 for a wrong call."""
+    """Return exit status 0 if all claims hold, 1 if not, and 2 for a wrong call."""
     if len(arguments) > 1:
         print("usage: python -m ramify.sandbox.run_conformance [PROVIDER]", file=sys.stderr)
         return 2

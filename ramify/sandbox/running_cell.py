@@ -1,7 +1,7 @@
-"""A cell under way, as the host keeps it: what it printed, what it asked for, how long it worked.
+"""The host's state of a running cell: its output, its pending calls, and how long it has worked.
 
-Decides when the clock runs, and what a branch that is forked in the middle has of its cell. Leaves
-out what is done with a cell that does not end (``session.py``).
+Decides when the clock runs, and what a branch that is forked in the middle of a cell inherits. Not
+here: what is done with a cell that does not end (see ``session.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ramify.sandbox.guest.tails import HeadTailBuffer
 
 
 class RunningCell:
-    """One cell under way."""
+    """One cell that is running."""
 
     __slots__ = (
         "answer",
@@ -46,38 +46,42 @@ class RunningCell:
         self.code = code
         self.answer = answer
         self.limit_s = limit_s
-        """Of work; the time that the host takes to answer is not counted."""
+        """Limit of working time; the time that the host takes to answer does not count."""
         self.loop = asyncio.get_running_loop()
         self.changed: asyncio.Future[None] = self.loop.create_future()
-        """Wakes whoever waits for the end. Cancelling them cancels it, so it does not hold the end
-        itself."""
+        """Wakes the task that waits for the end. Cancelling that task cancels this future, so the
+        end itself is stored in ``end``."""
         self.end: tuple[host_frames.CellDoneFrame, Any] | SessionDied | None = None
         self.output = HeadTailBuffer(max_output_bytes)
         self.chars = 0
-        """Characters printed, as the guest counts them."""
+        """Number of characters printed, as counted by the guest."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        """Answers under way, by the number of the call."""
+        """Answer tasks in progress, by call id."""
         self.calls: dict[int, tuple[str, list[Any], dict[str, Any], int]] = {}
-        """What is asked under each number: name, arguments and their weight in bytes."""
+        """Pending calls by id: name, args, kwargs, and their size in bytes."""
         self.last_call = 0
         self.worked_s = 0.0
         self.clock_from: float | None = now
-        """Since when it works again, by the loop's clock; None while the host does."""
+        """Time (of the event loop) since which the cell has been working; None while it waits for
+        the host."""
         self.stopped: str | None = None
-        """Why it is being interrupted."""
+        """Reason for the interrupt in progress, or None."""
         self.bug: BaseException | None = None
-        """What an answer raised that is a fault of the host's."""
+        """Exception from ``answer`` that is a bug of the host."""
         self.timer: asyncio.TimerHandle | None = None
 
     def worked(self, now: float) -> float:
         return self.worked_s + (now - self.clock_from if self.clock_from is not None else 0.0)
 
     def copy(self, pending: dict[int, tuple[str, list[Any], dict[str, Any], int]]) -> RunningCell:
-        """The same cell in a branch, at the moment of forking."""
+        """Copy the cell for a branch, at the moment of forking."""
         twin = RunningCell(self.id, self.code, self.answer, self.limit_s, 1, 0.0)
-        twin.output, twin.chars = copy.deepcopy(self.output), self.chars
-        twin.last_call, twin.calls = self.last_call, dict(pending)
-        twin.worked_s, twin.clock_from = self.worked_s, None
+        twin.output = copy.deepcopy(self.output)
+        twin.chars = self.chars
+        twin.last_call = self.last_call
+        twin.calls = dict(pending)
+        twin.worked_s = self.worked_s
+        twin.clock_from = None
         return twin
 
     def clock_stops(self, now: float) -> None:
@@ -92,7 +96,7 @@ class RunningCell:
             self.changed.set_result(None)
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Until it ended, again after a cancellation."""
+        """Wait until the cell has ended, also after an earlier wait was cancelled."""
         if self.end is None:
             self.changed = self.loop.create_future()
             await asyncio.wait((self.changed,), timeout=timeout_s)

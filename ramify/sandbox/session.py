@@ -1,12 +1,14 @@
-"""A session as the host sees it: one guest behind a door.
+"""The host's side of a session: one guest behind a transport.
 
-Decides the order in which frames may come, which clock runs when, and what happens to a cell that
-does not end. Leaves out the bytes (``host_frames.py``, ``transport.py``), what is known of a cell
-meanwhile (``running_cell.py``), and what the guest does.
+Decides which frames may arrive in which order, when the cell's clock runs, and what happens to a
+cell that does not end. Not here: the bytes (see ``host_frames.py``, ``transport.py``), the state of
+a running cell (see ``running_cell.py``), and the guest (see ``guest/``).
 
-    run ──> run frame ──> … out* call* …  ──> done ──> Ran
-              clock runs      └─ answer(name, args, kwargs) as a task each; the clock stands while any is under way
-    time up, interrupt(), cancelled ──> answers cancelled, SIGINT until it ends ──grace──> kill ──> SessionDied
+    run ──> run frame ──> … out* call* … ──> done ──> CellResult
+              clock runs      └─ answer(name, args, kwargs), one task each; the clock pauses
+                                 while any of them runs
+    timeout, interrupt(), cancelled ──> cancel the answers, send SIGINT until the cell ends
+                                          ──grace──> kill ──> SessionDied
 """
 
 from __future__ import annotations
@@ -24,20 +26,20 @@ from ramify.sandbox.transport import ForkingTransport, Transport
 from ramify.types.trajectory import Cell
 
 MAX_CALLS = 1024
-"""Calls of one cell under way at once; from there on its frames wait in the socket."""
+"""Concurrent calls of one cell; beyond this limit its frames wait in the socket."""
 MAX_CALL_BYTES = 256 << 20
-"""Bytes of arguments under way at once."""
+"""Maximum size of the arguments of all pending calls together."""
 _WEIGHT_OF_JSON = 16
-"""Small values take many times the memory of their JSON."""
+"""Memory per byte of JSON: small Python values take many times the size of their JSON."""
 _FORK_S = 10.0
-"""Most time until a branch is there."""
+"""Maximum seconds until a branch is ready."""
 _INTERRUPTS = 5
-"""How often an interrupt is repeated within the grace time: it may come before the cell began, or
-be swallowed."""
+"""Number of times an interrupt is sent within the grace time: it may arrive before the cell begins,
+or the cell may catch it."""
 
 
 class GuestSession:
-    """Implements ``base.Session`` over a ``Transport``."""
+    """A session of a guest behind a ``Transport``. Implements ``base.Session``."""
 
     __slots__ = (
         "_assembler",
@@ -49,17 +51,17 @@ class GuestSession:
         "_forking",
         "_forks",
         "_grace_s",
-        "_held",
+        "_held_frames",
         "_hello",
         "_is_paused",
         "_last_id",
-        "_left",
         "_loop",
         "_max_output_bytes",
         "_on_close",
         "_on_fork",
         "_on_install",
         "_transport",
+        "_unfinished",
         "_upto",
         "_waiting",
         "caps",
@@ -80,14 +82,18 @@ class GuestSession:
     ) -> None:
         self.caps: SandboxCapabilities = transport.caps
         self.pid = 0
-        """Of the guest, as it says."""
+        """Process id, as reported by the guest."""
         self._transport = transport
-        self._cell_s, self._grace_s, self._max_output_bytes = cell_s, grace_s, max_output_bytes
-        self._on_close, self._on_fork, self._on_install = on_close, on_fork, on_install
+        self._cell_s = cell_s
+        self._grace_s = grace_s
+        self._max_output_bytes = max_output_bytes
+        self._on_close = on_close
+        self._on_fork = on_fork
+        self._on_install = on_install
         self.tree: set[GuestSession] = {self}
-        """This session and every open one that is related to it by forking."""
-        self._left: RunningCell | None = None
-        """The cell that this branch was forked in, and that ``resume`` ends."""
+        """This session and every open session related to it by forking."""
+        self._unfinished: RunningCell | None = None
+        """The unfinished cell in which this branch was forked; ``resume`` completes it."""
         self._loop = asyncio.get_running_loop()
         self._assembler = host_frames.FrameAssembler()
         self._hello: asyncio.Future[None] = self._loop.create_future()
@@ -97,8 +103,9 @@ class GuestSession:
         self._waiting: tuple[int, asyncio.Future[Any]] | None = None
         self._forking = asyncio.Lock()
         self._forks = 0
-        self._held: list[tuple[dict[str, Any], ValueEncoder | None]] | None = None
-        """While it forks: what it gets afterwards, by a new wire perhaps."""
+        self._held_frames: list[tuple[dict[str, Any], ValueEncoder | None]] | None = None
+        """Frames that wait while the session forks. They are sent afterwards, possibly over a new
+        socket."""
         self._last_id = 0
         self._is_paused = False
         self._upto = 0
@@ -106,7 +113,8 @@ class GuestSession:
         transport.attach(self._received, self._lost)
 
     async def ready(self, timeout_s: float = 30.0) -> None:
-        """Until the guest has said hello."""
+        """Wait until the guest has sent its hello frame. Raises SandboxError after
+        ``timeout_s``."""
         await asyncio.wait(
             (self._hello, self._ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
@@ -173,8 +181,8 @@ class GuestSession:
         raise SessionDied(f"the session ended in the middle of a cell: {why}", cell.text())
 
     async def _give_up(self, cell: RunningCell) -> None:
-        """The caller of ``run`` was cancelled: stop the cell, so that the session can go on or is
-        known to be dead."""
+        """Stop the cell after the caller of ``run`` was cancelled, so that the session stays usable
+        or is known to be dead."""
         self._stop(cell, "cancelled")
         try:
             await cell.wait(self._grace_s + 1.0)
@@ -240,7 +248,7 @@ class GuestSession:
     def _check_open(self) -> None:
         if self._failure is not None or self._ended.done():
             raise SessionDied(f"the session has ended: {self._failure or 'its process is gone'}")
-        if self._left is not None:
+        if self._unfinished is not None:
             raise SandboxError("this branch was forked in the middle of a cell: resume it first")
 
     def _check_free(self) -> None:
@@ -253,8 +261,8 @@ class GuestSession:
         return self._last_id
 
     def _send(self, header: dict[str, Any], encoder: ValueEncoder | None = None) -> None:
-        if self._held is not None:
-            self._held.append((header, encoder))
+        if self._held_frames is not None:
+            self._held_frames.append((header, encoder))
             return
         shared_buffers = self._transport.shared_buffers
         if shared_buffers is not None and (
@@ -263,34 +271,33 @@ class GuestSession:
             shared_buffers.owed = None
         try:
             parts = host_frames.request(header, encoder, shared_buffers)
-        except (
-            UnicodeEncodeError
-        ):  # code with lone surrogates: show them, so that Python can say what it thinks of them
-            shown = {
+        except UnicodeEncodeError:
+            # The code has lone surrogates: replace them, so that Python reports them in the cell.
+            replaced = {
                 k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v
                 for k, v in header.items()
             }
-            parts = host_frames.request(shown, encoder, shared_buffers)
+            parts = host_frames.request(replaced, encoder, shared_buffers)
         self._transport.write(parts)
 
     def seed(self, seed: str) -> None:
-        """Begin ``random`` anew, before whatever is asked for next. Raises SessionDied."""
+        """Seed ``random`` again, before the next request. Raises SessionDied."""
         self._check_free()
         self._send({"op": "seed", "id": 0, "seed": seed})
 
     def kill(self, reason: str) -> None:
-        """End the session at once; ``reason`` is what its user is told."""
+        """End the session at once; ``reason`` is reported to its user."""
         self._fail(reason)
 
     @property
     def process(self) -> int:
-        """Descriptor of its process, or -1 where the door has none."""
+        """File descriptor of the session's process, or -1 if the transport has none."""
         return getattr(self._transport, "pidfd", -1)
 
     # -- branches
 
     async def fork(self) -> GuestSession:
-        """A branch. Forks that are asked for at the same time happen one after the other."""
+        """Fork a branch. Concurrent forks of one session run one after the other."""
         transport, cell = self._transport, self._cell
         if not self.caps.fork or not isinstance(transport, ForkingTransport):
             raise SandboxError(
@@ -304,7 +311,8 @@ class GuestSession:
             self._forks -= 1
 
     async def _fork(self, transport: ForkingTransport, cell: RunningCell | None) -> GuestSession:
-        """``cell``: the one that ran, and waited, when the fork was asked for."""
+        """Fork a branch. ``cell`` was running, and waiting for the host, when the fork was
+        requested."""
         if cell is None:
             self._check_open()
         id, future = self._next_id(), self._loop.create_future()
@@ -314,12 +322,12 @@ class GuestSession:
             await transport.prepare_branch()
             self._check_waits(cell, also_waiting=True)
             pending = dict(cell.calls) if cell is not None else {}
-            behind = transport.begin_branch(
+            branch_transport = transport.begin_branch(
                 host_frames.request({"op": "fork", "id": id}), self._moved
             )
-            self._held = []
+            self._held_frames = []
             branch = GuestSession(
-                behind,
+                branch_transport,
                 cell_s=self._cell_s,
                 grace_s=self._grace_s,
                 max_output_bytes=self._max_output_bytes,
@@ -334,28 +342,29 @@ class GuestSession:
                 await branch.close()
                 raise
             finally:
-                transport.end_branch(behind)
+                transport.end_branch(branch_transport)
         finally:
             self._waiting = None
             self._send_held()
         branch.tree, branch._last_id = self.tree, self._last_id
         if cell is not None and self._cell is cell and cell.end is None:
-            branch._left = cell.copy(pending)
+            branch._unfinished = cell.copy(pending)
         self.tree.add(branch)
         self._on_fork(branch)
         return branch
 
     def _moved(self) -> None:
-        """Its output goes to a new file from here on."""
+        """The session's output goes to a new file from now on."""
         self._upto = 0
 
     def _send_held(self) -> None:
-        held, self._held = self._held, None
-        for header, encoder in held or ():
+        frames, self._held_frames = self._held_frames, None
+        for header, encoder in frames or ():
             self._send(header, encoder)
 
     def _check_waits(self, cell: RunningCell | None, *, also_waiting: bool = False) -> None:
-        """A cell may be forked only while it waits for the host and nothing else is asked of it."""
+        """Raise unless the session can fork: a cell must be waiting for the host, with no other
+        request pending."""
         if self._failure is not None or self._ended.done():
             raise SessionDied(f"the session has ended: {self._failure or 'its process is gone'}")
         is_working = self._cell is not cell or (
@@ -383,7 +392,7 @@ class GuestSession:
         await branch.ready(_FORK_S)
 
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        cell, self._left = self._left, None
+        cell, self._unfinished = self._unfinished, None
         if cell is None:
             raise SandboxError(
                 "nothing to resume: this session was not forked in the middle of a cell"
@@ -409,7 +418,7 @@ class GuestSession:
         left = cell.limit_s - cell.worked(self._loop.time())
         if left <= 0:
             self._stop(cell, "time")
-        else:  # the clock stood for a while, or stands
+        else:  # the clock was paused for a while, or still is
             cell.timer = self._loop.call_later(left, self._time_up, cell)
 
     def _stop(self, cell: RunningCell, reason: str) -> None:
@@ -436,12 +445,12 @@ class GuestSession:
             )
 
     def _fail(self, why: str) -> None:
-        """The session cannot go on."""
+        """End a session that cannot continue, with the reason ``why``."""
         if self._failure is None:
             self._failure = why
             self._transport.kill()
-            self._transport.resume()  # to the end of the stream
-            self._loop.call_later(1.0, self._lost)  # if no end is seen
+            self._transport.resume()  # read to the end of the stream
+            self._loop.call_later(1.0, self._lost)  # in case the end of the stream never arrives
 
     def _lost(self) -> None:
         if not self._ended.done():
@@ -503,7 +512,7 @@ class GuestSession:
             self._hello.set_result(None)
             return
         if self._failure is None:
-            raise ProtocolError(f"a frame '{message.__struct_config__.tag}' that nobody waits for")
+            raise ProtocolError(f"a frame '{message.__struct_config__.tag}' that was not expected")
 
     def _printed(
         self, cell: RunningCell, message: host_frames.OutputFrame, blobs: list[memoryview]
@@ -604,7 +613,7 @@ class GuestSession:
             failure = HostCallError("TypeError", f"{name}: {error}")
         except asyncio.CancelledError:
             failure = HostCallError("Interrupted", f"{name} was cut off")
-        except Exception as error:  # noqa: BLE001  (a fault of the host, not of the cell: ``run`` raises it)
+        except Exception as error:  # noqa: BLE001  (a bug of the host, not of the cell: ``run`` raises it)
             cell.bug = error
             failure = HostCallError("HostFailed", f"{name} failed in the host")
         self._settle(cell, id)
@@ -637,7 +646,7 @@ class GuestSession:
 
 
 class _GuestRefused(Exception):
-    """The guest could not do what a request asked."""
+    """The guest could not fulfil a request."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

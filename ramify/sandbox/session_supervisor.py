@@ -1,16 +1,17 @@
-"""The keeper: what runs first in a container or a cloud machine, forks the guest there and carries
-its bytes.
+"""The session supervisor: the first program in a container or on a cloud machine. It forks the
+guest there and forwards its bytes.
 
-Decides how one stream of a service (standard input and output, whatever lies between) holds the
-guest's bytes and what else can be done to it: interrupt, kill, the news of its end. So a service
-need offer no more than to start a command. Leaves out the host's end (``remote.py``) and what the
-guest does. Runs there, standard library only: it is sent with ``guest/`` and ``forkserver.py``, and
-nothing is installed (``guest_files.py``).
+Decides how one stream of a service (the command's standard input and output) carries both the
+guest's bytes and the operations on its process: interrupt, kill, and the report of its end. So a
+service only needs to start a command. Not here: the host's end (see ``remote.py``) and the guest
+(see ``guest/``). Runs remotely with the standard library only: it is sent together with ``guest/``
+and ``forkserver.py``, and nothing is installed (see ``guest_files.py``).
 
-    packet = u8 kind | u32 length | bytes          each in base64 on a line of its own where the stream carries only text
+    packet = u8 kind | u32 length | bytes     as a line of base64 if the stream carries only text
 
-    host:    data{to the guest}  interrupt{}  kill{}
-    keeper:  data{of the guest}  failed{why}  ended{i32 status, u64 where the output begins, output not yet read}
+    host:        data{to the guest}  interrupt{}  kill{}
+    supervisor:  data{from the guest}  failed{why}
+                 ended{i32 status, u64 offset of the output, output not yet read}
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ DATA, INTERRUPT, KILL, FAILED, ENDED = b"d", b"i", b"k", b"f", b"e"
 HEAD = struct.Struct("<cI")
 END = struct.Struct("<iQ")
 UNKNOWN = -1000
-"""The status of a guest that left its connection and did not end."""
+"""Status of a guest that closed its connection but did not end."""
 MAX_LEFTOVER_BYTES = 1 << 20
 _CHUNK = 1 << 16
 LINE_BYTES = 45_000
-"""Of what one line of base64 carries."""
+"""Number of bytes in one line of base64."""
 
 
 def to_lines(data: bytes) -> bytes:
-    """``data`` in base64, in lines."""
+    """Encode ``data`` as lines of base64."""
     starts = range(0, len(data), LINE_BYTES)
     return b"".join(base64.b64encode(data[at : at + LINE_BYTES]) + b"\n" for at in starts)
 
@@ -64,7 +65,7 @@ class SupervisorChannel:
             _write_all(to_lines(packet) if self._has_lines else packet)
 
     def receive(self) -> tuple[bytes, bytes]:
-        """The next packet. Raises EOFError."""
+        """Return the next packet. Raises EOFError."""
         while True:
             if len(self._data) >= HEAD.size:
                 kind, size = HEAD.unpack_from(self._data)
@@ -86,7 +87,7 @@ def _write_all(data: bytes) -> None:
 
 
 class SessionSupervisor:
-    """One guest and the way to it."""
+    """Supervises one guest and forwards its bytes."""
 
     def __init__(self, wire: SupervisorChannel, pid: int, sock: socket.socket, spool: int) -> None:
         self._wire = wire
@@ -94,12 +95,12 @@ class SessionSupervisor:
         self._sock = sock
         self._spool = spool
         self._is_over = False
-        self._burying = threading.Lock()
+        self._reaping = threading.Lock()
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def keep(self) -> None:
-        """Until the guest has ended, or the host is gone."""
-        for work in (self._obey, self._deliver):
+    def run(self) -> None:
+        """Run until the guest has ended or the host is gone."""
+        for work in (self._receive, self._deliver):
             threading.Thread(target=work, daemon=True).start()
         with contextlib.suppress(OSError):
             while data := self._sock.recv(_CHUNK):
@@ -108,7 +109,7 @@ class SessionSupervisor:
         start, output = self._leftover()
         self._wire.send(ENDED, END.pack(status, start) + output)
 
-    def _obey(self) -> None:
+    def _receive(self) -> None:
         with contextlib.suppress(EOFError, OSError, ValueError):
             while True:
                 kind, data = self._wire.receive()
@@ -122,23 +123,24 @@ class SessionSupervisor:
         os._exit(0)
 
     def _deliver(self) -> None:
-        """In a thread of its own: a guest that does not read must not hold up its own end."""
+        """Forward data to the guest. Runs in a separate thread: a guest that does not read must not
+        delay the detection of its end."""
         with contextlib.suppress(OSError):
             while True:
                 self._sock.sendall(self._inbox.get())
 
     def _signal(self, number: int) -> None:
-        with self._burying:
+        with self._reaping:
             if not self._is_over:
                 os.kill(self._pid, number)
 
     def _reap(self) -> int:
-        """The guest's exit status as ``subprocess`` gives it."""
+        """Reap the guest and return its exit status as ``subprocess`` gives it."""
         has_ended = self._wait(0.3)
         if not has_ended:
             self._signal(signal.SIGKILL)
             self._wait(5.0)
-        with self._burying:
+        with self._reaping:
             self._is_over = True
             with contextlib.suppress(OSError):
                 os.killpg(self._pid, signal.SIGKILL)
@@ -146,7 +148,7 @@ class SessionSupervisor:
         return os.waitstatus_to_exitcode(status) if has_ended else UNKNOWN
 
     def _wait(self, seconds: float) -> bool:
-        """Whether the guest ends within ``seconds``; it stays to be buried."""
+        """Return True if the guest ends within ``seconds``. It is not reaped here."""
         fd = os.pidfd_open(self._pid)
         try:
             return bool(select.select([fd], [], [], seconds)[0])
@@ -160,7 +162,7 @@ class SessionSupervisor:
 
 
 def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) -> None:
-    """The guest's whole life, in its own process."""
+    """Run the guest in its process, until it ends."""
     guest: Any = sys.modules["ramify_guest.guest"]
     spools: Any = sys.modules["ramify_guest.spools"]
     (wire, spool), memory = server.enter(config["folder"], [sock.detach(), spool])
@@ -178,7 +180,8 @@ def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) 
 
 
 def main(config: dict[str, Any], has_lines: bool) -> None:
-    """The keeper's whole life. ``config``: seed, packages, memory_bytes, max_output_bytes."""
+    """Run the supervisor until the guest has ended. ``config``: seed, packages, memory_bytes,
+    max_output_bytes."""
     forkserver: Any = sys.modules["ramify_forkserver"]
     wire = SupervisorChannel(has_lines)
     null = os.open(os.devnull, os.O_RDWR)
@@ -190,7 +193,7 @@ def main(config: dict[str, Any], has_lines: bool) -> None:
         wire.send(FAILED, str(error).encode())
         return
     forkserver.settle()
-    ours, theirs = socket.socketpair()
+    host_end, guest_end = socket.socketpair()
     spool = os.memfd_create("ramify-output", os.MFD_CLOEXEC)
     fcntl.fcntl(spool, fcntl.F_SETFL, fcntl.fcntl(spool, fcntl.F_GETFL) | os.O_APPEND)
     server = forkserver.ForkServer(None, config)
@@ -198,9 +201,9 @@ def main(config: dict[str, Any], has_lines: bool) -> None:
     if not pid:
         try:
             os.dup2(null, 0)
-            _live(server, config, theirs, spool)
+            _live(server, config, guest_end, spool)
         finally:
             os._exit(70)
-    theirs.close()
-    SessionSupervisor(wire, pid, ours, spool).keep()
+    guest_end.close()
+    SessionSupervisor(wire, pid, host_end, spool).run()
     shutil.rmtree(config["folder"], ignore_errors=True)

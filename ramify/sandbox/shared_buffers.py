@@ -1,17 +1,17 @@
-"""Long strings between host and session: by a file of memory that both hold, instead of through
-their socket.
+"""Shared memory buffers: long strings between host and session, without going through their socket.
 
-A socket takes a megabyte in pieces of 200 kB, with a switch between the two processes for each; a
-file of memory takes it in one. The file has a fixed size and two halves, one to write to for each
-end:
+A socket passes a megabyte in pieces of 200 kB, with a context switch for each piece; a memory file
+that both processes hold passes it at once. The file has a fixed size and two halves, one for each
+writer:
 
-    [0, HALF)         written by the guest     the host has read it when it answers the call, or asks for the next thing
-    [HALF, 2 HALF)    written by the host      the guest says in ``got`` how many it has read
+    [0, HALF)         written by the guest     read by the host once it answers the call or
+                                               sends the next request
+    [HALF, 2 HALF)    written by the host      read by the guest as often as it reports in ``got``
 
-Decides when a half may be written again: once what lay there was read; until then, and for less
-than ``MIN_BYTES`` or more than a half, blobs stay in their frame. Neither end maps the file:
-reading copies, so that what was checked cannot change afterwards. Standard library only; used by
-both ends.
+Decides when a half may be written again: after its content was read. Until then, and if the blobs
+are smaller than ``MIN_BYTES`` or larger than a half, they are sent in their frame. Neither end maps
+the file: reading copies, so data cannot change after it was checked. Both ends use this file;
+standard library only.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from typing import Any
 MIN_BYTES = 1 << 16
 HALF_BYTES = 8 << 20
 _F_ADD_SEALS, _SEALS = 1033, 0x2 | 0x4
-"""Neither shrink nor grow, for good. The jail adds that nobody writes, once the file is of no more
-use."""
+"""The file can never shrink or grow. The jail also seals it against writing, once the file is no
+longer in use."""
 _PUNCH, _KEEP_SIZE = 2, 1
 _MAX_PARTS = 64
 _PIECE = 1 << 18
-"""Text is encoded in pieces of this length: memory for all of it would be new each time, and cost
-more than its copy."""
+"""Text is encoded in pieces of this length: a buffer for all of it would be allocated each time,
+which costs more than the copy."""
 
 
 class ScratchBuffer:
-    """A buffer that grows as needed, used again and again: fresh memory costs more than what is
-    copied into it."""
+    """Reusable buffer that grows as needed: allocating memory costs more than copying the data."""
 
     __slots__ = ("_data",)
 
@@ -52,7 +51,7 @@ class ScratchBuffer:
 
 
 class SharedMemoryBuffers:
-    """One end's view of the file."""
+    """One end's view of the shared file."""
 
     __slots__ = (
         "_at",
@@ -65,31 +64,35 @@ class SharedMemoryBuffers:
         "key",
         "owed",
         "put_count",
-        "told",
+        "reported",
     )
 
     def __init__(self, fd: int, *, is_host: bool, scratch: ScratchBuffer | None = None) -> None:
-        """``scratch``: what ``take`` reads into, so that its blobs are valid until the next one of
-        any shelf."""
+        """``scratch``: buffer into which ``take`` reads. The blobs are then valid until the next
+        ``take`` that uses the same buffer."""
         self.fd = fd
         self._scratch = scratch
-        self._at, self._from = (HALF_BYTES, 0) if is_host else (0, HALF_BYTES)
+        self._at = HALF_BYTES if is_host else 0
+        self._from = 0 if is_host else HALF_BYTES
         self._is_used = False
         self.is_free = True
-        """Whether the other end has read what we put."""
+        """True if the other end has read what this end wrote."""
         self.owed: int | None = None
-        """Of the host: the number of the frame whose blobs it took and has not answered. A guest
-        puts nothing before that; one that says so would have the host hold a half's worth for every
-        few bytes on the wire."""
+        """On the host: the id of the frame whose blobs were read and which is not answered yet. The
+        guest must not write before the answer; otherwise it could make the host hold half a file of
+        data for every few bytes on the socket."""
         self.key = -1
-        """What ``put`` was given with it."""
-        self.put_count = self.got = self.told = 0
-        """Times that we put, that we took, and the last of the latter that the other end knows
-        of."""
+        """The ``key`` of the last ``put``."""
+        self.put_count = 0
+        """Number of writes by this end."""
+        self.got = 0
+        """Number of reads by this end."""
+        self.reported = 0
+        """Last value of ``got`` that was sent to the other end."""
 
     def put(self, blobs: Sequence[Any], key: int) -> bool:
-        """Leave ``blobs`` (bytes, or ASCII text) for the other end, if they belong here and there
-        is room."""
+        """Write ``blobs`` (bytes, or ASCII text) for the other end. Returns False if they are too
+        short or too long, or if the last ones were not read yet."""
         if not self.is_free or not MIN_BYTES <= sum(map(len, blobs)) <= HALF_BYTES:
             return False
         at = self._at
@@ -103,7 +106,8 @@ class SharedMemoryBuffers:
         return True
 
     def take(self, lengths: Sequence[int]) -> list[memoryview]:
-        """The blobs that the other end left. Raises ValueError where it left less than it says."""
+        """Read the blobs that the other end wrote. Raises ValueError if there is less data than
+        announced."""
         size = sum(lengths)
         if not 0 <= size <= HALF_BYTES:
             raise ValueError(f"{size:,} bytes on a shelf for {HALF_BYTES:,}")
@@ -123,7 +127,7 @@ class SharedMemoryBuffers:
         return blobs
 
     def empty(self) -> None:
-        """Give the memory back, if there was any use of it."""
+        """Release the memory of the file, if it was used."""
         if self._is_used and self.is_free:
             self._is_used = False
             _libc.fallocate(
@@ -148,7 +152,7 @@ def _pieces(blobs: Sequence[Any]) -> Iterator[Any]:
 
 
 def make_file() -> int:
-    """A descriptor of the file, or -1 where the platform has no files of memory."""
+    """Create the file and return its descriptor, or -1 if the platform has no memory files."""
     if sys.platform != "linux":
         return -1
     fd = os.memfd_create("ramify-shelf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

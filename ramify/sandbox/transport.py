@@ -1,7 +1,8 @@
-"""What a provider gives a session: a stream of bytes to one guest, and what else can be done to it.
+"""The transport between host and guest: a stream of bytes to one guest, and operations on its
+process.
 
-Decides how bytes move between a socket and the event loop at the least cost. Leaves out what they
-mean (``session.py``) and what is behind the door (each provider).
+Decides how bytes move between a socket and the event loop at the lowest cost. Not here: what the
+bytes mean (see ``session.py``) and what is at the other end (see each provider).
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from ramify.sandbox.shared_buffers import ScratchBuffer, SharedMemoryBuffers
 
 
 class Transport(Protocol):
-    """The way to one guest. All methods are called on the event loop's thread and return at
+    """Connection to one guest. All methods are called on the event loop's thread and return at
     once."""
 
     caps: SandboxCapabilities
     shared_buffers: SharedMemoryBuffers | None
-    """For long blobs, where host and guest are on one machine."""
+    """Buffers for long blobs, if host and guest are on one machine."""
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
-        """From now on hand bytes to ``received``, which does not keep them, and call ``lost`` at
+        """Start reading: pass bytes to ``received``, which must not keep them, and call ``lost`` at
         the end of the stream."""
         ...
 
     def write(self, data: list[Any]) -> None:
-        """Send buffers, in order, some of them later where the other end does not read."""
+        """Send buffers in order; some are sent later if the other end does not read."""
         ...
 
     def pause(self) -> None:
@@ -44,21 +45,21 @@ class Transport(Protocol):
     def resume(self) -> None: ...
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the guest's main thread, if it runs a cell and the door
-        can."""
+        """Raise KeyboardInterrupt in the guest's main thread, if a cell is running and the
+        transport supports this."""
         ...
 
     def kill(self) -> None:
-        """End the guest, if the door can; ``lost`` follows."""
+        """End the guest, if the transport supports this; ``lost`` follows."""
         ...
 
     def leftover(self, start: int) -> bytes:
-        """What a guest that is gone had printed and not sent, where the door can know: its spool
-        from ``start``."""
+        """Return output that a dead guest printed but did not send, if the transport can read it:
+        the guest's output file from ``start``."""
         ...
 
     async def exit_reason(self) -> str:
-        """Why the guest ended, as far as it is known; waits for the news a moment."""
+        """Reason why the guest ended, if known; waits briefly for the exit status."""
         ...
 
     async def close(self) -> None:
@@ -67,7 +68,7 @@ class Transport(Protocol):
 
 
 def how_it_ended(status: int) -> str:
-    """An exit status, as ``subprocess`` gives it, in words."""
+    """Describe an exit status (as ``subprocess`` gives it) in words."""
     if status >= 0:
         return f"its process exited with status {status}"
     try:
@@ -79,36 +80,38 @@ def how_it_ended(status: int) -> str:
 
 @runtime_checkable
 class ForkingTransport(Transport, Protocol):
-    """A door whose guest can go on in two processes."""
+    """A transport whose guest can fork into two processes."""
 
     async def prepare_branch(self) -> None:
-        """Whatever must be waited for before ``begin_branch``. Raises SandboxError."""
+        """Finish everything that must be done before ``begin_branch``. Raises SandboxError."""
         ...
 
     def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> Transport:
-        """Send ``frame``, and let one process be created. The door to the branch. ``heartbeat`` is
-        called if the session itself gets a new stream and new files."""
+        """Send ``frame``, allow one process to be created, and return the transport to the branch.
+        ``moved`` is called if the session itself gets a new stream and new files."""
         ...
 
     def check_apart(self) -> None:
-        """Raises SandboxError if the session and its branch share memory."""
+        """Raise SandboxError if the session and its branch share memory."""
         ...
 
     def end_branch(self, transport: Any) -> None:
-        """The branch behind ``door`` has come, or will not: no process may be created any more."""
+        """End the fork: the branch behind ``transport`` has started or will not start. No more
+        processes may be created."""
         ...
 
 
 SCRATCH_BYTES = 1 << 18
 _MOST_READS = 16
-"""More than a socket holds."""
+"""More reads than a socket can hold data for."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Waiting to be sent to a guest; from there on it is not heard until it has read."""
+"""Maximum number of bytes waiting to be sent to a guest; beyond it, the host stops reading from the
+guest until the guest has read."""
 
 
 class ReadBuffers:
-    """What all doors of one event loop read into: whoever gets bytes from there does not keep
-    them."""
+    """Read buffers that all transports of one event loop share. Data in them is only valid until
+    the next read."""
 
     __slots__ = ("shared_buffers", "stream")
 
@@ -118,7 +121,7 @@ class ReadBuffers:
 
 
 class SocketStream:
-    """Bytes over a socket, without a transport in between: two callbacks less on every round
+    """Byte stream over a socket, without an asyncio transport: this saves two callbacks per round
     trip."""
 
     __slots__ = (
@@ -138,15 +141,16 @@ class SocketStream:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._scratch = scratch
-        """Shared by all streams of a loop, since ``received`` does not keep what it is given."""
+        """Shared by all streams of an event loop, since ``received`` does not keep its data."""
         self._view = memoryview(scratch)
         self._backlog: deque[memoryview] | None = None
         self._unsent = 0
-        """Bytes in the backlog."""
+        """Number of bytes in the backlog."""
         self._is_paused = False
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
-        self._received, self._lost = received, lost
+        self._received = received
+        self._lost = lost
         self._loop.add_reader(self._sock, self._readable)
 
     def _readable(self) -> None:
@@ -171,8 +175,8 @@ class SocketStream:
         self._listen()
 
     def _listen(self) -> None:
-        """Read, or not: a guest that asks and does not read its answers must not fill the host's
-        memory with them."""
+        """Start or stop reading: a guest that sends requests but does not read the answers must not
+        fill the host's memory with them."""
         if self._sock.fileno() < 0:
             return
         if self._is_paused or self._unsent > MAX_UNSENT_BYTES:
@@ -181,7 +185,7 @@ class SocketStream:
             self._loop.add_reader(self._sock, self._readable)
 
     def drain(self) -> None:
-        """Take what has come, and no more."""
+        """Read what has already arrived, and no more."""
         with contextlib.suppress(OSError):
             for _ in range(_MOST_READS):
                 count = self._sock.recv_into(self._scratch)
@@ -190,18 +194,19 @@ class SocketStream:
                 self._received(self._view[:count])
 
     def successor(self, sock: socket.socket) -> SocketStream:
-        """Close this stream; the one over ``sock`` takes its place."""
+        """Close this stream and return the stream over ``sock`` that replaces it."""
         self.close()
         stream = SocketStream(sock, self._scratch)
         stream.attach(self._received, self._lost)
         return stream
 
     def lose(self) -> None:
-        """There is nobody at the other end any more."""
+        """Report the end of the stream: the other end is gone."""
         self._lost()
 
     def write_with(self, data: list[Any], fds: Sequence[int]) -> None:
-        """Send buffers and descriptors at once, or raise SandboxError."""
+        """Send buffers and file descriptors in one message. Raises SandboxError if not all bytes
+        fit."""
         count = -1
         if self._backlog is None:
             with contextlib.suppress(OSError):
@@ -213,26 +218,26 @@ class SocketStream:
 
     def write(self, data: list[Any]) -> None:
         if self._backlog is not None:
-            self._keep(self._backlog, [memoryview(part) for part in data])
+            self._queue(self._backlog, [memoryview(part) for part in data])
             return
         try:
             count = self._sock.send(data[0]) if len(data) == 1 else self._sock.sendmsg(data[:64])
         except (BlockingIOError, InterruptedError):
             count = 0
         except OSError:
-            return  # the reader will see the end
-        rest = self._after(deque(memoryview(part) for part in data), count)
-        if rest:
+            return  # the reader will see the end of the stream
+        remaining = self._after(deque(memoryview(part) for part in data), count)
+        if remaining:
             self._backlog = deque()
-            self._keep(self._backlog, rest)
+            self._queue(self._backlog, remaining)
             self._loop.add_writer(self._sock, self._writable)
 
-    def _keep(self, backlog: deque[memoryview], parts: Iterable[memoryview]) -> None:
-        was = self._unsent
+    def _queue(self, backlog: deque[memoryview], parts: Iterable[memoryview]) -> None:
+        unsent_before = self._unsent
         for part in parts:
             backlog.append(part)
             self._unsent += len(part)
-        if was <= MAX_UNSENT_BYTES < self._unsent:
+        if unsent_before <= MAX_UNSENT_BYTES < self._unsent:
             self._listen()
 
     @staticmethod
@@ -246,7 +251,7 @@ class SocketStream:
     def _writable(self) -> None:
         backlog = self._backlog
         assert backlog is not None
-        was = self._unsent
+        unsent_before = self._unsent
         try:
             count = self._sock.send(backlog[0])
             self._after(backlog, count)
@@ -256,7 +261,7 @@ class SocketStream:
         except OSError:
             backlog.clear()
             self._unsent = 0
-        if self._unsent <= MAX_UNSENT_BYTES < was:
+        if self._unsent <= MAX_UNSENT_BYTES < unsent_before:
             self._listen()
         if not backlog:
             self._backlog = None

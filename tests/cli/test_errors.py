@@ -82,7 +82,7 @@ CASES = {
     "a mount without a place": (
         [*WORK, "--mount", "log.txt:here"],
         2,
-        r"'here' is no place .*: give an absolute path",
+        r"cannot be mounted at 'here': give an absolute path",
     ),
     "a mount of everything": (
         [*WORK, "--mount", "/:/all"],
@@ -112,7 +112,7 @@ CASES = {
     "too little memory": (
         [*WORK, "--memory", "1MB"],
         2,
-        r"in which no Python session runs: give at least 67,108,864",
+        r"too little for a Python session: give at least 67,108,864",
     ),
     "memory that is no size": (
         [*WORK, "--memory", "lots"],

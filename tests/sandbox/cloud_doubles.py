@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 asked: list[tuple[str, Any]] = []
-"""What the services were asked for, and "ended" for each box that they were told to end."""
+"""The requests that the services received, and "ended" for each box that was deleted."""
 
 
 class Local:
-    """A command in a local process, with Python where the image would have it."""
+    """A command in a local process, with the Python that the image would have."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -340,13 +340,12 @@ def prime_request(
     lan_tags: Any = None,
     volumes: Any = None,
 ) -> dict[str, Any]:
-    """``CreateSandboxRequest`` of prime-sandboxes 0.5: the fields that were given."""
+    """``CreateSandboxRequest`` of prime-sandboxes 0.5: the fields that were passed."""
     return {name: value for name, value in locals().items() if value not in (None, 0, ())}
 
 
 class PrimeClient:
-    """``AsyncSandboxClient`` of prime-sandboxes 0.5: virtual machines, and nothing to ask whether
-    it is one."""
+    """``AsyncSandboxClient`` of prime-sandboxes 0.5: only virtual machines, and no ``is_vm``."""
 
     folder: Path
 
@@ -389,7 +388,7 @@ class PrimeClient:
 
 
 class PrimeContainerClient(PrimeClient):
-    """The same of prime-sandboxes before 0.4, which knows containers too."""
+    """The client of prime-sandboxes before 0.4, which also supports containers."""
 
     async def is_vm(self, sandbox_id: str) -> bool:
         return False

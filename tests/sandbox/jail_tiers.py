@@ -1,8 +1,8 @@
-"""The jail at each of its tiers on one machine: weaker ones by doing without the system calls that
-make the stronger.
+"""The jail at each of its tiers on one machine: weaker tiers by doing without the system calls that
+the stronger ones need.
 
-Run as a script it puts every promise to one tier and prints what was found: for a test that runs it
-as another user.
+Run as a script, it runs every conformance check at one tier and prints the results, for a test that
+runs it as another user.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ TIERS = "ABC"
 _UNSHARE = {"x86_64": 272, "aarch64": 97}.get(os.uname().machine, 272)
 _LANDLOCK = 444
 WITHOUT = {"A": frozenset[int](), "B": frozenset({_UNSHARE}), "C": frozenset({_UNSHARE, _LANDLOCK})}
-"""Tier -> the system calls that a machine which reaches no more lacks."""
+"""Tier -> the system calls that a machine with no stronger tier lacks."""
 
 GRACE_S = 3.0
-"""In which a guest that can be interrupted comes to it on any machine, however busy."""
+"""Long enough for an interrupt to reach the guest on any machine, however busy."""
 
 
 @functools.cache
 def why_not(tier: str) -> str | None:
-    """Why this machine cannot be tested at ``tier``."""
+    """Return why this machine cannot be tested at ``tier``, or None."""
     if sys.platform != "linux":
         return f"the jail needs Linux, this is {sys.platform}"
     reached = probe(WITHOUT[tier])
@@ -38,7 +38,7 @@ def why_not(tier: str) -> str | None:
 
 
 def open_jail(spec: SandboxSpec) -> JailSandbox:
-    """A jail of exactly ``spec.tier``; skips the test where the kernel does not allow it."""
+    """Open a jail of exactly ``spec.tier``; skips the test if the kernel does not allow it."""
     if why := why_not(spec.tier):
         pytest.skip(why)
     return JailSandbox(spec, deny=WITHOUT[spec.tier])
@@ -54,10 +54,10 @@ async def _broken(tier: str) -> list[str]:
     )
     sandbox = JailSandbox(spec, deny=WITHOUT[tier])
     try:
-        found = await check(sandbox, spec)
+        results = await check(sandbox, spec)
     finally:
         await sandbox.close()
-    return [f"{each.check}: {each.detail}" for each in found if each.kept is False]
+    return [f"{result.check}: {result.detail}" for result in results if result.passed is False]
 
 
 if __name__ == "__main__":

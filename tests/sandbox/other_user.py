@@ -2,9 +2,10 @@
 read.
 
     the checkout and its environment     as they are, if the user can read them
-    a copy in a temporary folder         else, made once per process: a checkout often lies in a closed folder
+    a copy in a temporary folder         otherwise, made once per process: a checkout is often in
+                                         a private folder
 
-Copied are the package, these tests and the libraries that both import; the interpreter is not.
+The package, these tests and the libraries that both import are copied; the interpreter is not.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Readable(NamedTuple):
 
 
 def readable(first: tuple[str, ...] = ()) -> Readable | None:
-    """None if the other user can run no Python of this version; ``first`` is tried before a
+    """None if the other user cannot run a Python of this version; ``first`` is tried before a
     copy."""
     with _LOCK:  # runners start in threads; one copy is enough
         return _found(first or own_path())

@@ -1,8 +1,8 @@
 """Values that would cost the host seconds: counted before they are decoded, and refused with the
-limit that they are over.
+limit that they exceed.
 
-A guest that lies is a few bytes behind a door; one that does not is a real session, whose cell gets
-an exception and whose names stay.
+A lying guest is a few bytes behind a transport. An honest one is a real session, whose cell gets an
+exception and whose names survive.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ plain = st.recursive(
 
 
 def counted(value: Any) -> tuple[int, int, int]:
-    """The same by walking through the value."""
+    """The same result by walking through the value."""
     parts = (
         value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else None
     )

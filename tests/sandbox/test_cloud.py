@@ -2,8 +2,8 @@
 a local process.
 
 ``test_the_doubles_have_the_sdk_s_own_face`` compares them with the SDKs where these are installed.
-The doubles confine nothing, so the promises about isolation are left out; what is asked of each
-service for them is asserted instead.
+The doubles confine nothing, so the checks of isolation are left out; instead, the isolation that is
+requested from each service is asserted.
 """
 
 from __future__ import annotations
@@ -41,19 +41,17 @@ from cloud_doubles import (
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.conformance import PROMISES, ConformanceCheck, echo
+from ramify.sandbox.conformance import CHECKS, ConformanceCheck, echo
 from ramify.sandbox.run_conformance import check_one
 
 KEYS = ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", "E2B_API_KEY", "DAYTONA_API_KEY", "PRIME_API_KEY")
 PROVIDERS = ["modal", "e2b", "daytona", "prime", "prime-files"]
-LOCAL = [
-    check for check in PROMISES if not any(name.startswith("isolates") for name in check.needs)
-]
+LOCAL = [check for check in CHECKS if not any(name.startswith("isolates") for name in check.needs)]
 
 
 @pytest.fixture
 def services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], SandboxSpec]:
-    """Put the double of a provider in its SDK's place; the spec for it."""
+    """Put the double of a provider in its SDK's place; returns the spec for it."""
     asked.clear()
 
     def put(provider: str, **fields: Any) -> SandboxSpec:
@@ -128,17 +126,17 @@ def test_an_image_of_one_s_own(services: Callable[..., SandboxSpec]) -> None:
 
 
 BRIEF = [
-    "values go over and come back the same",
-    "large values travel",
+    "values survive a round trip",
+    "large values survive a round trip",
     "calls from threads run at once",
     "an endless loop stops, variables stay",
     "a cell that cannot be stopped is killed",
-    "a crash is told, with the output so far",
+    "a crash is reported, with the output so far",
     "long output keeps head, tail and length",
-    "a rude cell does not break the next",
-    "the host's environment is not seen",
+    "a misbehaving cell does not break the next",
+    "the host's environment is not visible",
 ]
-"""What depends on how bytes travel, and not on the guest alone; ``docker`` is put to everything."""
+"""Checks that depend on the transport and not only on the guest; ``docker`` runs all checks."""
 CASES = [(p, q) for p in PROVIDERS for q in LOCAL if q.name in BRIEF]
 
 
@@ -150,11 +148,11 @@ def test_promise(
 
     async def put() -> None:
         sandbox = open_sandbox(spec)
-        finding = await check_one(sandbox, spec, check)
+        result = await check_one(sandbox, spec, check)
         await sandbox.close()
-        if finding.kept is None:
-            pytest.skip(finding.detail)
-        assert finding.kept, finding.detail
+        if result.passed is None:
+            pytest.skip(result.detail)
+        assert result.passed, result.detail
 
     asyncio.run(put())
 
@@ -316,6 +314,6 @@ def test_the_sdk_has_each_call_that_the_provider_makes(provider: str) -> None:
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    assert extras[provider] == [found.package + found.wanted]
+    assert extras[provider] == [found.package + found.versions]
     sdk_module(found.module)
     found.load()

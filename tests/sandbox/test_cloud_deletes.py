@@ -1,5 +1,5 @@
-"""Whatever ends the work on a cloud's box, the box is deleted; and none is created with an SDK that
-does not fit."""
+"""Whatever ends the work on a cloud's box, the box is deleted; and no box is created with an SDK
+that does not fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEC = SandboxSpec(provider="prime", memory_bytes=256 << 20)
 
 
 class DeadProcess(doubles.PrimeProcess):
-    """A process that has ended, and whose end cannot be asked for."""
+    """A process that has ended and does not report its end."""
 
     def __init__(self) -> None:
         self.stdout = self.nothing()
@@ -37,7 +37,7 @@ class DeadProcess(doubles.PrimeProcess):
 
 
 class Cloud(doubles.PrimeClient):
-    """Boxes that exist, with a step that fails or takes as long as it likes."""
+    """Existing boxes, with a step that fails or takes as long as required."""
 
     def __init__(self, fails: str = "", waits: str = "", lost_deletes: int = 0) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def prime(cloud: Cloud) -> RemoteSandbox:
 
 
 async def open_one(cloud: Cloud) -> str:
-    """The error of opening a session, and that nothing is left."""
+    """Return the error of opening a session, and check that nothing is left."""
     try:
         await prime(cloud).open(seed="s")
     except SandboxError as error:
@@ -190,14 +190,14 @@ def test_a_box_that_cannot_be_deleted_is_named_and_the_first_error_is_kept() -> 
         said = asyncio.run(run())
     assert said == "sandbox 'prime' could not start a session: ConnectionError: open_process failed"
     assert [str(warning.message) for warning in seen] == [
-        "sandbox 'prime': sandbox p1 may be left running, its deletion failed (ConnectionError: no "
+        "sandbox 'prime': sandbox p1 may still be running, its deletion failed (ConnectionError: no "
         "route to the "
-        "service); delete it at the service, or it ends by itself after 60 minutes"
+        "service); delete it at the service, or it ends automatically after 60 minutes"
     ]
 
 
 class Slow:
-    """Boxes whose creation does not end before its caller is cancelled."""
+    """Boxes whose creation does not finish before its caller is cancelled."""
 
     def __init__(self) -> None:
         self.left = 0

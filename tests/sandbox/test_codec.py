@@ -1,5 +1,5 @@
-"""Values over the wire: everything that is carried comes back the same, and nothing hostile decodes
-to a surprise."""
+"""The codec: every supported value survives a round trip, and hostile data never decodes to a
+surprise."""
 
 import math
 import os
@@ -47,7 +47,7 @@ values = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, also in type at every level and in the sign of zero."""
+    """Equal, including types at every level and the sign of zero."""
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):

@@ -1,4 +1,4 @@
-"""The default sandbox as its users meet it, on machines that have all of the jail, some of it, or
+"""The default sandbox as its users meet it, on machines that have the whole jail, part of it, or
 none."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.sandbox.base import SandboxSpec, open_sandbox, said_aloud
+from ramify.sandbox.base import SandboxSpec, open_sandbox, warning_of
 from ramify.sandbox.process import WARNING, ProcessSandbox
 
 linux = pytest.mark.skipif(
@@ -35,7 +35,7 @@ class Said(NamedTuple):
 
 
 def on_a_machine_of(tier: str, folder: Path, *arguments: str) -> Said:
-    """What the command says on a kernel with no more than ``tier`` (``outer.py``)."""
+    """Return the command's output on a kernel restricted to ``tier`` (``outer.py``)."""
     (folder / "log.txt").write_text("x" * 50_000)
     (folder / "script.json").write_text(json.dumps(["```repl\nFINAL(len(context))\n```"]))
     env = {
@@ -77,9 +77,9 @@ ASK = ("ask", "-m", "scripted:script.json", "how long?", "log.txt")
         (
             "C",
             ("--allow-weaker",),
-            "sandbox 'jail' at tier C: the filter of system calls is the only wall",
+            "sandbox 'jail' at tier C: the system call filter is the only wall",
         ),
-        ("C", ("--sandbox", "process"), "sandbox 'process': code runs in a process of its own"),
+        ("C", ("--sandbox", "process"), "sandbox 'process': code runs in a separate process"),
         ("C", ("--sandbox", "process", "--allow-weaker"), ""),
     ],
 )
@@ -176,12 +176,12 @@ def test_a_weakness_is_passed_over_only_if_it_was_named() -> None:
         (SandboxSpec(provider="process"), WARNING),
         (SandboxSpec(provider="process", allow_weaker=True), None),
     ):
-        assert said_aloud(ProcessSandbox(spec), spec) == warning
+        assert warning_of(ProcessSandbox(spec), spec) == warning
 
 
 def test_mounts_are_not_passed_over() -> None:
     for provider in ("process", "inprocess"):
         with pytest.raises(
-            ConfigError, match=f"sandbox '{provider}' shows sessions no mounts, only 'jail' does"
+            ConfigError, match=f"sandbox '{provider}' does not support mounts, only 'jail' does"
         ):
             open_sandbox(SandboxSpec(provider=provider, mounts=((str(_ROOT), "/data"),)))

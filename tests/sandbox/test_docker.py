@@ -1,8 +1,8 @@
-"""The provider ``docker`` against a double that speaks the engine's HTTP on a unix socket and runs
-the guest for real.
+"""The provider ``docker`` against a double that speaks the engine's HTTP API on a Unix socket and
+really runs the guest.
 
-The double confines nothing, so the promises about isolation are left out here: what is asked of the
-engine for them is asserted instead.
+The double confines nothing, so the checks of isolation are left out here; instead, the isolation
+that is requested from the engine is asserted.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ import pytest
 
 from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.conformance import PROMISES, ConformanceCheck, echo
+from ramify.sandbox.conformance import CHECKS, ConformanceCheck, echo
 from ramify.sandbox.run_conformance import check_one
 
 SPEC = SandboxSpec(provider="docker", memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0)
-LOCAL = [
-    check for check in PROMISES if not any(name.startswith("isolates") for name in check.needs)
-]
+LOCAL = [check for check in CHECKS if not any(name.startswith("isolates") for name in check.needs)]
 
 
 class FakeEngine:
-    """One engine. ``images`` are there, ``registry`` can be pulled; ``forgets`` is left out of what
-    is applied."""
+    """One engine. ``images`` are local, ``registry`` can be pulled; ``forgets`` names protections
+    that it does not apply."""
 
     def __init__(self) -> None:
         self.images = {"python:3.12-slim"}
@@ -180,11 +178,11 @@ def test_promise(check: ConformanceCheck, monkeypatch: pytest.MonkeyPatch, tmp_p
     async def put() -> None:
         async with engine(monkeypatch, tmp_path):
             sandbox = open_sandbox(SPEC)
-            finding = await check_one(sandbox, SPEC, check)
+            result = await check_one(sandbox, SPEC, check)
             await sandbox.close()
-        if finding.kept is None:
-            pytest.skip(finding.detail)
-        assert finding.kept, finding.detail
+        if result.passed is None:
+            pytest.skip(result.detail)
+        assert result.passed, result.detail
 
     asyncio.run(put())
 
@@ -318,7 +316,7 @@ def test_no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match=r"no engine at .*none\.sock; start Docker or Podman"):
         open_sandbox(SPEC)
     monkeypatch.setenv("DOCKER_HOST", "tcp://1.2.3.4:2375")
-    with pytest.raises(ConfigError, match="only unix:// sockets are spoken"):
+    with pytest.raises(ConfigError, match="only unix:// sockets are supported"):
         open_sandbox(SPEC)
     os.mknod(tmp_path / "dead.sock")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/dead.sock")

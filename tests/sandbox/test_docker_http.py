@@ -1,5 +1,5 @@
-"""What a container engine sends over its socket: HTTP's grammar, or one error; never a wait without
-end."""
+"""What a container engine sends over its socket: valid HTTP, or one error; never an endless
+wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many forks at once in one tree of the jail, and what a rollback says that could not be
+"""Many concurrent forks in one tree of the jail, and what a rollback reports if it could not be
 prepared."""
 
 import asyncio
@@ -22,7 +22,7 @@ FORKS = 64
 
 
 async def forks_at_once(session: Any) -> list[str]:
-    """64 forks at the same time: half of them of ``session``, half of four branches of it."""
+    """64 concurrent forks: half of them of ``session``, half of four branches of it."""
     origins = [session, *[await session.fork() for _ in range(4)]]
     chosen = [origins[0] if number % 2 else origins[1 + number // 2 % 4] for number in range(FORKS)]
     branches = await asyncio.gather(*(each.fork() for each in chosen), return_exceptions=True)
@@ -171,7 +171,7 @@ def test_processes_fork_many_at_once_too() -> None:
 
 
 def test_forks_are_limited_by_open_files_with_an_error_of_ours() -> None:
-    """In a process of its own, whose limit of open files is low."""
+    """In a separate process with a low limit of open files."""
     code = """
 import asyncio, resource
 from ramify.errors import SandboxError

@@ -1,9 +1,9 @@
-"""The host's frame reader against frames that are almost right: it may end the session, and do
-nothing else.
+"""The host's frame reader against frames that are almost right: it may end the session, and nothing
+else.
 
-Frames are made from the wire's own vocabulary with odd values, then bent: bits flipped, cut,
-joined, doubled, handed over in odd pieces. Whatever comes, a run ends with a ``CellResult`` or
-``SessionDied``, soon, with no task, no error in a callback and no memory left over.
+Frames are built from the protocol's own vocabulary with odd values, then mutated: bits flipped,
+cut, joined, doubled, delivered in odd pieces. In every case, a run soon ends with a ``CellResult``
+or ``SessionDied``, with no remaining task, no error in a callback and no leaked memory.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ fields: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def frames(draw: st.DrawFn) -> bytes:
-    """One frame that could be one."""
+    """One frame that could be valid."""
     op = draw(st.sampled_from([*fields, "run", "fork", ""]))
     header = {"op": op, **draw(fields.get(op, st.just({})))}
     header |= draw(st.dictionaries(st.sampled_from(NAMES), plain, max_size=1))
@@ -117,7 +117,7 @@ def frames(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def streams(draw: st.DrawFn) -> list[bytes]:
-    """A few frames, bent, in pieces."""
+    """A few mutated frames, in pieces."""
     data = bytearray(b"".join(draw(st.lists(frames(), min_size=1, max_size=5))))
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, max(len(data) - 1, 0)))
@@ -139,7 +139,8 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 @FUZZ
 @given(streams())
 def test_reading_frames(pieces: list[bytes]) -> None:
-    """Bytes -> messages and values: a ProtocolError or sense, and never more held than was fed."""
+    """Bytes -> messages and values, or a ProtocolError; the reader never holds more than it was
+    fed."""
     assembler, fed = host_frames.FrameAssembler(), 0
     with contextlib.suppress(ProtocolError):
         for piece in pieces:
@@ -219,7 +220,7 @@ async def answer(name: str, args: Any, kwargs: Any) -> Any:
 
 
 async def put(pieces: list[bytes], is_gone: bool, request: str, cell_s: float = 0.02) -> list[Any]:
-    """Give the pieces to a session as the answer to a request; what went wrong in callbacks."""
+    """Give the pieces to a session as the answer to a request; returns the errors in callbacks."""
     loop, faults = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _, context: faults.append(context))
     session = GuestSession(
@@ -252,8 +253,8 @@ def test_a_session_over_a_bent_wire(pieces: list[bytes], is_gone: bool, request:
 
 
 def test_a_flood_is_not_kept() -> None:
-    """20,000 frames of output and of calls: what the host holds afterwards does not depend on how
-    many there were."""
+    """20,000 frames of output and of calls: the memory that the host holds afterwards does not
+    depend on their number."""
     out = b"".join(frame(b'{"op":"out","skip":0,"chars":9,"upto":9,"blobs":[512]}', [b"x" * 512]))
     calls = [
         b"".join(frame(b'{"op":"call","id":%d,"name":"a","value":[["x"],{}]}' % n))

@@ -1,4 +1,4 @@
-"""The provider ``ipython``: every promise of a session, and what its users know from their
+"""The provider ``ipython``: every conformance check, and what its users know from their
 notebooks."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.conformance import PROMISES, ConformanceCheck, echo
+from ramify.sandbox.conformance import CHECKS, ConformanceCheck, echo
 from ramify.sandbox.run_conformance import check_one
 from ramify.types.trajectory import Cell
 
@@ -34,15 +34,15 @@ def cells(*codes: str) -> list[Cell]:
 
 
 @needs_ipython
-@pytest.mark.parametrize("check", PROMISES, ids=[check.name for check in PROMISES])
+@pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])
 def test_promise(check: ConformanceCheck) -> None:
     async def put() -> None:
         sandbox = open_sandbox(SPEC)
-        finding = await check_one(sandbox, SPEC, check)
+        result = await check_one(sandbox, SPEC, check)
         await sandbox.close()
-        if finding.kept is None:
-            pytest.skip(finding.detail)
-        assert finding.kept, finding.detail
+        if result.passed is None:
+            pytest.skip(result.detail)
+        assert result.passed, result.detail
 
     asyncio.run(put())
 

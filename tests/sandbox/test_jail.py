@@ -1,5 +1,5 @@
-"""What only the jail can break: its tiers, its filter, what it shows of the host, and what is left
-of it afterwards."""
+"""What only the jail can break: its tiers, its filter, what it shows of the host, and its
+cleanup."""
 
 import asyncio
 import contextlib
@@ -82,7 +82,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def test_another_user_reads_a_copy_if_the_checkout_is_closed(tmp_path: Path) -> None:
-    """Else every test of this user would be skipped."""
+    """Otherwise every test of this user would be skipped."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     closed = tmp_path / "closed"
@@ -256,8 +256,8 @@ def test_a_mount_is_read_only_and_where_it_was_asked_for(tmp_path: Path) -> None
         ((("/no/such", "/data"),), "there is no '/no/such'"),
         ((("/", "/data"),), "'/' is not allowed"),
         ((("/proc/self", "/data"),), "'/proc/self' is not allowed"),
-        (((".", "data"),), "'data' is no place"),
-        (((".", "/a/../b"),), "is no place"),
+        (((".", "data"),), "cannot be mounted at 'data'"),
+        (((".", "/a/../b"),), "cannot be mounted at"),
     ],
 )
 def test_a_wrong_mount_is_told(mounts: Any, message: str) -> None:
@@ -269,7 +269,7 @@ def test_a_wrong_mount_is_told(mounts: Any, message: str) -> None:
 def test_without_a_file_system_of_their_own_sessions_see_a_mount_where_it_is_or_not_at_all(
     tier: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=f"at tier {tier}, .* cannot be shown as '/data'"):
+    with pytest.raises(ConfigError, match=f"reaches tier {tier}, .* cannot be mounted at '/data'"):
         tiers.open_jail(SandboxSpec(provider="jail", tier=tier, mounts=((str(tmp_path), "/data"),)))
 
 
@@ -321,8 +321,8 @@ def test_without_the_package_it_is_not_there() -> None:
 
 
 def test_a_cell_that_aborts_is_told_as_one_and_aborts_nobody_else() -> None:
-    """No session may send a signal; that of its own abort() the host sends, whoever it was meant
-    for."""
+    """A session may not send signals. If it calls abort(), the host signals that session and no
+    other process."""
 
     async def test(sandbox: JailSandbox) -> None:
         other = await sandbox.open()

@@ -1,4 +1,5 @@
-"""The provider ``monty``: what it claims of the suite, and what it keeps in its own way."""
+"""The provider ``monty``: the conformance checks that it claims, and the guarantees that it keeps
+in its own way."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ import pytest
 
 from ramify.errors import ConfigError, HostCallError, SandboxError
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.conformance import PROMISES, ConformanceCheck, echo
+from ramify.sandbox.conformance import CHECKS, ConformanceCheck, echo
 from ramify.sandbox.context import SharedContext
 from ramify.sandbox.monty import CAPS, MontySession
 from ramify.sandbox.run_conformance import check_one
 
 SPEC = SandboxSpec(provider="monty", memory_bytes=256 << 20, max_output_bytes=100_000)
-CLAIMED = [check for check in PROMISES if all(getattr(CAPS, name) for name in check.needs)]
+CLAIMED = [check for check in CHECKS if all(getattr(CAPS, name) for name in check.needs)]
 needs_monty = pytest.mark.skipif(
     importlib.util.find_spec("pydantic_monty") is None, reason="Monty is not installed"
 )
@@ -49,9 +50,9 @@ async def run(session: MontySession, *codes: str, timeout_s: float | None = None
 def test_promise(check: ConformanceCheck) -> None:
     async def put() -> None:
         sandbox = open_sandbox(SPEC)
-        finding = await check_one(sandbox, SPEC, check)
+        result = await check_one(sandbox, SPEC, check)
         await sandbox.close()
-        assert finding.kept, finding.detail
+        assert result.passed, result.detail
 
     asyncio.run(put())
 
@@ -211,7 +212,9 @@ def test_a_context() -> None:
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("pydantic_monty") is not None:
-        with pytest.raises(ConfigError, match="has no packages, and 'numpy' was asked for"):
+        with pytest.raises(
+            ConfigError, match="does not support packages, but 'numpy' was requested"
+        ):
             open_sandbox(SandboxSpec(provider="monty", packages=("numpy",)))
     monkeypatch.setitem(sys.modules, "pydantic_monty", None)
     with pytest.raises(SandboxError, match=r"pip install 'ramify\[monty\]'"):
@@ -219,7 +222,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_imported_where_python_lacks_what_only_unix_has() -> None:
-    """Windows, that is."""
+    """On Windows, for example."""
     code = """
 import os, sys
 for name in ("fork", "memfd_create", "pidfd_open", "pipe2", "preadv", "readv", "writev"):

@@ -1,4 +1,5 @@
-"""Which files of a package a jail shows: of a checkout only what can be imported, at every tier."""
+"""The files of a package that a jail shows: from a checkout only what can be imported, at every
+tier."""
 
 import json
 import os
@@ -37,7 +38,7 @@ print(asyncio.run(main()))
 
 
 def in_jail(tier: str, packages: list[str], code: str, *path: Path) -> str:
-    """What a cell says in a jail whose host finds packages in ``path``."""
+    """Return a cell's output in a jail whose host finds packages in ``path``."""
     here = Path(__file__)
     env = {
         "PYTHONPATH": os.pathsep.join(map(str, (*path, here.parent, here.parents[2]))),
@@ -52,7 +53,7 @@ def in_jail(tier: str, packages: list[str], code: str, *path: Path) -> str:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder that everybody may read: at tiers B and C sessions of root are another user's."""
+    """A folder that everyone can read: at tiers B and C, sessions of root run as another user."""
     with tempfile.TemporaryDirectory(prefix="packages-") as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
@@ -66,8 +67,7 @@ def lay_out(folder: Path, **texts: str) -> None:
 
 
 def checkout(folder: Path) -> Path:
-    """A package, a module, a namespace and another project, among files that are nobody's
-    business."""
+    """A package, a module, a namespace and another project, among private files."""
     texts: dict[str, Any] = {
         ".env": "KEY",
         ".git/config": "KEY",

@@ -1,5 +1,5 @@
-"""What only the provider of processes can break: what a session inherits, what outlives it, and
-where it comes from."""
+"""What only the process provider can break: what a session inherits, what outlives it, and where it
+comes from."""
 
 import asyncio
 import contextlib
@@ -290,7 +290,7 @@ def test_a_cancelled_open_leaves_nothing() -> None:
         (lambda: SandboxSpec(cell_s=0), ConfigError, "cell_s is 0: give a positive number"),
         (lambda: SandboxSpec(grace_s=-1), ConfigError, "grace_s is -1"),
         (lambda: SandboxSpec(max_output_bytes=0), ConfigError, "max_output_bytes is 0"),
-        (lambda: SandboxSpec(memory_bytes=1 << 20), ConfigError, "in which no Python session runs"),
+        (lambda: SandboxSpec(memory_bytes=1 << 20), ConfigError, "too little for a Python session"),
         (
             lambda: open_sandbox(SandboxSpec(provider="process", packages=("nothere",))),
             ConfigError,

@@ -1,5 +1,4 @@
-"""Every provider keeps every promise that it claims: the suite that ships, put to the providers of
-this machine."""
+"""The conformance suite that ships with the package, run on the providers of this machine."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,7 +7,7 @@ import jail_tiers as tiers
 import pytest
 
 from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox
-from ramify.sandbox.conformance import PROMISES, ConformanceCheck
+from ramify.sandbox.conformance import CHECKS, ConformanceCheck
 from ramify.sandbox.run_conformance import check_one
 
 Held = tuple[asyncio.Runner, Sandbox, SandboxSpec]
@@ -25,7 +24,7 @@ SPECS = {
 
 @pytest.fixture(scope="module", params=SPECS)
 def held(request: pytest.FixtureRequest) -> Iterator[Held]:
-    """A provider's sandbox, opened once for all promises, and the loop that it lives on."""
+    """A provider's sandbox, opened once for all checks, and its event loop."""
     spec = SPECS[request.param]
     with asyncio.Runner() as runner:
         sandbox = runner.run(opened(spec))
@@ -37,10 +36,10 @@ async def opened(spec: SandboxSpec) -> Sandbox:
     return tiers.open_jail(spec) if spec.provider == "jail" else open_sandbox(spec)
 
 
-@pytest.mark.parametrize("check", PROMISES, ids=[check.name for check in PROMISES])
+@pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])
 def test_promise(held: Held, check: ConformanceCheck) -> None:
     runner, sandbox, spec = held
-    finding = runner.run(check_one(sandbox, spec, check))
-    if finding.kept is None:
-        pytest.skip(finding.detail)
-    assert finding.kept, finding.detail
+    result = runner.run(check_one(sandbox, spec, check))
+    if result.passed is None:
+        pytest.skip(result.detail)
+    assert result.passed, result.detail

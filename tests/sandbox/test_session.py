@@ -1,5 +1,5 @@
-"""The host's end against guests that lie: each is a few bytes behind a door, and none may do more
-than end its session."""
+"""The host's end against guests that lie: each is a few bytes behind a transport, and none may do
+more than end its session."""
 
 import asyncio
 import json

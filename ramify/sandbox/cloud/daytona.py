@@ -1,10 +1,10 @@
-"""The provider ``daytona``: every session in a Daytona sandbox of its own, over a terminal
+"""The provider ``daytona``: every session runs in a separate Daytona sandbox, over a terminal
 session's websocket.
 
-Decides which sandbox is asked for (no network, gone when it stops) and why a terminal: it is the
-one two-way stream of the SDK, while a session command's input is a request each and its output a
-log that is followed. The terminal is made raw, and bytes travel in base64. Not run against the real
-service: its double in the tests has the SDK's names and signatures.
+Decides which sandbox is created (no network, deleted when it stops). It uses a terminal because
+that is the only two-way stream of the SDK: for a session command, each input is a separate request,
+and the output is a log to follow. The terminal is set to raw mode, and bytes are sent as base64.
+Not tested against the real service: its double in the tests has the SDK's names and signatures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SDK = sdk.Sdk(
 
 
 class DaytonaService:
-    """Implements ``remote.Service``."""
+    """Starts Daytona sandboxes. Implements ``remote.SandboxService``."""
 
     name = "daytona"
     carries: Carries = "terminal"
@@ -63,14 +63,14 @@ class DaytonaService:
         return DaytonaStream(client, box, terminal, inbox)
 
     async def _create(self, spec: SandboxSpec) -> Any:
-        """A started sandbox.
+        """Create and start a sandbox.
 
-        The SDK's ``create`` also waits for the start; if that fails, the sandbox is there and is
+        The SDK's ``create`` also waits for the start. If the start fails, the sandbox exists and is
         deleted by its name.
         """
         client = self._client
         name = f"ramify-{uuid.uuid4().hex[:12]}"
-        request = client.create(self._wanted(spec, name), timeout=0)
+        request = client.create(self._parameters(spec, name), timeout=0)
         try:
             return await sdk.create(self.name, request, client.delete)
         except Exception:
@@ -79,12 +79,12 @@ class DaytonaService:
 
     async def _delete_named(self, name: str) -> None:
         try:
-            found = await self._client.get(name)
+            box = await self._client.get(name)
         except Exception:  # noqa: BLE001  (most failures leave no sandbox of this name)
             return
-        await self._client.delete(found)
+        await self._client.delete(box)
 
-    def _wanted(self, spec: SandboxSpec, name: str) -> Any:
+    def _parameters(self, spec: SandboxSpec, name: str) -> Any:
         common = {
             "name": name,
             "network_block_all": True,
@@ -102,7 +102,7 @@ class DaytonaService:
 
 
 class DaytonaStream:
-    """Implements ``remote.Stream``."""
+    """Terminal of one sandbox. Implements ``remote.ByteStream``."""
 
     def __init__(self, client: Any, box: Any, terminal: Any, inbox: CallbackInbox) -> None:
         self._client = client
@@ -113,7 +113,7 @@ class DaytonaStream:
 
     async def _until_end(self, inbox: CallbackInbox) -> None:
         try:
-            with contextlib.suppress(Exception):  # how it ended: the guest has said it, if it could
+            with contextlib.suppress(Exception):  # the guest has reported the reason, if it could
                 await self._terminal.wait()
         finally:
             inbox.end()
@@ -124,14 +124,14 @@ class DaytonaStream:
     async def close(self) -> None:
         self._watch.cancel()
         try:
-            with contextlib.suppress(Exception):  # the terminal goes with the box
+            with contextlib.suppress(Exception):  # the terminal ends with the box
                 await self._terminal.disconnect()
         finally:
             await sdk.remove(lambda: self._client.delete(self._box))
 
 
 def open_provider(spec: SandboxSpec) -> RemoteSandbox:
-    """What ``base.open_sandbox`` calls."""
+    """Entry point for ``base.open_sandbox``."""
     daytona = SDK.load()
     sdk.need_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")
     caps = SandboxCapabilities(

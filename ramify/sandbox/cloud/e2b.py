@@ -1,9 +1,9 @@
-"""The provider ``e2b``: every session in an E2B sandbox of its own, over a background command's
+"""The provider ``e2b``: every session runs in a separate E2B sandbox, over a background command's
 input and output.
 
-Decides which sandbox is asked for: no internet, an end by itself. The SDK gives output as text, so
-the guest's bytes travel in base64. Not run against the real service: its double in the tests has
-the SDK's names and signatures.
+Decides which sandbox is created: without internet access, and with a limited lifetime. The SDK
+returns output as text, so the guest's bytes are sent as base64. Not tested against the real
+service: its double in the tests has the SDK's names and signatures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SDK = sdk.Sdk(
 
 
 class E2BService:
-    """Implements ``remote.Service``."""
+    """Starts E2B sandboxes. Implements ``remote.SandboxService``."""
 
     name = "e2b"
     carries: Carries = "text"
@@ -48,7 +48,7 @@ class E2BService:
         request = self._e2b.AsyncSandbox.create(
             template=spec.image or None, timeout=sdk.LIFETIME_S, allow_internet_access=False
         )
-        box = await sdk.create(self.name, request, lambda made: made.kill())
+        box = await sdk.create(self.name, request, lambda created: created.kill())
         try:
             inbox = CallbackInbox()
             handle = await box.commands.run(
@@ -66,11 +66,11 @@ class E2BService:
         return E2BStream(box, handle, inbox)
 
     async def close(self) -> None:
-        """Nothing is held between sessions."""
+        """Do nothing: no resources are held between sessions."""
 
 
 class E2BStream:
-    """Implements ``remote.Stream``."""
+    """Input and output of a background command. Implements ``remote.ByteStream``."""
 
     def __init__(self, box: Any, handle: Any, inbox: CallbackInbox) -> None:
         self._box = box
@@ -80,7 +80,7 @@ class E2BStream:
 
     async def _until_end(self, inbox: CallbackInbox) -> None:
         try:
-            with contextlib.suppress(Exception):  # how it ended: the guest has said it, if it could
+            with contextlib.suppress(Exception):  # the guest has reported the reason, if it could
                 await self._handle.wait()
         finally:
             inbox.end()
@@ -94,7 +94,7 @@ class E2BStream:
 
 
 def open_provider(spec: SandboxSpec) -> RemoteSandbox:
-    """What ``base.open_sandbox`` calls."""
+    """Entry point for ``base.open_sandbox``."""
     e2b = SDK.load()
     sdk.need_key("e2b", ("E2B_API_KEY",))
     caps = SandboxCapabilities(

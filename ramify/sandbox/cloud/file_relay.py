@@ -1,8 +1,8 @@
-"""A stream made of files, for any service that can write and read them but has no two-way stream.
+"""A stream made of files, for a service that can write and read files but has no two-way stream.
 
-Decides how often the host looks for news: at once after it has sent something, then ever more
-rarely. Leaves out the other end (``file_relay_remote.py``) and the service (``RemoteFiles``).
-Slower than a stream by a request each way; for text only.
+Decides how often the host polls for output: at once after it has sent something, then less and less
+often. Not here: the other end (see ``file_relay_remote.py``) and the service (see ``RemoteFiles``).
+Compared with a stream, it costs one more request in each direction; text only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 _SHORTEST_S, _LONGEST_S = 0.02, 0.5
 _MAX_FAILURES = 40
-"""Reads that fail one after the other; the first ones may, until the file is there."""
+"""Maximum number of consecutive failed reads; the first ones may fail until the file exists."""
 _READ_BYTES = 1 << 20
 
 
@@ -22,31 +22,33 @@ class RemoteFiles(Protocol):
     """The files of one box, and the box itself."""
 
     async def put(self, path: str, data: bytes) -> None:
-        """Write a file, its folder included."""
+        """Write a file; create its folder if needed."""
         ...
 
     async def get(self, path: str, offset: int, length: int) -> bytes:
-        """Up to ``length`` bytes (ASCII) of a file from ``offset``; raises anything where there is
-        none."""
+        """Return up to ``length`` bytes (ASCII) of a file from ``offset``. Raises any exception if
+        there is no such file."""
         ...
 
     async def close(self) -> None: ...
 
 
 def relay_program() -> bytes:
-    """The program that the service runs in front of the command: ``python3 file_relay_remote.py
-    FOLDER COMMAND…``."""
+    """Return the program that the service runs in front of the command: ``python3
+    file_relay_remote.py FOLDER COMMAND…``."""
     return (Path(__file__).parent / "file_relay_remote.py").read_bytes()
 
 
 class FileRelay:
-    """Implements ``remote.Stream``."""
+    """Stream over the files of one box. Implements ``remote.ByteStream``."""
 
     def __init__(self, files: RemoteFiles, folder: str) -> None:
         self._files = files
         self._folder = folder
         self._num_sent = 0
-        self._number = self._offset = self._failures = 0
+        self._number = 0
+        self._offset = 0
+        self._failures = 0
         self._line = b""
         self._is_over = False
         self._wait_s = _SHORTEST_S
@@ -69,7 +71,7 @@ class FileRelay:
         return b""
 
     async def _read(self) -> bytes:
-        """What is new, after a wait if nothing is."""
+        """Return new output, or b"" after a wait if there is none."""
         path = f"{self._folder}/out.{self._number}"
         try:
             data = await self._files.get(path, self._offset, _READ_BYTES)
@@ -92,9 +94,9 @@ class FileRelay:
         self._wait_s = min(self._wait_s * 1.5, _LONGEST_S)
 
     def _lines(self, data: bytes) -> bytes:
-        """The whole lines of output in ``data`` and what was held before it."""
+        """Return the complete lines of output in ``data`` and the partial line before it."""
         *lines, self._line = (self._line + data).split(b"\n")
-        kept = []
+        output = []
         for line in lines:
             if line == b"-":
                 self._number, self._offset, self._line = self._number + 1, 0, b""
@@ -102,8 +104,8 @@ class FileRelay:
             if line == b".":
                 self._is_over = True
                 break
-            kept.append(line + b"\n")
-        return b"".join(kept)
+            output.append(line + b"\n")
+        return b"".join(output)
 
     async def close(self) -> None:
         await self._files.close()

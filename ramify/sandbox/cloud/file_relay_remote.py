@@ -1,9 +1,11 @@
-"""Carries a command's input and output through files, for a service that offers no stream. Runs
-there, stdlib only.
+"""Relays a command's input and output through files, for a service that offers no stream. Runs
+remotely, with the standard library only.
 
-in.0, in.1, …     written by the host, whole: "LENGTH\\n" and that many bytes of input; removed when
-read out.0, out.1, …   appended to: lines of output; the line "-" says that the next file goes on,
-"." that it is over
+    in.0, in.1, …     written by the host, each at once: "LENGTH READING\\n" and LENGTH bytes of
+                      input; READING is the number of the output file that the host reads.
+                      Deleted after reading.
+    out.0, out.1, …   lines of output, appended. The line "-" means that the next file continues,
+                      "." that the output has ended.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ _SHORTEST_S, _LONGEST_S = 0.005, 0.1
 
 
 def deliver(folder: str, sink: IO[bytes]) -> None:
-    """The host's files to the command's input, one after the other."""
+    """Write the host's files to the command's input, one after the other."""
     number, oldest, wait_s = 0, 0, _SHORTEST_S
     while True:
         path = os.path.join(folder, f"in.{number}")
-        found = _whole(path)
-        if found is None:
+        content = _read_complete(path)
+        if content is None:
             time.sleep(wait_s)
             wait_s = min(wait_s * 1.5, _LONGEST_S)
             continue
         os.remove(path)
         number, wait_s = number + 1, _SHORTEST_S
-        data, reading = found
+        data, reading = content
         while oldest < reading:
             os.remove(os.path.join(folder, f"out.{oldest}"))
             oldest += 1
@@ -39,7 +41,7 @@ def deliver(folder: str, sink: IO[bytes]) -> None:
         sink.flush()
 
 
-def _whole(path: str) -> tuple[bytes, int] | None:
+def _read_complete(path: str) -> tuple[bytes, int] | None:
     """A file's content and which output the host is at, if all of it is there."""
     try:
         with open(path, "rb") as file:
@@ -53,9 +55,9 @@ def _whole(path: str) -> tuple[bytes, int] | None:
 
 
 def collect(folder: str, source: IO[bytes]) -> None:
-    """The command's output to files, until it ends."""
+    """Write the command's output to files, until it ends."""
     number, size = 0, 0
-    file = open(os.path.join(folder, "out.0"), "wb", buffering=0)  # noqa: SIM115  (it changes on the way)
+    file = open(os.path.join(folder, "out.0"), "wb", buffering=0)  # noqa: SIM115  (replaced in the loop)
     for line in source:
         file.write(line)
         size += len(line)

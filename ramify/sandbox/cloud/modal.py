@@ -1,8 +1,9 @@
-"""The provider ``modal``: every session in a Modal sandbox of its own, over the bytes of one
-``exec``.
+"""The provider ``modal``: every session runs in a separate Modal sandbox, over the byte streams of
+one ``exec``.
 
-Decides which sandbox is asked for: no network, limits of memory and processor, an end by itself.
-Not run against the real service: its double in the tests has the SDK's names and signatures.
+Decides which sandbox is created: without network, with limits on memory and CPU, and with a limited
+lifetime. Not tested against the real service: its double in the tests has the SDK's names and
+signatures.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SDK = sdk.Sdk(
 
 
 class ModalService:
-    """Implements ``remote.Service``."""
+    """Starts Modal sandboxes. Implements ``remote.SandboxService``."""
 
     name = "modal"
     carries: Carries = "bytes"
@@ -57,7 +58,7 @@ class ModalService:
             cpu=sdk.NUM_CPUS,
             memory=(spec.memory_bytes + sdk.OVERHEAD_BYTES) >> 20,
         )
-        box = await sdk.create(self.name, request, lambda made: made.terminate.aio())
+        box = await sdk.create(self.name, request, lambda created: created.terminate.aio())
         try:
             return ModalStream(box, await box.exec.aio(*command, text=False))
         except BaseException:
@@ -65,11 +66,11 @@ class ModalService:
             raise
 
     async def close(self) -> None:
-        """Nothing is held between sessions."""
+        """Do nothing: no resources are held between sessions."""
 
 
 class ModalStream:
-    """Implements ``remote.Stream``."""
+    """Standard input and output of one ``exec``. Implements ``remote.ByteStream``."""
 
     def __init__(self, box: Any, process: Any) -> None:
         self._box = box
@@ -91,7 +92,7 @@ class ModalStream:
 
 
 def open_provider(spec: SandboxSpec) -> RemoteSandbox:
-    """What ``base.open_sandbox`` calls."""
+    """Entry point for ``base.open_sandbox``."""
     modal = SDK.load()
     file = os.environ.get("MODAL_CONFIG_PATH", "~/.modal.toml")
     sdk.need_key("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), file)

@@ -1,10 +1,10 @@
-"""The provider ``prime``: every session in a Prime sandbox of its own.
+"""The provider ``prime``: every session runs in a separate Prime sandbox.
 
-Decides how its bytes travel: a virtual machine has live processes with input and output; a
-container has files only, and gets the mailbox. SDKs since 0.4 make virtual machines only and have
-no ``is_vm``. No network rule is set, so no isolation from the network is claimed: a request cannot
-deny all destinations, and a rule that is set later leaves connections open that exist. Not run
-against the real service: its double in the tests has the SDK's signatures.
+Decides how its bytes are sent. A virtual machine has live processes with input and output. A
+container has only files, and uses the file relay. SDKs since 0.4 create only virtual machines and
+have no ``is_vm``. No network rule is set, so the provider does not claim to isolate the network: a
+request cannot deny all destinations, and a rule that is set later leaves existing connections open.
+Not tested against the real service: its double in the tests has the SDK's signatures.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from ramify.sandbox.remote import ByteStream, Carries, RemoteSandbox
 
 IMAGE = "python:3.12-slim"
 WARNING = (
-    "sandbox 'prime': code runs on a machine of the service, away from your files, but it can use "
-    "the network. "
-    "Do not give it secrets."
+    "sandbox 'prime': code runs on a machine of the service, without access to your files, but it "
+    "can use the network. Do not give it secrets."
 )
 _FOLDER = "/tmp/ramify-mail"
 _REQUEST = ("name", "docker_image", "cpu_cores", "memory_gb", "timeout_minutes", "labels")
@@ -52,11 +51,11 @@ CONTAINER_CALLS = (
     sdk.SdkCall("AsyncSandboxClient.upload_bytes", 5, is_awaited=True),
     sdk.SdkCall("AsyncSandboxClient.read_file", 3, ("offset", "length"), is_awaited=True),
 )
-"""Also needed where the SDK knows containers."""
+"""Calls that are also needed if the SDK supports containers."""
 
 
 class PrimeService:
-    """Implements ``remote.Service``."""
+    """Starts Prime sandboxes. Implements ``remote.SandboxService``."""
 
     name = "prime"
     carries: Carries = "text"
@@ -69,14 +68,14 @@ class PrimeService:
         if self._client is None:
             self._client = self._prime.AsyncSandboxClient()
         client = self._client
-        made = await sdk.create(
+        created = await sdk.create(
             self.name, client.create(self._request(spec)), lambda box: client.delete(box.id)
         )
         try:
-            await client.wait_for_creation(made.id)
-            return await self._stream(made.id, command)
+            await client.wait_for_creation(created.id)
+            return await self._stream(created.id, command)
         except BaseException:
-            await sdk.abandon(self.name, f"sandbox {made.id}", lambda: client.delete(made.id))
+            await sdk.abandon(self.name, f"sandbox {created.id}", lambda: client.delete(created.id))
             raise
 
     def _request(self, spec: SandboxSpec) -> Any:
@@ -108,7 +107,7 @@ class PrimeService:
 
 
 class PrimeProcess:
-    """Implements ``remote.Stream`` with a live process."""
+    """Stream over a live process in a virtual machine. Implements ``remote.ByteStream``."""
 
     def __init__(self, client: Any, id: str, process: Any) -> None:
         self._client = client
@@ -127,7 +126,7 @@ class PrimeProcess:
 
     async def close(self) -> None:
         try:
-            with contextlib.suppress(Exception):  # the process goes with the box
+            with contextlib.suppress(Exception):  # the process ends with the box
                 await self._process.kill()
                 await self._process.aclose()
         finally:
@@ -135,7 +134,7 @@ class PrimeProcess:
 
 
 class PrimeFiles:
-    """Implements ``mailbox.Files``."""
+    """The files of a container. Implements ``file_relay.RemoteFiles``."""
 
     def __init__(self, client: Any, id: str) -> None:
         self._client = client
@@ -153,7 +152,7 @@ class PrimeFiles:
 
 
 def open_provider(spec: SandboxSpec) -> RemoteSandbox:
-    """What ``base.open_sandbox`` calls."""
+    """Entry point for ``base.open_sandbox``."""
     prime = SDK.load()
     if hasattr(prime.AsyncSandboxClient, "is_vm"):
         replace(SDK, calls=CONTAINER_CALLS).load()

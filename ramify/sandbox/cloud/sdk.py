@@ -1,9 +1,9 @@
-"""What the cloud providers share: finding an SDK and its key, checking its interface, and deleting
-what was paid for.
+"""Shared by the cloud providers: loading an SDK and checking its interface, checking for a key, and
+deleting boxes reliably.
 
-Decides that an SDK whose interface differs is refused before a box exists, and that a box is
-deleted whatever ends the work on it: an error, a cancelled task, a second one during the deletion.
-Not here: which calls a provider makes (``SDK`` in each provider's file).
+Decides that an SDK with a different interface is refused before a box exists, and that a box is
+deleted whatever ends the work on it: an error, a cancelled task, or a second cancellation during
+the deletion. Not here: the calls of a provider (see ``SDK`` in each provider's file).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any, TypeVar
 from ramify.errors import SandboxError
 
 LIFETIME_S = 3600
-"""After which a service ends a machine by itself, should this process not live to do it."""
+"""Lifetime after which a service ends a machine, in case this process does not live to do it."""
 NUM_CPUS = 1.0
 OVERHEAD_BYTES = 256 << 20
-"""What Python and the guest need beside ``memory_bytes``."""
+"""Memory for Python and the guest, in addition to ``memory_bytes``."""
 CREATE_GRACE_S = 30.0
-"""How long a cancelled start waits for the box that is being created, to delete it."""
+"""Seconds that a cancelled start waits for the box that is being created, in order to delete it."""
 DELETE_S = 8.0
-"""Time limit of one attempt at deleting a box."""
+"""Time limit of one attempt to delete a box."""
 NUM_DELETES = 3
 _PAUSE_S = 0.5
 
@@ -39,36 +39,38 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SdkCall:
-    """A call that a provider makes: ``SdkCall("Client.read", 2, ("limit",))`` is
-    ``client.read(path, limit=…)``."""
+    """A call that a provider makes. For example, ``SdkCall("Client.read", 2, ("limit",))`` stands
+    for ``client.read(path, limit=…)``."""
 
     name: str
-    """Dotted, from the SDK's module."""
+    """Dotted name, starting from the SDK's module."""
     num_positional: int = 0
-    """Positional arguments, ``self`` included where ``name`` is a method looked up on its class."""
+    """Number of positional arguments; includes ``self`` if ``name`` is a method that is looked up
+    on its class."""
     keywords: tuple[str, ...] = ()
     is_awaited: bool = False
 
 
 @dataclass(frozen=True)
 class Sdk:
-    """An SDK and the calls that a provider makes of it."""
+    """An SDK and the calls that a provider makes to it."""
 
     provider: str
     module: str
     package: str
-    """Its name for ``pip``."""
-    wanted: str
-    """Versions that these calls were compared with; the same range as in the extra."""
+    """Package name for ``pip``."""
+    versions: str
+    """Versions whose interface was compared with these calls; the same range as in the extra."""
     calls: tuple[SdkCall, ...]
 
     def load(self) -> Any:
-        """The SDK's module. Raises SandboxError if it does not import or lacks one of the calls."""
+        """Import the SDK's module. Raises SandboxError if it cannot be imported or lacks one of the
+        calls."""
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:
             raise SandboxError(
-                f"sandbox '{self.provider}' needs its SDK, which does not import ({error}): "
+                f"sandbox '{self.provider}' needs its SDK, which cannot be imported ({error}): "
                 f"pip install 'ramify[{self.provider}]'"
             ) from None
         for call in self.calls:
@@ -76,7 +78,7 @@ class Sdk:
                 raise SandboxError(
                     f"sandbox '{self.provider}' cannot use {self.package} {self._version()}: "
                     f"{fault}; "
-                    f"nothing was created; install {self.package}{self.wanted}: pip install "
+                    f"nothing was created; install {self.package}{self.versions}: pip install "
                     f"'ramify[{self.provider}]'"
                 )
         return module
@@ -89,19 +91,19 @@ class Sdk:
 
 
 def _fault(module: Any, call: SdkCall) -> str:
-    """Why ``call`` cannot be made; empty if it can."""
-    found = module
+    """Return the reason why ``call`` cannot be made, or an empty string."""
+    target = module
     for part in call.name.split("."):
-        found = getattr(found, part, None)
-        if found is None:
+        target = getattr(target, part, None)
+        if target is None:
             return f"it has no {call.name}"
-    if not callable(found):
+    if not callable(target):
         return f"its {call.name} cannot be called"
-    if call.is_awaited and not inspect.iscoroutinefunction(found):
+    if call.is_awaited and not inspect.iscoroutinefunction(target):
         return f"its {call.name} is not asynchronous"
-    with contextlib.suppress(ValueError):  # it hides its signature
+    with contextlib.suppress(ValueError):  # it has no visible signature
         try:
-            inspect.signature(found).bind(
+            inspect.signature(target).bind(
                 *[None] * call.num_positional, **dict.fromkeys(call.keywords)
             )
         except TypeError as error:
@@ -110,7 +112,7 @@ def _fault(module: Any, call: SdkCall) -> str:
 
 
 def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead: str = "") -> None:
-    """Raises SandboxError unless all ``variables`` are set, or ``file`` is there, or the variable
+    """Raise SandboxError unless all ``variables`` are set, ``file`` exists, or the variable
     ``instead`` is set."""
     if all(os.environ.get(name) for name in variables) or os.environ.get(instead):
         return
@@ -123,9 +125,10 @@ def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead:
 async def create(
     provider: str, request: Awaitable[T], delete: Callable[[T], Awaitable[object]]
 ) -> T:
-    """The box that ``request`` makes.
+    """Return the box that ``request`` creates.
 
-    A cancelled caller waits for the box and deletes it: the service may have made it already.
+    If the caller is cancelled, it waits for the box and deletes it: the service may have created it
+    already.
     """
     task = asyncio.ensure_future(request)
     try:
@@ -152,43 +155,44 @@ async def _create_and_delete(
 
 
 async def abandon(provider: str, box: str, delete: Callable[[], Awaitable[object]]) -> None:
-    """Delete a box after a failure. A deletion that fails is a warning: the failure itself is the
-    error."""
+    """Delete a box after a failure. If the deletion fails, this is only a warning: the failure
+    itself is the error."""
     try:
         await remove(delete)
     except Exception as error:  # noqa: BLE001  (an SDK may raise anything)
-        said = str(error).strip().partition("\n")[0][:300]
-        _warn(provider, box, f"its deletion failed ({type(error).__name__}: {said})")
+        message = str(error).strip().partition("\n")[0][:300]
+        _warn(provider, box, f"its deletion failed ({type(error).__name__}: {message})")
 
 
 def _warn(provider: str, box: str, why: str) -> None:
     warnings.warn(
-        f"sandbox '{provider}': {box} may be left running, {why}; delete it at the service, "
-        f"or it ends by itself after {LIFETIME_S // 60} minutes",
+        f"sandbox '{provider}': {box} may still be running, {why}; delete it at the service, "
+        f"or it ends automatically after {LIFETIME_S // 60} minutes",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
 async def remove(delete: Callable[[], Awaitable[object]]) -> None:
-    """Delete a box, also if this task is cancelled meanwhile. Raises the last attempt's error."""
+    """Delete a box, even if this task is cancelled meanwhile. Raises the error of the last
+    attempt."""
     await _uninterrupted(_attempts(delete))
 
 
 async def _attempts(delete: Callable[[], Awaitable[object]]) -> None:
-    for left in reversed(range(NUM_DELETES)):
+    for retries_left in reversed(range(NUM_DELETES)):
         try:
             async with asyncio.timeout(DELETE_S):
                 await delete()
             return
         except Exception:
-            if not left:
+            if not retries_left:
                 raise
         await asyncio.sleep(_PAUSE_S)
 
 
 async def _uninterrupted(work: Awaitable[None]) -> None:
-    """Wait for ``work`` to its end; a cancellation that arrives meanwhile is raised after it."""
+    """Wait until ``work`` is done; a cancellation that arrives meanwhile is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -197,6 +201,7 @@ async def _uninterrupted(work: Awaitable[None]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        task.cancelled() or task.exception()  # seen: the cancellation is what the caller gets
+        # Mark the exception as retrieved: the caller gets the cancellation instead.
+        task.cancelled() or task.exception()
         raise cancelled
     task.result()

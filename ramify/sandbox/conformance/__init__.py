@@ -1,4 +1,4 @@
-"""Every promise of ``sandbox/base.py``, each as one small test that any provider can be put to;
+"""Conformance checks: every guarantee of ``sandbox/base.py`` as one small test for any provider.
 ``run_conformance.py`` runs them."""
 
 from ramify.sandbox.conformance import (
@@ -11,9 +11,9 @@ from ramify.sandbox.conformance import (
     stopping,
     value_codec,
 )
-from ramify.sandbox.conformance.base import ConformanceCheck, SandboxProbe, echo, made
+from ramify.sandbox.conformance.base import ConformanceCheck, SandboxProbe, checks_by_module, echo
 
-PROMISES = [
+CHECKS = [
     check
     for part in (
         notebook_semantics,
@@ -25,7 +25,7 @@ PROMISES = [
         forking,
         isolation,
     )
-    for check in made[part.__name__]
+    for check in checks_by_module[part.__name__]
 ]
 
-__all__ = ["PROMISES", "ConformanceCheck", "SandboxProbe", "echo"]
+__all__ = ["CHECKS", "ConformanceCheck", "SandboxProbe", "echo"]

@@ -1,9 +1,9 @@
-"""What a promise is: one small test that any provider can be put to.
+"""A conformance check: one small test that any provider can run.
 
-    >>> @promise("a function sees updated globals")
+    >>> @check("a function sees updated globals")
     ... async def updated_globals(probe): ...
 
-A test opens sessions through its ``SandboxProbe``, which closes them afterwards.
+A check opens sessions through its ``SandboxProbe``, which closes them afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ramify.types.trajectory import Cell
 
 
 class SandboxProbe:
-    """A sandbox under test."""
+    """A sandbox under test. It closes the sessions that a check has opened."""
 
     def __init__(self, sandbox: Sandbox, spec: SandboxSpec) -> None:
         self.sandbox = sandbox
@@ -43,14 +43,16 @@ class SandboxProbe:
 
 
 class ConformanceCheck(msgspec.Struct, frozen=True):
+    """A named test of one guarantee."""
+
     name: str
     test: Callable[[SandboxProbe], Awaitable[None]]
     needs: tuple[str, ...] = ()
-    """Names of ``SandboxCapabilities`` without which it cannot be kept."""
+    """Names of the ``SandboxCapabilities`` that the check needs."""
 
 
-made: dict[str, list[ConformanceCheck]] = {}
-"""Name of a module -> its promises."""
+checks_by_module: dict[str, list[ConformanceCheck]] = {}
+"""Module name -> its checks."""
 
 
 def check(
@@ -58,20 +60,23 @@ def check(
 ) -> Callable[
     [Callable[[SandboxProbe], Awaitable[None]]], Callable[[SandboxProbe], Awaitable[None]]
 ]:
+    """Decorator that registers a check. ``needs``: names of ``SandboxCapabilities``."""
+
     def add(
         test: Callable[[SandboxProbe], Awaitable[None]],
     ) -> Callable[[SandboxProbe], Awaitable[None]]:
-        made.setdefault(test.__module__, []).append(ConformanceCheck(name, test, needs))
+        checks_by_module.setdefault(test.__module__, []).append(ConformanceCheck(name, test, needs))
         return test
 
     return add
 
 
 class ConformanceError(AssertionError):
-    """A promise was not kept."""
+    """A conformance check failed."""
 
 
 def same(got: Any, expected: Any, what: str = "") -> None:
+    """Raise ConformanceError unless both values are equal and of the same type."""
     if got != expected or type(got) is not type(expected):
         raise ConformanceError(
             f"{what + ': ' if what else ''}expected {str(expected)[:500]!r}, got {str(got)[:500]!r}"
@@ -79,12 +84,14 @@ def same(got: Any, expected: Any, what: str = "") -> None:
 
 
 def true(fact: object, what: str) -> None:
+    """Raise ConformanceError with the message ``what`` unless ``fact`` is true."""
     if not fact:
         raise ConformanceError(what)
 
 
 async def echo(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The host of these tests: ``echo`` returns its argument, ``sleep`` waits, ``fail`` fails."""
+    """The host of the checks: ``echo`` returns its argument, ``sleep`` waits, ``fail`` raises an
+    error."""
     if name == "sleep":
         await asyncio.sleep(args[0])
     if name == "fail":

@@ -1,4 +1,4 @@
-"""Promises: what a cell prints."""
+"""Conformance checks: the output of a cell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from ramify.sandbox.conformance.base import (
 
 @check("stdout and stderr are one ordered stream", "full_python")
 async def one_stream(probe: SandboxProbe) -> None:
-    code = "import sys\nprint('a')\nprint('b', file=sys.stderr)\nsys.stdout.write('c\\n')\nsys.stdout.buffer.write(b'd\\n')\n"
+    code = (
+        "import sys\nprint('a')\nprint('b', file=sys.stderr)\nsys.stdout.write('c\\n')\n"
+        "sys.stdout.buffer.write(b'd\\n')\n"
+    )
     [cell] = clean(await probe.cells(code + "print('é\\ud800')"))
     same((cell.stdout, cell.stdout_chars), ("a\nb\nc\nd\né\\ud800\n", 16))
 
@@ -50,9 +53,9 @@ async def long_output(probe: SandboxProbe) -> None:
     same(cell.stdout_chars, expected)
     head, tail = cell.stdout.split("\n[… ")[0], cell.stdout.split(" …]\n")[1]
     gap = f"\n[… {expected - len(head) - len(tail):,} characters left out …]\n"
-    true(gap in cell.stdout, f"the gap is not named rightly, as {gap!r}")
-    whole, after = await probe.cells("t = last_output(); len(t)", "print(end='')", session=session)
-    same((whole.value, after.stdout), (str(expected), ""))
+    true(gap in cell.stdout, f"the output lacks the correct gap message {gap!r}")
+    last, after = await probe.cells("t = last_output(); len(t)", "print(end='')", session=session)
+    same((last.value, after.stdout), (str(expected), ""))
 
 
 @check("sessions do not mix their output", "full_python")

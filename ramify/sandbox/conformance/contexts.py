@@ -1,4 +1,4 @@
-"""Promises: contexts, and those that sessions share."""
+"""Conformance checks: contexts, including shared ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ramify.sandbox.conformance.base import (
 from ramify.sandbox.context import SharedContext
 
 
-@check("a context is bound, reserved and whole", "full_python")
+@check("a context is bound, reserved and complete", "full_python")
 async def contexts(probe: SandboxProbe) -> None:
     for value in (
         "short é\ud800",
@@ -34,11 +34,13 @@ async def shared_context(probe: SandboxProbe) -> None:
     sessions = [await probe.open(context=context) for _ in range(3)]
     code = """
 def private():
-    try: return sum(int(l.split()[1]) for l in open('/proc/self/smaps_rollup') if l.startswith('Private')) * 1024
+    try:
+        lines = open('/proc/self/smaps_rollup')
+        return sum(int(line.split()[1]) for line in lines if line.startswith('Private')) * 1024
     except OSError: return 0
 context.count('text'), private()
 """
     for session in sessions:
         [cell] = clean(await probe.cells(code, session=session))
         count, private = (int(part) for part in (cell.value or "").strip("()").split(","))
-        true(count == 2_000_000 and private < 20 << 20, f"{private:,} bytes of its own")
+        true(count == 2_000_000 and private < 20 << 20, f"{private:,} private bytes")

@@ -1,4 +1,4 @@
-"""Promises: sessions that fork."""
+"""Conformance checks: forking a session."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ramify.sandbox.conformance.base import (
 )
 
 
-@check("a branch and its origin go separate ways", "fork")
+@check("a branch and its origin are independent", "fork")
 async def branches(probe: SandboxProbe) -> None:
     session = await with_host(probe)
     await probe.cells("x = [1]\nprint('before')", session=session)
@@ -42,13 +42,13 @@ async def branches(probe: SandboxProbe) -> None:
         await branch.close_tree()
 
 
-@check("a cell that waits goes on in every branch", "fork")
+@check("a waiting cell continues in every branch", "fork")
 async def branches_within(probe: SandboxProbe) -> None:
     session = await with_host(probe)
-    asked, first = asyncio.Event(), asyncio.get_running_loop().create_future()
+    has_called, first = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def later(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        asked.set()
+        has_called.set()
         return await first
 
     def always(value: str) -> Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]]:
@@ -59,7 +59,7 @@ async def branches_within(probe: SandboxProbe) -> None:
 
     code = "print('once')\ngot = [host('echo', f'{i}') for i in range(2)]\ngot"
     origin = asyncio.ensure_future(session.run(code, answer=later))
-    await asked.wait()
+    await has_called.wait()
     branches = [await session.fork() for _ in range(2)]
     try:
         ran = await asyncio.gather(
@@ -68,9 +68,10 @@ async def branches_within(probe: SandboxProbe) -> None:
         first.set_result("late")
         ran.append(await origin)
         same(
-            [each.cell.value for each in ran], ["['0a', '1a']", "['0b', '1b']", "['late', 'late']"]
+            [result.cell.value for result in ran],
+            ["['0a', '1a']", "['0b', '1b']", "['late', 'late']"],
         )
-        same([each.cell.stdout for each in ran], ["once\n"] * 3)
+        same([result.cell.stdout for result in ran], ["once\n"] * 3)
         same(values(await probe.cells("got", session=branches[0])), ["['0a', '1a']"])
     finally:
         await session.close_tree()

@@ -1,4 +1,4 @@
-"""Promises: modules that the host installs, and calls from a cell to the host."""
+"""Conformance checks: modules that the host installs, and calls from a cell to the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ramify.sandbox.conformance.base import (
 )
 
 
-@check("reserved names are put back and reported", "full_python")
+@check("reserved names are restored and reported", "full_python")
 async def reserved(probe: SandboxProbe) -> None:
     session = await probe.open()
     await session.set("given", [1], reserved=True)
@@ -78,7 +78,7 @@ def after_cell():
         raise ConformanceError("a module that fails was installed")
 
 
-@check("errors of the host rise in the cell", "full_python")
+@check("errors of the host are raised in the cell", "full_python")
 async def host_errors(probe: SandboxProbe) -> None:
     session = await with_host(probe)
     code = "try:\n    host('fail')\nexcept HostError as e:\n    r = (e.kind, str(e), e.data)\nr"
@@ -95,7 +95,7 @@ async def host_errors(probe: SandboxProbe) -> None:
     )
 
 
-@check("a fault of the host is raised by run")
+@check("a bug of the host is raised by run")
 async def host_faults(probe: SandboxProbe) -> None:
     session = await with_host(probe)
 
@@ -142,7 +142,7 @@ for args in ((1.2, 'echo', 1), (0, 'sleep', 30)):
 time.sleep(.2)
 """
     clean(await probe.cells(code, session=session))
-    await asyncio.sleep(2.5)  # the first call is made meanwhile, also on a busy machine
+    await asyncio.sleep(2.5)  # the first call is made meanwhile, even on a busy machine
     wait = "for _ in range(300):\n    if len(caught) < 2: time.sleep(.05)"
     ran = await probe.cells(wait, "len(caught), caught", session=session)
     value = values(ran)[-1] or ""

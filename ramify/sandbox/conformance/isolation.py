@@ -1,4 +1,4 @@
-"""Promises: what a session does not reach."""
+"""Conformance checks: what a session cannot reach."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ramify.sandbox.conformance.base import (
 )
 
 
-@check("the host's environment is not seen", "full_python", "kill")
+@check("the host's environment is not visible", "full_python", "kill")
 async def environment(probe: SandboxProbe) -> None:
     import os
 
@@ -31,19 +31,19 @@ except PermissionError: found = []
 sorted(os.environ), found, sys.stdin.read()
 """)
     )
-    seen = set(
+    visible = set(
         msgspec.json.decode((cell.value or "").split("]")[0].lstrip("(").replace("'", '"') + "]")
     )
     allowed = {"LANG", "LC_CTYPE", "HOME", "TMPDIR", "PYTHONHASHSEED", "GLIBC_TUNABLES", "PATH"}
     foreign = {
         name
-        for name in seen & set(os.environ)
+        for name in visible & set(os.environ)
         if name not in allowed and not name.endswith("_NUM_THREADS")
     }
     true(not foreign, f"it sees {sorted(foreign)}")
     true(
         (cell.value or "").endswith("], [], '')"),
-        f"its folder is not empty, or it has an input: {cell.value}",
+        f"its folder or its standard input is not empty: {cell.value}",
     )
 
 
@@ -64,8 +64,7 @@ sorted(k.split(':')[0] for k in opened.values() if k and k not in own)
 
 @check("files of the host are out of reach", "isolates_files")
 async def files(probe: SandboxProbe) -> None:
-    """A container has files of its own at the usual places: what counts is that none is the
-    host's."""
+    """A container has its own files at the usual paths; none of them may be the host's."""
     import os
     import tempfile
 
@@ -121,7 +120,7 @@ fails(os.kill, {os.getpid()}, 0), {probe.sandbox.caps.starts_processes} or fails
     same(values(await probe.cells(code)), ["(True, True)"])
 
 
-@check("a closed session is over")
+@check("a closed session has ended")
 async def closes(probe: SandboxProbe) -> None:
     session = await probe.open()
     await session.close()

@@ -1,4 +1,4 @@
-"""Promises: cells are those of a true notebook."""
+"""Conformance checks: cells behave like those of a real notebook."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ async def updated_globals(probe: SandboxProbe) -> None:
 
 @check("names bound before an error stay", "full_python")
 async def partial_cell(probe: SandboxProbe) -> None:
-    failed, kept = await probe.cells("a = 1\n_b = 2\n1/0\nc = 3", "(a, _b, 'c' in globals())")
+    failed, after = await probe.cells("a = 1\n_b = 2\n1/0\nc = 3", "(a, _b, 'c' in globals())")
     true(failed.error and "ZeroDivisionError" in failed.error, f"no error: {failed}")
-    same(kept.value, "(1, 2, False)")
+    same(after.value, "(1, 2, False)")
 
 
 @check("del deletes", "full_python")
@@ -87,9 +87,7 @@ async def odd_reprs(probe: SandboxProbe) -> None:
     )
     shown = values(ran)
     true(shown[0] and "ValueError" in shown[0], f"{shown[0]}")
-    true(
-        all(value is not None and len(value) < 500_000 for value in shown), "an echo without bounds"
-    )
+    true(all(value is not None and len(value) < 500_000 for value in shown), "an echo is too long")
     true(
         shown[2] and shown[2].startswith("[0, 1,") and shown[2].endswith("499999]"),
         "a list's echo lacks head or tail",

@@ -1,4 +1,4 @@
-"""Promises: cells that are stopped, sessions that are killed, and what is left then."""
+"""Conformance checks: stopping cells and killing sessions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from ramify.sandbox.conformance.base import (
 )
 
 SOON_S = 20.0
-"""How soon is soon, where the other way is 30 s or for ever. A busy machine takes its time."""
+"""Time limit for an interrupt, while the uninterrupted cell would take 30 s or run forever. Long
+enough for a busy machine."""
 
 
 @check("an endless loop stops, variables stay", "interrupt")
@@ -49,7 +50,7 @@ async def clock(probe: SandboxProbe) -> None:
     true(ran.cell.seconds < 2.0, f"{ran.cell.seconds} s of work")
 
 
-@check("interrupt cuts a waiting cell", "interrupt")
+@check("interrupt stops a waiting cell", "interrupt")
 async def interrupts(probe: SandboxProbe) -> None:
     session = await with_host(probe)
     asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
@@ -62,7 +63,7 @@ async def interrupts(probe: SandboxProbe) -> None:
     same(values(await probe.cells("x", session=session)), ["1"])
 
 
-@check("interrupt cuts a pool of waiting threads", "interrupt")
+@check("interrupt stops a pool of waiting threads", "interrupt")
 async def interrupts_threads(probe: SandboxProbe) -> None:
     session = await with_host(probe)
     asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
@@ -87,7 +88,7 @@ async def cancelled(probe: SandboxProbe) -> None:
         await asyncio.sleep(0.1)
         task.cancel()
         await asyncio.wait((task,))
-        true(task.cancelled(), "run did not pass the cancellation on")
+        true(task.cancelled(), "run did not raise the cancellation")
     same(values(await probe.cells("x", session=session)), ["1"])
     true(asyncio.all_tasks() <= before, f"tasks are left: {asyncio.all_tasks() - before}")
 
@@ -111,7 +112,7 @@ async def busy(probe: SandboxProbe) -> None:
 async def killed(probe: SandboxProbe) -> None:
     session, other = await probe.open(), await probe.open()
     await session.run("import time; said = False", answer=echo)
-    code = (  # all of it within the try: on a slow machine the first interrupt comes early
+    code = (  # everything is inside the try: on a slow machine the first interrupt arrives early
         "while True:\n    try:\n        if not said: said = True; print('written')\n        "
         "time.sleep(10)\n"
         "    except BaseException: pass"
@@ -131,7 +132,7 @@ async def killed(probe: SandboxProbe) -> None:
     same(values(await probe.cells("1", session=other)), ["1"])
 
 
-@check("a crash is told, with the output so far", "full_python", "kill")
+@check("a crash is reported, with the output so far", "full_python", "kill")
 async def crashes(probe: SandboxProbe) -> None:
     for code, sign in (
         ("import os\nos._exit(7)", "status 7"),
@@ -144,7 +145,7 @@ async def crashes(probe: SandboxProbe) -> None:
             same(error.stdout, "written\n")
             true(sign in str(error), str(error))
         else:
-            raise ConformanceError("the session lived on")
+            raise ConformanceError("the session survived")
 
 
 @check("memory runs out as MemoryError", "limits_memory")
@@ -157,7 +158,7 @@ async def memory(probe: SandboxProbe) -> None:
     same(after.value, "1")
 
 
-@check("a rude cell does not break the next", "full_python", "kill")
+@check("a misbehaving cell does not break the next", "full_python", "kill")
 async def rude_cells(probe: SandboxProbe) -> None:
     session = await with_host(probe)
     for code in (

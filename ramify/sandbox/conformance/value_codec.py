@@ -1,4 +1,4 @@
-"""Promises: values in and out, by the codec."""
+"""Conformance checks: values in and out of a session, through the codec."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-@check("values go over and come back the same", "full_python")
+@check("values survive a round trip", "full_python")
 async def round_trip(probe: SandboxProbe) -> None:
     session = await with_host(probe)
     await session.set("v", VALUES)
@@ -41,7 +41,7 @@ async def round_trip(probe: SandboxProbe) -> None:
     true(math.isnan((await session.get("nan"))["n"]), "nan")
 
 
-@check("other values are refused by type and place", "full_python")
+@check("other values are refused, with type and path", "full_python")
 async def refused_values(probe: SandboxProbe) -> None:
     session = await with_host(probe)
     code = "class Foo: pass\nx = {'a': [1, (Foo(),)]}\nloop = []\nloop.append(loop)"
@@ -70,7 +70,7 @@ async def refused_values(probe: SandboxProbe) -> None:
         raise ConformanceError("set of an object did not fail")
 
 
-@check("large values travel")
+@check("large values survive a round trip")
 async def large_values(probe: SandboxProbe) -> None:
     session = await with_host(probe)
     text = "é" * 1_000_000

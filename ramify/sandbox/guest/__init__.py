@@ -1,28 +1,31 @@
-"""The guest: one live notebook namespace and its end of the wire. Runs in anyone's container.
+"""The guest: one live notebook namespace and its connection to the host. It runs in any container.
 
-Decides what a cell may count on (a true ``__main__``, echo, tracebacks, reserved names), how values
-and output travel, and how code calls the host. Leaves out how the process came to be and what
-confines it: whoever starts a guest hands it two file descriptors and calls ``Guest(...).serve()``.
-Standard library only, and importing it does nothing.
+Decides what a cell can rely on (a true ``__main__``, echo, tracebacks, reserved names), how values
+and output are sent, and how code calls the host. Not here: how the process was started and what
+confines it. To start a guest, pass two file descriptors and call ``Guest(...).serve()``. Standard
+library only; importing this package has no side effects.
 
-Where ramify is not, this folder is the package ``ramify_guest`` (``guest_files.py``): its modules
-import each other by relative names only, and this file imports none of them.
+Where ramify is not installed, this folder is the package ``ramify_guest`` (see ``guest_files.py``).
+Its modules import each other by relative names only, and this file imports none of them.
 
-    guest.py  Guest: answers the host ──┬─> notebook.py     the names, and what a cell is (source.py, shown.py)
-                                        ├─> interpreter.py  put back after each cell
-                                        ├─> output.py       what is printed (streams.py ─> spools.py; tails.py)
-                                        ├─> calls.py        code calls the host, and waits
-                                        ├─> branches.py     goes on in two processes
-                                        └─> inbox.py        who waits for which frame, and reads ──> channel.py
-    channel.py  frames to and from the host (frames.py, values.py, packed.py)    interrupts.py  when one may rise
+    guest.py  Guest: answers the host ──┬─> notebook.py     names and cells (source.py, shown.py)
+                                        ├─> interpreter.py  state that is restored after each cell
+                                        ├─> output.py       prints (streams.py, spools.py, tails.py)
+                                        ├─> calls.py        calls from code to the host
+                                        ├─> branches.py     forking
+                                        └─> inbox.py        threads that wait for frames
+    channel.py     frames to and from the host (frames.py, values.py, packed.py)
+    interrupts.py  when KeyboardInterrupt may be raised
 
-The wire, of which ``frames.py`` has the layout:
+The protocol; ``frames.py`` defines the layout:
 
-    host:   run{id,code}  set{id,name,value}  get{id,name}  install{id,module,source}  ret{id,value}  err{id,kind,…}
-            context{id}+blob  seed{id,seed} (no answer)  fork{id}+[wire, spool, shelf]
-    guest:  hello  out{skip,…}  call{id,name,value}  done{id,value,error,…}  ok{id}  value{id,value}  failed{id,…}
+    host:   run{id,code}  set{id,name,value}  get{id,name}  install{id,module,source}
+            ret{id,value}  err{id,kind,…}  context{id}+blob  seed{id,seed} (no answer)
+            fork{id}+[wire, spool, buffers]
+    guest:  hello  out{skip,…}  call{id,name,value}  done{id,value,error,…}
+            ok{id}  value{id,value}  failed{id,…}
 
-``"blobs"`` in a header lists the lengths of the raw parts after it, or where it says ``"shelved":
-true``, on the shelf of ``shared_buffers.py``, of which ``"got"`` counts the times it was read;
-``"tags": true`` says that ``value`` is not plain JSON.
+``"blobs"`` in a header lists the lengths of the raw parts that follow it, or, with ``"shelved":
+true``, of those in the shared memory buffers (``shared_buffers.py``); ``"got"`` counts how often
+these were read. ``"tags": true`` means that ``value`` is not plain JSON.
 """

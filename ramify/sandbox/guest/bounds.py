@@ -1,11 +1,11 @@
-"""How much one value from a session may be: counted in its JSON before that is decoded, and in its
-keys before they are hashed.
+"""Limits on one value from a session: on its JSON, counted before decoding, and on its keys,
+checked before hashing.
 
-Decides the limits and what each costs to check. The guest checks what it is about to send, so that
-a cell gets an exception; the host checks the same again, since a hostile guest checks nothing. Not
-here: the size of a frame (``frames.py``) and what a value is made of (``values.py``).
+Decides the limits and how each is checked. The guest checks what it is about to send, so that a
+cell gets an exception. The host checks the same again, since a hostile guest checks nothing. Not
+here: the size of a frame (see ``frames.py``) and the supported types (see ``values.py``).
 
-Each limit bounds the host's work on one frame to some tens of milliseconds.
+Each limit keeps the host's work on one frame to some tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 MAX_ITEMS = 500_000
-"""Items of all lists and dicts of one frame together."""
+"""Maximum number of items in all lists and dicts of one frame together."""
 MAX_CONTAINERS = 50_000
-"""Lists and dicts in one frame; a tuple, set, date, long string or bytes value also needs one."""
+"""Maximum number of lists and dicts in one frame; a tuple, set, date, long string or bytes value
+also needs one."""
 MAX_NESTING = 320
-"""Nesting of a frame's JSON: a value of ``MAX_DEPTH`` levels needs up to three for each."""
+"""Maximum nesting of a frame's JSON: a value with ``MAX_DEPTH`` levels needs up to three levels of
+JSON for each."""
 MAX_BLOBS = 20_000
-"""Long strings and bytes values in one frame."""
+"""Maximum number of long strings and bytes values in one frame."""
 MAX_INT_DIGITS = 4000
-"""Decimal digits of an integer: Python itself writes 4,300, and readers of JSON count its sign
-among them."""
+"""Maximum number of decimal digits of an integer. Python itself writes 4,300, and JSON readers
+count the sign too."""
 MAX_EQUAL_HASHES = 2000
-"""Keys of one set or dict that have the hash of another of its keys: each is compared with all of
-them."""
+"""Maximum number of keys in one set or dict whose hash equals that of another key: each is compared
+with all the others."""
 _INT_END = 10**MAX_INT_DIGITS
 _MAX_HEX = len(hex(-_INT_END))
 _FEW_KEYS = 32
-"""So few keys are not checked: comparing each with all others costs little."""
+"""Up to this number, keys are not checked: comparing each with all others costs little."""
 _SALTED = {str, bytes}
-"""Kinds whose hash a session cannot foresee."""
+"""Types whose hash a session cannot predict."""
 _PIECE = 256
-"""Keys that are hashed between two looks at the clock."""
+"""Number of keys that are hashed between two checks of the clock."""
 _SLOW_S = 0.002
-"""CPU time of a piece that collides: twenty times what keys of their own places take."""
+"""CPU time of a piece whose keys collide: twenty times that of keys without collisions."""
 _MAX_SLOW = 16
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-"""A JSON string, also one that never ends; linear in its length."""
+"""A JSON string, even one without an end; matching takes linear time."""
 _STEP = bytes(1 if char in b"[{" else 0 for char in range(256))
 _NO_BRACKETS = bytes(char for char in range(256) if char not in b"[]{}")
 
@@ -52,12 +54,12 @@ class LimitError(ValueError):
 
 
 def check_header(text: bytes) -> None:
-    """Raises LimitError for JSON that is over a limit. Reads it a few times at C speed, and decodes
-    nothing."""
+    """Raise LimitError for JSON that is over a limit. Scans the text a few times at C speed and
+    decodes nothing."""
     opens = text.count(b"[") + text.count(b"{")
     if opens <= MAX_NESTING and opens + text.count(b",") <= MAX_ITEMS:
         return
-    # Brackets and commas of text count for nothing, but every string costs time to be left out.
+    # Brackets and commas inside strings do not count, but skipping each string takes time.
     if text.count(b'"') - text.count(b'\\"') > 2 * MAX_ITEMS:
         raise LimitError(
             f"a value with more than {MAX_ITEMS:,} strings: at most {MAX_ITEMS:,} items at once"
@@ -76,7 +78,8 @@ def check_header(text: bytes) -> None:
 
 
 def counts(text: bytes) -> tuple[int, int, int]:
-    """Items, containers and nesting of JSON; an empty container counts as one item."""
+    """Count the items, the containers and the nesting of JSON; an empty container counts as one
+    item."""
     bare = _STRING.sub(b"", text)
     return *_counted(bare), _nesting(bare)
 
@@ -108,17 +111,18 @@ def check_int(value: int) -> int:
 
 
 def int_of(digits: Any) -> int:
-    """The integer that ``hex`` wrote. Raises LimitError for a long one before it is made."""
+    """Parse the output of ``hex``. Raises LimitError for a long integer before it is created."""
     if len(digits) > _MAX_HEX:
         raise LimitError(f"an integer of more than {MAX_INT_DIGITS:,} digits")
     return check_int(int(digits, 16))
 
 
 class KeyCheck:
-    """The keys of one value's sets and dicts, whose hashes a session may have chosen to be equal.
+    """Checks the keys of one value's sets and dicts, whose hashes a session may have chosen to be
+    equal.
 
-    ``hash(n)`` is ``n`` modulo 2**61 - 1, and tuples and frozensets hash what is in them: 40,000
-    multiples of that number make a set that takes 8 s to build.
+    ``hash(n)`` is ``n`` modulo 2**61 - 1, and tuples and frozensets combine the hashes of their
+    items: a set of 40,000 multiples of that number takes 8 s to build.
     """
 
     __slots__ = ("_left",)
@@ -127,46 +131,46 @@ class KeyCheck:
         self._left = MAX_EQUAL_HASHES**2
 
     def check(self, keys: Any) -> None:
-        """Raises LimitError where too many of ``keys`` have equal hashes."""
+        """Raise LimitError if too many of ``keys`` have equal hashes."""
         if len(keys) > _FEW_KEYS and not _SALTED.issuperset(map(type, keys)):
-            listed = list(keys)
-            seen: set[int] = set()
-            self._look(listed, lambda piece: seen.update(map(hash, piece)), seen)
+            key_list = list(keys)
+            hashes: set[int] = set()
+            self._look(key_list, lambda piece: hashes.update(map(hash, piece)), hashes)
 
-    def fill(self, made: Any, keys: list[Any], values: list[Any] | None = None) -> Any:
-        """``made``, an empty set or dict, with ``keys``. Raises LimitError where that takes too
-        long."""
+    def fill(self, container: Any, keys: list[Any], values: list[Any] | None = None) -> Any:
+        """Add ``keys`` to ``container``, an empty set or dict, and return it. Raises LimitError if
+        that takes too long."""
         self.check(keys)
-        add: Callable[[Any], Any] = made.update
+        add: Callable[[Any], Any] = container.update
         if len(keys) <= _FEW_KEYS:
             add(keys if values is None else zip(keys, values, strict=True))
         elif values is None:
             _in_pieces(add, keys)
         else:
             _in_pieces(add, list(zip(keys, values, strict=True)))
-        return made
+        return container
 
-    def _look(self, keys: list[Any], add: Callable[[Any], Any], seen: set[int]) -> None:
+    def _look(self, keys: list[Any], add: Callable[[Any], Any], hashes: set[int]) -> None:
         count = 0
 
         def add_and_count(piece: Iterable[Any]) -> None:
             nonlocal count
             add(piece)
             count = min(count + _PIECE, len(keys))
-            if (count - len(seen)) ** 2 > self._left:
+            if (count - len(hashes)) ** 2 > self._left:
                 raise LimitError(
                     f"a set or dict with more than {MAX_EQUAL_HASHES:,} keys of equal hashes: send "
                     "them as a list"
                 )
 
         _in_pieces(add_and_count, keys)
-        self._left -= (count - len(seen)) ** 2
+        self._left -= (count - len(hashes)) ** 2
 
 
 def _in_pieces(add: Callable[[Any], Any], items: list[Any]) -> None:
-    """``add`` all of ``items``. Keys of distinct hashes can still be made to meet in one place of a
-    table: what such a table takes is seen by the clock alone, and only in one of tens of thousands
-    of keys."""
+    """Call ``add`` on all of ``items``, in pieces. Keys with distinct hashes can still collide in
+    one place of the hash table. Only the clock shows this, and only for tens of thousands of
+    keys."""
     slow = 0
     for start in range(0, len(items), _PIECE):
         began = time.thread_time()

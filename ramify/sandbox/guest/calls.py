@@ -1,7 +1,7 @@
 """Calls from a cell's code to the host.
 
-Decides that any thread of a running cell may call, what it gets, and that it waits without half a
-frame on the wire. Leaves out what can be called: that is the host's.
+Decides that any thread of a running cell may call, what it receives, and that it never waits with
+half a frame sent. Not here: which functions can be called; the host decides that.
 """
 
 from __future__ import annotations
@@ -26,27 +26,31 @@ class HostError(Exception):
         self.data = data or {}
 
 
-HostError.__module__ = "builtins"  # so that a traceback shows the bare name
+HostError.__module__ = "builtins"  # so that a traceback shows the name without a module
 
 
 class HostCalls:
-    """Those of one session, numbered."""
+    """Sends the calls of one session, numbered, and waits for the answers."""
 
-    __slots__ = ("_inbox", "_interrupts", "_last_id", "_line", "_output")
+    __slots__ = ("_channel", "_inbox", "_interrupts", "_last_id", "_output")
 
     def __init__(
-        self, line: GuestChannel, inbox: FrameInbox, interrupts: GuestInterrupts, output: CellOutput
+        self,
+        channel: GuestChannel,
+        inbox: FrameInbox,
+        interrupts: GuestInterrupts,
+        output: CellOutput,
     ) -> None:
-        self._line = line
+        self._channel = channel
         self._inbox = inbox
         self._interrupts = interrupts
         self._output = output
         self._last_id = 0
 
     def call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the host from any thread of a running cell. Raises HostError, TypeError for
-        arguments that are not carried, and ValueError for those that are over a limit."""
-        if not self._line.is_ours():
+        """Call the host from any thread of a running cell. Raises HostError; TypeError for
+        arguments that the codec does not support; and ValueError for arguments over a limit."""
+        if not self._channel.is_ours():
             raise HostError(
                 "RuntimeError",
                 f"{name}() was called in a forked process; call it in the session itself",
@@ -68,19 +72,21 @@ class HostCalls:
             raise HostError("RuntimeError", f"{name}() was still waiting when its cell ended")
         header, blobs = ticket.frame
         if header["op"] == "err":
-            raise HostError(header["kind"], header["message"], self._line.value_of(header, blobs))
-        return self._line.value_of(header, blobs)
+            raise HostError(
+                header["kind"], header["message"], self._channel.value_of(header, blobs)
+            )
+        return self._channel.value_of(header, blobs)
 
     def _post(self, name: str, arguments: Any, ticket: FrameTicket) -> None:
-        line = self._line
-        encoder = ValueEncoder(defers=line.shared_buffers is not None, bounded=True)
+        channel = self._channel
+        encoder = ValueEncoder(defers=channel.shared_buffers is not None, bounded=True)
         value = encoder.encode(arguments)
-        with line.sending:
-            if not line.is_open:
+        with channel.sending:
+            if not channel.is_open:
                 raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
             self._last_id += 1
-            parts = line.frame(
+            parts = channel.frame(
                 {"op": "call", "id": self._last_id, "name": name, "value": value}, encoder
             )
             self._inbox.expect(self._last_id, ticket)
-            line.write(parts)
+            channel.write(parts)

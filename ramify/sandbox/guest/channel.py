@@ -1,9 +1,9 @@
-"""The guest's end of the wire: whole frames to the host from any thread, and the host's frames as
-they come.
+"""The guest's end of the connection: sends complete frames to the host from any thread, and reads
+the host's frames.
 
-Decides what of a frame lies on the shelf, that frames do not mix, and whose the wire is: not a
-forked process's, and a running cell's only while it is open. Leaves out who waits for which frame
-(``inbox.py``).
+Decides which part of a frame goes into the shared memory buffers, and that frames are never
+interleaved. Only the session's process may use the channel, not a process that it forked; a cell
+may use it only while it runs. Not here: which thread waits for which frame (see ``inbox.py``).
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from .frames import (
 from .values import Buffer, ValueDecoder, ValueEncoder, encoded
 
 _getpid = os.getpid
-"""As it was when no cell had run yet."""
+"""Saved before any cell has run."""
 
 
 class GuestChannel:
-    """Two descriptors, and the shelf beside them where host and guest share one."""
+    """Two descriptors, and the shared memory buffers if host and guest share them."""
 
     __slots__ = ("_poll", "_reader", "is_open", "pid", "sending", "shared_buffers", "write_fd")
 
     def __init__(
         self, read_fd: int, write_fd: int, *, takes_fds: bool, shared_buffers: Any
     ) -> None:
-        """``takes_fds``: it is a socket over which the host may hand descriptors. ``shelf``: a
-        ``shelf.SharedMemoryBuffers``."""
+        """``takes_fds``: the connection is a socket over which the host may send descriptors.
+        ``shared_buffers``: a ``SharedMemoryBuffers`` or None."""
         self._reader = FrameReader(read_fd, _receiver(read_fd) if takes_fds else None)
         self._poll = select.poll()
         self._poll.register(read_fd, select.POLLIN)
         self.write_fd = write_fd
         self.shared_buffers = shared_buffers
         self.sending = threading.Lock()
-        """Held by whoever writes, and by whoever must know what was written."""
+        """Held while writing, and while a caller must know what has been written."""
         self.pid = _getpid()
-        """The session's process."""
+        """The session's process id."""
         self.is_open = False
-        """A cell runs: what it prints and calls goes to the host."""
+        """True while a cell runs: its prints and calls go to the host."""
 
     def is_ours(self) -> bool:
-        """Whether this process is the session, and not one that a cell has forked."""
+        """Return True if this process is the session, and not one that a cell has forked."""
         return _getpid() == self.pid
 
     def descriptors(self) -> set[int]:
@@ -62,7 +62,7 @@ class GuestChannel:
         return own if self.shared_buffers is None else {*own, self.shared_buffers.fd}
 
     def renew(self) -> None:
-        """Begin anew on the same descriptors, which lead elsewhere now."""
+        """Start again on the same descriptors, which now lead to a new connection."""
         if self.shared_buffers is not None:
             self.shared_buffers = type(self.shared_buffers)(self.shared_buffers.fd, is_host=False)
         self._reader = FrameReader(self._reader.fd, self._reader.receive)
@@ -72,8 +72,8 @@ class GuestChannel:
     def frame(
         self, header: dict[str, Any], encoder: ValueEncoder | None, blobs: Sequence[Buffer] = ()
     ) -> list[Buffer]:
-        """The buffers of a frame, of which long ones may be on the shelf already. Raises
-        LimitError."""
+        """Build the buffers of a frame; long blobs may already be in the shared memory buffers.
+        Raises LimitError."""
         if encoder is not None:
             blobs = encoder.blobs
             if encoder.tags:
@@ -87,14 +87,14 @@ class GuestChannel:
                 header["shelved"], blobs = True, ()
             elif encoder is not None and encoder.defers:
                 blobs = encoded(blobs)
-            if shared_buffers.told != shared_buffers.got:
-                header["got"] = shared_buffers.told = shared_buffers.got
+            if shared_buffers.reported != shared_buffers.got:
+                header["got"] = shared_buffers.reported = shared_buffers.got
         text = json_bytes(header)
         try:
             check_size(text, blobs)
         except LimitError:
             if shared_buffers is not None:
-                shared_buffers.told = -1  # the host has not been told
+                shared_buffers.reported = -1  # this frame is not sent: report ``got`` again
             raise
         return frame(text, blobs)
 
@@ -104,13 +104,13 @@ class GuestChannel:
             write_all(self.write_fd, parts)
 
     def write(self, parts: list[Buffer]) -> None:
-        """Send frames; ``sending`` is held."""
+        """Send frames; the caller holds ``sending``."""
         write_all(self.write_fd, parts)
 
     # -- from the host
 
     def next(self) -> tuple[dict[str, Any], list[memoryview]] | None:
-        """A header and its blobs, or None where more must be read first."""
+        """Return the next header and its blobs, or None if more must be read first."""
         view = self._reader.next()
         if view is None:
             return None
@@ -128,8 +128,8 @@ class GuestChannel:
         return header, blobs
 
     def _note_read(self, op: str, id: int) -> None:
-        """What we put on the shelf the host has read when it answers, or asks for the next thing; a
-        fork is asked for at any time."""
+        """Mark the shared buffers as free once the host has read them: when it answers the call, or
+        sends its next request. A fork can be requested at any time, so it says nothing."""
         if op != "fork" and (op not in ("ret", "err") or id == self.shared_buffers.key):
             self.shared_buffers.is_free = True
 
@@ -139,16 +139,16 @@ class GuestChannel:
         )
 
     def take_fds(self) -> list[int]:
-        """The descriptors that came along; they are the caller's."""
+        """Return the descriptors that were received; the caller owns them."""
         fds, self._reader.fds = self._reader.fds, []
         return fds
 
     def has_part(self) -> bool:
-        """Whether the beginning of a frame was read."""
+        """Return True if the beginning of a frame was read."""
         return self._reader.have > 0
 
     def poll(self) -> None:
-        """Until there is something to read."""
+        """Wait until there is something to read."""
         self._poll.poll()
 
     def fill(self) -> None:
@@ -157,7 +157,7 @@ class GuestChannel:
 
 
 def _receiver(fd: int) -> Any:
-    """``recvmsg`` of the socket ``fd``, which stays open as long as the process."""
+    """Return ``recvmsg`` of the socket ``fd``, which stays open as long as the process."""
     import socket
 
     end = socket.socket(fileno=fd)

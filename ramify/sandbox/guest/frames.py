@@ -1,9 +1,10 @@
-"""Frames: how a header and its blobs lie on a stream of bytes.
+"""Frames: the layout of a header and its blobs on a stream of bytes.
 
-Decides the layout, the largest frame, and how much is read or written at once. Leaves out what
-headers say (see the package) and how values become JSON (``values.py``).
+Decides the layout, the maximum size of a frame, and how much is read or written at once. Not here:
+the content of headers (see the package) and the encoding of values (see ``values.py``).
 
-    frame = u32 length of the rest | u8 version | u32 header length | header (JSON) | blobs      (little endian)
+    frame = u32 length of the rest | u8 version | u32 header length | header (JSON) | blobs
+            (all little endian)
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from .values import Buffer, ProtocolError
 VERSION = 1
 PREFIX = struct.Struct("<IBI")
 MAX_HEADER = 16 << 20
-"""Bytes of a frame's JSON. Long text is not in it, so this is millions of small values."""
+"""Maximum size of a frame's JSON in bytes. Long text is not part of it, so this is millions of
+small values."""
 MAX_FRAME = 256 << 20
-"""Bytes of a frame that a guest sends. Frames to a guest are bounded by its memory and by the
-prefix."""
+"""Maximum size of a frame from a guest in bytes. Frames to a guest are limited by its memory and by
+the length prefix."""
 _CHUNK = 1 << 16
 U32 = struct.Struct("<I")
 _read, _write = os.read, os.write
 _readv: Any = getattr(os, "readv", None)
 _writev: Any = getattr(os, "writev", None)
-"""As they were when no cell had run yet. The latter two are not on Windows, where no guest runs but
-hosts need the rest."""
+"""Saved before any cell has run. The latter two do not exist on Windows, where no guest runs but
+the host needs the rest of this module."""
 
 to_json: Callable[[Any], str] = json.JSONEncoder(
     ensure_ascii=False, separators=(",", ":"), check_circular=False, allow_nan=False
@@ -39,18 +41,20 @@ from_json = json.JSONDecoder().decode
 
 
 def json_bytes(header: Any) -> bytes:
-    """``header`` as JSON; half a surrogate pair, as an error's text may hold, becomes its escape as
-    text."""
+    """Encode ``header`` as JSON. A lone surrogate, which an error's text may contain, becomes its
+    escape sequence as text."""
     text = to_json(header)
     try:
         return text.encode()
     except UnicodeEncodeError:
-        shown = (f"\\\\u{ord(char):04x}" if "\ud800" <= char <= "\udfff" else char for char in text)
-        return "".join(shown).encode()
+        escaped = (
+            f"\\\\u{ord(char):04x}" if "\ud800" <= char <= "\udfff" else char for char in text
+        )
+        return "".join(escaped).encode()
 
 
 def check_size(header: bytes, blobs: Sequence[Any]) -> None:
-    """Raises LimitError for a header and blobs that a host does not take."""
+    """Raise LimitError for a header and blobs that a host would refuse."""
     size = len(header) + sum(map(len, blobs))
     if len(header) > MAX_HEADER or size > MAX_FRAME:
         raise LimitError(
@@ -63,13 +67,14 @@ def check_size(header: bytes, blobs: Sequence[Any]) -> None:
 
 
 def frame(header: bytes, blobs: Sequence[Buffer] = ()) -> list[Buffer]:
-    """The buffers of one frame."""
-    rest = 5 + len(header) + sum(map(len, blobs))
-    return [PREFIX.pack(rest, VERSION, len(header)) + header, *blobs]
+    """Return the buffers of one frame."""
+    length = 5 + len(header) + sum(map(len, blobs))
+    return [PREFIX.pack(length, VERSION, len(header)) + header, *blobs]
 
 
 def open_frame(view: memoryview) -> tuple[memoryview, int]:
-    """Header bytes of a frame (given without its length), and where its blobs start."""
+    """Return the header bytes of a frame (given without its length prefix), and the offset of its
+    blobs."""
     version, size = view[0], U32.unpack_from(view, 1)[0]
     if version != VERSION:
         raise ProtocolError(f"a frame of version {version}, where {VERSION} is spoken")
@@ -79,7 +84,7 @@ def open_frame(view: memoryview) -> tuple[memoryview, int]:
 
 
 def split_blobs(view: memoryview, start: int, lengths: Sequence[int]) -> list[memoryview]:
-    """The blobs of ``view`` from ``start`` to its end."""
+    """Return the blobs of ``view`` from ``start`` to its end."""
     blobs = []
     for length in lengths:
         if type(length) is not int or length < 0:
@@ -92,22 +97,22 @@ def split_blobs(view: memoryview, start: int, lengths: Sequence[int]) -> list[me
 
 
 class FrameReader:
-    """Bytes from a descriptor -> frames. A long frame gets a buffer of its own and is read straight
-    into it."""
+    """Reads frames from a descriptor. A long frame gets its own buffer and is read straight into
+    it."""
 
     __slots__ = ("data", "fd", "fds", "have", "receive")
 
     def __init__(self, fd: int, receive: Any = None) -> None:
-        """``receive``: ``recvmsg`` of a socket, where descriptors may come along."""
+        """``receive``: ``recvmsg`` of a socket over which descriptors may be received."""
         self.fd = fd
         self.receive = receive
         self.fds: list[int] = []
-        """Descriptors that came along and were not taken yet."""
+        """Descriptors that were received and not yet taken."""
         self.data = bytearray()
         self.have = 0
 
     def next(self) -> memoryview | None:
-        """A whole frame without its length, or None where more must be read first."""
+        """Return a complete frame without its length prefix, or None if more must be read first."""
         if self.have < 4:
             return None
         end = 4 + U32.unpack_from(self.data)[0]
@@ -115,9 +120,9 @@ class FrameReader:
             raise ProtocolError(f"a frame of {end - 4} bytes")
         if self.have < end:
             if end > _CHUNK and len(self.data) < end:
-                whole = bytearray(end)
-                whole[: self.have] = memoryview(self.data)[: self.have]
-                self.data = whole
+                buffer = bytearray(end)
+                buffer[: self.have] = memoryview(self.data)[: self.have]
+                self.data = buffer
             return None
         view = memoryview(self.data)[4:end]
         if len(self.data) == end:
@@ -148,7 +153,7 @@ class FrameReader:
 
 
 def write_all(fd: int, parts: list[Buffer]) -> None:
-    """Every byte of ``parts``, in as few system calls as it takes."""
+    """Write all of ``parts``, in as few system calls as possible."""
     if len(parts) > 1 and (len(parts) > 256 or sum(map(len, parts)) < _CHUNK):
         parts = [b"".join(parts)]
     while parts:

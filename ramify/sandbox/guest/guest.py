@@ -1,7 +1,7 @@
-"""The guest itself: it answers the host until the host is gone.
+"""The guest itself: answers the host's requests until the host is gone.
 
-Decides what each request does, and what comes before and after a cell. Leaves out how each of it is
-done: see the package for who does what.
+Decides what each request does, and what happens before and after a cell. Not here: the parts that
+do the work (see the package's docstring).
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from .values import CodecError, ProtocolError, ValueEncoder
 
 
 class Guest:
-    """A namespace and the wire to its host. Create and ``serve`` it in the same thread."""
+    """A namespace and the connection to its host. Create it and call ``serve`` in the same
+    thread."""
 
     __slots__ = (
         "_branches",
         "_calls",
         "_cells",
+        "_channel",
         "_inbox",
         "_interpreter",
-        "_line",
         "_memory",
         "_owns_process",
         "interrupts",
@@ -55,23 +56,23 @@ class Guest:
         shared_buffers: Any = None,
         take_wire: Any = None,
     ) -> None:
-        """``memory_limits``: bytes of address space in a cell, and the little more that the guest
-        has for itself, so that it can still speak when a cell has used up all it may have.
-        ``can_fork``: the wire is a socket over which the host may hand it what a branch needs.
-        ``shelf``: a ``shelf.SharedMemoryBuffers``, where host and guest share one. ``take_wire``:
-        gets a new wire after a fork, where both processes need one."""
+        """``memory_limits``: address space in bytes while a cell runs, and the slightly larger one
+        for the guest itself, so that it can still report when a cell has used up all its memory.
+        ``can_fork``: the connection is a socket over which the host can send the descriptors for a
+        branch. ``shared_buffers``: a ``SharedMemoryBuffers``, if host and guest share one.
+        ``take_wire``: function that gets a new socket after a fork, if both processes need one."""
         self.interrupts = GuestInterrupts()
-        self._line = GuestChannel(
+        self._channel = GuestChannel(
             read_fd, write_fd, takes_fds=can_fork, shared_buffers=shared_buffers
         )
-        self.output = CellOutput(spool, self._line, self.interrupts, max_output_bytes)
+        self.output = CellOutput(spool, self._channel, self.interrupts, max_output_bytes)
         self._memory = MemoryLimit(memory_limits)
         self.notebook = GuestNotebook(self.interrupts, self._memory, owns_process=owns_process)
-        self._branches = GuestBranches(self._line, spool, self.notebook, take_wire)
+        self._branches = GuestBranches(self._channel, spool, self.notebook, take_wire)
         self._inbox = FrameInbox(
-            self._line, self.interrupts, self._branches.fork, ends_process=owns_process
+            self._channel, self.interrupts, self._branches.fork, ends_process=owns_process
         )
-        self._calls = HostCalls(self._line, self._inbox, self.interrupts, self.output)
+        self._calls = HostCalls(self._channel, self._inbox, self.interrupts, self.output)
         self._owns_process = owns_process
         self._cells = 0
         if owns_process:
@@ -81,9 +82,10 @@ class Guest:
     # -- serving
 
     def serve(self, *, rehearse: bool = False) -> None:
-        """Answer the host until it closes the stream. ``rehearse``: nobody waits for us yet."""
+        """Answer the host until it closes the stream. ``rehearse``: warm up first, since no caller
+        is waiting yet."""
         self._mend()
-        self._line.send({"op": "hello", "pid": self._line.pid})
+        self._channel.send({"op": "hello", "pid": self._channel.pid})
         if rehearse:
             self._rehearse()
         while True:
@@ -92,16 +94,16 @@ class Guest:
             except (EOFError, OSError):
                 break
             except KeyboardInterrupt:
-                continue  # it came too late for its cell
-            self._obey(header, blobs)
+                continue  # it arrived after its cell had ended
+            self._handle(header, blobs)
             self._branches.reap()
         self.notebook.end_loop()
 
     def _rehearse(self) -> None:
-        """Write to the pages now that a first cell would have to be given copies of."""
+        """Write now to the memory pages that the first cell would otherwise have to copy."""
         eval(CellCode("x = 1\nx", "<cell 0>", 0).body, {})
 
-    def _obey(self, header: dict[str, Any], blobs: list[memoryview]) -> None:
+    def _handle(self, header: dict[str, Any], blobs: list[memoryview]) -> None:
         op, id = header["op"], header["id"]
         if op == "run":
             self._run(id, header["code"])
@@ -114,7 +116,7 @@ class Guest:
         try:
             if op == "set":
                 self.notebook.bind(
-                    header["name"], self._line.value_of(header, blobs), header["reserved"]
+                    header["name"], self._channel.value_of(header, blobs), header["reserved"]
                 )
             elif op == "context":
                 self.notebook.bind("context", unpack_value(blobs[0])[0], True)
@@ -125,13 +127,13 @@ class Guest:
                 return
             else:
                 raise ProtocolError(f"an unknown request {op!r}")
-            self._line.send({"op": "ok", "id": id})
-        except BaseException as error:  # noqa: BLE001  (the host decides what it means)
+            self._channel.send({"op": "ok", "id": id})
+        except BaseException as error:  # noqa: BLE001  (the host decides what to do about it)
             self._send_failed(id, error, show_error(error) if op == "install" else text_of(error))
 
     def _send_value(self, id: int, value: Any) -> None:
         encoder = ValueEncoder(bounded=True)
-        self._line.send({"op": "value", "id": id, "value": encoder.encode(value)}, encoder)
+        self._channel.send({"op": "value", "id": id, "value": encoder.encode(value)}, encoder)
 
     def _send_failed(self, id: int, error: BaseException, message: str) -> None:
         kind = type(error).__name__
@@ -142,16 +144,18 @@ class Guest:
             if isinstance(error, LimitError)
             else kind
         )
-        self._line.send({"op": "failed", "id": id, "kind": kind, "message": cut(message, 20_000)})
+        self._channel.send(
+            {"op": "failed", "id": id, "kind": kind, "message": cut(message, 20_000)}
+        )
 
     def _install(self, module: str, source: str) -> None:
-        given = {
+        host_names = {
             "call_host": self._calls.call_host,
             "HostError": HostError,
             "last_output": self.output.last_output,
             "portable": portable_to_host,
         }
-        self.notebook.install(module, source, given)
+        self.notebook.install(module, source, host_names)
 
     # -- a cell
 
@@ -159,7 +163,7 @@ class Guest:
         self._cells += 1
         self.output.begin()
         self.interrupts.reset()
-        self._line.is_open = True
+        self._channel.is_open = True
         value = error = None
         self._memory.allow_cell()
         try:
@@ -169,28 +173,29 @@ class Guest:
         self.interrupts.is_live = False
         self._memory.allow_guest()
         self.interrupts.reset()
-        if not self._line.is_ours():
+        if not self._channel.is_ours():
             self._leave_fork(error)
         self._end_cell(id, value, error)
 
     def _leave_fork(self, error: str | None) -> None:
-        """A process that the cell forked came to the cell's end: it is not the session."""
+        """End a process that the cell forked and that reached the cell's end: it is not the
+        session."""
         if error:
             self.output.spool.write(error.encode("utf-8", "backslashreplace"))
         os._exit(1 if error else 0)
 
     def _end_cell(self, id: int, value: str | None, error: str | None) -> None:
         self._mend()
-        line, output = self._line, self.output
-        with line.sending:
+        channel, output = self._channel, self.output
+        with channel.sending:
             parts = output.take(final=True)
         output.end()
         encoder = ValueEncoder(bounded=True)
         note, error = self.notebook.after_cell(encoder, error)
         restored = self.notebook.restore_names()
-        with line.sending:
+        with channel.sending:
             parts += output.take(final=True)
-            line.is_open = False
+            channel.is_open = False
             self._inbox.drop_calls()
             done = {
                 "op": "done",
@@ -200,25 +205,23 @@ class Guest:
                 "chars": output.chars,
             }
             try:
-                parts += line.frame({**done, "error": error, "note": note}, encoder)
-            except (
-                LimitError
-            ) as limit:  # what the cell left for the host is too much: the cell says so
+                parts += channel.frame({**done, "error": error, "note": note}, encoder)
+            except LimitError as limit:
+                # What the cell left for the host is over a limit: report it as the cell's error.
                 error = error or f"ValueError: {limit}"
-                parts += line.frame({**done, "error": error, "note": None}, None)
-            line.write(parts)
+                parts += channel.frame({**done, "error": error, "note": None}, None)
+            channel.write(parts)
 
     def _mend(self) -> None:
-        """Undo what a cell may have done to the interpreter that would break the next one, or
-        us."""
+        """Undo changes of a cell to the interpreter that would break the next cell or the guest."""
         self._interpreter.mend_builtins()
         self.notebook.mend()
         if self._owns_process:
             self._interpreter.mend_process(self.notebook.module, self.output, self.on_interrupt)
 
     def on_interrupt(self, *_: object) -> None:
-        """The handler of SIGINT."""
-        if not self._line.is_ours():
+        """Signal handler for SIGINT."""
+        if not self._channel.is_ours():
             os._exit(130)
-        if self.interrupts.may_rise():
+        if self.interrupts.may_raise():
             raise KeyboardInterrupt

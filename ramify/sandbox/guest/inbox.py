@@ -1,8 +1,8 @@
 """The host's frames, and the threads that wait for them.
 
-Decides who reads: one of those who wait reads for all, and when it has its own frame it hands over.
-Leaves out what frames are about, but for a fork, which is obeyed by whoever reads it, whatever else
-is waited for.
+Decides which thread reads: one of the waiting threads reads for all, and passes the role on when it
+has its own frame. Not here: what frames mean, except for a fork request. The thread that reads it
+executes it at once, whatever other frames are awaited.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .channel import GuestChannel
 from .interrupts import GuestInterrupts
 
 DROPPED: Any = object()
-"""In a ticket whose frame will not come any more."""
+"""Marks a ticket whose frame will never arrive."""
 
 
 class FrameTicket:
-    """Someone waiting for a frame. ``wake`` is released when the frame is there, or when it is
-    their turn to read."""
+    """A thread that waits for a frame. ``wake`` is released when the frame has arrived, or when it
+    is this thread's turn to read."""
 
     __slots__ = ("frame", "wake")
 
@@ -33,27 +33,35 @@ class FrameTicket:
         """Header and blobs."""
 
     def rouse(self) -> None:
-        with contextlib.suppress(RuntimeError):  # roused already
+        with contextlib.suppress(RuntimeError):  # it is awake already
             self.wake.release()
 
 
 class FrameInbox:
-    """Everyone who waits for a frame: callers of the host, each for its answer, and whoever obeys
-    the host's requests."""
+    """All threads that wait for a frame: callers of the host, each for its answer, and the thread
+    that handles the host's requests."""
 
-    __slots__ = ("_calls", "_command", "_ends_process", "_fork", "_interrupts", "_leading", "_line")
+    __slots__ = (
+        "_calls",
+        "_channel",
+        "_command",
+        "_ends_process",
+        "_fork",
+        "_interrupts",
+        "_leading",
+    )
 
     def __init__(
         self,
-        line: GuestChannel,
+        channel: GuestChannel,
         interrupts: GuestInterrupts,
         fork: Callable[[int], None],
         *,
         ends_process: bool,
     ) -> None:
-        """``fork``: called with the number of a request to fork. ``ends_process``: with the
-        stream's end."""
-        self._line = line
+        """``fork``: called with the id of a fork request. ``ends_process``: end the process when
+        the stream ends."""
+        self._channel = channel
         self._interrupts = interrupts
         self._fork = fork
         self._ends_process = ends_process
@@ -62,18 +70,18 @@ class FrameInbox:
         self._calls: dict[int, FrameTicket] = {}
 
     def next_command(self) -> tuple[dict[str, Any], list[memoryview]]:
-        """The host's next request. Raises EOFError or OSError at the end of the stream."""
+        """Return the host's next request. Raises EOFError or OSError at the end of the stream."""
         self.wait(self._command)
         command: tuple[dict[str, Any], list[memoryview]] = self._command.frame
         self._command.frame = None
         return command
 
     def expect(self, id: int, ticket: FrameTicket) -> None:
-        """``ticket`` is for the answer to call ``id``, which is about to be sent."""
+        """Register ``ticket`` for the answer to call ``id``, which is about to be sent."""
         self._calls[id] = ticket
 
     def forget(self, ticket: FrameTicket) -> None:
-        """Its owner waits no more."""
+        """Remove a ticket whose thread waits no more."""
         if ticket.frame is None:  # interrupted
             for id, other in list(self._calls.items()):
                 if other is ticket:
@@ -81,14 +89,14 @@ class FrameInbox:
             self._pass_on()
 
     def drop_calls(self) -> None:
-        """Nobody gets an answer any more."""
+        """Release all waiting callers: they will get no answer."""
         for ticket in list(self._calls.values()):
             ticket.frame = DROPPED
             ticket.rouse()
         self._calls.clear()
 
     def wait(self, ticket: FrameTicket) -> None:
-        """Until ``ticket`` has its frame."""
+        """Wait until ``ticket`` has its frame."""
         while ticket.frame is None:
             if not self._leading.acquire(blocking=False):
                 self._interrupts.wait(ticket.wake.acquire)
@@ -100,21 +108,23 @@ class FrameInbox:
                 self._leading.release()
                 self._pass_on()
 
-    def _read_step(self, mine: FrameTicket) -> None:
-        message = self._line.next()
+    def _read_step(self, own_ticket: FrameTicket) -> None:
+        message = self._channel.next()
         if message is not None:
-            self._dispatch(*message, mine)
+            self._dispatch(*message, own_ticket)
             return
-        if self._interrupts.is_live and not self._line.has_part():
-            self._interrupts.wait(self._line.poll)
+        if self._interrupts.is_live and not self._channel.has_part():
+            self._interrupts.wait(self._channel.poll)
         try:
-            self._line.fill()
+            self._channel.fill()
         except (EOFError, OSError):
             if self._ends_process:
                 os._exit(0)  # the host is gone
             raise
 
-    def _dispatch(self, header: dict[str, Any], blobs: list[memoryview], mine: FrameTicket) -> None:
+    def _dispatch(
+        self, header: dict[str, Any], blobs: list[memoryview], own_ticket: FrameTicket
+    ) -> None:
         if header["op"] == "fork":
             self._fork(header["id"])
             return
@@ -123,11 +133,11 @@ class FrameInbox:
             ticket = self._calls.pop(header["id"], None)  # None: its caller was interrupted
         if ticket is not None:
             ticket.frame = (header, blobs)
-            if ticket is not mine:
+            if ticket is not own_ticket:
                 ticket.rouse()
 
     def _pass_on(self) -> None:
-        """Let someone else who waits read the stream."""
+        """Let another waiting thread read the stream."""
         for ticket in [*self._calls.values(), self._command]:
             if ticket.frame is None:
                 ticket.rouse()

@@ -1,7 +1,7 @@
-"""The interpreter that cells share with the guest.
+"""The interpreter state that cells share with the guest.
 
-Decides what of it is put back after each cell, so that none can break the next one or us, and how
-much memory a cell may have. Leaves out the session's own names (``notebook.py``).
+Decides what is restored after each cell, so that no cell can break the next one or the guest, and
+how much memory a cell may use. Not here: the session's own names (see ``notebook.py``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ with contextlib.suppress(ImportError):
     import resource
 
 _signal: Any = sys.modules["_signal"]
-"""The functions under ``signal``'s, which spend microseconds of every cell on making enums."""
+"""The C functions behind ``signal``, which spends microseconds of every cell on creating enums."""
 
 
 class InterpreterState:
-    """As it was when the guest was made, to which it returns."""
+    """The interpreter state at the guest's start, to which it is restored."""
 
     __slots__ = ("_builtins", "_recursion_limit")
 
@@ -39,8 +39,8 @@ class InterpreterState:
     def mend_process(
         self, main: types.ModuleType, output: CellOutput, on_interrupt: Callable[..., None]
     ) -> None:
-        """What belongs to a process, which must be the guest's own. ``main``: what is ``__main__``
-        in it."""
+        """Restore process-wide state; the guest must own the process. ``main``: the module to use
+        as ``__main__``."""
         output.spool.attach()
         sys.stdout = sys.__stdout__ = output.stdout  # type: ignore[misc,assignment]
         sys.stderr = sys.__stderr__ = output.stderr  # type: ignore[misc,assignment]
@@ -56,17 +56,17 @@ class InterpreterState:
 
 
 class MemoryLimit:
-    """Address space: what a cell may have, and the little more that the guest has for itself, so
-    that it can still speak when a cell has used up its own."""
+    """Limits of address space: one for cells, and a slightly larger one for the guest, so that it
+    can still report when a cell has used up its memory."""
 
     __slots__ = ("_limits",)
 
     def __init__(self, limits: tuple[int, int] | None) -> None:
-        """``limits``: bytes for a cell and for the guest; None for no limit of either."""
+        """``limits``: bytes for a cell and for the guest; None for no limits."""
         self._limits = limits
 
     def allow_cell(self) -> None:
-        """From now on no more than a cell may have."""
+        """Apply the limit for cells from now on."""
         if self._limits is not None:
             resource.setrlimit(resource.RLIMIT_AS, self._limits)
 
@@ -76,7 +76,7 @@ class MemoryLimit:
 
 
 def complete_builtins() -> None:
-    """What ``site`` adds to an interpreter and a server without it lacks."""
+    """Add the builtins that ``site`` defines and that a server without ``site`` lacks."""
 
     def exit(code: Any = None) -> None:
         """End the cell."""

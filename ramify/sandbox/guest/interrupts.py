@@ -1,7 +1,8 @@
-"""When an interrupt may rise in the guest's thread: while a cell runs, and never with half a frame
-on the wire.
+"""When an interrupt may be raised in the guest's thread: only while a cell runs, and never with
+half a frame sent.
 
-Decides where KeyboardInterrupt waits and where it comes through. Leaves out who sends it.
+Decides when KeyboardInterrupt is delayed and when it is raised. Not here: the sender of the
+interrupt (see ``guest.py``).
 """
 
 from __future__ import annotations
@@ -13,27 +14,29 @@ _get_ident = threading.get_ident
 
 
 class GuestInterrupts:
-    """Those of the thread that it is made in. Between ``enter`` and ``leave`` they wait."""
+    """Interrupts of the thread that created this object. They are delayed between ``enter`` and
+    ``leave``."""
 
     __slots__ = ("_depth", "_main", "_pending", "is_live")
 
     def __init__(self) -> None:
         self._main = _get_ident()
         self.is_live = False
-        """Whether a cell runs."""
+        """True while a cell runs."""
         self._depth = 0
         self._pending = False
 
-    def may_rise(self) -> bool:
-        """Whether KeyboardInterrupt may rise now; if it must wait, it will rise later."""
+    def may_raise(self) -> bool:
+        """Return True if KeyboardInterrupt may be raised now; if it must wait, it is raised
+        later."""
         if self.is_live and self._depth:
             self._pending = True
             return False
         return self.is_live
 
     def enter(self) -> int:
-        """The depth before, for ``leave``. Levels are set, not counted, so that no interrupt can
-        unbalance them."""
+        """Begin a section without interrupts. Returns the depth before it, for ``leave``. Depths
+        are set, not counted, so that no interrupt can unbalance them."""
         if _get_ident() != self._main:
             return -1
         before = self._depth
@@ -49,18 +52,19 @@ class GuestInterrupts:
             raise KeyboardInterrupt
 
     def wait(self, blocking: Callable[[], object]) -> None:
-        """Call something that holds nothing and may block: here an interrupt rises."""
+        """Call a function that may block and holds no resources: an interrupt may be raised
+        there."""
         if _get_ident() != self._main:
             blocking()
             return
-        before = self._depth
+        previous_depth = self._depth
         try:
             self.leave(0)
             blocking()
         finally:
-            self._depth = before
+            self._depth = previous_depth
 
     def reset(self) -> None:
-        """Forget what an interrupted stretch has left behind."""
+        """Forget the state of a section that was interrupted."""
         self._depth = 0
         self._pending = False

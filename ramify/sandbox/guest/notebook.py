@@ -1,8 +1,8 @@
-"""The live namespace of a session, and what it is to run a cell in it.
+"""The live namespace of a session, and how a cell runs in it.
 
-Decides what a cell sees (a true ``__main__``, reserved names that come back, modules that the host
-has installed), its echo, its ``await`` and how its errors read. Leaves out what lies around a cell:
-the wire, output, the interpreter.
+Decides what a cell sees (a true ``__main__``, reserved names that are restored, modules that the
+host has installed), its echo, its ``await``, and the text of its errors. Not here: the connection,
+the output and the interpreter around a cell (see ``guest.py``).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _CO_COROUTINE = 0x80
 _MISSING = object()
 _NAMED: dict[type, str] = {CodecError: "TypeError", LimitError: "ValueError"}
 Outcome = tuple[str | None, str | None]
-"""Of a cell: its echo, and its error as text."""
+"""Result of a cell: its echo, and its error as text."""
 
 
 class GuestNotebook:
-    """Names, and cells that run among them."""
+    """A notebook namespace and the cells that run in it."""
 
     __slots__ = (
         "_flags",
@@ -55,17 +55,17 @@ class GuestNotebook:
         self.module = types.ModuleType("__main__")
         self.namespace = vars(self.module)
         self.builtins: types.ModuleType = builtins
-        """What cells see as ``builtins``; a guest that shares its process may be given another
-        one."""
+        """The module that cells see as ``builtins``; a guest that shares its process may set
+        another one."""
         self.namespace["__builtins__"] = builtins
         self.loop: Any = None
-        """The event loop of cells with ``await`` at their top: once there, it lives as long as the
+        """Event loop for cells with a top-level ``await``; once created, it lives as long as the
         session."""
         self.evaluate: Callable[[str, str], Outcome] = self._evaluate
-        """How source is run under a name; an installed module may put another way here. What it
-        raises is the cell's."""
+        """Runs source under a name; an installed module may replace it. Its exceptions count as the
+        cell's."""
         self.hidden: set[str] = set()
-        """Files that tracebacks do not show, beside the guest's own."""
+        """Files that tracebacks do not show, in addition to the guest's own."""
         self._flags = 0
         self._reserved: dict[str, Any] = {}
         self._modules: dict[str, types.ModuleType] = {}
@@ -86,12 +86,12 @@ class GuestNotebook:
         return self.namespace[name]
 
     def mend(self) -> None:
-        """What Python itself wants to find among the names."""
+        """Restore the names that Python itself needs."""
         self.namespace["__name__"] = "__main__"
         self.namespace["__builtins__"] = self.builtins
 
     def restore_names(self) -> list[str]:
-        """Bind the reserved names again that a cell has rebound; returns those."""
+        """Restore the reserved names that a cell has rebound, and return them."""
         namespace = self.namespace
         changed = [
             name
@@ -104,24 +104,24 @@ class GuestNotebook:
 
     # -- modules
 
-    def install(self, module: str, source: str, given: Mapping[str, Any]) -> None:
-        """Execute ``source`` as ``module``, where it finds the names ``given`` and this
-        ``notebook``; bind what its ``__all__`` names."""
-        made = types.ModuleType(module if self._owns_process else f"{module}@{id(self)}")
-        made.__dict__.update(given, namespace=self.namespace, notebook=self)
+    def install(self, module: str, source: str, host_names: Mapping[str, Any]) -> None:
+        """Execute ``source`` as ``module``, with ``host_names`` and this ``notebook`` in its
+        namespace. Bind the names in its ``__all__``."""
+        installed = types.ModuleType(module if self._owns_process else f"{module}@{id(self)}")
+        installed.__dict__.update(host_names, namespace=self.namespace, notebook=self)
         name = f"<{module}>"
         remember_source(name, source)
         if self._owns_process:
-            sys.modules[module] = made
-        exec(compiled(source, name), made.__dict__)
+            sys.modules[module] = installed
+        exec(compiled(source, name), installed.__dict__)
         self.hidden.add(name)
-        self._modules[module] = made
-        for public in made.__dict__.get("__all__", ()):
-            self.bind(public, getattr(made, public), True)
+        self._modules[module] = installed
+        for public in installed.__dict__.get("__all__", ()):
+            self.bind(public, getattr(installed, public), True)
 
     def after_cell(self, encoder: ValueEncoder, error: str | None) -> tuple[Any, str | None]:
-        """What the modules' ``after_cell`` say, encoded. They see the names as the cell left
-        them."""
+        """Call the modules' ``after_cell`` hooks and return their results, encoded. The hooks see
+        the names as the cell left them."""
         notes: dict[str, Any] = {}
         for name, module in self._modules.items():
             hook = module.__dict__.get("after_cell")
@@ -129,7 +129,7 @@ class GuestNotebook:
                 continue
             try:
                 notes[name] = encoder.encode(hook())
-            except BaseException as failure:  # noqa: BLE001  (shown to whoever wrote the cell, which may have caused it)
+            except BaseException as failure:  # noqa: BLE001  (shown to the cell's author: the cell may have caused it)
                 notes[name] = None
                 kind = _NAMED.get(type(failure), type(failure).__name__)
                 error = error or f"{kind}: {cut(text_of(failure), 2000)}"
@@ -138,7 +138,8 @@ class GuestNotebook:
     # -- a cell
 
     def execute(self, source: str, name: str) -> Outcome:
-        """Run a cell. All of it can be interrupted, also a repr or an exception's text."""
+        """Run a cell. Every part of it can be interrupted, including a repr or an exception's
+        text."""
         try:
             self._interrupts.is_live = True
             try:
@@ -166,7 +167,7 @@ class GuestNotebook:
         return safe_repr(value)
 
     def complete(self, coroutine: Any) -> Any:
-        """Run a coroutine of a cell to its end."""
+        """Run a coroutine of a cell to completion."""
         import asyncio
 
         if self.loop is None:
@@ -185,17 +186,17 @@ class GuestNotebook:
             self.loop = None
 
     def describe(self, error: BaseException) -> str | None:
-        """An error of a cell as text; None for an exit without one."""
+        """Return an error of a cell as text; None for an exit without an error."""
         if isinstance(error, SystemExit):
             return (
                 None if error.code in (None, 0) else cut(f"SystemExit: {error.code}", VALUE_CHARS)
             )
         self._memory.allow_guest()
         if isinstance(error, MemoryError):
-            error.__context__ = None  # the interpreter keeps few of them, and uses them again
+            error.__context__ = None  # the interpreter reuses its few MemoryError objects
         try:
             text: str | None = show_error(error, self.hidden)
-        except Exception:  # noqa: BLE001  (an exception whose text cannot be made, or no memory for it)
+        except Exception:  # noqa: BLE001  (its text cannot be built)
             text = f"{type(error).__name__} (its traceback could not be shown)"
         if isinstance(error, MemoryError):
             error.__traceback__ = None

@@ -1,8 +1,8 @@
-"""What cells print, on its way to the host.
+"""The output of cells, on its way to the host.
 
-Decides when it goes out, and how much: up to its limit the host gets everything; then the newest,
-at most every 50 ms and at the cell's end. Leaves out how prints come here (``streams.py``) and
-where they lie until then (``spools.py``).
+Decides when output is sent, and how much. Up to its limit the host gets everything; beyond the
+limit it gets only the newest part, at most every 50 ms and at the cell's end. Not here: how prints
+get here (see ``streams.py``) and how they are stored until then (see ``spools.py``).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ FLUSH_BYTES = 1 << 16
 FLUSH_S = 0.05
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _clock = time.monotonic
-"""As it was when no cell had run yet."""
+"""Saved before any cell has run."""
 
 
 class CellOutput:
-    """The output of the cell that runs, and of the last one that ended."""
+    """The output of the running cell, and of the last cell that ended."""
 
     __slots__ = (
+        "_channel",
         "_count",
         "_ended",
         "_flushed",
+        "_full_output",
         "_held",
         "_interrupts",
-        "_kept",
-        "_line",
         "_max_bytes",
         "_pending",
         "_sent",
@@ -47,45 +47,45 @@ class CellOutput:
     def __init__(
         self,
         spool: FileOutputSpool | MemoryOutputSpool,
-        line: GuestChannel,
+        channel: GuestChannel,
         interrupts: GuestInterrupts,
         max_bytes: int,
     ) -> None:
         self.spool = spool
-        self.stdout = Stream("<stdout>", self.put, 1)
-        self.stderr = Stream("<stderr>", self.put, 2)
-        self._line = line
+        self.stdout = CellStream("<stdout>", self.put, 1)
+        self.stderr = CellStream("<stderr>", self.put, 2)
+        self._channel = channel
         self._interrupts = interrupts
         self._max_bytes = max_bytes
         self._ended: tuple[HeadTailBuffer, int] = (HeadTailBuffer(2), 0)
         self.begin()
 
     def begin(self) -> None:
-        """A cell begins."""
+        """Start a cell."""
         self.chars = 0
-        """Characters that it printed and that were taken."""
+        """Number of characters that the cell printed and that were taken."""
         self._pending = 0
         self._sent = 0
         self._count = _Utf8("replace").decode
-        self._kept = HeadTailBuffer(16 * self._max_bytes)
+        self._full_output = HeadTailBuffer(16 * self._max_bytes)
         self._held = TailBuffer(max(self._max_bytes // 2, 1))
         self._flushed = _clock()
 
     def end(self) -> None:
-        """It has ended, and was taken."""
-        self._ended = (self._kept, self.chars)
+        """Keep the output of the cell, which has ended and was taken."""
+        self._ended = (self._full_output, self.chars)
 
     def last_output(self) -> str:
-        """What the last cell that ended had printed, up to 16 times what the host keeps. In
-        ``after_cell``: this cell."""
-        kept, chars = self._ended
-        return kept.text(chars)
+        """Return the output of the last cell that ended, up to 16 times what the host keeps. In
+        ``after_cell``: of this cell."""
+        buffer, chars = self._ended
+        return buffer.text(chars)
 
     def put(self, data: bytes) -> None:
-        """Print."""
+        """Print ``data``."""
         try:
             self.spool.write(data)
-        except OSError:  # the file is full of what other processes wrote
+        except OSError:  # other processes have filled the file
             self.flush()
             self.spool.write(data)
         self._pending += len(data)
@@ -93,29 +93,29 @@ class CellOutput:
             self.flush()
 
     def flush(self) -> None:
-        """Send what was printed so far, if a cell runs and nobody else is sending."""
-        line = self._line
-        if not line.is_open or not line.is_ours():
+        """Send the output so far, if a cell runs and no other thread is sending."""
+        channel = self._channel
+        if not channel.is_open or not channel.is_ours():
             return
         before = self._interrupts.enter()
         try:
-            if line.sending.acquire(blocking=False):
+            if channel.sending.acquire(blocking=False):
                 try:
-                    if line.is_open:
-                        line.write(self.take(final=False))
+                    if channel.is_open:
+                        channel.write(self.take(final=False))
                 finally:
-                    line.sending.release()
+                    channel.sending.release()
         finally:
             self._interrupts.leave(before)
 
     def take(self, final: bool) -> list[Buffer]:
-        """Take what was printed; the frames that the host gets of it now. ``GuestChannel.sending``
-        is held."""
+        """Take the output so far and return the frames to send to the host now. The caller holds
+        ``GuestChannel.sending``."""
         self._pending = 0
         parts: list[Buffer] = []
         for data in self.spool.take():
             self.chars += len(self._count(data))
-            self._kept.add(data)
+            self._full_output.add(data)
             room = max(self._max_bytes - self._sent, 0)
             if room:
                 parts += self._out(data[:room], 0, self.spool.at - len(data[room:]))
@@ -136,4 +136,4 @@ class CellOutput:
             "upto": upto,
             "blobs": [len(data)],
         }
-        return self._line.frame(header, None, [data])
+        return self._channel.frame(header, None, [data])

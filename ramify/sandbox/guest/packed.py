@@ -1,7 +1,7 @@
-"""A value on its own, as it lies in a file: a context, a blob of a store.
+"""Packed values: a single value as it is stored in a file, such as a context or a blob of a store.
 
-Decides its form, ``u32 header length | header | blobs``. Leaves out whose file it is
-(``sandbox/context.py``). Also checks ahead of a frame whether a host will take a value.
+Decides the format, ``u32 header length | header | blobs``. Not here: the files themselves (see
+``sandbox/context.py``). Also checks in advance whether a host will accept a value.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .values import Buffer, CodecError, ProtocolError, ValueDecoder, ValueEncode
 
 
 def pack_value(value: Any) -> tuple[list[Buffer], int]:
-    """A value on its own (a context, a blob of a store): its buffers, to be written one after the
-    other, and the characters of its strings. The form is ``u32 header length | header | blobs``."""
+    """Encode a single value. Returns its buffers, to be written one after the other, and the number
+    of characters in its strings. The format is ``u32 header length | header | blobs``."""
     encoder = ValueEncoder()
     header: dict[str, Any] = {"value": encoder.encode(value), "chars": encoder.chars}
     if encoder.tags:
@@ -27,7 +27,7 @@ def pack_value(value: Any) -> tuple[list[Buffer], int]:
 
 
 def unpack_value(data: Buffer) -> tuple[Any, int]:
-    """The value that ``pack_value`` wrote, and its characters."""
+    """Decode the output of ``pack_value``: the value and its number of characters."""
     view = memoryview(data)
     if len(view) < 4:
         raise ProtocolError("an encoded value of less than 4 bytes")
@@ -44,8 +44,8 @@ def unpack_value(data: Buffer) -> tuple[Any, int]:
 
 
 def portable_to_host(value: Any) -> Any:
-    """A copy of ``value`` as the host would get it. Raises TypeError for what is not carried, and
-    ValueError for a value that is over a limit of ``bounds.py``."""
+    """Return a copy of ``value`` as the host would receive it. Raises TypeError if the codec does
+    not support it, and ValueError if it is over a limit of ``bounds.py``."""
     encoder = ValueEncoder(bounded=True)
     try:
         data = encoder.encode(value)

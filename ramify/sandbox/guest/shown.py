@@ -1,7 +1,7 @@
-"""Values and errors as text for whoever wrote the cell.
+"""Values and errors as text for the author of a cell.
 
-Decides how long it may get, and that a traceback has the frames of the cell and of what it called,
-not the guest's. Leaves out what becomes of the text.
+Decides the maximum length of the text, and that a traceback shows the frames of the cell and of the
+code it called, but not the guest's. Not here: where the text goes (see ``notebook.py``).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from .values import type_name
 
 VALUE_CHARS = 100_000
-"""Most of an echo, and of one exception's text."""
+"""Maximum length of an echo and of one exception's text."""
 _HERE = os.path.dirname(__file__) + os.sep
-"""The guest's own files."""
+"""Folder of the guest's own files."""
 
 
 def cut(text: str, limit: int) -> str:
-    """``text``, or its head and tail with a note of what is missing."""
+    """Return ``text``, or its head and tail with a note on how much is missing."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -28,37 +28,37 @@ def cut(text: str, limit: int) -> str:
 
 
 def safe_repr(value: Any) -> str:
-    """``repr(value)`` of bounded length; never raises an Exception, and does not copy a long string
-    to show it."""
+    """Return ``repr(value)`` with bounded length. Never raises an Exception, and never copies a
+    long string."""
     kind = type(value)
     if kind in (str, bytes) and len(value) > VALUE_CHARS:
         half = VALUE_CHARS // 2
         return f"{value[:half]!r} [… {len(value) - 2 * half:,} left out …] {value[-half:]!r}"
     try:
         return cut("".join([repr(value), ""]), VALUE_CHARS)
-    except Exception as error:  # noqa: BLE001  (whatever a repr does, the cell goes on)
+    except Exception as error:  # noqa: BLE001  (whatever a repr does, the cell continues)
         return f"<{type_name(kind)} whose repr raised {type(error).__name__}>"
 
 
 def text_of(error: BaseException) -> str:
-    """``str(error)``, which an exception of a cell's own may refuse."""
+    """Return ``str(error)``, which may fail for an exception class defined in a cell."""
     try:
         return "".join([str(error), ""])
-    except BaseException as worse:  # noqa: BLE001  (whatever it does, the session goes on)
+    except BaseException as worse:  # noqa: BLE001  (whatever it does, the session continues)
         return f"(its text cannot be had: {type(worse).__name__})"
 
 
 def show_error(error: BaseException, hidden: Collection[str] = ()) -> str:
-    """The traceback as the cell's author should see it: without frames of the guest and of
-    ``hidden`` files."""
+    """Return the traceback for the cell's author: without frames of the guest and of ``hidden``
+    files."""
     shown = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
-    seen: set[int] = set()
+    visited: set[int] = set()
     stack = [shown]
     while stack:
         part = stack.pop()
-        if id(part) in seen:
+        if id(part) in visited:
             continue
-        seen.add(id(part))
+        visited.add(id(part))
         frames = [
             entry
             for entry in part.stack or ()

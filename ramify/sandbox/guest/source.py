@@ -1,8 +1,8 @@
-"""A cell's source, compiled.
+"""The compiled source of a cell.
 
-Decides what code in no file is called and where its lines are found, that a cell's last expression
-is its echo, and that modules to install are compiled once for all sessions of a process. Leaves out
-running it (``notebook.py``).
+Decides how code that is in no file is named and where its lines are found, that a cell's last
+expression is its echo, and that modules to install are compiled once for all sessions of a process.
+Not here: running the code (see ``notebook.py``).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def remember_source(name: str, source: str) -> None:
 
 
 _COMPILING = threading.Lock()
-"""Python 3.11 counts how deep a tree is in one place for all threads: of two that make trees at
-once, one may be told that "AST constructor recursion depth mismatch". Sessions of one process are
-threads of it."""
+"""Python 3.11 counts the depth of a syntax tree in one place for all threads. If two threads build
+trees at once, one may fail with "AST constructor recursion depth mismatch". In-process sessions are
+threads of one process."""
 
 
 class CellCode:
-    """A cell's code, compiled: everything but the last expression, and that expression."""
+    """A cell's compiled code: everything except the last expression, and that expression."""
 
     __slots__ = ("body", "flags", "last")
 
@@ -56,15 +56,15 @@ class CellCode:
 
 
 _COMPILED: dict[tuple[str, str], types.CodeType] = {}
-"""Modules compiled ahead of time by whoever forks sessions."""
+"""Modules compiled in advance by the process that forks sessions."""
 
 
 def compiled(source: str, name: str) -> types.CodeType:
-    """The code of a module to install."""
+    """Return the code of a module to install."""
     code = _COMPILED.get((source, name))
     return code if code is not None else compile(source, name, "exec", 0, True)
 
 
 def precompile(source: str, name: str) -> None:
-    """Compile a module once for every session that is forked after this."""
+    """Compile a module once for every session that is forked later."""
     _COMPILED[(source, name)] = compile(source, name, "exec", 0, True)

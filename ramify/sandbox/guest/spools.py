@@ -1,7 +1,7 @@
-"""Where what a session prints lies until the host has it.
+"""The spool: where a session's output is stored until the host has it.
 
-Decides that prints of Python, of C code and of other processes are in one true order where there is
-a file for them. Leaves out what goes to the host, and when (``output.py``).
+Decides that the output of Python code, C code and other processes is in one true order, if there is
+a file for it. Not here: which part is sent to the host, and when (see ``output.py``).
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Iterator
 
 _CHUNK = 1 << 16
 _write = os.write
-"""As it was when no cell had run yet."""
+"""Saved before any cell has run."""
 
 
 class FileOutputSpool:
-    """Where descriptors 1 and 2 lead: a file without a name, in which all that is printed stands in
-    its true order.
+    """The target of descriptors 1 and 2: an anonymous file with all output in its true order.
 
-    What went to the host is cut off once it is long. Where the host holds the file too, nothing
-    that a killed session had printed is lost: it reads on from ``at``."""
+    The file is truncated after a long output was sent. If the host holds the file too, the output
+    of a killed session is not lost: the host continues to read from ``at``.
+    """
 
     __slots__ = ("at", "fd")
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.at = 0
-        """Where in the file ``take`` goes on."""
+        """File offset from which ``take`` continues."""
 
     def write(self, data: bytes) -> None:
         while data:
             data = data[_write(self.fd, data) :]
 
     def take(self) -> Iterator[bytes]:
-        """What was printed since the last time, in pieces."""
+        """Yield the output since the last call, in pieces."""
         end = os.lseek(self.fd, 0, os.SEEK_END)
         while self.at < end:
             data = os.pread(self.fd, min(end - self.at, _CHUNK), self.at)
@@ -46,13 +46,14 @@ class FileOutputSpool:
             self.at = 0
 
     def attach(self) -> None:
-        """Make it descriptors 1 and 2, which a cell may have closed or sent elsewhere."""
+        """Make the file descriptors 1 and 2 again; a cell may have closed or redirected them."""
         os.dup2(self.fd, 1)
         os.dup2(self.fd, 2)
 
 
 class MemoryOutputSpool:
-    """For a guest that shares its process with others: what Python code prints, and no more."""
+    """Spool for a guest that shares its process with others: it holds only the prints of Python
+    code."""
 
     def __init__(self) -> None:
         self._parts: collections.deque[bytes] = collections.deque()

@@ -1,7 +1,7 @@
 """``sys.stdout`` and ``sys.stderr`` of a session.
 
-Decides what a cell may do to them: they take text and bytes, cannot be closed, and always speak
-UTF-8. Leaves out where it goes.
+Decides what a cell can do with them: they take text and bytes, cannot be closed, and always use
+UTF-8. Not here: where the output goes (see ``output.py``).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Stream(io.TextIOBase):
-    """``sys.stdout`` or ``sys.stderr`` of a session: both lead to one place, in order."""
+class CellStream(io.TextIOBase):
+    """``sys.stdout`` or ``sys.stderr`` of a session: both write to one place, in order."""
 
     encoding = "utf-8"
     errors = "backslashreplace"
@@ -36,14 +36,15 @@ class Stream(io.TextIOBase):
         return self._number
 
     def reconfigure(self, **_: Any) -> None:
-        """Accepted, as scripts for terminals call it; a session always prints UTF-8."""
+        """Accepted and ignored, since scripts for terminals call it; a session always prints
+        UTF-8."""
 
     def close(self) -> None:
-        """A session's streams stay open."""
+        """Do nothing: a session's streams stay open."""
 
 
 class _Bytes(io.BufferedIOBase):
-    """``sys.stdout.buffer``"""
+    """``sys.stdout.buffer``."""
 
     def __init__(self, put: Callable[[bytes], None]) -> None:
         self._put = put

@@ -1,8 +1,7 @@
-"""What is kept of a stream that is longer than anybody wants it: its end, or its beginning and its
-end.
+"""Buffers for a stream that is too long to keep: its tail, or its head and tail.
 
-Decides which bytes, and that no character is shown in halves. Leaves out whose stream it is:
-sessions keep what cells print, hosts what sessions send them of it.
+Decides which bytes are kept, and that no character is cut in half. Not here: the streams. Sessions
+keep the output of their cells, and hosts keep what sessions send them of it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from .values import Buffer
 
 
 class TailBuffer:
-    """The last ``limit`` bytes of a stream, or a little more."""
+    """The last ``limit`` bytes of a stream, or slightly more."""
 
     __slots__ = ("_limit", "_parts", "_size", "lost")
 
@@ -22,7 +21,7 @@ class TailBuffer:
         self._parts: collections.deque[Buffer] = collections.deque()
         self._size = 0
         self.lost = 0
-        """Bytes before the tail that are gone."""
+        """Number of bytes before the tail that were discarded."""
 
     def add(self, data: Buffer) -> None:
         self._parts.append(data)
@@ -33,17 +32,17 @@ class TailBuffer:
             self.lost += gone
 
     def take(self) -> tuple[bytes, int]:
-        """The tail, and how many bytes before it were lost since the last ``take``. It is empty
-        afterwards."""
-        whole = b"".join(self._parts)
-        tail = whole[-self._limit :]
-        lost = self.lost + len(whole) - len(tail)
+        """Return the tail, and how many bytes before it were lost since the last ``take``. The
+        buffer is empty afterwards."""
+        joined = b"".join(self._parts)
+        tail = joined[-self._limit :]
+        lost = self.lost + len(joined) - len(tail)
         self._parts.clear()
         self._size = self.lost = 0
         return tail, lost
 
     def drop(self) -> None:
-        """Lose it all."""
+        """Discard everything."""
         self.lost += self._size
         self._parts.clear()
         self._size = 0
@@ -56,7 +55,7 @@ class TailBuffer:
 
 
 class HeadTailBuffer:
-    """At most ``limit`` bytes of a stream: its first half and its last."""
+    """At most ``limit`` bytes of a stream: half from its beginning and half from its end."""
 
     __slots__ = ("_half", "_head", "_tail")
 
@@ -66,7 +65,7 @@ class HeadTailBuffer:
         self._tail = TailBuffer(self._half)
 
     def add(self, data: Buffer, skipped: int = 0) -> None:
-        """Take more of the stream; ``skipped`` bytes right before it are already gone."""
+        """Add more of the stream; ``skipped`` bytes just before it are already lost."""
         if skipped:
             self._tail.drop()
             self._tail.lost += skipped
@@ -78,12 +77,12 @@ class HeadTailBuffer:
             self._tail.add(data)
 
     def text(self, chars: int) -> str:
-        """What was kept, as text; a line between head and tail says how many of ``chars``
-        characters are not there."""
+        """Return the kept part as text; a line between head and tail says how many of ``chars``
+        characters are missing."""
         tail = bytes(self._tail)
         if not self._tail.lost and len(tail) <= self._half:
             return (self._head + tail).decode("utf-8", "replace")
-        head = _whole(bytes(self._head)).decode("utf-8", "replace")
+        head = _without_partial_end(bytes(self._head)).decode("utf-8", "replace")
         end = tail[-self._half :].lstrip(_CONTINUATION).decode("utf-8", "replace")
         return f"{head}\n[… {max(chars - len(head) - len(end), 0):,} characters left out …]\n{end}"
 
@@ -91,8 +90,8 @@ class HeadTailBuffer:
 _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
-def _whole(data: bytes) -> bytes:
-    """``data`` without a character that was cut off at its end."""
+def _without_partial_end(data: bytes) -> bytes:
+    """Return ``data`` without a character that was cut off at its end."""
     body = data.rstrip(_CONTINUATION)
     if (
         body

@@ -1,11 +1,11 @@
-"""Values as they travel between host and session: JSON with tags, and long strings and bytes beside
+"""The codec for values between host and session: JSON with tags, with long strings and bytes beside
 it.
 
-Decides what is carried, by exact type: None, bool, int, float, complex, str, bytes, list, tuple,
-dict, set, frozenset, date, time, datetime, timedelta (a time zone as its offset), and OrderedDict,
-defaultdict and Counter as dict. Leaves out the bytes around them (``frames.py``, ``packed.py``) and
-how much there may be of them (``bounds.py``). What comes from the other end may be hostile: it
-decodes to a value of these types, or is a ProtocolError.
+Decides which values are supported, by exact type: None, bool, int, float, complex, str, bytes,
+list, tuple, dict, set, frozenset, date, time, datetime, timedelta (a time zone as its offset), and
+OrderedDict, defaultdict and Counter as dict. Not here: the bytes around them (see ``frames.py``,
+``packed.py``) and their limits (see ``bounds.py``). Data from the other end may be hostile: it
+decodes to a value of these types or raises ProtocolError.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Buffer = Any
 
 TAG = "$"
 INLINE_CHARS = 4096
-"""Longer strings travel as blobs."""
+"""Longer strings are sent as blobs."""
 MAX_DEPTH = 100
-"""Nesting of one value."""
+"""Maximum nesting of one value."""
 _MIN_INT, _MAX_INT = -(2**63), 2**63 - 1
 _FLAT_KINDS = {bool, type(None)}
 _PLAIN_KINDS = {str, int, float, bool, type(None)}
@@ -33,12 +33,12 @@ _DICTS = {dict, collections.OrderedDict, collections.defaultdict, collections.Co
 
 
 class ProtocolError(Exception):
-    """The other end sent something that the wire does not have."""
+    """The other end sent something that the protocol does not allow."""
 
 
 class CodecError(TypeError):
-    """A value that is not carried: ``what`` is wrong with it, and ``path`` is where it sits,
-    innermost step first."""
+    """A value that the codec does not support. ``what`` describes the problem; ``path`` is its
+    position in the value, innermost step first."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -47,11 +47,15 @@ class CodecError(TypeError):
 
     def __str__(self) -> str:
         where = "value" + "".join(reversed(self.path[-8:]))
-        return f"{self.what} at {where} cannot be carried between session and host: make it a plain value first"
+        return (
+            f"{self.what} at {where} cannot be carried between session and host: make it a plain "
+            "value first"
+        )
 
 
 def type_name(kind: type) -> str:
-    """As an error shows it: bare where everybody knows whose it is."""
+    """Name of a type for an error message: without its module if that is ``builtins`` or
+    ``__main__``."""
     module = kind.__module__
     return (
         kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
@@ -69,21 +73,21 @@ def _is_utf8(text: str) -> bool:
 
 
 class ValueEncoder:
-    """Values -> JSON-ready data; long strings and bytes are put aside in ``blobs``."""
+    """Encodes values as JSON-ready data; long strings and bytes go to ``blobs``."""
 
     __slots__ = ("_keys", "blobs", "chars", "defers", "tags")
 
     def __init__(self, defers: bool = False, *, bounded: bool = False) -> None:
-        """``defers``: ASCII text is put aside as it is, one byte a character, for whoever writes it
-        piece by piece. ``bounded``: the value is from a session, and LimitError is raised for what
-        a host does not decode."""
+        """``defers``: keep long ASCII text as str in ``blobs`` (one byte per character), for a
+        caller that encodes it piece by piece. ``bounded``: the value comes from a session; raise
+        LimitError if the host would not decode it."""
         self.defers = defers
         self._keys = KeyCheck() if bounded else None
         self.blobs: list[Any] = []
         self.chars = 0
-        """Characters of all strings met."""
+        """Number of characters in all strings so far."""
         self.tags = False
-        """Whether any part needs decoding beyond JSON."""
+        """True if any part needs more than JSON decoding."""
 
     def encode(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
@@ -132,7 +136,7 @@ class ValueEncoder:
         return out
 
     def _is_flat(self, items: Any) -> bool:
-        """Whether all items can stand in JSON as they are, found out at C speed."""
+        """Return True if all items are valid JSON as they are; checked at C speed."""
         kinds = set(map(type, items))
         if kinds == {str}:
             if max(map(len, items)) > INLINE_CHARS or not _is_utf8("".join(items)):
@@ -184,7 +188,8 @@ class ValueEncoder:
 
 
 def _in_order(items: Any) -> list[Any]:
-    """A set's items in an order that does not depend on the process, where they have one."""
+    """Return a set's items sorted, if possible, so that their order does not depend on the
+    process."""
     try:
         return sorted(items)
     except TypeError:
@@ -192,7 +197,7 @@ def _in_order(items: Any) -> list[Any]:
 
 
 def _show_key(key: Any) -> str:
-    """A dict key for an error's path: short, and safe whatever the key's repr does."""
+    """Show a dict key in an error's path: short, and safe even if the key's repr misbehaves."""
     return (
         repr(key)[:40]
         if type(key) in (str, int, float, bool, bytes, type(None))
@@ -201,14 +206,14 @@ def _show_key(key: Any) -> str:
 
 
 class ValueDecoder:
-    """JSON data with tags -> values. Every blob is used once, so that a small header cannot stand
-    for a huge value."""
+    """Decodes JSON data with tags into values. Every blob may be used only once, so that a small
+    header cannot produce a huge value."""
 
     __slots__ = ("_keys", "blobs")
 
     def __init__(self, blobs: Sequence[Buffer], *, bounded: bool = False) -> None:
-        """``bounded``: the value is from a session, and what ``bounds.py`` does not allow is a
-        ProtocolError."""
+        """``bounded``: the value comes from a session; raise ProtocolError if it is over a limit of
+        ``bounds.py``."""
         self.blobs: list[Buffer | None] = list(blobs)
         self._keys = KeyCheck() if bounded else None
 
@@ -261,8 +266,8 @@ class ValueDecoder:
             return tuple(self._listed(data))
         if tag in ("set", "frozenset"):
             items = self._listed(data)
-            made = set(items) if self._keys is None else self._keys.fill(set(), items)
-            return made if tag == "set" else frozenset(made)
+            members = set(items) if self._keys is None else self._keys.fill(set(), items)
+            return members if tag == "set" else frozenset(members)
         if tag == "dict":
             return self._keyed(data)
         if tag == "int":
@@ -288,8 +293,8 @@ class ValueDecoder:
         for key, item in data:
             keys.append(self._decode(key))
             values.append(self._decode(item))
-        made: dict[Any, Any] = self._keys.fill({}, keys, values)
-        return made
+        decoded: dict[Any, Any] = self._keys.fill({}, keys, values)
+        return decoded
 
     def _listed(self, data: Any) -> list[Any]:
         if type(data) is not list:
@@ -299,13 +304,13 @@ class ValueDecoder:
 
 
 def encoded(blobs: Sequence[Any]) -> list[Buffer]:
-    """The blobs of an encoder that defers, as bytes."""
+    """Return the blobs of an encoder that defers as bytes."""
     return [blob.encode() if isinstance(blob, str) else blob for blob in blobs]
 
 
 def portable(value: Any) -> Any:
-    """A copy of ``value`` as the other end would get it. Raises TypeError for what is not
-    carried."""
+    """Return a copy of ``value`` as the other end would receive it. Raises TypeError if the codec
+    does not support it."""
     encoder = ValueEncoder()
     try:
         data = encoder.encode(value)

@@ -1,8 +1,9 @@
-"""How much memory all sessions of a sandbox use together, and what happens when it is too much.
+"""The memory budget of all sessions of a sandbox together.
 
-Decides what is counted (pages of a session's own, beyond those it was forked with), how often, and
-that the one that uses most is ended. Leaves out the limit of each session, which the kernel keeps:
-sixteen sessions may each stay within theirs and still be more than the machine has.
+Decides which memory counts (a session's private pages, beyond those it was forked with), how often
+it is measured, and that the session that uses the most is ended if the budget is exceeded. Not
+here: the limit of each session, which the kernel enforces. Sixteen sessions may each stay within
+their limits and still use more memory than the machine has.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class KillableSession(Protocol):
 
 
 def machine_bytes() -> int:
-    """Memory of this machine, or of the container that we are in."""
+    """Return the memory of this machine, or of the container that this process runs in."""
     total = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     for path in _CGROUP:
         with contextlib.suppress(OSError, ValueError), open(path) as file:
@@ -33,12 +34,12 @@ def machine_bytes() -> int:
 
 
 class JailBudgetWatcher:
-    """Watches sessions while there are any."""
+    """Watches the memory of sessions, while there are any."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes or int(machine_bytes() * _SHARE)
         self._sessions: dict[KillableSession, tuple[int, int]] = {}
-        """Session -> (process, pages at its beginning)."""
+        """Session -> (process id, number of private pages at the start)."""
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, session: KillableSession, pid: int) -> None:

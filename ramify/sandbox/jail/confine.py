@@ -1,10 +1,9 @@
-"""What one session's process does to itself before any code of a cell runs. After it there is no
-way back.
+"""Confines a session's process before any code of a cell runs. This cannot be undone.
 
-Decides the order, which matters: the own user namespace comes before the limit of processes, which
-then counts this session alone; mounts before Landlock, which forbids them; descriptors before the
-filter, which is last. Leaves out the walls around all sessions (``walls.py``). Standard library
-only.
+Decides the order of the steps, which matters. The user namespace comes before the limit of
+processes, which then counts this session alone. Mounts come before Landlock, which forbids them.
+Descriptors come before the system call filter, which is last. Not here: the walls around all
+sessions (see ``walls.py``). Standard library only.
 """
 
 from __future__ import annotations
@@ -23,56 +22,59 @@ else:
     seccomp = sys.modules["ramify_jail_seccomp"]
 
 MAX_THREADS = 512
-"""Threads and branches of one session together."""
+"""Maximum number of threads and branches of one session together."""
 _ALL_THREADS = 4096
-"""Where sessions have no user of their own: threads of all that their user runs, from which on they
-get no more."""
+"""If sessions do not have their own user: maximum number of threads of all processes of their
+user."""
 _SPOOL_BYTES = 32 << 20
-"""Least size of a file that a session may write: its raw output is one."""
+"""Lower bound for the maximum size of a file that a session may write: its raw output is such a
+file."""
 
 
 _OWN_SPACES = primitives.NEWUSER | primitives.NEWNS | primitives.NEWIPC
 
 
 class JailLimits(NamedTuple):
-    """What one session may use."""
+    """Resource limits of one session."""
 
     cpu_s: int
     files_bytes: int
-    """Of its folder; 0: it has none."""
+    """Size of its folder; 0: no folder."""
     scratch: str
-    """Where its folder is."""
+    """Path of its folder."""
 
 
 class PreparedSession(NamedTuple):
-    """What the zygote makes for one session: two descriptors, each -1 for none."""
+    """What the zygote prepares for one session: two descriptors, each -1 if not used."""
 
     scratch: int
     """The file system of its folder."""
     rules: int
-    """The Landlock rules."""
+    """Its Landlock rules."""
 
     def drop_rules(self) -> None:
-        """In the zygote, once they are the session's."""
+        """Close the rules in the zygote, once the session has them."""
         if self.rules >= 0:
             os.close(self.rules)
 
     def drop(self) -> None:
-        """After the session's end."""
+        """Clean up after the session's end."""
         if self.scratch >= 0:
             os.close(self.scratch)
 
 
 class JailConfinement:
-    """Everything about the confinement that can be prepared once, for all sessions of a zygote."""
+    """The parts of the confinement that are prepared once, for all sessions of a zygote."""
 
     def __init__(
         self, bounds: JailLimits, *, own_user: bool, landlock: Any, paths: bool, drops: bool
     ) -> None:
-        """``own_user``: each session gets user and mount namespaces. ``paths``: calls may name
-        files. ``drops``: there are capabilities to be dropped."""
+        """``own_user``: each session gets its own user and mount namespaces. ``paths``: system
+        calls may name files. ``drops``: there are capabilities to drop."""
         self._bounds = bounds
-        self._own_user, self._landlock, self._drops = own_user, landlock, drops
+        self._own_user = own_user
+        self._landlock = landlock
+        self._drops = drops
         self._filter = seccomp.SeccompFilter(
             seccomp.filter_for(os.uname().machine, paths=paths, changes=own_user)
         )
@@ -82,7 +84,7 @@ class JailConfinement:
         self._limits = _limits(bounds, own_user)
 
     def prepare(self) -> PreparedSession:
-        """Made by the zygote for one session, where it costs no copies of pages."""
+        """Prepare one session in the zygote, where this copies no memory pages."""
         scratch = -1
         if self._has_folder:
             size, inodes = (
@@ -95,7 +97,7 @@ class JailConfinement:
         )
 
     def enter(self, prepared: PreparedSession) -> None:
-        """First part, while the zygote's descriptors are still open."""
+        """First part: runs while the zygote's descriptors are still open."""
         if self._own_user:
             primitives.unshare(
                 _OWN_SPACES if self._has_folder else primitives.NEWUSER, "own user namespace"
@@ -111,8 +113,8 @@ class JailConfinement:
             resource.setrlimit(number, value)
 
     def finish(self, wire: int | None) -> None:
-        """Last part: give up every right, and send the host the descriptor at which it is asked for
-        processes."""
+        """Last part: give up every right, and send the host the descriptor at which requests for
+        processes arrive."""
         if self._drops:
             primitives.drop_capabilities()
         primitives.prctl(primitives.PR_SET_DUMPABLE, 0)
@@ -129,8 +131,8 @@ class JailConfinement:
 
 
 def _limits(bounds: JailLimits, own_user: bool) -> list[tuple[int, tuple[int, int]]]:
-    """(number of a limit, what it is set to): never above what this process may have."""
-    wanted = {
+    """Return (resource, (soft, hard)) for each limit, never above the current hard limit."""
+    limits = {
         "MEMLOCK": 0,
         "MSGQUEUE": 0,
         "SIGPENDING": 64,
@@ -138,10 +140,10 @@ def _limits(bounds: JailLimits, own_user: bool) -> list[tuple[int, tuple[int, in
         "FSIZE": max(bounds.files_bytes, _SPOOL_BYTES),
         "NPROC": MAX_THREADS if own_user else _ALL_THREADS,
     }
-    found = []
-    for name, value in wanted.items():
+    settings = []
+    for name, value in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
-        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        found.append((number, (most, most)))
-    return found
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        settings.append((number, (limit, limit)))
+    return settings

@@ -1,11 +1,10 @@
-"""What libraries do in every new process: left undone for the standard library's, which a session
-needs none of.
+"""Skips the after-fork hooks of the standard library, which a session does not need.
 
-Decides that sessions, forked from a process with one thread, do not each renew locks that nobody
-holds, list threads that are not there and draw a seed that they are given anyway: some two hundred
-pages that a session would otherwise write to, a fifth of the time of a fork. It also leaves a
-branch the random numbers of the session that it came from. What a user's packages ask for is done.
-Loaded before all else in the zygote. Standard library only.
+Without this, each session, forked from a process with one thread, would renew unused locks, list
+threads that do not exist, and draw a random seed that is then replaced. This would write to about
+two hundred memory pages, a fifth of the time of a fork. Skipping the hooks also leaves a branch the
+random state of its origin. The hooks of the user's packages do run. Loaded first in the zygote.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ _register = os.register_at_fork
 
 
 def _leave_undone(**_: Any) -> None:
-    """Stands for ``os.register_at_fork``."""
+    """Replacement for ``os.register_at_fork`` that ignores the hooks."""
 
 
 def begin() -> None:
-    """From now on what asks to be called after a fork is not."""
+    """Ignore after-fork hooks that are registered from now on."""
     os.register_at_fork = _leave_undone
 
 

@@ -1,7 +1,7 @@
-"""The way to one session of the jail: a door of a process, and its requests for processes.
+"""The transport to a session of the jail: that of a process, plus its requests to create processes.
 
-Decides when descriptors are taken from a session: once, before it has run any code. Leaves out the
-answers (``notify.py``).
+Decides when descriptors are accepted from a session: once, before it has run any code. Not here:
+the answers to its requests (see ``notify.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _F_ADD_SEALS, _SEAL_WRITE = 1033, 0x8
 
 
 class JailTransport(ProcessTransport):
-    """A ``Transport``."""
+    """Connection to a session of the jail. Implements ``Transport``."""
 
     __slots__ = ("_sock", "forking", "is_frozen", "listener")
 
@@ -36,12 +36,12 @@ class JailTransport(ProcessTransport):
         caps: SandboxCapabilities,
         sock: socket.socket,
         buffers: ReadBuffers,
-        link: ForkServerChannel,
+        channel: ForkServerChannel,
         pid: int,
         pidfd: int,
         files: SessionMemoryFiles,
     ) -> None:
-        super().__init__(caps, sock, buffers, link, pid, pidfd, files)
+        super().__init__(caps, sock, buffers, channel, pid, pidfd, files)
         self._sock = sock
         self.listener: ForkRequestListener | None = None
         self.forking: JailFork | None = None
@@ -52,8 +52,8 @@ class JailTransport(ProcessTransport):
         asyncio.get_running_loop().add_reader(self._sock, self._first, received, lost)
 
     def _first(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
-        """The listener comes with the first byte, which the confined process sends before it is a
-        guest."""
+        """Receive the first byte, which the confined process sends before it becomes a guest. Its
+        listener arrives with it."""
         try:
             data, ancillary, _, _ = self._sock.recvmsg(1, socket.CMSG_SPACE(4))
         except (BlockingIOError, InterruptedError):
@@ -78,10 +78,10 @@ class JailTransport(ProcessTransport):
         await self._freeze()
 
     async def _freeze(self) -> None:
-        """Files would be shared with the branch: from now on they cannot be written."""
+        """Make the session's files read-only: from now on it would share them with its branch."""
         if not self.is_frozen:
             try:
-                await self.link.ask({"op": "freeze", "pid": self._pid})
+                await self.channel.ask({"op": "freeze", "pid": self._pid})
             except SandboxError as error:
                 raise SandboxError(
                     f"the session cannot be forked: {error}; close the files that it writes"
@@ -105,7 +105,8 @@ class JailTransport(ProcessTransport):
 
 
 class JailBranchTransport(BranchTransport):
-    """A ``Transport`` to a branch. Its requests for processes arrive where its origin's do."""
+    """Connection to a branch. Implements ``Transport``. The branch's requests for processes arrive
+    at its origin's listener."""
 
     __slots__ = ("forking", "listener", "origin")
 
@@ -114,26 +115,26 @@ class JailBranchTransport(BranchTransport):
         caps: SandboxCapabilities,
         sock: socket.socket,
         buffers: ReadBuffers,
-        link: ForkServerChannel,
+        channel: ForkServerChannel,
         files: SessionMemoryFiles,
     ) -> None:
-        super().__init__(caps, sock, buffers, link, files)
+        super().__init__(caps, sock, buffers, channel, files)
         self.listener: ForkRequestListener | None = None
         self.forking: JailFork | None = None
         watch_exit(self)
         self.origin = -1
-        """The process that was asked to fork."""
+        """Process that was asked to fork."""
 
     def comes_from(self, listener: ForkRequestListener, pid: int) -> None:
         self.listener, self.origin = listener, pid
         listener.hold()
 
     def is_proven(self, pid: int) -> bool:
-        """Only a child of the session that was asked to fork is its branch."""
+        """Accept only a child of the session that was asked to fork."""
         return pid != self.origin and parent_of(pid) == self.origin and super().is_proven(pid)
 
     async def prepare_branch(self) -> None:
-        """Its files are read-only since it was made."""
+        """Nothing to prepare: a branch's files are read-only from the start."""
 
     def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchTransport:
         return begin_branch(self, frame, moved)
@@ -152,11 +153,11 @@ class JailBranchTransport(BranchTransport):
 
 
 class JailFork:
-    """One fork under way: the ends that the host hands to its two processes. A
+    """One fork in progress: the connections that the host gives to its two processes. Implements
     ``notify.GrantedFork``.
 
-    asked to fork ──> begin: old wire closed ──fork──┬─> origin asks: its new wire, moved
-                                                     └─> branch asks: its wire, hello
+        fork request ──> begin: old wire closed ──fork──┬─> origin asks: gets its new wire, moved
+                                                        └─> branch asks: gets its wire, hello
     """
 
     __slots__ = ("_branch", "_moved", "_new", "_origin", "_taker", "old", "pid")
@@ -165,7 +166,8 @@ class JailFork:
         self, origin: JailTransport | JailBranchTransport, pid: int, moved: Callable[[], None]
     ) -> None:
         self.pid = pid
-        self._origin, self._moved = origin, moved
+        self._origin = origin
+        self._moved = moved
         self._taker = -1
         self.old: list[SessionMemoryFiles] = []
         """The files that both processes inherited."""
@@ -178,20 +180,22 @@ class JailFork:
         self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
 
     def transport(self) -> JailBranchTransport:
-        """The host's end of the branch."""
-        ours, _, files = self._branch
+        """Return the host's end of the branch."""
+        host_end, _, files = self._branch
         return JailBranchTransport(
-            self._origin.caps, ours, self._origin.buffers, self._origin.link, files
+            self._origin.caps, host_end, self._origin.buffers, self._origin.channel, files
         )
 
     def begin(self) -> None:
-        """Nothing that comes by the wire which both will have is heard."""
+        """Close the old stream: data on the wire that both processes inherit is ignored from now
+        on."""
         stream = self._origin.stream
         stream.drain()
         stream.close()
-        for ours, _, files in (self._branch, self._new):
-            ours.sendmsg(
-                [b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files.given()))]
+        for host_end, _, files in (self._branch, self._new):
+            host_end.sendmsg(
+                [b"\0"],
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files.descriptors()))],
             )
 
     def wire_for(self, pid: int) -> int:
@@ -202,13 +206,13 @@ class JailFork:
     def took(self, pid: int) -> None:
         if pid != self.pid:
             self._taker = pid
-            self._branch[1].close()  # so that its end shows
+            self._branch[1].close()  # otherwise the end of its stream would not show
         elif not self.old:
             self.old.append(self._origin.move(self._new[0], self._new[2]))
             self._moved()
 
     def end(self) -> None:
-        """Let go of what nobody took."""
+        """Close the ends that were not used."""
         self._branch[1].close()
         self._new[1].close()
         for files in self.old:
@@ -219,8 +223,8 @@ class JailFork:
 
     @staticmethod
     def _close(ends: tuple[socket.socket, socket.socket, SessionMemoryFiles]) -> None:
-        for each in ends:
-            each.close()
+        for end in ends:
+            end.close()
 
 
 def begin_branch(
@@ -245,7 +249,8 @@ def begin_branch(
 
 
 def watch_exit(transport: JailTransport | JailBranchTransport) -> None:
-    """A session that ends while it forks has no stream on which its end would show."""
+    """Report the end of a session that ends while it forks: it has no stream on which its end would
+    show."""
 
     def ended() -> None:
         if transport.forking is not None and not transport.forking.old:
@@ -255,10 +260,12 @@ def watch_exit(transport: JailTransport | JailBranchTransport) -> None:
 
 
 def check_apart(origin: JailTransport | JailBranchTransport) -> None:
-    """Files of memory that both processes inherited are of no more use: nobody can write to them
-    from here on."""
+    """Seal the memory files that both processes inherited against writing: they are no longer used.
+    Raises SandboxError if one of them is mapped."""
     fork = origin.forking
-    for fd in (fd for files in (fork.old if fork is not None else ()) for fd in files.given()):
+    for fd in (
+        fd for files in (fork.old if fork is not None else ()) for fd in files.descriptors()
+    ):
         try:
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_WRITE)
         except OSError as error:
@@ -270,7 +277,8 @@ def check_apart(origin: JailTransport | JailBranchTransport) -> None:
 
 
 def end_branch(origin: JailTransport | JailBranchTransport, transport: BranchTransport) -> None:
-    """Where the grant was used and no branch has come of it, whatever was made is ended."""
+    """End the fork. If the grant was used but no branch has connected, kill the process that was
+    created."""
     fork, origin.forking = origin.forking, None
     if fork is not None:
         fork.end()

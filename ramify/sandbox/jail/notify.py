@@ -1,12 +1,15 @@
-"""The host's answers when a session asks to create a process: no, except once when the host itself
-has asked for it. And when it aborts: it may send no signal, not even to itself, so the host sends
-SIGABRT to whoever asks, and to nobody else.
+"""The host's answers to a session's requests to create a process: refused, except once when the
+host itself has requested a fork.
 
-Decides that a grant is used up by one request, of the right process while it has one thread. All
-sessions of a tree ask at one listener, so each process has a grant of its own. Not here: who asks
-for a grant (``jail_transport.py``). A filter of system calls cannot do this alone: it knows no
-"once". After a fork both processes ask for a wire, and the host puts it into the one that asked:
-nothing that they have in common could bring it to one of them alone.
+A grant is used up by one request, from the right process while it has one thread. All sessions of a
+fork tree send their requests to one listener, so each process has a separate grant. A system call
+filter cannot do this alone, since it cannot count. After a fork, both processes ask for a wire (a
+socket to the host), and the host puts it into the process that asked: nothing that both processes
+share could give it to only one of them.
+
+The listener also handles aborts. A session may not send signals, not even to itself, so the host
+sends SIGABRT to the process that asks, and to no other. Not here: when a fork is granted (see
+``jail_transport.py``).
 """
 
 from __future__ import annotations
@@ -24,16 +27,16 @@ from ramify.errors import SandboxError
 
 _RECEIVE, _SEND, _ADD_FD = 0xC0502100, 0xC0182101, 0x40182103
 _TAKE_WIRE = (180, 42)
-"""On x86-64 and aarch64: a number without a call, by which both processes of a fork ask for their
-wires."""
+"""On x86-64 and aarch64: the number of a removed system call, with which both processes of a fork
+ask for their wires."""
 _REQUEST_BYTES = 80
 _CONTINUE = 1
 _EPERM = 1
 _TGKILL = (234, 131)
-"""On x86-64 and aarch64; neither is a number by which processes are created."""
+"""On x86-64 and aarch64; neither number creates processes."""
 _PATIENCE = 32
-"""Refusals at once; from there on each takes a little longer, so that a session cannot keep the
-host busy."""
+"""Number of refusals that are answered at once; each further one is delayed slightly longer, so
+that a session cannot keep the host busy."""
 _SLOWEST_S = 0.05
 
 
@@ -41,18 +44,17 @@ class GrantedFork(Protocol):
     """One fork, as the listener sees it."""
 
     def begin(self) -> None:
-        """The process that was asked to fork is about to, and can do nothing else until this
-        returns."""
+        """Called when the process is about to fork; it is blocked until this returns."""
 
     def wire_for(self, pid: int) -> int:
-        """A descriptor of the wire of ``pid``, or -1 if there is none for it."""
+        """Return a descriptor of the wire for ``pid``, or -1 if it gets none."""
 
     def took(self, pid: int) -> None:
-        """``pid`` has its wire."""
+        """Called when ``pid`` has its wire."""
 
 
 class ForkRequestListener:
-    """Where one session's requests for processes arrive."""
+    """Receives and answers the requests for processes of a session and its branches."""
 
     __slots__ = ("_fd", "_forks", "_granted", "_holders", "_loop", "_refused", "branches")
 
@@ -61,33 +63,34 @@ class ForkRequestListener:
         self._loop = asyncio.get_running_loop()
         self._granted: set[int] = set()
         self._forks: dict[int, GrantedFork] = {}
-        """Process -> its fork that is under way."""
+        """Process id -> its fork in progress."""
         self._refused = 0
         self._holders = 1
         self.branches: set[int] = set()
-        """Processes that were created here with leave."""
+        """Processes that were created with a grant."""
         self._loop.add_reader(fd, self._readable)
 
     def grant_one(self, pid: int, fork: GrantedFork) -> None:
-        """Let process ``pid`` (of the host's numbers) create one process. Raises SandboxError."""
+        """Allow process ``pid`` (as seen by the host) to create one process. Raises
+        SandboxError."""
         if not _can_add_fd(self._fd):
             raise SandboxError("the session cannot be forked: that needs Linux 5.9 or later")
         self._granted.add(pid)
         self._forks[pid] = fork
 
     def withdraw(self, pid: int) -> bool:
-        """Take back the grant of ``pid`` if it is unused; whether it was."""
+        """Withdraw the grant of ``pid``; returns True if it was unused."""
         is_unused = pid in self._granted
         self._granted.discard(pid)
         self._forks.pop(pid, None)
         return is_unused
 
     def hold(self) -> None:
-        """A branch's requests arrive here too."""
+        """Add a branch, whose requests arrive here too."""
         self._holders += 1
 
     def drop(self) -> None:
-        """A session of the tree has ended."""
+        """Remove a session of the tree that has ended."""
         self._holders -= 1
         if not self._holders:
             self.close()
@@ -110,7 +113,7 @@ class ForkRequestListener:
             self._answer(id, 0, _CONTINUE)
             return
         answer = -_EPERM
-        if number in _TGKILL and pid:  # it waits for the answer, so the number is still its own
+        if number in _TGKILL and pid:  # it waits for the answer, so its pid is still valid
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGABRT)
                 answer = 0
@@ -143,7 +146,7 @@ class ForkRequestListener:
             fork.took(pid)
 
     def _answer(self, id: int, error: int, flags: int, value: int = 0) -> bool:
-        """Whether the process that asked has the answer."""
+        """Return True if the process that asked has received the answer."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 fcntl.ioctl(self._fd, _SEND, struct.pack("<QqiI", id, value, error, flags))
@@ -161,16 +164,16 @@ class ForkRequestListener:
 
 
 def _can_add_fd(fd: int) -> bool:
-    """Whether this kernel (5.9 and later) puts descriptors into a process that asks."""
+    """Return True if this kernel (5.9 and later) can put descriptors into a process that asks."""
     try:
         fcntl.ioctl(fd, _ADD_FD, bytearray(struct.pack("<QIIII", 0, 0, fd, 0, 0)))
     except OSError as error:
-        return error.errno == errno.ENOENT  # it looked for the request
+        return error.errno == errno.ENOENT  # the call exists: it only found no such request
     return True
 
 
 def _is_alive(fd: int) -> bool:
-    """Whether any process is left that the filter binds."""
+    """Return True if any process is left to which the filter applies."""
     import select
 
     poll = select.poll()
@@ -179,7 +182,8 @@ def _is_alive(fd: int) -> bool:
 
 
 def _has_one_thread(pid: int) -> bool:
-    """A second thread could take the grant, or be lost in the branch."""
+    """Return True if ``pid`` has one thread: a second one could use the grant, or be lost in the
+    branch."""
     try:
         return len(os.listdir(f"/proc/{pid}/task")) == 1
     except OSError:
@@ -187,7 +191,7 @@ def _has_one_thread(pid: int) -> bool:
 
 
 def parent_of(pid: int) -> int:
-    """-1 where there is no such process."""
+    """Return the parent of ``pid``, or -1 if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return int(file.read().rpartition(")")[2].split()[1])
@@ -204,7 +208,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def pid_of(pidfd: int) -> int:
-    """The number of a process among the host's, or -1 where it has ended."""
+    """Return the process id (as seen by the host), or -1 if the process has ended."""
     try:
         with open(f"/proc/self/fdinfo/{pidfd}") as file:
             return next((int(line.split()[1]) for line in file if line.startswith("Pid:")), -1)

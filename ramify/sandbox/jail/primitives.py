@@ -1,10 +1,10 @@
-"""What the kernel offers to confine a process, one small function each: namespaces, mounts,
-Landlock, capabilities.
+"""Kernel features for confining a process, one small function each: namespaces, mounts, Landlock,
+capabilities.
 
-Decides how each system call is made (ctypes, no dependency) and what its failure says. Leaves out
-what is used when (``zygote.py``, ``confine.py``) and the filter of system calls (``seccomp.py``).
-Loaded in the zygote, so standard library only. The numbers below 400 differ by architecture and are
-therefore called through the C library.
+Decides how each system call is made (with ctypes, without dependencies) and the message if it
+fails. Not here: which of them are used, and when (see ``zygote.py``, ``confine.py``), and the
+system call filter (see ``seccomp.py``). Loaded in the zygote, so standard library only. System call
+numbers below 400 differ between architectures, so those calls go through the C library.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _syscall.restype = ctypes.c_long
 
 
 class KernelDenied(OSError):
-    """The kernel refused; ``what`` was asked for."""
+    """The kernel refused an operation; ``what`` names it."""
 
     def __init__(self, number: int, what: str) -> None:
         super().__init__(number, f"{what}: {os.strerror(number)}")
@@ -43,14 +43,14 @@ class KernelDenied(OSError):
 
 
 def checked(result: int, what: str) -> int:
-    """``result`` of a call of the C library. Raises Denied where it is negative."""
+    """Return ``result`` of a C library call. Raises KernelDenied if it is negative."""
     if result < 0:
         raise KernelDenied(ctypes.get_errno(), what)
     return result
 
 
 def syscall(number: int, *arguments: object, what: str) -> int:
-    """A system call by number: ints, bytes and None as its arguments."""
+    """Make a system call by number, with ints, bytes and None as arguments."""
     return checked(_syscall(ctypes.c_long(number), *map(_argument, arguments)), what)
 
 
@@ -65,7 +65,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def unshare(flags: int, what: str) -> None:
-    """Leave the namespaces of ``flags`` for new ones."""
+    """Leave the namespaces in ``flags`` for new ones."""
     checked(_libc.unshare(ctypes.c_int(flags)), what)
 
 
@@ -77,12 +77,12 @@ _TAKE_WIRE = ctypes.c_long(_NFSSERVCTL.get(os.uname().machine, -1))
 
 
 def take_wire() -> int:
-    """After a fork: a socket to the host that only this process has, handed over by the host
-    itself."""
+    """Get, after a fork, a socket to the host that only this process has; the host itself inserts
+    it."""
     while True:
         try:
             return checked(_syscall(_TAKE_WIRE), "take a new wire")
-        except InterruptedError:  # by a signal, before the host had answered
+        except InterruptedError:  # a signal arrived before the host's answer
             continue
 
 
@@ -105,8 +105,8 @@ def unmount(target: str) -> None:
 
 
 def make_read_only(target: str) -> None:
-    """A mount and all below it: no writing, no set-uid, no devices. Mount flags that are locked
-    stay as they are."""
+    """Make a mount and everything below it read-only, without set-uid and devices. Locked mount
+    flags stay as they are."""
     attributes = struct.pack("4Q", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     what = f"make {target} read-only (mount_setattr, Linux 5.12)"
     syscall(
@@ -121,7 +121,7 @@ def make_read_only(target: str) -> None:
 
 
 def pivot(root: str) -> None:
-    """Make ``root``, a mount, the only file system that there is."""
+    """Make ``root``, a mount, the only file system."""
     os.chdir(root)
     syscall(_PIVOT_ROOT[os.uname().machine], b".", b".", what="pivot_root")
     unmount(".")
@@ -129,8 +129,8 @@ def pivot(root: str) -> None:
 
 
 def memory_mount(options: dict[str, str]) -> int:
-    """A file system of memory that is mounted nowhere yet: a descriptor for ``place_mount`` and
-    ``freeze_mount``."""
+    """Create a file system in memory that is not mounted yet. Returns a descriptor for
+    ``place_mount`` and ``freeze_mount``."""
     context = syscall(_FSOPEN, b"tmpfs", 1, what="fsopen tmpfs (Linux 5.2)")
     try:
         for name, value in options.items():
@@ -148,8 +148,8 @@ def place_mount(fd: int, target: str) -> None:
 
 
 def freeze_mount(fd: int) -> None:
-    """Make the file system behind a mount read-only, wherever it is mounted. Denied (busy) while a
-    file is open for writing."""
+    """Make the file system behind a mount read-only, wherever it is mounted. Raises KernelDenied
+    (busy) while a file is open for writing."""
     context = syscall(_FSPICK, fd, b"", 1 | 8, what="fspick")
     try:
         syscall(_FSCONFIG, context, 0, b"ro", None, 0, what="fsconfig ro")
@@ -164,11 +164,11 @@ def freeze_mount(fd: int) -> None:
 _READ_FILE, _READ_DIR, _EXECUTE, _WRITE_FILE, _TRUNCATE = 1 << 2, 1 << 3, 1 << 0, 1 << 1, 1 << 14
 _FILE_RIGHTS = _READ_FILE | _WRITE_FILE | _TRUNCATE
 _NO_WRITER_NEEDS = _EXECUTE | 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 15
-"""Devices, sockets, fifos and ioctl on devices: not for files of one's own either."""
+"""Devices, sockets, fifos and ioctl on devices: not allowed even in a session's own folder."""
 
 
 def landlock_version() -> int:
-    """0 where there is none."""
+    """Return the version of Landlock, 0 if the kernel has none."""
     return max(
         int(_syscall(ctypes.c_long(_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint(1))),
         0,
@@ -176,25 +176,24 @@ def landlock_version() -> int:
 
 
 def _rights(version: int) -> int:
-    """Every right to files that this kernel can deny."""
+    """Return every file access right that this kernel can deny."""
     return ((1 << 13) - 1) | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
 
 
 class LandlockRules:
-    """Which files may be read: opened once, for the rules of any number of processes."""
+    """The files that may be read, opened once for the rulesets of any number of processes."""
 
     def __init__(self, readable: list[str], listed: list[str], version: int) -> None:
-        """``listed``: folders of which the names may be read and no more."""
+        """``listed``: folders whose file names may be read, but nothing else."""
         self._rights = _rights(version)
         size = 24 if version >= 6 else 16 if version >= 4 else 8
-        self._attributes = struct.pack("3Q", self._rights, 3, 3)[
-            :size
-        ]  # files; TCP; abstract sockets and signals
-        wanted = [(path, _READ_FILE | _READ_DIR) for path in readable] + [
+        # Rights to files; to TCP; to abstract sockets and signals.
+        self._attributes = struct.pack("3Q", self._rights, 3, 3)[:size]
+        grants = [(path, _READ_FILE | _READ_DIR) for path in readable] + [
             (path, _READ_DIR) for path in listed
         ]
         self._rules = [
-            rule for path, rights in wanted if (rule := self._rule(path, rights)) is not None
+            rule for path, rights in grants if (rule := self._rule(path, rights)) is not None
         ]
 
     @staticmethod
@@ -205,13 +204,13 @@ class LandlockRules:
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
-            return None  # what is not there needs no rule
+            return None  # a missing file needs no rule
         rights &= self._rights if os.path.isdir(path) else _FILE_RIGHTS
         return self._rule_of(fd, rights)
 
     def ruleset(self, writable: int) -> int:
-        """A descriptor for ``restrict``. ``writable``: one of a folder that may be written to, or
-        -1."""
+        """Create a ruleset and return its descriptor for ``restrict``. ``writable``: descriptor of
+        a folder that may be written to, or -1."""
         size = len(self._attributes)
         rules = syscall(
             _LANDLOCK_CREATE, self._attributes, size, 0, what="landlock_create_ruleset (Linux 5.13)"
@@ -223,8 +222,8 @@ class LandlockRules:
 
 
 def restrict(rules: int) -> None:
-    """Put a ruleset into force on this process, for good. Needs no_new_privs. No mount can be
-    changed afterwards."""
+    """Apply a ruleset to this process permanently. Needs no_new_privs. No mount can be changed
+    afterwards."""
     syscall(_LANDLOCK_RESTRICT, rules, 0, what="landlock_restrict_self")
 
 
@@ -239,15 +238,15 @@ def drop_capabilities() -> None:
 
 
 def become(uid: int) -> None:
-    """Be user and group ``uid`` for good, in no other group."""
+    """Become user and group ``uid`` permanently, with no other groups."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
 def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
-    """Name the one user and group that this process's new user namespace has. ``proc`` is a
-    descriptor of /proc."""
+    """Map the one user and group of this process's new user namespace. ``proc``: a descriptor of
+    /proc."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside} {uid} 1"),
@@ -257,7 +256,7 @@ def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
 
 
 def put(path: str, text: str, folder: int | None = None) -> None:
-    """Write to a file of the kernel's. Raises Denied."""
+    """Write to a kernel file. Raises KernelDenied."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
         try:

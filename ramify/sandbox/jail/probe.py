@@ -1,9 +1,9 @@
-"""Which tier this machine reaches, found by building the walls and letting a trial session attack
-them.
+"""Finds out which tier this machine reaches, by building the walls and letting a trial session
+attack them.
 
-Decides how the answer is had without an event loop, and that it is asked for once in a process.
-Leaves out the walls (``walls.py``). What a session may count on is what was tried, never what a
-version number promises.
+Decides how the answer is obtained without an event loop, and that this happens once per process.
+Not here: the walls (see ``walls.py``). A tier is reported only if it was tested, never because of a
+version number.
 """
 
 from __future__ import annotations
@@ -49,33 +49,33 @@ class ProbedTier(msgspec.Struct, frozen=True):
     missing: dict[str, str]
     """Stronger tier -> what the kernel refused."""
     landlock: int = 0
-    """Version that is in force, 0 for none."""
+    """Version of Landlock in use, 0 for none."""
 
 
 NEWEST = 1 << 10
-"""A version of Landlock that no kernel has yet: use what there is."""
-_found: dict[tuple[frozenset[int], int], ProbedTier] = {}
+"""A version of Landlock that no kernel has yet: use the kernel's own version."""
+_probed: dict[tuple[frozenset[int], int], ProbedTier] = {}
 
 
 def learn(server: StartedForkServer) -> None:
-    """Take the answer, once, from a zygote that was started with ``reports``."""
-    _found[frozenset(), NEWEST] = read_walls(server)
+    """Read the result, once, from a zygote that was started with ``reports``."""
+    _probed[frozenset(), NEWEST] = read_walls(server)
 
 
 def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedTier:
-    """The answer of a zygote that was started for the question. ``deny``: numbers of system calls
-    to do without; ``landlock``: the newest version of Landlock to use."""
-    if (deny, landlock) not in _found:
+    """Start a zygote only to find the tier. ``deny``: numbers of system calls to do without;
+    ``landlock``: newest version of Landlock to use."""
+    if (deny, landlock) not in _probed:
         poorer = {"deny": sorted(deny), "landlock": landlock}
         server = start_server({**EMPTY, **poorer, "probes": True, "reports": True}, MODULES)
         try:
-            _found[deny, landlock] = read_walls(server)
+            _probed[deny, landlock] = read_walls(server)
         finally:
             server.control.close()
             server.process.kill()
             server.process.wait()
             os.close(server.complaints)
-    return _found[deny, landlock]
+    return _probed[deny, landlock]
 
 
 EMPTY = {
@@ -95,19 +95,19 @@ EMPTY = {
     "probes": False,
     "reports": False,
 }
-"""A zygote's configuration, to be changed."""
+"""Default configuration of a zygote."""
 
 
 def read_walls(server: StartedForkServer) -> ProbedTier:
-    """The first frame of a zygote that reports. Blocks the milliseconds that it takes to build
-    walls."""
+    """Read the first frame of a zygote that reports. Blocks for the milliseconds that building the
+    walls takes."""
     sock = server.control
     header = msgspec.json.decode(open_frame(memoryview(_receive(sock)))[0])
     if header["op"] == "walls":
         return ProbedTier(header["tier"], header["missing"], header["landlock"])
     if "missing" in header:
         return ProbedTier(None, header["missing"])
-    raise SandboxError(f"the jail could not be tried out: {header.get('message', header)}")
+    raise SandboxError(f"the jail could not be tested: {header.get('message', header)}")
 
 
 def _receive(sock: socket.socket) -> bytes:
@@ -117,25 +117,26 @@ def _receive(sock: socket.socket) -> bytes:
 
 def _exactly(sock: socket.socket, count: int) -> bytes:
     data = b""
-    poll = select.poll()  # not select: it takes no descriptor above 1023
+    poll = select.poll()  # select does not support descriptors above 1023
     poll.register(sock, select.POLLIN)
     while len(data) < count:
         if not poll.poll(_WAIT_S * 1000):
-            raise SandboxError(f"the jail could not be tried out: no answer within {_WAIT_S:g} s")
+            raise SandboxError(f"the jail could not be tested: no answer within {_WAIT_S:g} s")
         part = b""
         with contextlib.suppress(OSError):
             part = sock.recv(count - len(data))
         if not part:
-            raise SandboxError("the jail could not be tried out: its process ended")
+            raise SandboxError("the jail could not be tested: its process ended")
         data += part
     return data
 
 
-def unreachable(asked: str, missing: Mapping[str, str]) -> str:
-    """The error for a machine without tier ``asked``: what failed, and how to get it."""
-    tried = "; ".join(f"tier {tier}: {why}" for tier, why in missing.items() if tier <= asked)
-    remedies = "; ".join(_REMEDIES[tier] for tier in missing if tier <= asked)
+def unreachable(tier_needed: str, missing: Mapping[str, str]) -> str:
+    """Return the error message for a machine without tier ``asked``: what failed, and what to
+    do."""
+    tried = "; ".join(f"tier {tier}: {why}" for tier, why in missing.items() if tier <= tier_needed)
+    remedies = "; ".join(_REMEDIES[tier] for tier in missing if tier <= tier_needed)
     return (
-        f"sandbox 'jail' does not reach tier {asked} on this machine ({tried}): {remedies}; "
+        f"sandbox 'jail' does not reach tier {tier_needed} on this machine ({tried}): {remedies}; "
         "or accept less: allow_weaker=True (--allow-weaker)"
     )

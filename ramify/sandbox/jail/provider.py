@@ -1,12 +1,14 @@
-"""The provider ``jail``: sessions of full Python that reach no file, no network and no process, in
-milliseconds.
+"""The provider ``jail``: sessions with full Python, opened in milliseconds, without access to
+files, the network or other processes.
 
-Decides which tier is taken and says what is missing, what each session is given, and how many are
-kept ready. Leaves out how sessions are had from a fork server (``process.py``), the walls
-(``walls.py``, ``confine.py``, ``seccomp.py``), and the budget of memory (``budget.py``).
+Decides which tier is used, reports what is missing for a stronger one, and decides what each
+session gets and how many sessions are kept ready. Not here: forking sessions from a server (see
+``process.py``), the walls (see ``walls.py``, ``confine.py``, ``seccomp.py``), and the memory budget
+(see ``budget.py``).
 
-    JailSandbox ──Link──> zygote in its walls ──┬─fork─> confined session <──SocketStream──> GuestSession
-                    └──Link──> template ────────┴─fork─> confined session       asks for a process ──> Listener
+    JailSandbox ──> zygote in its walls ──┬─fork─> confined session <──SocketStream──> GuestSession
+              └───> template ─────────────┴─fork─> confined session
+                                                       └─ fork request ──> ForkRequestListener
 """
 
 from __future__ import annotations
@@ -36,38 +38,37 @@ from ramify.sandbox.process_transport import SessionMemoryFiles
 from ramify.sandbox.session import GuestSession
 
 _NOT_HERE = (
-    "sandbox 'jail' needs Linux and this is {platform}: run inside a container or WSL2, use "
-    "provider 'docker', a cloud "
-    "one or 'monty' (--sandbox NAME), or accept no isolation: SandboxSpec(provider='process', "
-    "allow_weaker=True), "
-    "--sandbox process --allow-weaker"
+    "sandbox 'jail' needs Linux and this is {platform}: run inside a container or WSL2, use the "
+    "provider 'docker', a cloud provider or 'monty' (--sandbox NAME), or accept no isolation: "
+    "SandboxSpec(provider='process', allow_weaker=True), --sandbox process --allow-weaker"
 )
 _LATER_S = 0.002
-"""Before the next session is made ready: the one that was taken has a cell to run first."""
+"""Delay before the next session is prepared: the one just taken runs its first cell meanwhile."""
 _FORBIDDEN = ("/", "/proc", "/sys", "/dev", "/run")
 WEAKER = {
-    "B": "sandbox 'jail' at tier B: files of this machine cannot be opened, but their names, sizes and times can be seen",
-    "C": "sandbox 'jail' at tier C: the filter of system calls is the only wall",
+    "B": "sandbox 'jail' at tier B: files of this machine cannot be opened, but their names, "
+    "sizes and times are visible",
+    "C": "sandbox 'jail' at tier C: the system call filter is the only wall",
 }
 
 
 class JailSandbox(ProcessSandbox):
-    """Implements ``base.Sandbox``."""
+    """Sandbox whose sessions are confined by the kernel. Implements ``base.Sandbox``."""
 
     def __init__(
         self, spec: SandboxSpec, *, deny: frozenset[int] = frozenset(), landlock: int = NEWEST
     ) -> None:
-        """``deny``: numbers of system calls to do without, and ``landlock``: the newest version of
-        Landlock to use, both as on a poorer kernel."""
+        """``deny``: numbers of system calls to do without. ``landlock``: newest version of Landlock
+        to use. Both simulate a less capable kernel."""
         if sys.platform != "linux":
             raise SandboxError(_NOT_HERE.format(platform=sys.platform))
         check_mounts(spec.mounts)
         check_memory(spec)
         super().__init__(spec)
         self._deny, self._landlock = deny, landlock
-        if self._is_whole():
+        if self._uses_whole_kernel():
             with _lock:
-                _hear(spec)
+                _read_report(spec)
         self.reached: ProbedTier = probe(deny, landlock)
         self.warning = self._settle_tier()
         check_places(spec.mounts, self.reached)
@@ -86,8 +87,8 @@ class JailSandbox(ProcessSandbox):
             shares_context=True,
         )
 
-    def _is_whole(self) -> bool:
-        """Nothing that this kernel has is left out."""
+    def _uses_whole_kernel(self) -> bool:
+        """Return True if all features of this kernel are used."""
         return not self._deny and self._landlock == NEWEST
 
     def _settle_tier(self) -> str | None:
@@ -97,10 +98,10 @@ class JailSandbox(ProcessSandbox):
         return WEAKER[tier] if tier > spec.tier else None
 
     def describe(self) -> list[str]:
-        """The tier, and what keeps what away."""
+        """Describe the tier and how files, network and processes are isolated."""
         tier, landlock = str(self.reached.tier), self.reached.landlock
         files = {
-            "A": "not there (mount namespace)",
+            "A": "do not exist (mount namespace)",
             "B": "cannot be opened (Landlock)",
             "C": "cannot be named (seccomp)",
         }
@@ -119,9 +120,9 @@ class JailSandbox(ProcessSandbox):
 
     def start(self) -> StartedForkServer:
         with _lock:
-            if self._is_whole() and self.spec in _launched:
-                _hear(self.spec)
-                _heard.discard(self.spec)
+            if self._uses_whole_kernel() and self.spec in _launched:
+                _read_report(self.spec)
+                _reported.discard(self.spec)
                 return _launched.pop(self.spec)
         poorer = {"deny": sorted(self._deny), "landlock": self._landlock}
         return _start(self.spec, self.paths, poorer, reports=False)
@@ -129,13 +130,13 @@ class JailSandbox(ProcessSandbox):
     # -- sessions kept ready
 
     async def fork(
-        self, link: ForkServerChannel, seed: str, *, early: bool = False
+        self, channel: ForkServerChannel, seed: str, *, early: bool = False
     ) -> GuestSession:
-        if early or link is not await self.base():
-            return await super().fork(link, seed, early=early)
+        if early or channel is not await self.base():
+            return await super().fork(channel, seed, early=early)
         session = await self._take(seed)
         if session is None:
-            session = await super().fork(link, seed)
+            session = await super().fork(channel, seed)
         if self._filling is None and self.spec.pool:
             self._filling = asyncio.ensure_future(self._fill())
         return session
@@ -152,18 +153,17 @@ class JailSandbox(ProcessSandbox):
     async def _fill(self) -> None:
         try:
             await asyncio.sleep(_LATER_S)
-            with contextlib.suppress(RamifyError):  # whoever wants a session next is told
+            with contextlib.suppress(RamifyError):  # the next ``open`` reports the error
                 while len(self._ready) < self.spec.pool:
                     self._ready.append(await self.fork(await self.base(), "", early=True))
         finally:
             self._filling = None
 
     def compiled(self) -> None:
-        """Those that are ready know nothing of it: they make room for better ones, once there is
-        time."""
-        old = [*self._ready]
+        """Replace the sessions that are ready: they were forked before the module was compiled."""
+        outdated = [*self._ready]
         self._ready.clear()
-        for session in old:
+        for session in outdated:
             session.kill("it was never taken")
             self._leaving.add(task := asyncio.ensure_future(session.close()))
             task.add_done_callback(self._leaving.discard)
@@ -179,12 +179,12 @@ class JailSandbox(ProcessSandbox):
     def make_transport(
         self,
         sock: socket.socket,
-        link: ForkServerChannel,
+        channel: ForkServerChannel,
         pid: int,
         pidfd: int,
         files: SessionMemoryFiles,
     ) -> JailTransport:
-        return JailTransport(self.caps, sock, self.buffers, link, pid, pidfd, files)
+        return JailTransport(self.caps, sock, self.buffers, channel, pid, pidfd, files)
 
     async def close(self) -> None:
         if self._filling is not None:
@@ -196,14 +196,14 @@ class JailSandbox(ProcessSandbox):
 
 
 def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
-    """Raises ConfigError for what cannot or may not be shown to sessions."""
+    """Raise ConfigError for mounts that do not exist or are not allowed."""
     for source, place in mounts:
         if not os.path.exists(source):
             raise ConfigError(f"sandbox mounts: there is no '{source}' on this machine")
         real = os.path.realpath(source)
         if real in _FORBIDDEN or real.startswith(("/proc/", "/sys/", "/dev/")):
             raise ConfigError(
-                f"sandbox mounts: '{source}' is not allowed: give a folder or file of your own data"
+                f"sandbox mounts: '{source}' is not allowed: give a folder or file with your data"
             )
         if (
             not os.path.isabs(place)
@@ -211,14 +211,14 @@ def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
             or place in ("/", "/tmp", "/dev", "/proc")
         ):
             raise ConfigError(
-                f"sandbox mounts: '{place}' is no place for '{source}': give an absolute path such "
-                "as /data"
+                f"sandbox mounts: '{source}' cannot be mounted at '{place}': give an absolute path "
+                "such as /data"
             )
 
 
 def check_places(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> None:
-    """Without a file system of their own, sessions see a mount where it is, or not at all. Raises
-    ConfigError."""
+    """Raise ConfigError if a mount cannot have its path at the tier that was reached. Without their
+    own file system, sessions see a mount under its real path, or not at all."""
     if reached.tier == "A":
         return
     for source, place in mounts:
@@ -226,32 +226,32 @@ def check_places(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> No
             where = (
                 ""
                 if reached.tier == "C"
-                else f", only where it is: ({source!r}, {os.path.realpath(source)!r})"
+                else f", only at its own path: ({source!r}, {os.path.realpath(source)!r})"
             )
             raise ConfigError(
-                f"sandbox mounts: at tier {reached.tier}, which is what this machine reaches, "
-                f"'{source}' cannot be shown "
-                f"as '{place}'{where}"
+                f"sandbox mounts: this machine reaches tier {reached.tier}, at which '{source}' "
+                f"cannot be mounted at '{place}'{where}"
             )
 
 
 def check_memory(spec: SandboxSpec) -> None:
-    """Raises ConfigError for what this machine does not have."""
-    most, default = machine_bytes(), SandboxSpec().memory_bytes
-    for name, wanted in (
+    """Raise ConfigError if ``spec`` asks for more memory than this machine has."""
+    available, default = machine_bytes(), SandboxSpec().memory_bytes
+    for name, num_bytes in (
         ("memory_bytes", spec.memory_bytes),
         ("all_memory_bytes", spec.all_memory_bytes),
     ):
-        if wanted > max(most, default):
+        if num_bytes > max(available, default):
             raise ConfigError(
-                f"sandbox {name} is {wanted:,}, more than the {most:,} bytes of this machine"
+                f"sandbox {name} is {num_bytes:,}, more than the {available:,} bytes of this "
+                "machine"
             )
 
 
 def _start(
     spec: SandboxSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool
 ) -> StartedForkServer:
-    """``poorer``: what to do without."""
+    """Start a zygote. ``poorer``: kernel features to do without."""
     config = (
         EMPTY
         | poorer
@@ -272,15 +272,14 @@ def _start(
 
 
 _lock = threading.Lock()
-"""Of what follows: the first words of a zygote are read once, whichever thread asks."""
+"""Protects the state below: the report of a zygote is read once, whichever thread needs it."""
 _launched: dict[SandboxSpec, StartedForkServer] = {}
-_heard: set[SandboxSpec] = set()
-"""Those of them whose report was read."""
+_reported: set[SandboxSpec] = set()
+"""Specs in ``_launched`` whose zygote's report was read."""
 
 
 def launch(spec: SandboxSpec) -> None:
-    """Start the zygote that the next sandbox of ``spec`` will take, while the caller does other
-    things."""
+    """Start the zygote for the next sandbox of ``spec`` while the caller has other work to do."""
     if sys.platform != "linux" or spec in _launched:
         return
     with _lock:
@@ -290,15 +289,15 @@ def launch(spec: SandboxSpec) -> None:
             _launched[spec] = _start(spec, locate(spec.packages), {}, reports=True)
 
 
-def _hear(spec: SandboxSpec) -> None:
-    """Take what the zygote that was launched for ``spec`` says of its walls."""
-    if spec in _launched and spec not in _heard:
-        _heard.add(spec)
+def _read_report(spec: SandboxSpec) -> None:
+    """Read the report of the zygote that was launched for ``spec`` on its walls."""
+    if spec in _launched and spec not in _reported:
+        _reported.add(spec)
         learn(_launched[spec])
 
 
 def _discard() -> None:
-    """End what was launched and never taken."""
+    """End the zygotes that were launched and never used."""
     for server in _launched.values():
         _end(server)
     _launched.clear()
@@ -315,8 +314,8 @@ def _end(server: StartedForkServer) -> None:
 
 
 def open_provider(spec: SandboxSpec) -> Sandbox:
-    """What ``base.open_sandbox`` calls. Where there is no jail, whoever accepts weaker gets
-    processes, with their warning."""
+    """Entry point for ``base.open_sandbox``. If the jail is not available and ``spec`` accepts
+    weaker isolation, returns a process sandbox, which has a warning."""
     try:
         return JailSandbox(spec)
     except SandboxError:

@@ -1,9 +1,9 @@
-"""A session that survives a cell which has to be killed: it goes on from a fork kept before the
+"""A session that survives a cell that had to be killed: it continues from a fork made before the
 cell.
 
-Decides when the fork is made and what the caller is told. Leaves out forking. A session that cannot
-be forked at the moment (threads are alive) runs its cell without one; if that cell is killed, the
-error says why nothing was kept.
+Decides when the fork is made and what the caller sees. Not here: forking (see ``session.py``). If a
+session cannot be forked at the moment (threads are alive), it runs its cell without a fork. If that
+cell is killed, the error says why the session was not rolled back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ramify.types.trajectory import Cell
 
 
 class RollbackSession:
-    """Implements ``base.Session``."""
+    """A session that is forked before each cell. Implements ``base.Session``."""
 
     def __init__(self, session: GuestSession) -> None:
         self._session = session
@@ -30,26 +30,26 @@ class RollbackSession:
         return self._session.pid
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        made = await self._keep()
-        if isinstance(made, str):
-            with _reporting(made):
+        fork = await self._try_fork()
+        if isinstance(fork, str):
+            with _reporting(fork):
                 return await self._session.run(code, answer=answer, timeout_s=timeout_s)
-        kept: GuestSession | None = made
+        unused_fork: GuestSession | None = fork
         try:
             ran = await self._session.run(code, answer=answer, timeout_s=timeout_s)
         except SessionDied as died:
             await self._session.close()
-            self._session, kept = made, None
+            self._session, unused_fork = fork, None
             error = f"SessionDied: {died}\nThe session is as it was before this cell."
             cell = Cell(code=code, stdout=died.stdout, error=error, stdout_chars=len(died.stdout))
             return CellResult(cell, None, "killed")
         finally:
-            if kept is not None:
-                await kept.close()
+            if unused_fork is not None:
+                await unused_fork.close()
         return ran
 
-    async def _keep(self) -> GuestSession | str:
-        """The fork, or why there is none."""
+    async def _try_fork(self) -> GuestSession | str:
+        """Return a fork of the session, or the reason why there is none."""
         try:
             return await self._session.fork()
         except SessionDied:
@@ -86,7 +86,7 @@ class RollbackSession:
 
 @contextlib.contextmanager
 def _reporting(why: str) -> Iterator[None]:
-    """Add to the news that a session died why it was not rolled back."""
+    """Add the reason why the session was not rolled back to a SessionDied."""
     try:
         yield
     except SessionDied as died:

@@ -1,12 +1,11 @@
-"""Which system calls a session may make: a list of what is allowed, turned into a filter for the
-kernel.
+"""The system calls that a session may make: an allowlist, compiled into a filter for the kernel.
 
-Decides the list for x86_64 and aarch64, what is looked at in the arguments, and that creating a
-process is a question put to the host. All else fails with EPERM, so that Python code sees an
-exception. Leaves out when it is installed (``confine.py``) and how the host answers
-(``notify.py``). Standard library only.
+Decides the list for x86_64 and aarch64, which arguments are checked, and that the host is asked
+before a process is created. All other calls fail with EPERM, so that Python code sees an exception.
+Not here: when the filter is installed (see ``confine.py``) and how the host answers (see
+``notify.py``). Standard library only.
 
-    number ──search tree over the allowed numbers──> ALLOW | EPERM | a few steps that look at an argument
+    number ──search tree over the allowed numbers──> ALLOW | EPERM | steps that check an argument
 """
 
 from __future__ import annotations
@@ -64,42 +63,43 @@ _X32 = 0x40000000
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _GO, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x05, 0x54, 0x06
 Step = tuple[int, int, int, int]
-"""One instruction: what, steps to skip if true, if false, operand."""
+"""One instruction: opcode, steps to skip if true, steps to skip if false, operand."""
 
 ALLOW, KILL, NOTIFY = 0x7FFF0000, 0x80000000, 0x7FC00000
 EPERM, ENOTTY, ENOSYS, EAFNOSUPPORT = (0x50000 | number for number in (1, 25, 38, 97))
 
 _THREAD = 0x10000
 _PLAIN_FORK = 0x01200000 | 17
-"""What ``fork`` asks of ``clone``: the child's number written down and cleared, SIGCHLD at its
+"""The flags that ``fork`` passes to ``clone``: write down and clear the child's pid, SIGCHLD at its
 end."""
 _NEW_NAMESPACE = 0x7E020080
 _MAP_SHARED, _MAP_ANONYMOUS, _PROT_WRITE = 1, 0x20, 2
 _FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
-"""Not those that send signals or leases to others (F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY), nor
-F_ADD_SEALS."""
+"""Without those that send signals or leases to others (F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY),
+and without F_ADD_SEALS."""
 _F_SETFL, _O_ASYNC = 4, 0o20000
 _STREAM, _SEQPACKET = 1, 5
 _SIGABRT = 6
 _O_TRUNC, _O_ACCMODE = 0o1000, 3
 _IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Is it a terminal, its size, bytes to read, blocking or not, close on exec. Never TIOCSTI."""
+"""Terminal test, terminal size, number of bytes to read, blocking mode, close on exec. Never
+TIOCSTI."""
 _PRCTL_OPTIONS = (15, 16)
 """The thread's name."""
 _RLIMIT_NOFILE, _RLIMIT_AS = 7, 9
-"""What the guest itself changes, below the hard limit."""
+"""Limits that the guest itself changes, below the hard limit."""
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """``name=x86_64/aarch64`` words -> the numbers of ``machine``; without calls that it does not
-    have."""
-    column, found = _COLUMN[machine], {}
+    """Parse ``name=x86_64/aarch64`` words into the numbers of ``machine``, without calls that it
+    does not have."""
+    column, number_of = _COLUMN[machine], {}
     for word in table.split():
         name, _, both = word.partition("=")
         number = both.split("/")[column]
         if number != "-":
-            found[name] = int(number)
-    return found
+            number_of[name] = int(number)
+    return number_of
 
 
 def is_supported(machine: str) -> bool:
@@ -107,20 +107,20 @@ def is_supported(machine: str) -> bool:
 
 
 def filter_for(machine: str, *, paths: bool, changes: bool) -> bytes:
-    """The filter of a session; without ``paths``, one in which no call can name a file, and without
-    ``changes`` none can alter one: Landlock does not know modes and times, nor before Linux 6.2
-    lengths."""
+    """Return the filter of a session. Without ``paths``, no call can name a file. Without
+    ``changes``, no call can change one: Landlock does not cover modes and times, nor file lengths
+    before Linux 6.2."""
     allowed = numbers(
         _ANYWHERE + (_WITH_PATHS if paths else "") + (_WITH_CHANGES if changes else ""), machine
     )
-    looked_at = numbers(_FILTERED + (_OPENING if paths else ""), machine)
+    checked_calls = numbers(_FILTERED + (_OPENING if paths else ""), machine)
     rules: dict[int, int | list[Step]] = dict.fromkeys(allowed.values(), ALLOW)
-    rules |= {number: _STEPS[name] for name, number in looked_at.items()}
+    rules |= {number: _STEPS[name] for name, number in checked_calls.items()}
     return assemble(machine, rules, EPERM)
 
 
 def denying(machine: str, calls: set[int], answer: int = EPERM) -> bytes:
-    """A filter that denies ``calls`` and no others: what a poorer kernel looks like."""
+    """Return a filter that denies only ``calls``, to simulate a less capable kernel."""
     return assemble(machine, dict.fromkeys(calls, answer), ALLOW)
 
 
@@ -145,9 +145,9 @@ def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[
 
 
 def _opening(flags: int) -> list[Step]:
-    """Landlock before Linux 6.2 does not know the right to empty a file: who asks for that must ask
-    to write as well. Access mode 3 opens a file for neither reading nor writing, so that Landlock
-    sees nothing to deny at any version."""
+    """Landlock before Linux 6.2 does not cover the right to truncate a file, so truncating requires
+    write access as well. Access mode 3 opens a file for neither reading nor writing, which Landlock
+    would not deny at any version."""
     return [
         _argument(flags),
         (_AND, 0, 0, _O_ACCMODE),
@@ -163,9 +163,9 @@ def _opening(flags: int) -> list[Step]:
 
 
 _STEPS: dict[str, int | list[Step]] = {
-    "clone3": ENOSYS,  # its flags lie in memory; the C library falls back to clone
+    "clone3": ENOSYS,  # its flags are in memory; the C library falls back to clone
     "fork": NOTIFY,
-    # no kernel has it any more: both processes of a fork ask the host by it for their wires
+    # Removed from all kernels: both processes of a fork use it to ask the host for their wires.
     "nfsservctl": NOTIFY,
     "clone": [
         _argument(0),
@@ -178,25 +178,30 @@ _STEPS: dict[str, int | list[Step]] = {
     "ioctl": _one_of(1, _IOCTL_REQUESTS, [_end(ENOTTY)]),
     "fcntl": _one_of(
         1, _FCNTL_COMMANDS,
-        [(_EQUAL, 1, 0, _F_SETFL), _end(EPERM), _argument(2), (_ANY_BIT, 0, 1, _O_ASYNC), _end(EPERM), _end(ALLOW)],
+        [
+            (_EQUAL, 1, 0, _F_SETFL), _end(EPERM),
+            _argument(2), (_ANY_BIT, 0, 1, _O_ASYNC), _end(EPERM), _end(ALLOW),
+        ],
     ),
-    # what abort() ends itself by
+    # abort() ends the process with this call.
     "tgkill": [_argument(2), (_EQUAL, 0, 1, _SIGABRT), _end(NOTIFY), _end(EPERM)],
     "prctl": _one_of(0, _PRCTL_OPTIONS, [_end(EPERM)]),
-    "socketpair": [  # not datagrams: those of a pair can be sent to any other socket of the machine
+    "socketpair": [  # no datagrams: a datagram socket can send to any other socket of the machine
         _argument(0), (_EQUAL, 1, 0, 1), _end(EAFNOSUPPORT),
-        _argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM), (_EQUAL, 0, 1, _SEQPACKET), _end(ALLOW), _end(EPERM),
+        _argument(1), (_AND, 0, 0, 0xF),
+        (_EQUAL, 1, 0, _STREAM), (_EQUAL, 0, 1, _SEQPACKET), _end(ALLOW), _end(EPERM),
     ],
     "open": _opening(1),
     "openat": _opening(2),
     "prlimit64": [
         _argument(0), (_EQUAL, 1, 0, 0), _end(EPERM),
         _argument(2), (_EQUAL, 0, 3, 0), _argument(2, 1), (_EQUAL, 0, 1, 0), _end(ALLOW),
-        _argument(1), (_EQUAL, 0, 1, _RLIMIT_AS), _end(ALLOW), (_EQUAL, 0, 1, _RLIMIT_NOFILE), _end(ALLOW), _end(EPERM),
+        _argument(1), (_EQUAL, 0, 1, _RLIMIT_AS), _end(ALLOW),
+        (_EQUAL, 0, 1, _RLIMIT_NOFILE), _end(ALLOW), _end(EPERM),
     ],
-    # Memory that is shared for writing would still be shared after a fork. Memory without a file
-    # could be made writable later (mprotect); a file that was opened for reading could not, and
-    # those that are open for writing see jail_transport.py.
+    # Memory that is shared for writing would remain shared after a fork. Anonymous memory could be
+    # made writable later (mprotect); a mapping of a file that was opened for reading could not. For
+    # files that are open for writing, see jail_transport.py.
     "mmap": [
         _argument(3), (_ANY_BIT, 1, 0, _MAP_SHARED), _end(ALLOW),
         (_ANY_BIT, 0, 1, _MAP_ANONYMOUS), _end(EPERM),
@@ -210,7 +215,7 @@ _STEPS: dict[str, int | list[Step]] = {
 
 
 def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -> bytes:
-    """Rules by number -> instructions for the kernel."""
+    """Compile rules by number into instructions for the kernel."""
     bodies: list[tuple[int, list[Step]]] = []
     head = [
         (_LOAD, 0, 0, 4),
@@ -234,22 +239,22 @@ def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -
 def _ranges(
     rules: dict[int, int | list[Step]], otherwise: int
 ) -> list[tuple[int, int | list[Step]]]:
-    """(first number, rule) of each stretch of numbers with one rule."""
-    found: list[tuple[int, int | list[Step]]] = [(0, otherwise)]
+    """Return (first number, rule) for each range of numbers with one rule."""
+    ranges: list[tuple[int, int | list[Step]]] = [(0, otherwise)]
     for number in sorted(rules):
         for start, rule in ((number, rules[number]), (number + 1, otherwise)):
-            if found[-1][0] == start:
-                found.pop()
-            if not found or (found[-1][1] is not rule and found[-1][1] != rule):
-                found.append((start, rule))
-    return found
+            if ranges[-1][0] == start:
+                ranges.pop()
+            if not ranges or (ranges[-1][1] is not rule and ranges[-1][1] != rule):
+                ranges.append((start, rule))
+    return ranges
 
 
 def _search(
     ranges: list[tuple[int, int | list[Step]]], bodies: list[tuple[int, list[Step]]]
 ) -> list[Step]:
-    """Find the stretch that a number is in by halving. A body is gone to by its negative number,
-    set right later."""
+    """Binary search for the range that contains a number. A jump to a body holds its negative index
+    until ``assemble`` sets it."""
     if len(ranges) == 1:
         start, rule = ranges[0]
         if isinstance(rule, int):
@@ -266,7 +271,7 @@ class _Program(ctypes.Structure):
 
 
 class SeccompFilter:
-    """A filter ready to be installed by any number of processes."""
+    """A filter that any number of processes can install."""
 
     def __init__(self, steps: bytes) -> None:
         self._steps = ctypes.create_string_buffer(steps, len(steps))
@@ -274,8 +279,8 @@ class SeccompFilter:
         self._number = _SECCOMP[os.uname().machine]
 
     def install(self, *, listener: bool) -> int:
-        """On this process, for good. With ``listener``, the descriptor at which its questions
-        arrive. Needs no_new_privs."""
+        """Install the filter on this process permanently. With ``listener``, returns the descriptor
+        at which its notifications arrive. Needs no_new_privs."""
         flags = 8 if listener else 0
         return primitives.syscall(
             self._number,

@@ -1,17 +1,16 @@
-"""The walls around all sessions of a zygote, and which of them this machine can have: found out by
-building them.
+"""The walls around all sessions of a zygote. Building them shows which tier this machine supports.
 
-Decides what each tier consists of and tries the strongest first. Leaves out what each session adds
-(``confine.py``). Standard library only.
+Decides what each tier consists of and tries the strongest one first. Not here: what each session
+adds (see ``confine.py``). Standard library only.
 
-    A   namespaces: no file of the host is there, no network, no other process is seen   + Landlock where there is
-    B   Landlock: files are there and cannot be opened                                   no namespaces
-    C   no system call that names a file                                                 no namespaces, no Landlock
+    A   namespaces: no files of the host, no network, no other processes; also Landlock if available
+    B   Landlock: files are visible but cannot be opened; no namespaces
+    C   no system call that names a file; no namespaces, no Landlock
 
-All three have the filter of system calls; without it there is no jail.
+All three use the system call filter; the jail does not run without it.
 
-    zygote process ──fork──> tries A ──fork──> first process of its namespaces: goes on as the zygote
-                   └─ goes on itself as the zygote of B or C where that failed
+    zygote process ──fork──> tries A ──fork──> first process of its namespaces: becomes the zygote
+                   └─ becomes the zygote of tier B or C if A failed
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ else:
 
 TIERS = "ABC"
 _ROOT = "/tmp"
-"""Where the new root is put together; the host's own folder of that name is covered only for us."""
+"""Folder in which the new root is assembled; the host's own folder of that name is covered only in
+this namespace."""
 _INSIDE = 1000
 _NOBODY, _FIRST_UID, _UIDS = 65534, 0x70000000, 0x0FFF0000
 _SPACES = (
@@ -47,7 +47,7 @@ _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/
 
 
 class TierUnavailable(Exception):
-    """No tier that was asked for can be had: tier -> what is missing."""
+    """None of the requested tiers is available: tier -> what is missing."""
 
     def __init__(self, missing: dict[str, str]) -> None:
         super().__init__("; ".join(f"tier {tier}: {why}" for tier, why in missing.items()))
@@ -55,26 +55,26 @@ class TierUnavailable(Exception):
 
 
 class ZygoteWalls(NamedTuple):
-    """Where the zygote is now."""
+    """The walls around the zygote."""
 
     tier: str
     missing: dict[str, str]
-    """Stronger tier -> why it was not to be had."""
+    """Stronger tier -> why it is not available."""
     proc: int
     """A descriptor of /proc that sessions do not get, or -1."""
     landlock: int
     """Version, 0 for none."""
     confinement: Any
     outer: bool
-    """Whether this process is the one that the host started, and so must end what it leaves
+    """True if this process is the one that the host started, which must end everything it leaves
     behind."""
 
 
 def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
-    """Put up the strongest walls of ``config["tiers"]``. Returns in the zygote, which may be
-    another process than was called; that one calls ``let_go`` and waits for the zygote's end.
-    ``preload`` imports what sessions will want, inside the walls if it can read it there. Raises
-    Unreachable, and what ``preload`` raises."""
+    """Build the strongest walls of ``config["tiers"]``. Returns in the zygote, which may be another
+    process than the caller; in that case the caller's process calls ``let_go`` and waits for the
+    zygote's end. ``preload`` imports what sessions will need, inside the walls if it can be read
+    there. Raises TierUnavailable, and the errors of ``preload``."""
     missing: dict[str, str] = {}
     if not seccomp.is_supported(os.uname().machine):
         raise TierUnavailable({"A": f"no table of system calls for {os.uname().machine}"})
@@ -96,22 +96,23 @@ def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
 
 
 def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> ZygoteWalls:
-    """In a child, since half of a wall cannot be taken down again."""
-    told, tells = os.pipe()
+    """Build tier A in a child process, since half-built walls cannot be removed."""
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
-        os.close(told)
+        os.close(read_end)
         try:
             walls = _enter_spaces(config, missing)
-        except BaseException as error:  # noqa: BLE001  (told to the process that goes on without)
+        except BaseException as error:  # noqa: BLE001  (reported to the process that continues without it)
             os.write(
-                tells, str(getattr(error, "strerror", None) or error).encode()[:4000] or b"unknown"
+                write_end,
+                str(getattr(error, "strerror", None) or error).encode()[:4000] or b"unknown",
             )
             os._exit(1)
-        os.close(tells)
+        os.close(write_end)
         return walls
-    os.close(tells)
-    with os.fdopen(told, "rb") as file:
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as file:
         why = file.read().decode("utf-8", "replace")
     if why:
         os.waitpid(pid, 0)
@@ -122,7 +123,7 @@ def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> Zyg
 
 
 def _wait_out(pid: int) -> None:
-    """Be nothing but the one who knows when ``pid`` has ended."""
+    """Wait for the end of ``pid`` and exit with its status."""
     os.closerange(3, 1 << 20)
     os._exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0))
 
@@ -140,7 +141,7 @@ def _enter_spaces(config: dict[str, Any], missing: dict[str, str]) -> ZygoteWall
     _build_root(readable, mounts)
     primitives.unshare(_SPACES, "namespaces of processes, network and names")
     primitives.set_host_name("sandbox")
-    _go_on_as_first()
+    _continue_as_first()
     primitives.pivot(_ROOT)
     if is_root:
         _become_nobody(proc)
@@ -157,15 +158,19 @@ def _own_user(proc: int) -> None:
 
 
 def _become_nobody(proc: int) -> None:
-    """Root is above the limit of processes, in a user namespace too: stop being it for good."""
+    """Stop being root for good: the limit of processes does not apply to root, not even in a user
+    namespace."""
     _drop_root()
-    primitives.prctl(primitives.PR_SET_DUMPABLE, 1)  # or its own files in /proc belong to root
+    primitives.prctl(
+        primitives.PR_SET_DUMPABLE, 1
+    )  # otherwise its own files in /proc belong to root
     _own_user(proc)
     primitives.unshare(primitives.NEWNS, "mount namespace of an ordinary user")
 
 
 def _drop_root() -> None:
-    """To a user that owns nothing and runs nothing else, where this machine has such numbers."""
+    """Become a user that owns nothing and runs nothing else, if this machine supports such user
+    ids."""
     uid = _FIRST_UID + int.from_bytes(os.urandom(4), "little") % _UIDS
     try:
         primitives.become(uid)
@@ -173,9 +178,9 @@ def _drop_root() -> None:
         primitives.become(_NOBODY)
 
 
-def _go_on_as_first() -> None:
-    """Fork; the child, process 1 of its namespace, goes on, and all others in it end when it
-    does."""
+def _continue_as_first() -> None:
+    """Fork and continue in the child, process 1 of its namespace; all other processes there end
+    with it."""
     pid = os.fork()
     if pid:
         _wait_out(pid)
@@ -187,8 +192,8 @@ def _die_with_parent() -> None:
 
 
 def _build_root(readable: list[str], mounts: dict[str, str]) -> None:
-    """A file system of memory with read-only views of what sessions may see. ``mounts``: place in
-    it -> folder of the host."""
+    """Build a file system in memory with read-only views of what sessions may see. ``mounts``: path
+    in it -> file or folder of the host."""
     places = {path: path for path in readable} | mounts
     sources = {
         place: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path))
@@ -220,7 +225,7 @@ def _show(fd: int, target: str, is_folder: bool) -> None:
 
 
 def _links() -> list[str]:
-    """Paths of the system that are links, as /lib is on a merged /usr."""
+    """Return system paths that are symbolic links, such as /lib if /usr is merged."""
     return [path for path in _SYSTEM if os.path.islink(path)]
 
 
@@ -231,21 +236,22 @@ def _link(path: str) -> None:
 
 
 def scratch_in(shown: list[str]) -> str:
-    """Where a session's own folder goes: /tmp, unless that would hide something shown there."""
+    """Return the path of a session's own folder: /tmp, unless that would hide a path that is shown
+    there."""
     return "/scratch" if any(path.startswith("/tmp/") for path in shown) else "/tmp"
 
 
 def readable_paths(config: dict[str, Any]) -> list[str]:
-    """What Python itself needs, and the packages asked for: real paths, none inside another."""
-    wanted = [
+    """Return the real paths that Python and the requested packages need, none inside another."""
+    candidates = [
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("platstdlib"),
         os.path.join(sys.base_prefix, "lib"),
     ]
-    wanted += [path for path in sys.path if path.startswith("/")] + config["shown"]
-    wanted += _SYSTEM
-    found = sorted({os.path.realpath(path) for path in wanted if path and os.path.exists(path)})
-    return [path for path in found if not any(path.startswith(other + "/") for other in found)]
+    candidates += [path for path in sys.path if path.startswith("/")] + config["shown"]
+    candidates += _SYSTEM
+    paths = sorted({os.path.realpath(path) for path in candidates if path and os.path.exists(path)})
+    return [path for path in paths if not any(path.startswith(other + "/") for other in paths)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -304,13 +310,13 @@ def _finish(
 
 
 def _landlock(config: dict[str, Any]) -> int:
-    """The version of Landlock that is used, 0 for none."""
+    """Return the version of Landlock to use, 0 for none."""
     newest: int = config["landlock"]
     return min(primitives.landlock_version(), newest)
 
 
 def _try_out(walls: ZygoteWalls) -> None:
-    """A session that attacks: what it manages to do is what this tier does not stop here."""
+    """Let a trial session attack the walls, and raise OSError if an attack succeeds."""
     prepared = walls.confinement.prepare()
     pid = os.fork()
     if not pid:

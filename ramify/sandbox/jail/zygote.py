@@ -1,11 +1,12 @@
-"""The zygote: the fork server inside the walls. Every session and template of a jail is forked from
-it.
+"""The zygote: the fork server inside the walls, from which every session and template of a jail is
+forked.
 
-Decides when it builds its walls, what it tells the host of them, and what a session of it is given.
-Leaves out what any fork server does (``forkserver.py``) and the walls themselves. Runs in a process
-of its own, started with an empty environment. Standard library only.
+Decides when the zygote builds its walls, what it reports to the host about them, and what it
+prepares for a session. Not here: the fork server in general (see ``forkserver.py``) and the walls
+themselves (see ``walls.py``). Runs in a separate process with an empty environment. Standard
+library only.
 
-    host:    config{tiers,…}                       besides what ``forkserver.py`` takes:  freeze{id,pid}
+    host:    config{tiers,…}  freeze{id,pid}  and the messages of ``forkserver.py``
     zygote:  walls{tier,missing,landlock} | failed{message}, then ready | failed{message}
 """
 
@@ -100,7 +101,7 @@ MORE = (
     "encodings.utf_16",
     "_strptime",
 )
-"""Imported ahead of time where sessions cannot read the standard library."""
+"""Modules that are also imported ahead of time if sessions cannot read the standard library."""
 
 
 class Zygote(forkserver.ForkServer):
@@ -115,16 +116,16 @@ class Zygote(forkserver.ForkServer):
         prepared: confine.PreparedSession = self._walls.confinement.prepare()
         return prepared
 
-    def forked(self, given: confine.PreparedSession) -> None:
-        given.drop_rules()
+    def forked(self, prepared: confine.PreparedSession) -> None:
+        prepared.drop_rules()
 
     def enter(
-        self, given: confine.PreparedSession, fds: list[int]
+        self, prepared: confine.PreparedSession, fds: list[int]
     ) -> tuple[list[int], tuple[int, int]]:
         os.setsid()
         confinement, proc = self._walls.confinement, self._walls.proc
         mapped = forkserver.mapped_bytes(proc if proc >= 0 else None)
-        confinement.enter(given)
+        confinement.enter(prepared)
         fds = forkserver.keep_only(fds)
         forkserver.tie_to_parent(self.pid)
         memory = forkserver.set_limits(self.config["memory_bytes"], mapped)
@@ -132,35 +133,35 @@ class Zygote(forkserver.ForkServer):
         confinement.finish(fds[0])
         return fds, memory
 
-    def clear(self, given: confine.PreparedSession) -> None:
-        given.drop()
+    def clear(self, prepared: confine.PreparedSession) -> None:
+        prepared.drop()
 
-    def obey(self, header: dict[str, Any], fds: list[int]) -> None:
+    def handle(self, header: dict[str, Any], fds: list[int]) -> None:
         if header["op"] == "freeze":
             self._freeze(header["id"], header["pid"])
         else:
-            super().obey(header, fds)
+            super().handle(header, fds)
 
     def _freeze(self, id: int, pid: int) -> None:
-        """Nothing more is written in a session's folder: from now on it may have branches."""
-        given = self.children.get(pid)
+        """Make a session's folder read-only: from now on the session may have branches."""
+        prepared = self.children.get(pid)
         try:
-            if isinstance(given, confine.PreparedSession) and given.scratch >= 0:
-                primitives.freeze_mount(given.scratch)
+            if isinstance(prepared, confine.PreparedSession) and prepared.scratch >= 0:
+                primitives.freeze_mount(prepared.scratch)
         except OSError as error:
             self.control.send({"op": "failed", "id": id, "message": str(error.strerror)})
             return
         self.control.send({"op": "frozen", "id": id})
 
-    def end_strays(self) -> None:
-        """A session can start nothing but branches, which the host ends; at the host's end they go
-        like all else."""
+    def kill_orphans(self) -> None:
+        """Do nothing unless the zygote is ending: a session can start only branches, and the host
+        ends these."""
         if self.is_ending and self._walls.outer:
-            super().end_strays()
+            super().kill_orphans()
 
 
 def main(control_fd: int) -> None:
-    """The zygote's whole life."""
+    """Run the zygote until the host is gone."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = forkserver.ForkServerControl(socket.socket(fileno=control_fd))
@@ -173,7 +174,7 @@ def main(control_fd: int) -> None:
             {"op": "failed", "message": str(error), **({"missing": missing} if missing else {})}
         )
     except OSError:
-        pass  # the host went away while we started
+        pass  # the host went away during the start
 
 
 def _live(control: Any, config: dict[str, Any]) -> None:
@@ -208,6 +209,6 @@ def _live(control: Any, config: dict[str, Any]) -> None:
 
 
 def _be_poorer(deny: list[int]) -> None:
-    """Do without some system calls, as on a kernel or in a container that lacks them."""
+    """Do without some system calls, to simulate a kernel or container that lacks them."""
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
     seccomp.SeccompFilter(seccomp.denying(os.uname().machine, set(deny))).install(listener=False)

@@ -1,9 +1,9 @@
-"""Where attacks are tried: one sandbox with a sibling session, and around it all that an attacker
-would like to reach.
+"""Where attacks run: one sandbox with a sibling session, surrounded by everything that an attacker
+wants to reach.
 
-Decides what an attack is measured by. A bystander process holds a secret and must live; a key file,
-a variable of the environment and listeners of every kind wait for a visitor; the sibling counts its
-own cells and must not miscount.
+Decides how an attack is judged. A bystander process holds a secret and must survive. A key file, an
+environment variable and listeners of every kind wait for a visitor. The sibling counts its own
+cells and must not miscount.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def start_victim() -> subprocess.Popen[str]:
 
 
 async def answer(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What the host does for attackers."""
+    """The host's answers to attackers."""
     if name == "echo":
         return args[0]
     if name == "big":
@@ -66,7 +66,7 @@ async def answer(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 class Listeners:
-    """Sockets that hear whoever gets out."""
+    """Sockets that record every connection from an attacker who escapes."""
 
     def __init__(self, folder: str) -> None:
         self.heard: list[str] = []
@@ -116,10 +116,10 @@ class Listeners:
 
 
 class Arena:
-    """Make it with ``async with``; ``verdict`` tries one attack."""
+    """Use it with ``async with``; ``verdict`` tries one attack."""
 
     def __init__(self, provider: str, spec: Mapping[str, Any], landlock: int = 0) -> None:
-        """``landlock``: the newest version that the jail may use; 0: what this kernel has."""
+        """``landlock``: the newest version that the jail may use; 0: the kernel's own."""
         self.spec = SandboxSpec(provider=provider, **{**SPEC, **spec})
         self._landlock = landlock
         self.sandbox: Sandbox
@@ -139,7 +139,7 @@ class Arena:
         os.chmod(folder, 0o755)
         self.key_file = os.path.join(folder, "id_ed25519")
         Path(self.key_file).write_text(self.secrets["file"])
-        os.chmod(self.key_file, 0o666)  # so that only the sandbox stands before it
+        os.chmod(self.key_file, 0o666)  # so that only the sandbox protects it
         self.listeners = Listeners(folder)
         self.victim = await asyncio.to_thread(start_victim)
         assert self.victim.stdin is not None
@@ -162,7 +162,8 @@ class Arena:
         self._folder.cleanup()
 
     def _lay_out_checkout(self, folder: str) -> None:
-        """A package that sessions may import, in a folder with things that they may not read."""
+        """Create a package that sessions may import, in a folder with files that they may not
+        read."""
         secret = self.secrets["file"]
         texts = {
             ".env": secret,
@@ -190,7 +191,7 @@ class Arena:
         await self.sibling.run("state = 0\nlist_of_mine = ['mine'] * 1000", answer=answer)
 
     def facts(self) -> dict[str, Any]:
-        """What the attacker knows of its surroundings."""
+        """What the attacker knows about its surroundings."""
         return {
             "key_file": self.key_file,
             "folder": self._folder.name,
@@ -208,7 +209,7 @@ class Arena:
         }
 
     async def session(self, **options: Any) -> Session:
-        """A session with the attacker's tools. It is closed after the attack."""
+        """Open a session with the attacker's tools. It is closed after the attack."""
         session = await self.sandbox.open(**options)
         self._open.append(session)
         await self.equip(session)
@@ -219,7 +220,8 @@ class Arena:
         await session.set("arena", self.facts())
 
     def keep(self, session: Session) -> None:
-        """A session that an attack opened by other means: it is closed after the attack."""
+        """Register a session that an attack opened by other means; it is closed after the
+        attack."""
         self._open.append(session)
 
     async def verdict(self, attack: Attack) -> Verdict:
@@ -273,7 +275,7 @@ class Arena:
         return verdict
 
     async def _run(self, attack: Attack) -> tuple[str, str, str]:
-        """How the attack ended, what it printed, what else there is to say."""
+        """Return how the attack ended, what it printed, and other remarks."""
         session = await self.session()
         if attack.act is not None:
             return "ran", await attack.act(self, session), ""
@@ -331,7 +333,7 @@ class Arena:
                     os.kill(pid, 9)
 
     def left_over(self) -> list[str]:
-        """What is there after the end that was not there before the beginning."""
+        """Processes and descriptors that exist at the end but did not exist at the beginning."""
         processes, fds = self.before
         watch.bury_orphans(processes)
         faults = [
@@ -349,7 +351,7 @@ MARK = "by-attack"
 
 
 def marked_processes(patience_s: float = 10.0) -> list[int]:
-    """Processes that an attack made; those that are there after a while in which they may end."""
+    """Processes that an attack created and that did not end within a while."""
     until = time.monotonic() + patience_s
     while True:
         left = []

@@ -1,5 +1,4 @@
-"""What an attack is, and what is found out about it. The attacks themselves stand in one file per
-kind."""
+"""Definition of an attack and of its verdict. The attacks themselves are in one file per kind."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class Attack(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct):
-    """What came of one attack."""
+    """Result of one attack."""
 
     name: str
     ended: str = ""
@@ -70,6 +69,6 @@ ATTACKS: dict[str, Attack] = {}
 
 
 def attack(name: str, kind: str, code: str = "", **options: Any) -> None:
-    """Add an attack to the list."""
+    """Register an attack."""
     assert name not in ATTACKS, name
     ATTACKS[name] = Attack(name, kind, code, **options)

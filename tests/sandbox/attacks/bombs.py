@@ -1,4 +1,4 @@
-"""Code that wants all there is: processes, threads, memory, output, files, descriptors."""
+"""Attacks that exhaust resources: processes, threads, memory, output, files, descriptors."""
 # ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from attacks.base import attack

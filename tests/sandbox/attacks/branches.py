@@ -1,4 +1,4 @@
-"""Attacks on the fork of a session: the one moment at which a process may be made."""
+"""Attacks on the fork of a session: the only moment at which it may create a process."""
 # ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ attack(
 
 
 async def grant_taken(arena: Arena, session: Any) -> str:
-    """A thread tries to make processes all the time, so that one of its tries meets the granted
-    one."""
+    """A thread constantly tries to create processes, so that one attempt coincides with the
+    grant."""
     code = (
         MARK
         + """
@@ -82,8 +82,8 @@ threading.Thread(target=race, daemon=True).start()
 
 
 async def strays(session: Any, results: list[str], won: str) -> str:
-    """Processes of the attacker beyond the session and its branches. One that took a grant may live
-    for a moment."""
+    """Processes of the attacker other than the session and its branches. One that used a grant may
+    live for a moment."""
     from attacks.arena import marked_processes
 
     allowed = 1 + results.count("forked")
@@ -109,7 +109,7 @@ attack(
 
 
 async def hidden_thread(arena: Arena, session: Any) -> str:
-    """The same from a thread that Python's own list of threads does not have."""
+    """The same from a thread that is missing from Python's own list of threads."""
     code = (
         MARK
         + """
@@ -184,8 +184,8 @@ attack(
 
 
 async def hooks(arena: Arena, session: Any) -> str:
-    """Hooks that run around a fork: in the parent, in the branch, for ever. One burns its core, the
-    others wait."""
+    """Hooks that run around a fork, in the parent and in the branch, forever. One burns its core,
+    the others wait."""
 
     async def one(when: str) -> str:
         other, turn = await arena.session(), "pass" if when == "before" else "time.sleep(60)"
@@ -211,7 +211,7 @@ attack(
 
 
 async def lying_fork(arena: Arena, session: Any) -> str:
-    """The guest's own functions replaced, so that it lies about having forked."""
+    """The guest's own functions are replaced, so that it lies about having forked."""
     text = ""
     for code in (
         "os.fork = lambda: 0",
@@ -239,7 +239,7 @@ attack(
 
 
 async def asked_twice(arena: Arena, session: Any) -> str:
-    """After a granted fork, no other may be had: neither by the parent nor by the branch."""
+    """After a granted fork, no second one may succeed: neither in the parent nor in the branch."""
     branch = await fork(arena, session)
     text = told("no branch", isinstance(branch, str), branch)
     tries = "import os\nfor _ in range(5):\n    attempt('fork', lambda: os.fork() or os._exit(0))\n    attempt('libc', lambda: (lambda p: libc._exit(0) if p == 0 else p if p > 0 else (_ for _ in ()).throw(Gone()))(libc.fork()))"
@@ -258,7 +258,7 @@ attack(
 
 
 async def tree_ends(arena: Arena, session: Any) -> str:
-    """Branches of branches that will not end: closing the root ends them all."""
+    """Branches of branches that do not end: closing the root ends them all."""
     tree = [session]
     await cell(session, MARK + "x = 1")
     for _ in range(3):
@@ -291,7 +291,7 @@ attack(
 
 
 async def branch_reads_output(arena: Arena, session: Any) -> str:
-    """What a session printed before the fork and what it prints after are its own."""
+    """A session's output from before and after the fork is private."""
     branch = await fork(arena, session)
     if isinstance(branch, str):
         return told("no branch", True, branch)

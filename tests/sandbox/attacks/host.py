@@ -1,5 +1,5 @@
-"""A host with busy sessions, to be killed: ``python -m attacks.host PLAN`` prints the processes
-below it, and waits.
+"""A host with busy sessions that will be killed: ``python -m attacks.host PLAN`` prints the
+processes below it, and waits.
 
 PLAN is that of ``runner.py``.
 """

@@ -1,9 +1,9 @@
-"""Makes the kernel of this process and all it starts as poor as those of other machines, by a
-filter of its own.
+"""Restricts the kernel for this process and its children to the features of other machines, with a
+system call filter.
 
-``A``: nothing is taken away. ``B``: no namespaces and no mounts, as in a container of Docker's
-defaults. ``C``: no Landlock either, as before Linux 5.13. The filter refuses; it cannot be told
-from a kernel that does.
+``A``: no restriction. ``B``: no namespaces and no mounts, as in a container with Docker's defaults.
+``C``: no Landlock either, as before Linux 5.13. The filter refuses calls exactly like a kernel
+without them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Filter(ctypes.Structure):
 
 
 def impoverish(tier: str) -> None:
-    """Take away what machines of ``tier`` lack. Raises OSError where that cannot be done."""
+    """Remove what machines of ``tier`` lack. Raises OSError if that is not possible."""
     if tier == "A":
         return
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""Code that reaches for what is the host's: files, environment, network, processes, signals."""
+"""Attacks that reach for resources of the host: files, environment, network, processes, signals."""
 # ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from attacks.base import attack

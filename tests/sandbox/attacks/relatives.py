@@ -1,4 +1,4 @@
-"""Attacks of a session on its own branches, and of a branch on the session that it came from."""
+"""Attacks of a session on its own branches, and of a branch on its origin."""
 # ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ READ = "any(ctypes.string_at(each + 2048, 13) == b'of a relative' for each in pl
 
 
 async def shared_memory(arena: Arena, session: Any) -> str:
-    """Memory that is mapped before a fork, in every way there is, and written by one process after
+    """Memory that is mapped before a fork, in every possible way, and written by one process after
     it."""
 
     async def one(name: str, code: str) -> str:
@@ -111,7 +111,7 @@ attack(
     without_walls="unsafe",
 )
 
-# Hooks: keep every descriptor there is, in each process, by copies that nobody knows of.
+# Hooks: keep every open descriptor, in each process, by hidden copies.
 KEEP = r"""
 import ctypes, fcntl, os, resource
 kept = []
@@ -140,7 +140,8 @@ found = [fd for fd in range(3, 264) if libc.fcntl(fd, 1) >= 0]
 
 
 async def hooks_that_keep(arena: Arena, session: Any) -> str:
-    """After the fork each process has its wire, its output and its shelf, and nothing else."""
+    """After the fork each process has its socket, its output and its shared buffers, and nothing
+    else."""
     text = ""
     for name, code in {"of Python": PYTHON, "of the C library": NATIVE}.items():
         other = await arena.session()
@@ -184,8 +185,8 @@ def hook():
 
 
 async def forged(arena: Arena, session: Any) -> str:
-    """A branch that speaks on the wire it inherited before it is a branch: as the session that
-    waits for an answer."""
+    """A branch that writes to the inherited socket before it is a branch, pretending to be the
+    session that waits for an answer."""
 
     async def one(last: str) -> str:
         other, heard = await arena.session(), list[str]()
@@ -225,7 +226,7 @@ attack(
 
 
 async def forks_at_once(arena: Arena, session: Any) -> str:
-    """Many forks at once are one process each, and none takes another's place."""
+    """Many concurrent forks are one process each, and none takes another's place."""
     from attacks.arena import marked_processes
 
     await cell(session, "libc.prctl(15, b'by-attack', 0, 0, 0)\nx = [0]")
@@ -253,7 +254,7 @@ attack(
 
 
 async def taken_wires(arena: Arena, session: Any) -> str:
-    """The call by which wires are handed over, made by code: before, during and after a fork."""
+    """Code makes the system call that hands over sockets: before, during and after a fork."""
     ask = "libc.syscall.restype = ctypes.c_long\ndef ask():\n    got = libc.syscall(ctypes.c_long(180 if os.uname().machine == 'x86_64' else 42))\n    if got < 0: raise OSError(ctypes.get_errno(), 'refused')\n    return got\n"
     text = await cell(session, f"import ctypes, os\n{ask}attempt('before', ask)")
     branch = await fork(arena, session)

@@ -1,13 +1,12 @@
-"""Code that will not end, and code that ends too much."""
+"""Code that does not end, and code that ends too much."""
 # ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from attacks.base import attack
 
 STOPS = {"kind": "runaway", "timeout_s": 0.3, "without_walls": "contained"}
 POLITE = {**STOPS, "ends": ("interrupted", "died")}
-"""Python code that does not fight: an interrupt ends it, or where a call of C swallows it, the
-kill. So does a busy machine, on which a guest does not come to its interrupt within the short time
-of grace."""
+"""Python code that does not resist: an interrupt ends it, or a kill if C code swallows the
+interrupt. On a busy machine, a guest may also miss its interrupt within the short grace time."""
 RUDE = {**STOPS, "ends": ("died", "interrupted")}
 
 attack("an endless loop", code="while True: pass", **POLITE)

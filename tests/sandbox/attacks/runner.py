@@ -1,7 +1,7 @@
-"""Tries attacks in a process of its own: ``python -m attacks.runner PLAN``, as whoever runs it.
+"""Runs attacks in a separate process, as the current user: ``python -m attacks.runner PLAN``.
 
 PLAN is JSON: ``{"provider", "tier", "spec", "names", "landlock"}``. Prints a line of JSON per
-attack as it ends, then one line about what was left over after all was closed.
+attack as it ends, then one line about what was left over after everything was closed.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from ramify.errors import RamifyError
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What one runner does."""
+    """The task of one runner."""
 
     provider: str
     tier: str = "A"
-    """What the machine is made to look like; see ``outer.py``."""
+    """The tier to which the machine is restricted; see ``outer.py``."""
     spec: dict[str, Any] = {}
     names: tuple[str, ...] = ()
     """Attacks, in order; empty: all."""
     landlock: int = 0
-    """The newest version of it that the jail may use; 0: what this kernel has."""
+    """The newest version that the jail may use; 0: the kernel's own."""
 
 
 class Opening(msgspec.Struct, tag="opening"):
-    """What the sandbox says of itself."""
+    """The sandbox's description of itself."""
 
     caps: dict[str, bool]
     tier: str = ""
-    """As the provider names it, where it does."""
+    """As the provider names it, if it does."""
     refusal: str = ""
-    """Why there is no sandbox."""
+    """Why the sandbox could not be opened."""
 
 
 class Closing(msgspec.Struct, tag="closing"):
-    """What is there after the end that was not there before."""
+    """What exists at the end but did not exist at the beginning."""
 
     faults: list[str]
 
@@ -75,7 +75,7 @@ async def run(plan: Plan) -> None:
             tell(Told(await arena.verdict(cases.ATTACKS[name])))
     finally:
         await arena.__aexit__()
-    for _ in range(400):  # those that were told to end need a moment
+    for _ in range(400):  # processes that are ending need a moment
         faults = arena.left_over()
         if not faults:
             break

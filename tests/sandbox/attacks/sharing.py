@@ -1,5 +1,5 @@
-"""Attacks on sessions of the same sandbox, and on what they share: a context, the process they are
-forked from."""
+"""Attacks on sessions of the same sandbox through what they share: a context, and the process they
+are forked from."""
 # ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def cell(session: Session, code: str, timeout_s: float = 30.0) -> str:
-    """All that a cell says: what it printed, its echo, its error."""
+    """All output of a cell: what it printed, its echo, its error."""
     from attacks.arena import answer
 
     try:
@@ -176,7 +176,7 @@ attack("many sessions crash", "siblings", act=crash_many, without_walls="contain
 
 
 async def starve(arena: Arena, session: Session) -> str:
-    """Sessions that burn all cores must not keep another from answering."""
+    """Sessions that burn all cores must not prevent another session from answering."""
     others = [await arena.session() for _ in range(4)]
     burning = [asyncio.create_task(cell(other, "while True: pass", 1.0)) for other in others]
     await asyncio.sleep(0.2)
@@ -189,7 +189,7 @@ attack("every core burnt", "siblings", act=starve, without_walls="contained", ti
 
 
 async def same_random(arena: Arena, session: Session) -> str:
-    """What one session draws as a secret, another must not draw too."""
+    """A random secret of one session must not be drawn by another session too."""
     draw = "import os, secrets, uuid\nsecrets.token_hex(8), uuid.uuid4().hex, os.urandom(4).hex()"
     drawn = [await cell(s, draw) for s in (session, await arena.session())]
     return told("the same secret twice", drawn[0] == drawn[1], drawn)

@@ -1,8 +1,8 @@
-"""Every attack, at every tier, as root and as an ordinary user: contained, or not where the threat
+"""Every attack, at every tier, as root and as an ordinary user: contained, or not if the threat
 model says so.
 
-One process per tier and user tries all attacks (``runner.py``); here each verdict is a test of its
-own. What a machine cannot show is skipped with its reason. Without walls, the same attacks must
+One process per tier and user tries all attacks (``runner.py``); each verdict is a separate test
+here. What a machine cannot show is skipped with the reason. Without walls, the same attacks must
 reach their goals.
 """
 
@@ -35,7 +35,7 @@ assert ALL_ATTACKS is ATTACKS
 
 
 class Findings(NamedTuple):
-    """What one runner said."""
+    """The output of one runner."""
 
     opening: Opening | None
     verdicts: dict[str, Verdict]
@@ -44,7 +44,7 @@ class Findings(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Who runs a child of these tests, with which Python."""
+    """The user and the Python of a child of these tests."""
 
     python: str
     env: dict[str, str]
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 
 def place(as_root: bool, home: str) -> Place:
-    """For an ordinary user: a Python that they may run, and a package that they may read
+    """For an ordinary user: a Python that they can run, and a package that they can read
     (``other_user.py``)."""
     os.chmod(home, 0o777)
     if as_root or not IS_ROOT:
@@ -85,7 +85,7 @@ def plan_of(provider: str, tier: str, names: tuple[str, ...] = (), landlock: int
 def findings(
     provider: str, tier: str, as_root: bool, names: tuple[str, ...] = (), landlock: int = 0
 ) -> Findings:
-    """Run all attacks once. What stops the whole runner is its complaint."""
+    """Run all attacks once. If something stops the whole runner, that is its complaint."""
     with tempfile.TemporaryDirectory(prefix="attacks-") as home:
         python, env, whoami = place(as_root, home)
         done = subprocess.run(
@@ -119,8 +119,7 @@ Started = dict[tuple[str, bool], Future[Findings]]
 
 @pytest.fixture(scope="module")
 def started(request: pytest.FixtureRequest) -> Started:
-    """The runners of the tests that were chosen, two at a time: much of what they do is waiting for
-    a limit of time."""
+    """The runners of the selected tests, two at a time: they mostly wait for time limits."""
     pool = ThreadPoolExecutor(2)
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     keys = dict.fromkeys(
@@ -134,7 +133,7 @@ def started(request: pytest.FixtureRequest) -> Started:
 
 
 def of_jail(started: Started, tier: str, as_root: bool) -> Findings:
-    """The jail's findings, or a loud skip."""
+    """The jail's findings, or a skip with the reason."""
     if "jail" not in PROVIDERS or sys.platform != "linux":
         pytest.skip("there is no jail on this platform")
     if as_root and not IS_ROOT:
@@ -149,7 +148,7 @@ def of_jail(started: Started, tier: str, as_root: bool) -> Findings:
     return found
 
 
-slow = pytest.mark.slow  # whoever works on the jail tries tier A as themselves; the rest is CI's
+slow = pytest.mark.slow  # locally, tier A runs as the current user; CI runs the rest
 WHO = pytest.mark.parametrize(
     "as_root",
     [
@@ -187,7 +186,8 @@ ON_FILES = tuple(name for name, attack in ATTACKS.items() if attack.kind == "fil
 @pytest.mark.parametrize("landlock", [1, pytest.param(2, marks=slow), pytest.param(4, marks=slow)])
 @WHO
 def test_contained_by_an_older_landlock(landlock: int, as_root: bool, name: str) -> None:
-    """Tier B of Linux 5.13, 5.19 and 6.7: the first two do not know the right to empty a file."""
+    """Tier B of Linux 5.13, 5.19 and 6.7: the first two do not have the right to truncate a
+    file."""
     if sys.platform != "linux" or (as_root and not IS_ROOT):
         pytest.skip(
             "these tests need Linux"
@@ -213,7 +213,7 @@ def test_nothing_is_left(started: Started, tier: str, as_root: bool) -> None:
 @pytest.mark.parametrize("tier", TIERS)
 @WHO
 def test_the_host_is_killed(started: Started, tier: str, as_root: bool) -> None:
-    """Without a word to anyone: every process below it ends, and its folders go."""
+    """Without any cleanup by the host, every process below it ends, and its folders are deleted."""
     of_jail(started, tier, as_root)
     with tempfile.TemporaryDirectory(prefix="attacks-") as home:
         python, env, whoami = place(as_root, home)
@@ -248,7 +248,7 @@ TRIED = tuple(name for name, attack in ATTACKS.items() if is_tried(attack))
 
 @pytest.mark.parametrize("name", TRIED)
 def test_is_an_attack(name: str) -> None:
-    """Against a provider that does not isolate, each reaches its goal, or is one that every
+    """Against a provider that does not isolate, each attack reaches its goal, or is one that every
     provider contains."""
     found = findings("process", "A", IS_ROOT, TRIED)
     assert name in found.verdicts, found.complaint

@@ -1,9 +1,9 @@
-"""What attacking code has at hand in its session: the source of the module that the arena installs
+"""The tools of attacking code in its session: the source of the module that the arena installs
 there.
 
-``attempt`` prints what came of a try at once, so that it is known also when the session dies of the
-next one. ``kernel(name, …)`` makes a raw system call; only EPERM, EACCES and ENOSYS say that it was
-refused: any other error means that the kernel looked at its arguments.
+``attempt`` prints the result of an attempt at once, so that it is known even if the session dies of
+the next one. ``kernel(name, …)`` makes a raw system call. Only EPERM, EACCES and ENOSYS mean that
+it was refused; any other error means that the kernel looked at its arguments.
 """
 
 # name -> number on x86_64, on aarch64 (None: it has none there); one number stands for both
@@ -85,7 +85,7 @@ def kernel(name, *args):
 def own_sockets():
     kind, size = ctypes.c_int(), ctypes.c_uint32(4)
     found = [fd for fd in range(1024) if libc.getsockopt(fd, 1, 3, ctypes.byref(kind), ctypes.byref(size)) == 0]
-    return found or [o.write_fd for o in gc.get_objects() if type(o).__name__ == "Line"]
+    return found or [o.write_fd for o in gc.get_objects() if type(o).__name__ == "GuestChannel"]
 
 
 def sock_fd():

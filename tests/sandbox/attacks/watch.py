@@ -1,5 +1,5 @@
-"""What the arena watches while an attack runs: processes, descriptors and memory, as this kernel
-tells them."""
+"""What the arena watches while an attack runs: processes, descriptors and memory, as reported by
+the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on a process whose parent is gone is ours, so that none escapes the count."""
+    """Make this process the parent of orphans from now on, so that all of them are counted."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -42,8 +42,7 @@ def descendants(root: int) -> set[int]:
 
 
 def bury_orphans(ours: set[int]) -> None:
-    """Take leave of dead orphans, but not of the children in ``ours``, for whom someone else
-    waits."""
+    """Reap dead orphans, except the children in ``ours``, for which other code waits."""
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in ours:
             try:
@@ -57,7 +56,8 @@ def bury_orphans(ours: set[int]) -> None:
 
 
 def start_time(pid: int) -> str | None:
-    """When a process began, which tells it from a later one of its number; None if it is gone."""
+    """When a process began, which distinguishes it from a later one with the same pid; None if it
+    is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -66,7 +66,7 @@ def start_time(pid: int) -> str | None:
 
 
 def open_descriptors() -> list[str]:
-    """What each of our descriptors leads to."""
+    """The targets of this process's descriptors."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:

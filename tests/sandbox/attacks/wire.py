@@ -1,4 +1,4 @@
-"""Code that speaks on the wire in the guest's place. It may end its own session and nothing
+"""Code that writes to the socket in the guest's place. It may end its own session and nothing
 else."""
 # ruff: noqa: E501  (cells of several short lines read better unbroken)
 
@@ -124,7 +124,7 @@ time.sleep(60)
 
 
 async def flood_then_interrupt(arena: Arena, session: Session) -> str:
-    """More calls at once than the host takes: it stops reading, and yet an interrupt must get
+    """More concurrent calls than the host accepts: it stops reading, and yet an interrupt must get
     through."""
     asyncio.get_running_loop().call_later(0.5, session.interrupt, "deadline")
     started = time.monotonic()
