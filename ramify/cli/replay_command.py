@@ -97,8 +97,8 @@ def _shown(value: Any) -> str:
 COMMAND = CommandSpec(
     "replay",
     """\
-Re-run a stored run's code against its recorded replies, and compare the results. No model is called.
-The exit code is 0 if every result is the same, 1 if not.""",
+Re-run a stored run's code against its recorded replies, and compare the results. No model is
+called. The exit code is 0 if every result is the same, 1 if not.""",
     replay,
     "RUN",
     1,
