@@ -28,7 +28,7 @@ IDLE_INTERVAL_S = 0.25
 _POLLS_PER_WRITER_CHECK = 25
 """Polls between checks that the writer of a file is still alive."""
 _SMALL_BYTES = 1 << 18
-"""Maximum bytes that are read directly; more is read in a thread, to keep other pages responsive."""
+"""Maximum bytes to read directly; more is read in a thread, so that other pages do not wait."""
 MAX_OPEN = 12
 """Maximum number of runs in memory that no page follows."""
 
