@@ -35,12 +35,9 @@ if TYPE_CHECKING:
     from ramify.store.store import Store
 
 NO_MODEL = """\
-ramify: no model is set. Choose one of:
-  a provider, with its key   export OPENAI_API_KEY=…; ramify ask --model openai:gpt-5-mini …
-  a local server             --model ollama:llama3.2, --model vllm:NAME
-                             or --model openai:NAME@http://host:port/v1
-  neither                    --model tiny, a small packaged policy that only answers questions about
-                             ledgers (scripts/demo trains one like it)"""
+ramify: no model is set. With an API key: OPENAI_API_KEY=… ramify ask --model openai:gpt-5-mini …
+  With a local server: --model ollama:llama3.2, vllm:NAME or openai:NAME@http://host:port/v1
+  With neither: --model tiny, a packaged policy for ledger questions (scripts/demo trains one)"""
 
 _SMALL_BYTES = 32_000
 """Largest file (bytes) that one direct call is likely to answer."""

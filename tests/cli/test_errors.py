@@ -139,7 +139,7 @@ CASES = {
         r"--max-calls: invalid int value: 'many'",
     ),
     "no question": ([*MODEL], 2, r"no question: ramify ask"),
-    "resume with settings": (["--resume", "last", "--max-cost", "3"], 2, r"leave out --max-cost"),
+    "resume with settings": (["--resume", "last", "--max-cost", "3"], 2, r"remove --max-cost"),
     "resume of nothing": (["--resume", "last"], 2, r"there is no run in"),
 }
 

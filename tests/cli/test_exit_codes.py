@@ -25,7 +25,7 @@ WRONG = {
     "ask": (
         ([], "no question: ramify ask"),
         ([*M, "q", "nowhere.txt"], "nowhere.txt does not exist"),
-        ([*M, "q", "--temperature", "-1"], "temperature=-1 is none"),
+        ([*M, "q", "--temperature", "-1"], "temperature=-1 is out of range"),
         ([*M, "q", "--temperature", "nan"], "temperature=nan is none"),
         ([*M, "q", "--max-seconds", "-1"], "max_seconds=-1.0 allows nothing"),
         ([*M, "q", "--branches", "0"], "branches is 0"),
@@ -79,7 +79,7 @@ WRONG = {
         ([], "give RECIPE"),
         (["broken.py"], "the recipe broken.py cannot be carried out"),
         ([R, "--nodes", "0"], "--nodes 0"),
-        ([R, "--mfu", "7"], "--mfu 7: give a share"),
+        ([R, "--mfu", "7"], "--mfu 7: give a fraction"),
     ),
     "cluster simulate": (
         (["nowhere"], "nowhere is not a run's folder"),

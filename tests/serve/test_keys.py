@@ -40,7 +40,7 @@ def test_as_many_at_once_as_the_key_may() -> None:
             )
             await going.wait()
             with pytest.raises(
-                openai.RateLimitError, match="1 requests of this key are being answered"
+                openai.RateLimitError, match="this key already has 1 requests in progress"
             ) as caught:
                 await a.chat.completions.create(model="m", messages=[user("x")])
             assert caught.value.code == "rate_limit_exceeded"
@@ -50,7 +50,7 @@ def test_as_many_at_once_as_the_key_may() -> None:
             )
             while server.num_runs < 2:
                 await asyncio.sleep(0.01)
-            with pytest.raises(openai.RateLimitError, match="2 requests are being answered"):
+            with pytest.raises(openai.RateLimitError, match="2 requests are in progress"):
                 await b.chat.completions.create(model="m", messages=[user("x")])
             go_on.set()
             assert [(await each).choices[0].message.content for each in (first, other)] == [

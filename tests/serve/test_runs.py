@@ -278,7 +278,7 @@ def test_models_health_and_metrics() -> None:
 
 def test_only_this_machine_is_served_without_a_key() -> None:
     with pytest.raises(
-        ConfigError, match=r"0\.0\.0\.0 can be reached from other machines: give a key"
+        ConfigError, match=r"0\.0\.0\.0 is reachable from other machines: give a key"
     ):
         RunServer(None, name="m", host="0.0.0.0")  # type: ignore[arg-type]
 

@@ -145,7 +145,7 @@ RESPONSES = [
     ({"input": []}, "input", "input is empty"),
     ({"input": [{"content": "x"}]}, "input[0].role", "no role"),
     ({"input": [{"type": "item_reference"}]}, "input[0].type", "item_reference"),
-    ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", "leave it out"),
+    ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", "remove it"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
     (

@@ -245,7 +245,7 @@ def bad_files(folder: Path) -> dict[str, str]:
         "torn.jsonl": "ends in the middle of a line",
         "damaged.jsonl": "line 10 is damaged",
         "newer.jsonl": "was written by a newer Ramify (schema 99; this one reads up to 2)",
-        "unknown.jsonl": "line 2 does not follow from those before it",
+        "unknown.jsonl": "line 2 is inconsistent with earlier lines",
         "notes.jsonl": "its first line is not JSON",
         "other.jsonl": "its first line is neither a RunStarted event, nor a trajectory",
         "empty.jsonl": "is empty",
@@ -412,7 +412,7 @@ def test_what_is_not_there(tmp_path: Path, world: World) -> None:
     assert "contains no runs" in problem["text"]
 
     async def ask(get: Get, _: ViewServer) -> None:
-        assert "has no run 'nope'" in (await get("/api/run", key="nope"))["error"]
+        assert "there is no run 'nope'" in (await get("/api/run", key="nope"))["error"]
         assert "has no call '7.7'" in (await get("/api/call", key=world.tree, id="7.7"))["error"]
         assert (await get("/api/run"))["error"] == "/api/run needs ?key="
         assert (
@@ -459,7 +459,7 @@ def test_kinds(tmp_path: Path) -> None:
 
 def test_another_address_needs_a_token() -> None:
     with pytest.raises(
-        ConfigError, match=r"0\.0\.0\.0 can be reached from other machines: give a token"
+        ConfigError, match=r"0\.0\.0\.0 is reachable from other machines: give a token"
     ):
         ViewServer(RunLibrary([JOURNAL]), host="0.0.0.0")
 
@@ -527,7 +527,8 @@ def test_nothing_beside_the_named_places_is_read(world: World, tmp_path: Path) -
             "../secret",
         ):
             for path in ("/api/run", "/api/journal", "/api/events"):
-                assert "there is no" in (await get(path, key=key))["error"]
+                error = (await get(path, key=key))["error"]
+                assert re.search("there is no| has no |unknown ", error)
         async with aiohttp.ClientSession() as http:
             for path in (
                 "/static/../server.py",
