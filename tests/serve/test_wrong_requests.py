@@ -57,7 +57,7 @@ CHAT = [
     (
         {"messages": [user("x", {"type": "file", "file": {"file_id": "f-1"}})]},
         "messages[0].content[1].file.file_data",
-        "keeps",
+        "stores",
     ),
     ({"messages": ASKED, "n": 2}, "n", "n=2 is not supported"),
     ({"messages": ASKED, "tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
