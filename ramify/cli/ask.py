@@ -1,8 +1,8 @@
-"""``ramify ask``: its options, and how they become an ``RLM`` and a question. ``ask_runner.py``
-runs it.
+"""``ramify ask``: its options, and how they become an ``RLM`` and a question.
 
-``SETTINGS`` is the one list of settings: the command line, the configuration file and the
-``RAMIFY_*`` variables take their names and types from it.
+``SETTINGS`` is the only list of settings: the command line, the configuration file and the
+``RAMIFY_*`` variables take their names and types from it. Not here: running the question (see
+ask_runner.py) and reading the configuration file (see settings.py).
 """
 
 from __future__ import annotations
@@ -35,82 +35,83 @@ if TYPE_CHECKING:
     from ramify.store.store import Store
 
 NO_MODEL = """\
-ramify: no model is set. With a provider's key: export OPENAI_API_KEY=…; ramify ask --model openai:gpt-5-mini …
-  With a local server: --model ollama:llama3.2, vllm:NAME, or any other by its address: openai:NAME@http://host:port/v1
-  Without either: --model tiny, a small policy of the package, answers about ledgers alone (scripts/demo trains such a one)"""
+ramify: no model is set. With an API key: OPENAI_API_KEY=… ramify ask --model openai:gpt-5-mini …
+  With a local server: --model ollama:llama3.2, vllm:NAME or openai:NAME@http://host:port/v1
+  With neither: --model tiny, a packaged policy for ledger questions (scripts/demo trains one)"""
 
 _SMALL_BYTES = 32_000
-"""Of a file that is likely to be answered by one direct call."""
+"""Largest file (bytes) that one direct call is likely to answer."""
 _PATIENCE_S = 1.0
-"""Of waiting for piped input without a word."""
+"""Seconds to wait for piped input before saying so."""
 
 SETTINGS = (
-    OptionSpec("model", str, "provider:model that drives the session", "MODEL", "-m"),
+    OptionSpec("model", str, "model that drives the session, as provider:model", "MODEL", "-m"),
     OptionSpec(
         "sub_model",
         list,
-        "model below the root (default: the model); repeat it to offer more by name",
+        "model for sub-calls (default: the same model); repeat to offer several by name",
         "MODEL",
     ),
-    OptionSpec("max_cost", float, "dollars (default: 5, where prices are known)"),
-    OptionSpec("max_seconds", float, "from question to answer (default: 1800)"),
-    OptionSpec("max_calls", int, "requests to models (default: 1000)"),
-    OptionSpec("max_depth", int, "how deep sessions may nest (default: 1)"),
-    OptionSpec("max_turns", int, "turns of each session (default: 30)"),
-    OptionSpec("max_tokens", int, "in and out, in all (default: 20000000)"),
-    OptionSpec("max_reply_tokens", int, "of one reply (default: 8192)"),
-    OptionSpec("max_concurrency", int, "requests at once (default: 64)"),
-    OptionSpec(
-        "patience", float, "seconds to try again while a model cannot be reached (default: 300)"
-    ),
+    OptionSpec("max_cost", float, "maximum cost in dollars (default: 5, if prices are known)"),
+    OptionSpec("max_seconds", float, "maximum time to answer, in seconds (default: 1800)"),
+    OptionSpec("max_calls", int, "maximum number of model requests (default: 1000)"),
+    OptionSpec("max_depth", int, "maximum nesting depth of sessions (default: 1)"),
+    OptionSpec("max_turns", int, "maximum turns per session (default: 30)"),
+    OptionSpec("max_tokens", int, "maximum total tokens, input plus output (default: 20000000)"),
+    OptionSpec("max_reply_tokens", int, "maximum tokens per reply (default: 8192)"),
+    OptionSpec("max_concurrency", int, "maximum concurrent model requests (default: 64)"),
+    OptionSpec("patience", float, "seconds to keep retrying an unreachable model (default: 300)"),
     OptionSpec(
         "branches",
         int,
-        "first turns to go on from, each to an answer; most of them win (default: 1)",
+        "sample N continuations of the first turn and take the majority answer (default: 1)",
     ),
-    OptionSpec("cite", bool, "ask for citations and check them"),
+    OptionSpec("cite", bool, "ask for citations and verify them"),
     OptionSpec(
         "scaffold",
         str,
         "prompts: default, minimal, tiny, bare, retool, or a .toml or .json file",
         "NAME|FILE",
     ),
-    OptionSpec("sandbox", str, "where code runs (default: jail)"),
-    OptionSpec("tier", str, "of the jail, the weakest accepted: A, B or C (default: B)", "A|B|C"),
-    OptionSpec("allow_weaker", bool, "accept less isolation, or none where there is no jail"),
-    OptionSpec("memory", str, "of one session (default: 2GiB)", "SIZE"),
-    OptionSpec("package", list, "of this Python, which sessions may import; repeat it for more"),
+    OptionSpec("sandbox", str, "sandbox that runs the model's code (default: jail)"),
+    OptionSpec("tier", str, "weakest jail tier to accept: A, B or C (default: B)", "A|B|C"),
+    OptionSpec("allow_weaker", bool, "accept weaker isolation, or none if no jail is available"),
+    OptionSpec("memory", str, "memory limit per session (default: 2GiB)", "SIZE"),
+    OptionSpec(
+        "package", list, "installed Python package that sessions may import; repeat for more"
+    ),
     OptionSpec(
         "mount",
         list,
-        "file or folder that sessions may read, where they see it; repeat it",
+        "file or folder that sessions may read, and its path inside; repeat for more",
         "PATH:PLACE",
     ),
     OptionSpec(
         "mcp",
         list,
-        "MCP server whose tools sessions get, a command or an address; repeat it for more",
+        "MCP server (command or URL) whose tools sessions can call; repeat for more",
         "COMMAND",
     ),
-    OptionSpec("temperature", float, "of sampling (default: the provider's)"),
-    OptionSpec("direct", bool, "answer by one plain call what fits easily (default: yes)"),
+    OptionSpec("temperature", float, "sampling temperature (default: the provider's)"),
+    OptionSpec(
+        "direct", bool, "answer with one plain call if the input is small enough (default: yes)"
+    ),
     OptionSpec(
         "cache",
         bool,
-        "keep replies in a cache, and use those that earlier runs with --cache kept for the same "
-        "requests",
+        "cache replies, and reuse those cached by earlier runs for identical requests",
     ),
-    OptionSpec("store", bool, "keep the run (default: yes)"),
+    OptionSpec("store", bool, "store the run (default: yes)"),
     OptionSpec("json", bool, "print one JSON object"),
-    OptionSpec("quiet", bool, "nothing on stderr but errors", short="-q"),
-    OptionSpec("verbose", bool, "a line on stderr for each step", short="-v"),
+    OptionSpec("quiet", bool, "print only errors to stderr", short="-q"),
+    OptionSpec("verbose", bool, "print a line to stderr for each step", short="-v"),
     OPTION,
 )
-_SAID_AGAIN = ("--json", "--quiet", "--verbose", "--progress", "--allow-weaker")
-"""What may be said again where a run goes on."""
+_ALLOWED_WITH_RESUME = ("--json", "--quiet", "--verbose", "--progress", "--allow-weaker")
+"""Options that may be given together with ``--resume``."""
 OF_ONE_QUESTION = (
-    OptionSpec("answer_schema", str, "JSON schema that the answer must meet", "FILE|JSON"),
-    OptionSpec("resume", str, "go on with a run that was cut off, as it began", "RUN"),
+    OptionSpec("answer_schema", str, "JSON schema that the answer must match", "FILE|JSON"),
+    OptionSpec("resume", str, "continue an interrupted run with its original settings", "RUN"),
 )
 KINDS: dict[str, Any] = {
     option.name: list[str] if option.kind is list else option.kind for option in SETTINGS
@@ -138,7 +139,7 @@ def ask(
                 resume, screen, as_json=bool(settings.get("json")), allow_weaker=allow_weaker
             )
     if not words or not words[0].strip():
-        raise UsageError("say what you want to know: ramify ask QUESTION PATH…")
+        raise UsageError("no question: ramify ask QUESTION PATH…")
     if not settings.get("model"):
         write(NO_MODEL)
         return ExitCode.USAGE
@@ -167,7 +168,7 @@ def _ask(
 
 
 def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[McpTools | None]:
-    """The tools of the MCP servers that were named, connected; None where none was."""
+    """Connect to the MCP servers named in ``settings``; gives None if there are none."""
     if not settings.get("mcp"):
         return contextlib.nullcontext()
     from ramify.engine.mcp_tools import McpTools
@@ -176,9 +177,11 @@ def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[Mcp
 
 
 def _warm_up(model: str, spec: SandboxSpec | None) -> None:
-    """Begin to start the sandbox's server, in its own process, and to import what a model's client
-    needs for TLS (much of that is reading certificates, without Python's lock), while this thread
-    imports the rest and reads files."""
+    """Start slow work in the background while this thread imports modules and reads files.
+
+    The sandbox server starts in its own process. A thread imports what the client needs for TLS,
+    which mostly reads certificates and releases Python's lock.
+    """
     from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve, split_name
     from ramify.sandbox.base import launch
 
@@ -195,31 +198,34 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
 def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
     from ramify.sandbox.base import PROVIDERS, SandboxSpec
 
-    given = settings.get("sandbox") or SandboxSpec().provider
-    if given not in PROVIDERS:
-        raise ConfigError(f"unknown sandbox '{given}': {nearest(given, PROVIDERS)}")
-    more = {
+    provider = settings.get("sandbox") or SandboxSpec().provider
+    if provider not in PROVIDERS:
+        raise ConfigError(f"unknown sandbox '{provider}': {nearest(provider, PROVIDERS)}")
+    fields = {
         name: settings[name] for name in ("tier", "allow_weaker") if settings.get(name) is not None
     }
     if memory := settings.get("memory"):
-        more["memory_bytes"] = parse_size(memory, "--memory")
+        fields["memory_bytes"] = parse_size(memory, "--memory")
     return SandboxSpec(
-        provider=given,
+        provider=provider,
         packages=tuple(settings.get("package") or ()),
-        mounts=tuple(read_mount(each) for each in settings.get("mount") or ()),
-        **more,
+        mounts=tuple(read_mount(mount) for mount in settings.get("mount") or ()),
+        **fields,
     )
 
 
 def read_mount(given: str) -> tuple[str, str]:
-    """``"data:/data"`` -> (its path here, its place there); without a place, the same as here."""
+    """``"data:/data"`` -> (absolute host path, path in the session).
+
+    Without a second path, both are the same.
+    """
     path, colon, place = given.rpartition(":")
     path = os.path.abspath(os.path.expanduser(path if colon else given))
     return path, place if colon else path
 
 
 def _needs_session(paths: list[str], settings: dict[str, Any]) -> bool:
-    """Whether the question will hardly be answered by one direct call."""
+    """Whether the question will probably need a session rather than one direct call."""
     if settings.get("direct") is False or settings.get("branches", 1) != 1 or settings.get("mcp"):
         return True
     if len(paths) == 1 and os.path.isfile(paths[0]):
@@ -239,13 +245,11 @@ def make_rlm(
 
     temperature = settings.get("temperature")
     if temperature is not None and not 0 <= temperature < math.inf:
-        raise ConfigError(
-            f"temperature={temperature:g} is none that can be sampled at: give 0 or more"
-        )
-    given = {name: value for name, value in settings.items() if name in Limits.__struct_fields__}
+        raise ConfigError(f"temperature={temperature:g} is out of range: give 0 or more")
+    fields = {name: value for name, value in settings.items() if name in Limits.__struct_fields__}
     if settings.get("patience") is not None:
-        given["patience_s"] = settings["patience"]
-    limits = Limits(**given)
+        fields["patience_s"] = settings["patience"]
+    limits = Limits(**fields)
     scaffold = read_scaffold(settings.get("scaffold"), settings["model"])
     if settings.get("direct") is False:
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)
@@ -265,7 +269,7 @@ def make_rlm(
 def open_store(settings: dict[str, Any]) -> Store | None:
     if settings.get("store") is False:
         if settings.get("cache"):
-            raise ConfigError("--cache keeps replies in the store: leave out --no-store")
+            raise ConfigError("--cache needs the store: remove --no-store")
         return None
     from ramify.store.store import Store
 
@@ -273,14 +277,14 @@ def open_store(settings: dict[str, Any]) -> Store | None:
 
 
 def load_sources(paths: list[str], notes: StderrNotes) -> LoadedContext | None:
-    """What the paths name, or what is piped in; None where there is neither."""
+    """Load ``paths``, or standard input if there are none; None without any input."""
     if not paths and not _is_piped(notes):
         return None
     from ramify.sources.load_sources import load
 
     for path in paths:
         if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
-            notes.say(f"reading {path}, a pipe, until it is closed")
+            notes.say(f"reading the pipe {path} until it closes")
     loaded = load(paths or ["-"], stdin=sys.stdin.buffer)
     for line in loaded.describe():
         notes.say(line)
@@ -325,15 +329,14 @@ def _decoded(data: bytes, name: str) -> Any:
 
             return tomllib.loads(data.decode())
         return msgspec.json.decode(data)
-    except ValueError as error:  # msgspec's, tomllib's and Unicode's errors are ones
+    except ValueError as error:  # base of the decoding errors of msgspec, tomllib and Unicode
         raise ConfigError(
             f"{name if len(name) < 80 else name[:79] + '…'} does not parse: {error}"
         ) from None
 
 
 def _is_piped(notes: StderrNotes) -> bool:
-    """Whether something was piped or redirected in and has at least one byte; waits for that
-    byte."""
+    """Whether standard input is a pipe or file with at least one byte. Waits for that byte."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, ValueError, OSError):
@@ -343,32 +346,31 @@ def _is_piped(notes: StderrNotes) -> bool:
     import select
 
     if not select.select([sys.stdin], [], [], _PATIENCE_S)[0]:
-        notes.say("reading standard input; for a question without a context, close it: < /dev/null")
+        notes.say("reading standard input; to ask without a context, close it: < /dev/null")
     return bool(sys.stdin.buffer.peek(1))  # type: ignore[union-attr]
 
 
 def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[str, Any]) -> None:
-    """A resumed run goes on as it began: only what concerns the output and this machine may be said
-    again."""
-    named = [option.long for option in SETTINGS if given[option.name] is not None]
-    other = [name for name in named if name not in _SAID_AGAIN]
-    other += ["--answer-schema"] if answer_schema else []
-    if words or other:
+    """Reject settings next to ``--resume``, except those about output and this machine."""
+    options = [option.long for option in SETTINGS if given[option.name] is not None]
+    refused = [name for name in options if name not in _ALLOWED_WITH_RESUME]
+    refused += ["--answer-schema"] if answer_schema else []
+    if words or refused:
         raise UsageError(
-            "--resume: the run goes on as it began; leave out "
-            f"{', '.join(['QUESTION'] * bool(words) + other)}"
+            "--resume continues the run with its original settings: remove "
+            f"{', '.join(['QUESTION'] * bool(words) + refused)}"
         )
 
 
 COMMAND = CommandSpec(
     "ask",
     """\
-Answer QUESTION over everything that the PATHs name: files, folders, globs, archives, databases; - is
-standard input. Without a PATH, piped input is read; without either, the question is answered as it is.
+Answer QUESTION over the content of each PATH: a file, folder, glob, archive or database, or - for
+standard input. Without a PATH, piped input is read. Without either, the question has no context.
 
-The answer goes to stdout, all else to stderr. Ctrl-C once asks for the answer with what there is; twice
-stops. Every option but --answer-schema and --resume may also be set as a key of the configuration file
-or as a variable: max-cost = 2, RAMIFY_MAX_COST=2.""",
+The answer goes to stdout, everything else to stderr. Press Ctrl-C once for the best answer so far,
+twice to stop. Every option except --answer-schema and --resume can also be set in the configuration
+file or as an environment variable: max-cost = 2, RAMIFY_MAX_COST=2.""",
     ask,
     "QUESTION PATH…",
     max_words=None,

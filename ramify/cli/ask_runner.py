@@ -1,9 +1,11 @@
-"""A question from the command line, from its start to its exit code: Ctrl-C, what is shown
-meanwhile, what is printed.
+"""Run one question of ``ramify ask``, from its start to its exit code.
 
-run ──> start an RLM's run ──> watch its events (``progress_screen.py``) ──> print the answer ──> exit code
-           ^
-           └── Ctrl-C: once ``wrap_up``, twice ``cancel``, a third time Python's own
+    run ──> start the RLM's run ──> show its events ──> print the answer ──> exit code
+               ^
+               └── Ctrl-C: the first calls ``wrap_up``, the second ``cancel``, the third is Python's
+
+Not here: the options (see ask.py), the progress display (see progress_screen.py) and resuming a
+stored run's settings (see resume.py).
 """
 
 from __future__ import annotations
@@ -37,24 +39,24 @@ if TYPE_CHECKING:
     from ramify.sources.base import LoadedContext
 
 Start = Callable[[Callable[[AnyEvent], None]], RunHandle]
-"""Begins a run whose events go to the function that is given."""
+"""Starts a run and sends its events to the given function."""
 
 
 class AskRequest(msgspec.Struct, frozen=True):
-    """A question and how it is to be answered."""
+    """One question with its sources and the form of its answer."""
 
     question: str
     loaded: Any
-    """What ``load`` returned, or None."""
+    """The ``LoadedContext`` from ``load``, or None."""
     paths: list[str]
     schema: dict[str, Any] | None
     cite: bool
     cache: bool
 
     def start(self, rlm: RLM, on_event: Callable[[AnyEvent], None]) -> RunHandle:
-        given = (self.question, None) if self.loaded is None else (self.loaded, self.question)
+        arguments = (self.question, None) if self.loaded is None else (self.loaded, self.question)
         return rlm.start(
-            *given,
+            *arguments,
             answer_type=self.schema,
             cite=self.cite,
             cache=self.cache,
@@ -70,7 +72,7 @@ def run(rlm: RLM, asked: AskRequest, screen: ProgressScreen, *, as_json: bool) -
 
 
 def run_again(run: str, screen: ProgressScreen, *, as_json: bool, allow_weaker: bool) -> ExitCode:
-    """Go on with a stored run; one that has ended is answered from the record."""
+    """Continue a stored run. If it has already ended, print its recorded answer."""
     from ramify.cli import resume
 
     notes = screen.notes
@@ -82,13 +84,12 @@ def run_again(run: str, screen: ProgressScreen, *, as_json: bool, allow_weaker: 
         recorded.started, store, with_tools=recorded.ended is None, allow_weaker=allow_weaker
     )
     if recorded.ended is not None:
-        notes.say(f"run {recorded.started.id} had ended; this is its answer")
+        notes.say(f"run {recorded.started.id} has already ended; this is its answer")
         result = asyncio.run(rlm.aresume(run))
         screen.clear()
         return _print(result, notes, as_json, has_schema, is_stored=True)
     notes.say(
-        f"going on with run {recorded.started.id}: "
-        f"{terminal_text.one_line(recorded.started.question)}"
+        f"continuing run {recorded.started.id}: {terminal_text.one_line(recorded.started.question)}"
     )
     return _finish(
         lambda on_event: rlm.restart(run, on_event=on_event), rlm, screen, as_json, has_schema
@@ -96,7 +97,7 @@ def run_again(run: str, screen: ProgressScreen, *, as_json: bool, allow_weaker: 
 
 
 def source_record(loaded: LoadedContext | None, paths: list[str]) -> dict[str, Any]:
-    """What a resume needs to load again what does not live in the context: tools over files."""
+    """Record of the paths and file tools of a run, so that a resume can load the tools again."""
     if loaded is None:
         return {}
     return {
@@ -108,7 +109,6 @@ def source_record(loaded: LoadedContext | None, paths: list[str]) -> dict[str, A
 
 
 # --- running
-# ---------------------------------------------------------------------------------------------------
 
 
 def _finish(
@@ -116,7 +116,7 @@ def _finish(
 ) -> ExitCode:
     notes = screen.notes
     interrupts = RunInterrupts(notes)
-    gc.freeze()  # what start-up made stays; ``main`` had turned collection off for it
+    gc.freeze()  # start-up's objects live on; ``main`` disabled collection while they were made
     gc.enable()
     try:
         result = asyncio.run(_watched(start, rlm, screen, interrupts))
@@ -147,7 +147,7 @@ def _watcher(rlm: RLM, screen: ProgressScreen) -> EventWatcher:
 
 
 class RunInterrupts:
-    """Ctrl-C and SIGTERM while a run goes on."""
+    """Handlers of Ctrl-C and SIGTERM while a run is in progress."""
 
     def __init__(self, notes: StderrNotes) -> None:
         self.code = ExitCode.STOPPED
@@ -168,7 +168,7 @@ class RunInterrupts:
     def _interrupted(self, running: RunHandle) -> None:
         self._count += 1
         if self._count == 1:
-            self._notes.say("ramify: answering with what there is; Ctrl-C again to stop")
+            self._notes.say("ramify: finishing with the best answer so far; Ctrl-C again to stop")
             running.wrap_up()
             return
         running.cancel()
@@ -180,7 +180,6 @@ class RunInterrupts:
 
 
 # --- printing
-# --------------------------------------------------------------------------------------------------
 
 
 def _print(
@@ -197,7 +196,7 @@ def _print(
     elif isinstance(result.failure, ReplyCut):
         notes.say(f"ramify: {result.error}")
     failure = result.failure
-    is_recorded = isinstance(failure, ReplyFiltered)  # a resume would meet it again
+    is_recorded = isinstance(failure, ReplyFiltered)  # a resume would replay the same failure
     if run_id and code is ExitCode.ERROR and isinstance(failure, ModelError) and not is_recorded:
         notes.say(f"continue this run with: ramify ask --resume {run_id}")
     notes.say(summary(result.trajectory, run_id))
@@ -205,14 +204,14 @@ def _print(
 
 
 def _why(result: Result) -> str:
-    """Why there is no answer, with what went wrong last where a limit ended the trying."""
+    """Reason why a run has no answer. If a limit ended the run, the last error is added."""
     why = result.error or f"no answer: the run ended with {result.stop}"
     errors = [error for error in result.trajectory.errors if why not in error]
     return f"{why}; before that: {errors[-1]}" if errors and result.stop.is_truncated() else why
 
 
 def _print_json(result: Result, run_id: str | None) -> None:
-    """The fields of ``docs/cli.md``: always all of them, in this order."""
+    """Print the JSON object that ``docs/cli.md`` describes: always every field, in this order."""
     fields = {
         "answer": jsonable(result.answer),
         "stop": result.stop,
@@ -225,20 +224,20 @@ def _print_json(result: Result, run_id: str | None) -> None:
     }
     try:
         print(msgspec.json.encode(fields).decode())
-    except UnicodeEncodeError:  # halves of characters, for which only escapes will do
+    except UnicodeEncodeError:  # lone surrogates can only be written as escapes
         import json
 
         print(json.dumps(msgspec.to_builtins(fields)))
 
 
 def _print_answer(result: Result, notes: StderrNotes, has_schema: bool) -> None:
-    """To a terminal without escape sequences; to a pipe as it is."""
+    """Print the answer, unchanged to a pipe and without escape sequences to a terminal."""
     is_terminal = sys.stdout.isatty()
     print(terminal_text.clean(result.response) if is_terminal else result.response)
     lines = [
-        f"[{number}] {each.source}:{each.first_line}-{each.last_line} "
-        f"{terminal_text.one_line(each.quote, 160)!r}"
-        for number, each in enumerate(result.citations, 1)
+        f"[{number}] {citation.source}:{citation.first_line}-{citation.last_line} "
+        f"{terminal_text.one_line(citation.quote, 160)!r}"
+        for number, citation in enumerate(result.citations, 1)
     ]
     if has_schema:  # stdout must stay JSON
         for line in lines:
@@ -248,8 +247,10 @@ def _print_answer(result: Result, notes: StderrNotes, has_schema: bool) -> None:
 
 
 def summary(trajectory: Trajectory, run_id: str | None, unfinished: str = "running") -> str:
-    """``final · 3 turns, 12 calls · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``;
-    ``unfinished`` is for one without end."""
+    """One-line summary of a run; ``unfinished`` replaces the stop reason if it has not ended.
+
+    ``final · 3 turns, 12 calls · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``
+    """
     usage = trajectory.usage
     turns = len(trajectory.root.turns) if trajectory.calls else 0
     bound = "at most " if usage.unknown_calls else ""

@@ -1,6 +1,9 @@
-"""``ramify cluster``: what a recipe would take on many machines, before anything is started there.
+"""``ramify cluster plan``: estimate a recipe's processes, memory and step time on many machines.
 
-ramify cluster plan RECIPE       who goes where, memory of each process, seconds of a step
+    ramify cluster plan RECIPE       placement, memory of each process, seconds per step
+
+Nothing is started. Not here: the estimate itself (see ramify/cluster/plan.py) and ``ramify cluster
+simulate`` (see simulate_command.py).
 """
 
 from __future__ import annotations
@@ -29,23 +32,23 @@ def plan(
     if nodes is not None and nodes < 1:
         raise UsageError(f"--nodes {nodes}: give 1 or more")
     if mfu is not None and not 0 < mfu <= 1:
-        raise UsageError(f"--mfu {mfu:g}: give a share above 0 and at most 1")
+        raise UsageError(f"--mfu {mfu:g}: give a fraction above 0 and at most 1")
     options = PlanOptions(
         device=device or "",
         nodes=nodes or 0,
         shares=DeviceEfficiency(train=mfu) if mfu is not None else DeviceEfficiency(),
         measured=Path(measured) if measured else None,
     )
-    found = plan(run, options)
+    cluster_plan = plan(run, options)
     if json:
-        print(msgspec.json.encode(found).decode())
+        print(msgspec.json.encode(cluster_plan).decode())
     else:
-        print("\n".join(lines(found)))
+        print("\n".join(lines(cluster_plan)))
     return ExitCode.ANSWERED
 
 
 def recipe_of(words: list[str]) -> str:
-    """The one word that is no override. Raises UsageError."""
+    """Return the only word that is not a ``FIELD=VALUE`` override. Raises UsageError."""
     recipes = [word for word in words if "=" not in word]
     if len(recipes) != 1:
         raise UsageError("give one recipe")
@@ -54,9 +57,11 @@ def recipe_of(words: list[str]) -> str:
 
 PLAN = CommandSpec(
     name="cluster plan",
-    about="Print where the processes of a recipe would go, what memory each would take and how long a step would be.\n\n"
-    "Nothing is started. FIELD=VALUE overrides a field of the recipe, as in "
-    "placement.pools.main.gpus=8.",
+    about="""\
+Estimate where a recipe's processes would run, how much memory each needs and how long a step takes.
+Nothing is started.
+
+FIELD=VALUE overrides a field of the recipe, as in placement.pools.main.gpus=8.""",
     run=plan,
     words="RECIPE [FIELD=VALUE…]",
     min_words=1,
@@ -65,16 +70,20 @@ PLAN = CommandSpec(
         OptionSpec(
             "nodes",
             int,
-            "nodes of the recipe's pool, where it has one (default: as the recipe says)",
+            "number of nodes in the recipe's pool, if it has one (default: the recipe's)",
         ),
         OptionSpec(
             "device",
             str,
-            "cpu, l4, a100, h100, … (default: h100 where roles ask for GPUs, else cpu)",
+            "device type: cpu, l4, a100, h100, … (default: h100 if a role needs GPUs, else cpu)",
             "DEVICE",
         ),
-        OptionSpec("mfu", float, "share of the device's speed that training gets (default: 0.35)"),
-        OptionSpec("measured", str, "take speeds and tokens from this run's metrics.jsonl", "RUN"),
+        OptionSpec(
+            "mfu", float, "model FLOPs utilization of training, from 0 to 1 (default: 0.35)"
+        ),
+        OptionSpec(
+            "measured", str, "take speeds and token counts from this run's metrics.jsonl", "RUN"
+        ),
         OptionSpec("json", bool, "print one JSON object", has_no=False),
     ),
 )

@@ -1,8 +1,11 @@
-"""A training run as it is shown: measurements in, a few rows of text out. Draws nothing itself.
+"""Training curves as text: takes step metrics, returns a few rows for the terminal.
 
-tiny · rl · step 23 · 1 min 12 s · 9,120 tokens/s
-reward      ▁▂▃▃▄▅▅▆▆▆▇▇▇  0.81     validation 0.85 (best 0.85 at step 20)
-loss        ▇▆▅▅▄▃▃▂▂▂▁▁▁  0.118
+    tiny · rl · step 23 · 72 s
+    reward        ▁▂▃▃▄▅▅▆▆▆▇▇▇ 0.81
+    loss          ▇▆▅▅▄▃▃▂▂▂▁▁▁ 0.118
+    validation    ▁▃▆▇ 0.85   (best 0.85 at step 20)
+
+Not here: drawing on the screen (see progress_screen.py).
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from ramify.train.metrics import StepMetrics
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = ("reward", "child_reward", "loss", "grad_norm", "tokens_per_s")
-"""Curves, where they were measured."""
+"""Metrics that are drawn as curves, if the run reports them."""
 
 
 class TerminalCurves(msgspec.Struct):
-    """What was measured so far."""
+    """Curves and scores of a training run, collected from its step metrics."""
 
     name: str
     stage: str = "starting"
@@ -28,13 +31,14 @@ class TerminalCurves(msgspec.Struct):
     seconds: float = 0.0
     curves: dict[str, list[float]] = {}
     scores: list[tuple[int, float]] = []
-    """(step, reward on the validation stream)"""
+    """(step, reward on the validation stream)."""
     final: dict[str, float] = {}
-    """``last test/reward`` and the like, from the end of the run."""
+    """Rewards from the end of the run, such as ``last test/reward``."""
 
     def add(self, measured: StepMetrics) -> None:
         values = measured.values
-        self.step, self.seconds = measured.step, measured.at_s
+        self.step = measured.step
+        self.seconds = measured.at_s
         if measured.stage in ("first", "last", "best"):
             if measured.stage == "first" and "validation/reward" in values:
                 self.scores.append((measured.step, values["validation/reward"]))
@@ -52,7 +56,7 @@ class TerminalCurves(msgspec.Struct):
                 self.curves.setdefault(name, []).append(values[name])
 
     def rows(self, width: int = 80) -> list[str]:
-        """The picture, at most ``width`` characters wide."""
+        """Rows of the display, each at most ``width`` characters wide."""
         head = f"{self.name} · {self.stage} · step {self.step:,} · {self.seconds:,.0f} s"
         rows = [
             head,
@@ -79,7 +83,7 @@ class TerminalCurves(msgspec.Struct):
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """``values`` as one row of at most ``width`` bars, each the mean of its share of them.
+    """Draw ``values`` as a row of at most ``width`` bars; each bar is the mean of its values.
 
     >>> curve([0, 1, 2, 3, 4, 5, 6, 7], 8)
     '▁▂▃▄▅▆▇█'
@@ -93,12 +97,12 @@ def curve(values: Sequence[float], width: int) -> str:
 
 
 def line(measured: StepMetrics) -> str:
-    """One measurement in a line, for a log."""
-    wanted = {
+    """One line for a log from one step's metrics."""
+    shown = {
         name: value
         for name, value in measured.values.items()
         if "/" in name or name in SHOWN or name == "silent"
     }
     return f"{measured.at_s:8.1f} s  {measured.stage} {measured.step}  " + "  ".join(
-        f"{name} {value:.4g}" for name, value in wanted.items()
+        f"{name} {value:.4g}" for name, value in shown.items()
     )

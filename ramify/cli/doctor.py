@@ -1,5 +1,7 @@
-"""``ramify doctor``: what this installation has and lacks. Names of keys are shown, never their
-values."""
+"""``ramify doctor``: check the installation and print what is available and what is missing.
+
+Names of API keys are shown, never their values.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ EXTRAS = {
     "otel": "opentelemetry.sdk",
     "cluster": "simpy",
 }
-"""Extra -> the module that it brings."""
-_KEYS_OF_OTHERS = {"anthropic": ("ANTHROPIC_API_KEY",)}
+"""Optional extra -> the module that it installs."""
+_OTHER_KEYS = {"anthropic": ("ANTHROPIC_API_KEY",)}
 
 
 def doctor(words: list[str]) -> int:
@@ -57,19 +59,22 @@ def doctor(words: list[str]) -> int:
         try:
             lines = list(part())
         except RamifyError as error:
-            lines, is_well = [f"wrong: {error}"], False
+            lines, is_well = [f"error: {error}"], False
         for index, line in enumerate(lines):
             print(clean(f"{'' if index else name:<10} {line}"))
     return ExitCode.ANSWERED if is_well else ExitCode.ERROR
 
 
 def _version() -> Iterator[str]:
-    yield f"{__version__}, Python {platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
+    yield (
+        f"{__version__}, Python {platform.python_version()} ({sys.executable}), "
+        f"{platform.system()} {platform.machine()}"
+    )
 
 
 def _config() -> Iterator[str]:
     path = config_path()
-    yield f"{path}{'' if path.exists() else ' (not there)'}"
+    yield f"{path}{'' if path.exists() else ' (does not exist)'}"
     yield from unknown_variables(KINDS)
     settings = fill({}, KINDS)
     yield from (f"{name.replace('_', '-')} = {value!r}" for name, value in settings.items())
@@ -78,22 +83,20 @@ def _config() -> Iterator[str]:
 
 
 def found_keys(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Provider -> the variable that holds its key, where one does."""
-    variables = {
-        name: provider.key_variables for name, provider in PROVIDERS.items()
-    } | _KEYS_OF_OTHERS
-    found = {
-        name: next((each for each in keys if environ.get(each)), "")
-        for name, keys in variables.items()
+    """Provider -> the environment variable that holds its key, for each provider with a key."""
+    variables = {name: provider.key_variables for name, provider in PROVIDERS.items()} | _OTHER_KEYS
+    first_set = {
+        name: next((variable for variable in candidates if environ.get(variable)), "")
+        for name, candidates in variables.items()
     }
-    return {name: variable for name, variable in found.items() if variable}
+    return {name: variable for name, variable in first_set.items() if variable}
 
 
 def _keys() -> Iterator[str]:
-    found = found_keys()
-    if not found:
-        yield "none found; models on this machine need none"
-    for name, variable in found.items():
+    keys = found_keys()
+    if not keys:
+        yield "none found (local models need none)"
+    for name, variable in keys.items():
         yield f"{name}: {variable} is set"
     for name, provider in PROVIDERS.items():
         if url := os.environ.get(provider.url_variable):
@@ -108,10 +111,12 @@ def _prices() -> Iterator[str]:
 def _sandbox() -> Iterator[str]:
     spec = sandbox_spec(fill({}, KINDS))
     sandbox = open_sandbox(spec)
-    can: dict[str, Any] = msgspec.to_builtins(sandbox.caps)
-    yield f"{spec.provider}: {', '.join(name.replace('_', ' ') for name, value in can.items() if value) or 'nothing'}"
-    if lacks := [name.replace("_", " ") for name, value in can.items() if not value]:
-        yield f"does not: {', '.join(lacks)}"
+    caps: dict[str, Any] = msgspec.to_builtins(sandbox.caps)
+    present = [name.replace("_", " ") for name, value in caps.items() if value]
+    missing = [name.replace("_", " ") for name, value in caps.items() if not value]
+    yield f"{spec.provider}: {', '.join(present) or 'nothing'}"
+    if missing:
+        yield f"missing: {', '.join(missing)}"
     describe: Callable[[], list[str]] = getattr(sandbox, "describe", list)
     yield from describe()
     if sandbox.warning:
@@ -129,12 +134,12 @@ def _extras() -> Iterator[str]:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package that is not there
+    except ModuleNotFoundError:  # the parent package is not installed
         return False
 
 
 def _version_of(module: str) -> str:
-    """Empty where another distribution brings the module, as ``mlflow-skinny`` may."""
+    """Version of a module; empty if another distribution provides it, such as ``mlflow-skinny``."""
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:
@@ -160,7 +165,7 @@ _PARTS = {
 
 COMMAND = CommandSpec(
     "doctor",
-    "Show keys found, the sandbox and its strength, extras, store and configuration. Exit code 1 "
-    "if something\nis wrong.",
+    "Check the API keys, the sandbox and its isolation, optional extras, the run store and the\n"
+    "configuration. The exit code is 1 if there is a problem.",
     doctor,
 )

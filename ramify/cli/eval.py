@@ -1,9 +1,10 @@
-"""``ramify eval``: a model on a task, and what it came to. ``evaluate/`` does it; this reads, shows
-and goes on.
+"""``ramify eval``: evaluate a model on a task, show progress, and print the results.
 
-ramify eval ledger --model openai:gpt-5-mini --items 50 --n 4 ramify eval my_task.py:task
-chars=100000 --model …         a task of one's own, with an option that it takes ramify eval
-questions.jsonl question=q gold=a reward=f1 --model …
+    ramify eval ledger --model openai:gpt-5-mini --items 50 --n 4
+    ramify eval my_task.py:task chars=100000 --model …         your own task and one of its options
+    ramify eval questions.jsonl question=q gold=a reward=f1 --model …
+
+Not here: the evaluation itself (see ramify/evaluate/).
 """
 
 from __future__ import annotations
@@ -39,32 +40,35 @@ if TYPE_CHECKING:
     from ramify.types.trajectory import Trajectory
 
 _OUTPUT = ("store", "json", "quiet", "verbose", "progress")
-"""Settings that do not decide what an attempt comes to."""
+"""Settings that do not affect the result of an attempt."""
 OF_AN_EVALUATION = (
-    OptionSpec("split", str, "of the task (default: test)"),
-    OptionSpec("items", int, "how many of the split, its first (default: 100)"),
-    OptionSpec("n", int, "attempts at each item (default: 1)"),
-    OptionSpec("k", int, "of pass@k and majority@k (default: n)"),
-    OptionSpec("seed", int, "of sampling (default: 0)"),
-    OptionSpec("concurrency", int, "attempts at once (default: 16)"),
+    OptionSpec("split", str, "split of the task (default: test)"),
+    OptionSpec("items", int, "number of items, from the start of the split (default: 100)"),
+    OptionSpec("n", int, "attempts per item (default: 1)"),
+    OptionSpec("k", int, "k of pass@k and majority@k (default: n)"),
+    OptionSpec("seed", int, "sampling seed (default: 0)"),
+    OptionSpec("concurrency", int, "concurrent attempts (default: 16)"),
     OptionSpec(
         "validate",
         bool,
-        "prove first that right answers score 1 and wrong ones do not (default: yes)",
+        "first check that right answers score 1 and wrong ones do not (default: yes)",
     ),
     OptionSpec(
         "resume",
         str,
-        "go on with an evaluation that was cut off, as it began; last is the latest",
+        "continue an interrupted evaluation with its original settings; last is the latest",
         "ID",
     ),
     OptionSpec(
-        "against", str, "also the difference from another evaluation, over the same items", "ID"
+        "against",
+        str,
+        "also report the difference from another evaluation of the same items",
+        "ID",
     ),
     OptionSpec(
         "track",
         list,
-        "also send the figures to tensorboard, wandb, mlflow, trackio or module:Class; repeat it",
+        "also send results to tensorboard, wandb, mlflow, trackio or module:Class; repeat for more",
     ),
 )
 _PLANNED = ("split", "items", "n", "seed", "validate")
@@ -72,7 +76,7 @@ _NOT_HERE = ("cite", "cache")
 _DIRECT = OptionSpec(
     "direct",
     bool,
-    "answer by one plain call what fits easily (default: no, each attempt has a session)",
+    "answer with one plain call if the input is small enough (default: no, always use a session)",
 )
 _SETTINGS = tuple(
     _DIRECT if option.name == "direct" else option
@@ -90,33 +94,33 @@ def evaluate(
     track: list[str] | None,
     **given: Any,
 ) -> int:
-    about = {
+    plan_options = {
         option.name: given.pop(option.name) for option in OF_AN_EVALUATION if option.name in given
     }
-    concurrency = about.pop("concurrency")
+    concurrency = plan_options.pop("concurrency")
     concurrency = 16 if concurrency is None else concurrency
     if resume is not None:
-        _refuse_more(words, {**about, **given})
+        _refuse_settings(words, {**plan_options, **given})
     settings = {name: value for name, value in fill(given, KINDS).items() if name in _KINDS}
     notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.take_warnings()
     for line in unknown_variables(KINDS):
         notes.say(f"ramify: warning: {line}")
     if resume is None and not words:
-        raise UsageError("say which task: ramify eval TASK [OPTION=VALUE…]")
+        raise UsageError("no task: ramify eval TASK [OPTION=VALUE…]")
     if resume is None and not settings.get("model"):
         write(NO_MODEL.replace("ramify ask", "ramify eval"))
         return ExitCode.USAGE
     if concurrency < 1:
         raise UsageError(f"--concurrency {concurrency}: give at least 1")
     if resume is not None and settings.get("store") is False:
-        raise UsageError("--resume goes on with what is stored: leave out --no-store")
+        raise UsageError("--resume needs the store: remove --no-store")
     with (
         exporting(notes),
         ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen,
     ):
         return _Command(settings, screen, k, against, concurrency, track or []).run(
-            words, resume, about
+            words, resume, plan_options
         )
 
 
@@ -132,13 +136,11 @@ class _Command:
         concurrency: int,
         track: list[str],
     ) -> None:
-        self._settings, self._screen, self._notes, self._k, self._against = (
-            settings,
-            screen,
-            screen.notes,
-            k,
-            against,
-        )
+        self._settings = settings
+        self._screen = screen
+        self._notes = screen.notes
+        self._k = k
+        self._against = against
         self._concurrency = concurrency
         self._store = open_store(settings)
         self._trackers: RunTrackers | None = None
@@ -147,20 +149,22 @@ class _Command:
 
             self._trackers = RunTrackers(track, {}, self._notes.say)
 
-    def run(self, words: list[str], resume: str | None, about: dict[str, Any]) -> ExitCode:
+    def run(self, words: list[str], resume: str | None, plan_options: dict[str, Any]) -> ExitCode:
         from ramify.evaluate.record import EvaluationRecords
         from ramify.evaluate.report import check_k, check_same_items
 
         records = EvaluationRecords(self._store.root) if self._store is not None else None
-        other = self._other(records)
+        other = self._baseline(records)
         record = records.reopen(resume) if records is not None and resume is not None else None
-        plan = record.plan if record is not None else self._plan(words, about)
+        plan = record.plan if record is not None else self._plan(words, plan_options)
         if self._k is not None:
             check_k(self._k, plan.attempts)
         if other is not None:
             check_same_items(plan, other.plan)
         task = _task(
-            plan, bool(about.get("validate", True) is not False and resume is None), self._notes
+            plan,
+            bool(plan_options.get("validate", True) is not False and resume is None),
+            self._notes,
         )
         if record is None and records is not None:
             record = records.create(plan)
@@ -174,8 +178,7 @@ class _Command:
     def _tracked(
         self, plan: EvaluationPlan, record: EvaluationRecord | None, is_resumed: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """The trackers, open from the beginning, so that what is wrong with one is known before
-        anything is spent."""
+        """Open the trackers at the start, so that their errors appear before any money is spent."""
         if self._trackers is None:
             return contextlib.nullcontext()
         id = record.id if record is not None else time.strftime("%Y%m%d-%H%M%S")
@@ -184,30 +187,29 @@ class _Command:
             name, Path("runs/evaluations") / id, config, 0 if is_resumed else None
         )
 
-    def _other(self, records: Any) -> Evaluation | None:
-        """The evaluation to compare with, read before anything is spent."""
+    def _baseline(self, records: Any) -> Evaluation | None:
+        """Load the evaluation to compare with, before any money is spent."""
         if self._against is None:
             return None
         if records is None:
-            raise UsageError("--against compares with what is stored: leave out --no-store")
-        found: Evaluation = records.load(self._against)
-        return found
+            raise UsageError("--against reads a stored evaluation: remove --no-store")
+        evaluation: Evaluation = records.load(self._against)
+        return evaluation
 
-    def _plan(self, words: list[str], about: dict[str, Any]) -> EvaluationPlan:
+    def _plan(self, words: list[str], plan_options: dict[str, Any]) -> EvaluationPlan:
         from ramify.evaluate.run import EvaluationPlan
 
         fields = {
-            "split": about["split"],
-            "items": about["items"],
-            "attempts": about["n"],
-            "seed": about["seed"],
+            "split": plan_options["split"],
+            "items": plan_options["items"],
+            "attempts": plan_options["n"],
+            "seed": plan_options["seed"],
         }
         settings = {
             name: value for name, value in self._settings.items() if name not in (*_OUTPUT, "model")
         }
-        settings.setdefault(
-            "direct", False
-        )  # a plan without it is older, and was begun with direct calls
+        # Written out because plans of older versions lack it and used direct calls.
+        settings.setdefault("direct", False)
         if settings.get("mcp"):
             from ramify.engine.mcp_tools import recorded
 
@@ -228,10 +230,9 @@ class _Command:
         other: Evaluation | None,
     ) -> ExitCode:
         settings = {**plan.settings, "model": plan.model}
-        given = self._settings.get("mcp") or settings.get(
-            "mcp"
-        )  # in the plan without the values of variables
-        with mcp_tools({"mcp": given}) as tools:
+        # The plan's copy of the servers lacks the values of environment variables.
+        servers = self._settings.get("mcp") or settings.get("mcp")
+        with mcp_tools({"mcp": servers}) as tools:
             rlm = make_rlm(settings, sandbox_spec(settings), self._store, tools)
             return self._attempted(rlm, task, plan, record, other)
 
@@ -270,58 +271,59 @@ class _Command:
         other: Evaluation | None,
     ) -> ExitCode:
         try:
-            found = asyncio.run(evaluating)
+            evaluation = asyncio.run(evaluating)
         except KeyboardInterrupt:
-            again = (
-                f"; go on with it: ramify eval --resume {record.id}" if record is not None else ""
+            hint = (
+                f"; continue with: ramify eval --resume {record.id}" if record is not None else ""
             )
-            self._notes.say(f"ramify: stopped after {progress.done:,} attempts{again}")
+            self._notes.say(f"ramify: stopped after {progress.done:,} attempts{hint}")
             return ExitCode.STOPPED
         self._screen.clear()
-        return self._shown(found, record, other)
+        return self._shown(evaluation, record, other)
 
     def _shown(
-        self, found: Evaluation, record: EvaluationRecord | None, other: Evaluation | None
+        self, evaluation: Evaluation, record: EvaluationRecord | None, other: Evaluation | None
     ) -> ExitCode:
         from ramify.evaluate.report import difference, report, table
 
-        figures = report(found, k=self._k)
+        figures = report(evaluation, k=self._k)
         is_judged = figures.failed < figures.attempts
-        against = difference(found, other) if other is not None and is_judged else None
+        against = difference(evaluation, other) if other is not None and is_judged else None
         id = record.id if record is not None else None
         if self._trackers is not None:
             self._trackers(_measured(figures))
         if self._settings.get("json"):
-            named = (
+            comparison = (
                 None
                 if against is None
                 else {"evaluation": self._against, "items": against[1], "average": against[0]}
             )
             data = msgspec.to_builtins(figures)
-            print(msgspec.json.encode({"evaluation": id, **data, "against": named}).decode())
+            print(msgspec.json.encode({"evaluation": id, **data, "against": comparison}).decode())
         else:
             print(table(figures))
             if against is not None:
                 figure, num = against
                 print(
-                    f"average less that of {self._against}: {figure.value:+.3f} [{figure.low:+.3f} "
-                    f"{figure.high:+.3f}] "
-                    f"over {num:,} items"
+                    f"average minus that of {self._against}: {figure.value:+.3f} "
+                    f"[{figure.low:+.3f} {figure.high:+.3f}] over {num:,} items"
                 )
             if id is not None:
                 self._notes.say(f"evaluation {id}")
         if is_judged:
             return ExitCode.ANSWERED
         error_line(
-            f"no attempt could be judged: all {figures.attempts:,} failed, the first with: "
+            f"no attempt was scored: all {figures.attempts:,} failed, the first with: "
             f"{figures.first_error}"
         )
         return ExitCode.ERROR
 
 
 def _measured(figures: EvaluationReport) -> StepMetrics:
-    """The figures as trackers take them: ``{"all/average": 0.81, "all/pass@4": 0.9, "cost": 0.12,
-    …}``"""
+    """Convert a report to metrics for trackers.
+
+    For example ``{"all/average": 0.81, "all/pass@4": 0.9, "cost": 0.12, …}``.
+    """
     from ramify.train.metrics import StepMetrics
 
     values: dict[str, float | None] = {
@@ -349,28 +351,34 @@ def _measured(figures: EvaluationReport) -> StepMetrics:
 
 
 class _Progress:
-    """Says how far it is: on the bar, or in lines each tenth; and each attempt to those who asked
-    for more."""
+    """Progress reporter: updates the bar, or prints a line at each tenth of the attempts.
+
+    With ``--verbose`` it also prints a line for each attempt.
+    """
 
     def __init__(
         self, screen: ProgressScreen, work: ProgressTask, num: int, record: EvaluationRecord | None
     ) -> None:
-        before = record.outcomes if record is not None else []
-        self.done = len(before)
-        self._screen, self._notes, self._work, self._num = screen, screen.notes, work, num
-        self._right, self._failed = sum(each.reward or 0.0 for each in before), 0
-        """Sum of rewards, and how many attempts have none."""
-        self._cost = sum(each.cost or 0.0 for each in before)
+        earlier = record.outcomes if record is not None else []
+        self.done = len(earlier)
+        self._screen = screen
+        self._notes = screen.notes
+        self._work = work
+        self._num = num
+        self._reward_sum = sum(outcome.reward or 0.0 for outcome in earlier)
+        self._failed = 0
+        """Attempts without a reward."""
+        self._cost = sum(outcome.cost or 0.0 for outcome in earlier)
 
     def __call__(self, outcome: AttemptOutcome, trajectory: Trajectory) -> None:
         self.done += 1
-        self._right += outcome.reward or 0.0
+        self._reward_sum += outcome.reward or 0.0
         self._failed += outcome.reward is None
         self._cost += outcome.cost or 0.0
-        worth = "failed: " + outcome.error if outcome.reward is None else f"{outcome.reward:g}"
+        score = "failed: " + outcome.error if outcome.reward is None else f"{outcome.reward:g}"
         if self._notes.verbose:
             self._notes.say(
-                f"{outcome.item} attempt {outcome.attempt}: {worth} {outcome.run}".rstrip()
+                f"{outcome.item} attempt {outcome.attempt}: {score} {outcome.run}".rstrip()
             )
         self._screen.event(
             "attempt",
@@ -391,14 +399,16 @@ class _Progress:
         failed = f" · {self._failed:,} failed" if self._failed else ""
         cost = f" · {dollars(self._cost)}" if self._cost else ""
         scored = self.done - self._failed
-        return (f"average {self._right / scored:.3f}" if scored else "no average") + failed + cost
+        average = f"average {self._reward_sum / scored:.3f}" if scored else "no average"
+        return average + failed + cost
 
 
 def _task(plan: EvaluationPlan, validates: bool, notes: StderrNotes) -> Task:
     from ramify.tasks.base import items_of, task_of
     from ramify.tasks.validate import validate
 
-    sys.path[:0] = [""] * ("" not in sys.path)  # a module in this folder, as with python -m
+    # Find modules in the current folder, as with python -m.
+    sys.path[:0] = [""] * ("" not in sys.path)
     task = task_of(plan.task, **plan.options)
     items_of(task, plan.split)
     if validates:
@@ -409,39 +419,41 @@ def _task(plan: EvaluationPlan, validates: bool, notes: StderrNotes) -> Task:
 
 
 def _option(word: str) -> tuple[str, Any]:
-    """``chars=1000`` -> ("chars", 1000): the value as JSON where it is some, otherwise as text."""
+    """``chars=1000`` -> ("chars", 1000). A value that is not valid JSON is kept as text."""
     name, equals, value = word.partition("=")
     if not equals or not name.isidentifier():
-        raise UsageError(f"'{word}' is no option of a task: write NAME=VALUE")
+        raise UsageError(f"'{word}' is not a task option: write NAME=VALUE")
     try:
         return name, msgspec.json.decode(value)
     except msgspec.DecodeError:
         return name, value
 
 
-def _refuse_more(words: list[str], given: dict[str, Any]) -> None:
-    """A resumed evaluation goes on as it began: only what concerns the output may be said again."""
+def _refuse_settings(words: list[str], given: dict[str, Any]) -> None:
+    """Reject settings next to ``--resume``, except those about output and concurrency."""
     known = (*_SETTINGS, *OF_AN_EVALUATION)
-    named = [
+    refused = [
         option.long
         for option in known
         if given.get(option.name) is not None and option.name not in _OUTPUT
     ]
-    named = [name for name in named if name != "--concurrency"]
-    if words or named:
+    refused = [name for name in refused if name != "--concurrency"]
+    if words or refused:
         raise UsageError(
-            "--resume: it goes on as it began; leave out "
-            f"{', '.join(['TASK'] * bool(words) + named)}"
+            "--resume continues the evaluation with its original settings: remove "
+            f"{', '.join(['TASK'] * bool(words) + refused)}"
         )
 
 
 COMMAND = CommandSpec(
     "eval",
     """\
-Evaluate a model on TASK: ledger, needle, programs, toolmath, one of your own (file.py:name or
-module:name), or rows of a .jsonl or .parquet file or of hf:NAME. OPTION=VALUE goes to the task.
-Attempts are runs like those of ask, with the same settings; figures go to stdout. A stored
-evaluation can be gone on with (--resume) and compared (--against).""",
+Evaluate a model on TASK: ledger, needle, programs, toolmath, your own task (file.py:name or
+module:name), or the rows of a .jsonl file, a .parquet file or a data set (hf:NAME). OPTION=VALUE
+sets an option of the task.
+
+Each attempt is a run like those of ask, with the same settings. Results go to stdout. A stored
+evaluation can be continued with --resume and compared with --against.""",
     evaluate,
     "TASK OPTION=VALUE…",
     max_words=None,

@@ -1,5 +1,7 @@
-"""What is said of a run while it goes on, where no live view is drawn: a line for each step with
-``--verbose``, a JSON object for each where that is the form, else nothing.
+"""Reports a run's events while it is in progress, in place of the live view.
+
+With ``--progress json`` each step is a JSON object; with ``--verbose`` it is a line; otherwise
+nothing is printed. Not here: the live view (see live.py).
 """
 
 from __future__ import annotations
@@ -24,20 +26,21 @@ from ramify.types.event import (
 
 
 class EventWatcher(Protocol):
-    """Sees a run's events as they happen."""
+    """Interface of everything that displays a run's events as they happen."""
 
     def apply(self, event: AnyEvent) -> None: ...
 
     def watching(self, running: RunHandle) -> contextlib.AbstractContextManager[None]:
-        """While the run goes on."""
+        """Context that is open while the run is in progress."""
         ...
 
 
 class StepLines:
-    """A line for each step, for those who asked for more; or an object for programs."""
+    """Event watcher that prints one line, or one JSON object, for each step."""
 
     def __init__(self, notes: StderrNotes, screen: ProgressScreen) -> None:
-        self._notes, self._screen = notes, screen
+        self._notes = notes
+        self._screen = screen
 
     def apply(self, event: AnyEvent) -> None:
         if self._screen.form == "json":
@@ -57,18 +60,21 @@ class StepLines:
 
 
 def line_of(event: AnyEvent) -> str:
-    """``event`` for a person; empty for what says nothing new."""
+    """Describe ``event`` in one line; empty for events that add no information."""
     match event:
         case CallStarted():
             return f"call {event.id} ({event.kind}, {event.model}): {one_line(event.question)}"
         case ReplyReceived(reply=reply):
             cost = f", {dollars(reply.cost)}" if reply.cost else ""
-            paid = ", from the record" if event.cached else ""
-            return f"call {event.call}, turn {event.turn + 1}: reply, {count(reply.usage.total_tokens)} tokens{cost}{paid}"
+            origin = ", from the record" if event.cached else ""
+            tokens = count(reply.usage.total_tokens)
+            return f"call {event.call}, turn {event.turn + 1}: reply, {tokens} tokens{cost}{origin}"
         case CellRan(result=cell):
             error = cell.error.strip().splitlines()[0 if cell.died else -1] if cell.error else None
-            end = one_line(error or cell.value or cell.stdout)
-            return f"call {event.call}, turn {event.turn + 1}: ran {seconds(cell.seconds)}: {end or '(no output)'}"
+            output = one_line(error or cell.value or cell.stdout) or "(no output)"
+            return (
+                f"call {event.call}, turn {event.turn + 1}: ran {seconds(cell.seconds)}: {output}"
+            )
         case AttemptFailed():
             return f"call {event.call}, turn {event.turn + 1}: {event.error}"
         case NoteAdded():

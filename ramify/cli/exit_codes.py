@@ -1,4 +1,4 @@
-"""How the command ends: the exit codes, and which one a run's end gives."""
+"""Exit codes of the ``ramify`` command, and the code for each way that a run can end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ramify.types.trajectory import Stop
 
 
 class ExitCode(enum.IntEnum):
-    """What the shell sees."""
+    """Exit code that the shell receives."""
 
     ANSWERED = 0
     ERROR = 1
@@ -24,20 +24,20 @@ class ExitCode(enum.IntEnum):
 
 MEANINGS = {
     ExitCode.ANSWERED: "answered",
-    ExitCode.ERROR: "it was tried and failed; one line on stderr says why",
-    ExitCode.USAGE: "wrong usage: an option, a setting, a recipe, a name of what is not there; nothing was run",
-    ExitCode.CUT_SHORT: "cut short by a limit or by Ctrl-C; the best answer so far was printed",
+    ExitCode.ERROR: "failed; one line on stderr says why",
+    ExitCode.USAGE: "usage error: a wrong option, setting, recipe or name; nothing was run",
+    ExitCode.CUT_SHORT: "stopped by a limit or by Ctrl-C; the best answer so far was printed",
     ExitCode.NO_ANSWER: "ended without an answer",
     ExitCode.STOPPED: "stopped by a second Ctrl-C",
 }
 
 
 WRONG = (ConfigError, RunInUse, SourceError, UnknownRun)
-"""Errors that say what is wrong with what was asked for, before anything is run."""
+"""Errors in the request itself, found before anything runs; they exit with ``USAGE``."""
 
 
 def exit_of(stop: Stop, answer: Any) -> ExitCode:
-    """The exit code of a run that ended with ``stop``."""
+    """Exit code of a run that ended with ``stop``."""
     if stop is Stop.ERROR:
         return ExitCode.ERROR
     if answer is None:
@@ -46,7 +46,7 @@ def exit_of(stop: Stop, answer: Any) -> ExitCode:
 
 
 def epilog() -> str:
-    """The codes for ``--help``."""
+    """List of exit codes for ``--help``."""
     return "\n".join(
         ["exit codes:", *(f"  {code.value:<4}{meaning}" for code, meaning in MEANINGS.items())]
     )

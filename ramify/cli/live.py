@@ -1,8 +1,8 @@
-"""The picture of a run on a terminal: the tree, the last code, what is spent of the budget.
-``progress_screen.py`` draws it.
+"""Live view of a run: the tree of calls, the latest code, and the budget used so far.
 
-Everything that a model or a document said is cleaned of escape sequences and put into ``Text``
-objects, which know no markup: ``[bold]`` is shown as it was written.
+Text from models and documents is stripped of escape sequences and put into ``Text`` objects, which
+do not interpret markup: ``[bold]`` appears as written. Not here: drawing on the terminal (see
+progress_screen.py) and the state of the tree (see terminal_tree.py).
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ _MARKS = {"starting": "○", "asking": "◐", "running code": "▶", "last word"
 
 
 class LiveView:
-    """Watches one run."""
+    """Event watcher that draws one run as a live view."""
 
     def __init__(self, screen: ProgressScreen, lines: StepLines, max_seconds: float) -> None:
-        self._screen, self._lines, self._max_seconds = screen, lines, max_seconds
+        self._screen = screen
+        self._lines = lines
+        self._max_seconds = max_seconds
         self._tree = TerminalTree()
         self._began = time.monotonic()
         self._running: RunHandle | None = None
@@ -45,7 +47,7 @@ class LiveView:
         yield
 
     def rows(self, width: int, height: int) -> list[Text]:
-        """Rows for a terminal of that size."""
+        """Rows for a terminal of ``width`` columns and ``height`` lines."""
         elapsed_s = time.monotonic() - self._began
         room = max(height - 1, 4)
         nodes, hidden = self._tree.shown(max(room // 3, 1))
@@ -59,8 +61,8 @@ class LiveView:
         )
         if self._tree.notice:
             rows.append(Text(f"  {one_line(self._tree.notice, width - 4)}", "yellow"))
-        standing = self._running.state() if self._running is not None else []
-        rows.append(budget_row([*standing, ("seconds", elapsed_s, self._max_seconds)]))
+        budgets = self._running.state() if self._running is not None else []
+        rows.append(budget_row([*budgets, ("seconds", elapsed_s, self._max_seconds)]))
         return rows
 
     def _node_rows(self, node: TreeRow, elapsed_s: float, with_code: bool) -> list[Text]:
@@ -71,8 +73,8 @@ class LiveView:
         state = str(node.stop) if is_done else node.state
         name = f"{node.id} " if node.depth or ":" in node.id else ""
         turn = f" · turn {node.turn}" if node.turn else ""
-        head = f"{indent}{_MARKS[node.state]} {name}{clean(node.model)}{turn} · {state} · {ticking(max(since, 0))}"
-        rows = [Text(head, style)]
+        head = f"{indent}{_MARKS[node.state]} {name}{clean(node.model)}{turn}"
+        rows = [Text(f"{head} · {state} · {ticking(max(since, 0))}", style)]
         if node.depth and not is_done:
             rows.append(Text(f"{indent}  {one_line(node.question)}", "italic dim"))
         if with_code and node.code and not is_done:
@@ -85,11 +87,13 @@ class LiveView:
         ]
 
 
-def budget_row(standing: list[tuple[str, float, float]]) -> Text:
-    """``calls 312/1,000 · tokens 45.2k/20M · $0.12/$5.00 · 12.0 s/30 min``; red from nine tenths
-    on."""
+def budget_row(budgets: list[tuple[str, float, float]]) -> Text:
+    """One row with each budget's use; yellow from 70 % and red from 90 % of its limit.
+
+    ``calls 312/1,000 · tokens 45.2k/20M · $0.12/$5.00 · 12.0 s/30 min``
+    """
     row = Text()
-    for name, spent, limit in standing:
+    for name, spent, limit in budgets:
         style = "red" if spent >= 0.9 * limit else "yellow" if spent >= 0.7 * limit else "dim"
         row.append(" · " if row.plain else "", "dim").append(_amount(name, spent, limit), style)
     return row

@@ -1,8 +1,8 @@
-"""The command ``ramify``: which commands there are, and how every one of them ends.
+"""Entry point of the ``ramify`` command: the table of commands, and how each of them exits.
 
-A command's module is imported when it is called, and nothing is imported that it does not use:
-starting up is a good part of a short question's time. Errors are one line on stderr; exit codes are
-in ``exit_codes.py``.
+A command's module is imported only when that command runs, because start-up takes a good part of
+the time of a short question. An error is one line on stderr. Not here: the exit codes (see
+exit_codes.py) and the option parser (see parser.py).
 """
 
 from __future__ import annotations
@@ -25,54 +25,55 @@ from ramify.errors import RamifyError
 COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
     "eval": ("ramify.cli.eval", "evaluate a model on a task"),
-    "train": ("ramify.cli.train", "carry out a recipe: train a policy"),
+    "train": ("ramify.cli.train", "train a policy from a recipe"),
     "cluster plan": (
         "ramify.cli.cluster",
-        "print where a recipe's processes would go, their memory and a step's time",
+        "estimate a recipe's process placement, memory and step time",
     ),
     "cluster simulate": (
         "ramify.cli.simulate_command",
-        "predict how a measured run would do on other devices",
+        "predict the speed of a finished run on other hardware",
     ),
-    "serve": ("ramify.cli.serve", "serve recursive runs as an OpenAI-compatible API"),
+    "serve": ("ramify.cli.serve", "serve recursive runs over an OpenAI-compatible API"),
     "mcp": (
         "ramify.cli.mcp_command",
-        "offer questions over files as a tool of the Model Context Protocol",
+        "run an MCP server that answers questions over files",
     ),
-    "serve-policy": ("ramify.cli.serve_policy", "serve a policy as an OpenAI-compatible API"),
-    "view": ("ramify.cli.view_command", "show runs, training and comparisons on a page, live"),
+    "serve-policy": ("ramify.cli.serve_policy", "serve a policy over an OpenAI-compatible API"),
+    "view": ("ramify.cli.view_command", "browse runs, training curves and comparisons, live"),
     "runs": ("ramify.cli.runs_command", "list stored runs"),
     "runs rm": ("ramify.cli.runs_command", "delete stored runs"),
     "runs prune": ("ramify.cli.runs_command", "delete old runs"),
-    "show": ("ramify.cli.show", "show what happened in a run"),
-    "replay": ("ramify.cli.replay_command", "run a run's code again against its recorded replies"),
-    "doctor": ("ramify.cli.doctor", "show keys, sandbox, extras, store and configuration"),
+    "show": ("ramify.cli.show", "print the turns, code and answers of a run"),
+    "replay": ("ramify.cli.replay_command", "re-run a run's code against its recorded replies"),
+    "doctor": ("ramify.cli.doctor", "check API keys, sandbox, extras, store and configuration"),
 }
-"""Command -> the module that holds it, and what it does."""
+"""Command name -> (its module, its one-line description)."""
 
 
 def main() -> None:
-    """What the command does, whatever was typed. Never returns."""
-    # nearly all that start-up makes stays; who has more to do than that turns it on again
+    """Run the command on ``sys.argv`` and exit the process. Never returns."""
+    # Nearly every object made during start-up lives on, so collecting would be wasted time.
+    # Commands with more to do enable it again.
     gc.disable()
-    for name in ("stdout", "stderr"):  # None where the caller closed it, as by >&-
+    for name in ("stdout", "stderr"):  # None if the caller closed it, as with >&-
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 -- open to the end
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 -- stays open until exit
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # what the terminal has no sign for must not end a run
+            # A character that the terminal cannot show must not end a run.
+            stream.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
     code = run(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done and said
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to interrupt
     sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code of the command, whatever it raises; what went wrong is said in a line."""
+    """Run one command and return its exit code. An exception becomes one line on stderr."""
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ``ramify.__main__`` had none
+        # ``ramify.__main__`` ignores Ctrl-C until this point.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         return _run(arguments)
     except BrokenPipeError:
         _give_up_stdout()
@@ -86,18 +87,19 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if os.environ.get("RAMIFY_DEBUG"):
             raise
-        error_line(str(error) if isinstance(error, RamifyError) else _unforeseen(error))
+        error_line(str(error) if isinstance(error, RamifyError) else _unexpected(error))
         return ExitCode.USAGE if isinstance(error, WRONG) else ExitCode.ERROR
 
 
 def command(name: str) -> CommandSpec:
+    """Import a command's module and return its specification."""
     module = importlib.import_module(COMMANDS[name][0])
-    found: tuple[CommandSpec, ...] = getattr(module, "COMMANDS", None) or (module.COMMAND,)
-    return next(each for each in found if each.name == name)
+    specs: tuple[CommandSpec, ...] = getattr(module, "COMMANDS", None) or (module.COMMAND,)
+    return next(spec for spec in specs if spec.name == name)
 
 
 def overview() -> str:
-    """What ``ramify --help`` says."""
+    """Text of ``ramify --help``."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join(
@@ -108,18 +110,18 @@ def overview() -> str:
             "",
             *lines,
             "",
-            "ramify COMMAND --help says more; ramify --version says which version this is.",
+            "ramify COMMAND --help lists a command's options; ramify --version prints the version.",
         ]
     )
 
 
 def _run(arguments: list[str]) -> int:
-    name, rest = split(arguments)
+    name, options = split(arguments)
     if name in COMMANDS:
-        found = command(name)
+        spec = command(name)
         if name != "ask":
             gc.enable()
-        code = found.call(rest)
+        code = spec.call(options)
     elif name in ("", "--help", "-h", "help"):
         print(overview())
         code = ExitCode.ANSWERED if name else ExitCode.USAGE
@@ -129,18 +131,20 @@ def _run(arguments: list[str]) -> int:
     elif name.startswith("-"):
         raise UsageError(unknown_option(name, ("--help", "--version")))
     else:
-        longer = [each for each in COMMANDS if each.startswith(f"{name} ")]
-        close = ["' or '".join(longer)] if longer else get_close_matches(name, COMMANDS, n=1)
+        subcommands = [known for known in COMMANDS if known.startswith(f"{name} ")]
+        close = (
+            ["' or '".join(subcommands)] if subcommands else get_close_matches(name, COMMANDS, n=1)
+        )
         hint = (
             f"did you mean '{close[0]}'?" if close else f"to ask a question: ramify ask {name!r} …"
         )
-        raise UsageError(f"there is no command '{name[:40]}': {hint}")
+        raise UsageError(f"unknown command '{name[:40]}': {hint}")
     sys.stdout.flush()
     return code
 
 
 def split(arguments: list[str]) -> tuple[str, list[str]]:
-    """The command, of one or two words, and the rest."""
+    """Split the command's name, of one or two words, from its arguments."""
     two = " ".join(arguments[:2])
     return (
         (two, arguments[2:])
@@ -150,18 +154,23 @@ def split(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _give_up_stdout() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains when it flushes at its end
+    # Otherwise Python reports an error when it flushes stdout at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _unforeseen(error: Exception) -> str:
-    """A line for what nobody caught; a disk that is full and a folder that may not be written are
-    no bugs of ours."""
+def _unexpected(error: Exception) -> str:
+    """One line for an exception that no command caught.
+
+    An OSError, such as a full disk or a read-only folder, is not reported as an internal error.
+    """
     if isinstance(error, OSError) and error.strerror:
         if error.errno == errno.ENOSPC and not error.filename:
             _give_up_stdout()
-        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        return f"{what}; RAMIFY_DEBUG=1 shows what was being done"
-    return f"internal error: {type(error).__name__}: {error}; run it with RAMIFY_DEBUG=1 for the traceback"
+        problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return f"{problem}; set RAMIFY_DEBUG=1 to see the traceback"
+    return (
+        f"internal error: {type(error).__name__}: {error}; set RAMIFY_DEBUG=1 to see the traceback"
+    )
 
 
 if __name__ == "__main__":

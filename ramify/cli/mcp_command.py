@@ -1,5 +1,7 @@
-"""``ramify mcp``: questions over files as a tool for any client of the Model Context Protocol, over
-stdin and stdout."""
+"""``ramify mcp``: an MCP server over stdin and stdout that answers questions over files.
+
+Not here: the server and its tool (see ramify/serve/mcp_server.py).
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ def mcp(words: list[str], **given: Any) -> int:
 COMMAND = CommandSpec(
     name="mcp",
     about="""\
-Offer questions over the files below each ROOT (default: this folder) as the tool `ask` of the Model Context
-Protocol, over standard input and output. The options of ask set what a question may spend at most.""",
+Run an MCP (Model Context Protocol) server over standard input and output. Its tool `ask` answers
+questions over the files below each ROOT (default: the current folder). The options of ask set the
+limits of each question.""",
     run=mcp,
     words="ROOT…",
     max_words=None,

@@ -1,4 +1,4 @@
-"""Ages and sizes as a person writes them: ``30d``, ``12h``, ``2GB``, ``500 MB``."""
+"""Parsers for ages and sizes in option values: ``30d``, ``12h``, ``2GB``, ``500 MB``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEASURE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_age(text: str, option: str) -> float:
-    """Seconds.
+    """Parse an age and return seconds.
 
     >>> parse_age("1.5h", "--older-than")
     5400.0
@@ -30,15 +30,19 @@ def parse_age(text: str, option: str) -> float:
 
 
 def parse_size(text: str, option: str) -> int:
-    """Bytes."""
+    """Parse a size and return bytes.
+
+    >>> parse_size("2GB", "--memory")
+    2000000000
+    """
     return int(_parse(text, option, _BYTES, "b", "2GB or 500MB"))
 
 
 def _parse(
     text: str, option: str, units: dict[str, float] | dict[str, int], default: str, examples: str
 ) -> float:
-    found = _MEASURE.fullmatch(text)
-    factor = units.get((found[2] or default).lower()) if found else None
-    if found is None or factor is None:
+    match = _MEASURE.fullmatch(text)
+    factor = units.get((match[2] or default).lower()) if match else None
+    if match is None or factor is None:
         raise ConfigError(f"{option} {text!r} is not understood: write it as {examples}")
-    return float(found[1]) * factor
+    return float(match[1]) * factor

@@ -1,9 +1,9 @@
-"""The command line as data: options in a table, and a parser that says what is wrong in one line.
+"""Command-line parser: each command's options are a table, and each usage error is one line.
 
-On the standard library's ``argparse``, since starting up counts: the frameworks on top of it take
-as long to read an option as a whole short question takes (see ``docs/log.md``). Options may stand
-before, between and after the words; they are never abbreviated; an unknown one is answered with the
-nearest that exists.
+It builds on the standard library's ``argparse`` because start-up time matters: the usual frameworks
+take as long to import as a whole short question takes (see docs/log.md). Options may come before,
+between or after the positional words. They cannot be abbreviated, and the error for an unknown
+option suggests the nearest existing one.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ WIDTH = 100
 
 
 class UsageError(Exception):
-    """The command was called wrongly."""
+    """The command line is wrong: an unknown option, a bad value or a missing argument."""
 
 
 class OptionSpec(NamedTuple):
-    """One option; of a switch there are two, ``--cite`` and ``--no-cite``."""
+    """One option of a command. A switch has two forms, such as ``--cite`` and ``--no-cite``."""
 
     name: str
-    """As a Python name: ``max_cost`` is ``--max-cost``."""
+    """Python name of the option: ``max_cost`` stands for ``--max-cost``."""
     kind: type
-    """``str``, ``int``, ``float``, ``bool`` for a switch, ``list`` for texts that may be given
-    several times."""
+    """``str``, ``int`` or ``float``; ``bool`` for a switch; ``list`` for a repeatable string."""
     help: str
     metavar: str = ""
     short: str = ""
-    """``-m``"""
+    """Short form, such as ``-m``."""
     has_no: bool = True
-    """A switch that can be turned off, since a file or a variable may have turned it on."""
+    """Whether a switch has a ``--no-`` form, for when a file or a variable turned it on."""
 
     @property
     def long(self) -> str:
@@ -55,35 +54,35 @@ class OptionSpec(NamedTuple):
 
     @property
     def shown_as(self) -> str:
-        """What stands for its value in help."""
+        """Placeholder for the option's value in ``--help``."""
         return self.metavar or {int: "N", float: "X"}.get(self.kind, "NAME")
 
 
 class CommandSpec(NamedTuple):
-    """How one command is called, and what it does."""
+    """Specification of one command: its description, arguments and options, and its function."""
 
     name: str
     about: str
-    """What it does; the first line says it in short."""
+    """Description for ``--help``; the first line is a summary."""
     run: Callable[..., int]
-    """Takes ``words`` and each option by name; returns the exit code."""
+    """Function that receives ``words`` and each option by name, and returns the exit code."""
     words: str = ""
-    """``QUESTION PATH…``; empty where there are none."""
+    """Positional arguments for the usage line, such as ``QUESTION PATH…``; empty if none."""
     min_words: int = 0
     max_words: int | None = 0
-    """None: any number."""
+    """Maximum number of positional arguments; None for any number."""
     options: Sequence[OptionSpec] = ()
     epilog: str = ""
 
     def call(self, arguments: list[str]) -> int:
-        """Read ``arguments`` and run. Raises UsageError."""
-        given = vars(self.parser().read(arguments, {option.long for option in self.options}))
-        words = given.pop("words")
+        """Parse ``arguments`` and run the command. Raises UsageError."""
+        values = vars(self.parser().read(arguments, {option.long for option in self.options}))
+        words = values.pop("words")
         if len(words) < self.min_words:
-            raise UsageError(f"give {self.words}")
+            raise UsageError(f"missing argument: give {self.words}")
         if self.max_words is not None and len(words) > self.max_words:
-            raise UsageError(f"'{words[self.max_words]}' is one word too many")
-        return self.run(words, **given)
+            raise UsageError(f"unexpected argument '{words[self.max_words]}'")
+        return self.run(words, **values)
 
     def parser(self) -> CommandParser:
         parser = CommandParser(
@@ -101,18 +100,18 @@ class CommandSpec(NamedTuple):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises where ``argparse`` would print and exit."""
+    """Argument parser that raises UsageError instead of printing a message and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
 
     def read(self, arguments: list[str], known: Iterable[str]) -> argparse.Namespace:
         end = arguments.index("--") if "--" in arguments else len(arguments)
-        found, rest = self.parse_known_intermixed_args(arguments[:end])
-        if rest:
-            raise UsageError(unknown_option(rest[0], known))
-        found.words += arguments[end + 1 :]
-        return found
+        namespace, unknown = self.parse_known_intermixed_args(arguments[:end])
+        if unknown:
+            raise UsageError(unknown_option(unknown[0], known))
+        namespace.words += arguments[end + 1 :]
+        return namespace
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):

@@ -1,15 +1,16 @@
-"""What a command shows while it works: one place for every command, fed by ``ramify.progress`` and
-by what it shows itself.
+"""Progress display on stderr, shared by all commands. Stdout is for the command's answer.
 
-    live     a view on the terminal, ten times a second: the command's own picture, and a bar for each piece of work
-    lines    what each command says in lines, for pipes and logs; no control character
-    json     a JSON object a line, for programs: {"event": "progress", "at_s": 1.2, "what": "reading", "done": 12000, …}
+    live     a view on the terminal, redrawn ten times a second:
+             the command's own picture, and a bar for each task
+    lines    lines for pipes and logs, without control characters
+    json     one JSON object per line, for programs:
+             {"event": "progress", "at_s": 1.2, "what": "reading", "done": 12000, …}
     none     nothing
 
-Decides when something is drawn and how the terminal is left: by a thread of its own, so that it
-goes on while the main one loads or computes, and only once there is something to wait for, so that
-what is over at once costs nothing. Leaves out the pictures (``terminal_tree.py``, ``live.py``,
-``curves.py``). Everything goes to stderr; stdout is the command's answer.
+This file decides when the screen is drawn and restores the terminal at the end. A separate thread
+draws, so that the view stays alive while the main thread loads or computes. It starts only when
+there is something to wait for, so that a quick command pays nothing. Not here: the pictures
+themselves (see terminal_tree.py, live.py and curves.py).
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ FORMS: tuple[Form, ...] = ("live", "lines", "json", "none")
 OPTION = OptionSpec(
     "progress",
     str,
-    "how it is shown: live, lines, json or none (default: live on a terminal)",
+    "progress display: live, lines, json or none (default: live on a terminal, else lines)",
     "FORM",
 )
 INTERVAL_S = 0.1
-"""Between two pictures, and between two JSON lines on one piece of work."""
+"""Seconds between two pictures, and between two JSON lines about the same task."""
 PATIENCE_S = 0.3
-"""Before the first picture: what is over by then needs none."""
+"""Seconds before the first picture; a task that ends sooner is not drawn."""
 _BAR_CHARS = 24
 
 Picture = Callable[[int, int], "Sequence[Text]"]
-"""Columns and lines -> rows, at most that many."""
+"""Takes the terminal's columns and lines; returns at most that many rows."""
 
 
 def form_of(given: str | None, notes: StderrNotes) -> Form:
-    """``given``, or what suits stderr. Raises UsageError for a form that there is not."""
+    """Return the form in ``given``, or the default for stderr. Raises UsageError if unknown."""
     if given is not None and given not in FORMS:
         raise UsageError(f"--progress {given}: {nearest(given, FORMS)}")
     if notes.quiet:
@@ -69,36 +70,40 @@ def form_of(given: str | None, notes: StderrNotes) -> Form:
 
 
 class ProgressScreen:
-    """What is shown on stderr as long as ``with`` lasts, or until ``close``."""
+    """Progress display of one command, as a context manager.
+
+    It subscribes to ``ramify.progress`` and shows each task in the chosen form until the ``with``
+    block or ``close`` ends it.
+    """
 
     def __init__(self, notes: StderrNotes, form: Form) -> None:
-        self.notes, self.form = notes, form
+        self.notes = notes
+        self.form = form
         self.lock = threading.Lock()
-        """Held while a picture is drawn: hold it to change what a picture is drawn from."""
+        """Held while a picture is drawn; hold it to change the data behind a picture."""
         self.keeps = False
         """Whether the last picture stays on the terminal."""
         self._picture: Picture | None = None
-        self._works: dict[int, ProgressState] = {}
+        self._tasks: dict[int, ProgressState] = {}
         self._since: dict[int, float] = {}
-        self._told: dict[int, float] = {}
-        """Work -> when its last JSON line was written."""
+        self._reported_at: dict[int, float] = {}
+        """Task id -> time of its last JSON line."""
         self._began = time.monotonic()
         self._drawer: _Drawer | None = None
         self._stack = contextlib.ExitStack()
 
-    # --- beginning and end
-    # -------------------------------------------------------------------------------------
+    # --- start and end
 
     def __enter__(self) -> ProgressScreen:
         if self.form == "json":
-            self._stack.enter_context(subscribe(self._told_as_json))
+            self._stack.enter_context(subscribe(self._report_as_json))
             self.notes.above = lambda text: self.event("note", text=text)
             self._stack.callback(setattr, self.notes, "above", None)
         elif self.form == "live":
-            self._stack.enter_context(_ending_in_order())
+            self._stack.enter_context(_clean_exit_on_sigterm())
             self._drawer = _Drawer(self)
             self._stack.callback(self._drawer.stop)
-            self._stack.enter_context(subscribe(self._told_as_picture))
+            self._stack.enter_context(subscribe(self._report_as_picture))
             self.notes.above = self._drawer.above
             self._stack.callback(setattr, self.notes, "above", None)
         return self
@@ -107,72 +112,70 @@ class ProgressScreen:
         self.close()
 
     def close(self) -> None:
-        """Leave the terminal as it was. Idempotent."""
+        """End the display and restore the terminal. Safe to call twice."""
         self._stack.close()
 
     def clear(self) -> None:
-        """Take a live view away, so that what is printed now stands alone; the other forms go
-        on."""
+        """Remove a live view before the answer is printed; the other forms continue."""
         if self.form == "live":
             self.close()
 
     def draw(self, picture: Picture) -> None:
-        """From now on ``picture`` stands above the bars; at once, where there is a live view."""
+        """Show ``picture`` above the bars from now on. A live view draws it at once."""
         self._picture = picture
         if self._drawer is not None:
             self._drawer.start(patience_s=0.0)
 
     def event(self, event: str, /, **fields: Any) -> None:
-        """One JSON line, where that is the form."""
+        """Write one JSON line, if that is the form."""
         if self.form == "json":
             line = {"event": event, "at_s": round(time.monotonic() - self._began, 3), **fields}
             try:
                 data = msgspec.json.encode(line)
-            except UnicodeEncodeError:  # halves of characters in what a model said
-                data = msgspec.json.encode({key: _whole(value) for key, value in line.items()})
-            sys.stderr.write(f"{data.decode()}\n")  # in one piece: several threads say things
+            except UnicodeEncodeError:  # lone surrogates in a model's text
+                data = msgspec.json.encode({key: _encodable(value) for key, value in line.items()})
+            sys.stderr.write(f"{data.decode()}\n")  # one write, because several threads write here
             sys.stderr.flush()
 
-    # --- work
-    # --------------------------------------------------------------------------------------------------
+    # --- tasks
 
-    def _told_as_json(self, doing: ProgressState) -> None:
+    def _report_as_json(self, state: ProgressState) -> None:
         now = time.monotonic()
         with self.lock:
-            is_first = doing.id not in self._told
-            if not is_first and not doing.is_over and now - self._told[doing.id] < INTERVAL_S:
+            reported_at = self._reported_at.get(state.id)
+            if reported_at is not None and not state.is_over and now - reported_at < INTERVAL_S:
                 return
-            self._told[doing.id] = now
-            if doing.is_over:
-                del self._told[doing.id]
+            self._reported_at[state.id] = now
+            if state.is_over:
+                del self._reported_at[state.id]
             self.event(
                 "progress",
-                what=doing.what,
-                done=doing.done,
-                total=doing.total,
-                unit=doing.unit,
-                note=clean(doing.note),
-                over=doing.is_over,
+                what=state.what,
+                done=state.done,
+                total=state.total,
+                unit=state.unit,
+                note=clean(state.note),
+                over=state.is_over,
             )
 
-    def _told_as_picture(self, doing: ProgressState) -> None:
+    def _report_as_picture(self, state: ProgressState) -> None:
         with self.lock:
-            if doing.is_over:
-                self._works.pop(doing.id, None)
-                self._since.pop(doing.id, None)
+            if state.is_over:
+                self._tasks.pop(state.id, None)
+                self._since.pop(state.id, None)
                 return
-            self._works[doing.id] = doing
-            self._since.setdefault(doing.id, time.monotonic())
+            self._tasks[state.id] = state
+            self._since.setdefault(state.id, time.monotonic())
         if self._drawer is not None:
             self._drawer.start(PATIENCE_S)
 
     def rows(self, width: int, height: int) -> list[Text]:
-        """All that is to be seen now."""
+        """Rows to draw now: the command's picture, then a bar for each task."""
         from rich.text import Text
 
         with self.lock:
             now = time.monotonic()
-            bars = [bar(work, now - self._since[work.id], width) for work in self._works.values()][
+            bars = [bar(task, now - self._since[task.id], width) for task in self._tasks.values()][
                 : max(height // 3, 1)
             ]
             own = (
@@ -185,20 +188,21 @@ class ProgressScreen:
 
 
 class _Drawer:
-    """The thread that draws; rich is imported there, once there is something to draw."""
+    """Thread that draws the live view. It imports rich only when there is something to draw."""
 
     def __init__(self, screen: ProgressScreen) -> None:
         self._screen = screen
-        self._stopped, self._wanted = threading.Event(), threading.Event()
+        self._stopped = threading.Event()
+        self._draw_now = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._print: Callable[[str], None] | None = None
-        """Prints a line above the view, while there is one."""
+        """Function that prints a line above the view, while there is one."""
 
     def start(self, patience_s: float) -> None:
-        if self._thread is not None:  # as nearly always
+        if self._thread is not None:  # the usual case, checked without the lock
             if not patience_s:
-                self._wanted.set()
+                self._draw_now.set()
             return
         with self._lock:
             if self._thread is None and not self._stopped.is_set():
@@ -208,10 +212,10 @@ class _Drawer:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Draw no more, and wait until the terminal is as it was, whatever interrupts the wait."""
+        """Stop drawing, and wait until the terminal is restored even if Ctrl-C interrupts."""
         with self._lock:
             self._stopped.set()
-            self._wanted.set()
+            self._draw_now.set()
         interrupted: BaseException | None = None
         while self._thread is not None and self._thread.is_alive():
             try:
@@ -223,12 +227,12 @@ class _Drawer:
 
     def above(self, text: str) -> None:
         with self._lock:
-            shown = self._print
-        (shown or write)(text)
+            print_above = self._print
+        (print_above or write)(text)
 
     def _run(self, patience_s: float) -> None:
         if patience_s:
-            self._wanted.wait(patience_s)
+            self._draw_now.wait(patience_s)
         if self._stopped.is_set() and not self._screen.keeps:
             return
         from rich.console import Console, Group
@@ -262,9 +266,11 @@ class _Drawer:
 
 
 @contextlib.contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """SIGTERM ends the command by an exception, so that the cursor comes back. A command with a
-    handler of its own has it."""
+def _clean_exit_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM end the command by an exception, so that the cursor is restored.
+
+    If the command has its own SIGTERM handler, that one stays.
+    """
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
@@ -284,9 +290,8 @@ def _ending_in_order() -> Iterator[None]:
         except RuntimeError:
             leave()
         watch.arrived(number, frame)
-        loop.call_soon_threadsafe(
-            leave
-        )  # raised in the middle of a task, it would be told as that task's error as well
+        # Raised inside a task, the exception would also be reported as that task's error.
+        loop.call_soon_threadsafe(leave)
 
     signal.signal(signal.SIGTERM, end)
     try:
@@ -295,44 +300,46 @@ def _ending_in_order() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def bar(work: ProgressState, since_s: float, width: int) -> str:
-    """``evaluating   ━━━━━━━━──────── 312 of 1,000 attempts · average 0.81 · 1 min 5 s left``"""
-    amount = _amount(work)
+def bar(task: ProgressState, since_s: float, width: int) -> str:
+    """One row with a task's progress bar.
+
+    ``evaluating   ━━━━━━━━──────── 312 of 1,000 attempts · average 0.81 · 1 min 5 s left``
+    """
+    amount = _amount(task)
     parts = [
         part
-        for part in (amount, one_line(work.note, max(width // 2, 20)), _time(work, since_s))
+        for part in (amount, one_line(task.note, max(width // 2, 20)), _time(task, since_s))
         if part
     ]
-    text = f"{clean(work.what):<12} {_drawn(work, since_s)} {' · '.join(parts)}"
+    text = f"{clean(task.what):<12} {_bar_chars(task, since_s)} {' · '.join(parts)}"
     return text[:width]
 
 
-def _drawn(work: ProgressState, since_s: float) -> str:
-    if work.total:
-        full = min(round(_BAR_CHARS * work.done / work.total), _BAR_CHARS)
+def _bar_chars(task: ProgressState, since_s: float) -> str:
+    if task.total:
+        full = min(round(_BAR_CHARS * task.done / task.total), _BAR_CHARS)
         return "━" * full + "─" * (_BAR_CHARS - full)
-    at = int(since_s / INTERVAL_S) % (
-        2 * _BAR_CHARS - 6
-    )  # no end is known: a piece that goes to and fro
+    # The total is unknown: a short block moves back and forth.
+    at = int(since_s / INTERVAL_S) % (2 * _BAR_CHARS - 6)
     at = min(at, 2 * _BAR_CHARS - 6 - at)
     return "─" * at + "━━━" + "─" * (_BAR_CHARS - 3 - at)
 
 
-def _amount(work: ProgressState) -> str:
-    if not work.unit:
+def _amount(task: ProgressState) -> str:
+    if not task.unit:
         return ""
-    shown = (lambda value: size(int(value))) if work.unit == "bytes" else count
-    unit = "" if work.unit == "bytes" else f" {work.unit}"
-    return f"{shown(work.done)}{f' of {shown(work.total)}' if work.total else ''}{unit}"
+    shown = (lambda value: size(int(value))) if task.unit == "bytes" else count
+    unit = "" if task.unit == "bytes" else f" {task.unit}"
+    return f"{shown(task.done)}{f' of {shown(task.total)}' if task.total else ''}{unit}"
 
 
-def _time(work: ProgressState, since_s: float) -> str:
-    """What is left where that can be told, else what went by."""
-    if work.total and work.first < work.done <= work.total and since_s > 1:
-        left_s = since_s * (work.total - work.done) / (work.done - work.first)
+def _time(task: ProgressState, since_s: float) -> str:
+    """Estimated time left if it can be computed, otherwise the time elapsed."""
+    if task.total and task.first < task.done <= task.total and since_s > 1:
+        left_s = since_s * (task.total - task.done) / (task.done - task.first)
         return f"{seconds(round(left_s))} left" if left_s >= 1 else ""
     return seconds(round(since_s)) if since_s >= 1 else ""
 
 
-def _whole(value: Any) -> Any:
+def _encodable(value: Any) -> Any:
     return encodable(value) if isinstance(value, str) else value

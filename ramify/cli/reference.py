@@ -1,8 +1,7 @@
-"""The tables of ``docs/cli.md``, written from the commands themselves: ``python -m
-ramify.cli.reference``.
+"""Generator of the tables in ``docs/cli.md``: ``python -m ramify.cli.reference``.
 
-Between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` the page holds the options of command
-NAME, or the exit codes. A test compares them.
+The page holds the options of command NAME, or the exit codes, between ``<!-- begin NAME -->`` and
+``<!-- end NAME -->``. A test checks that the tables are up to date.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ _PART = re.compile(r"(<!-- begin ([a-z -]+?) -->\n).*?(<!-- end \2 -->)", re.DOT
 
 
 def written(page: str) -> str:
-    """``page`` with every part as the commands have it now."""
-    return _PART.sub(lambda found: f"{found[1]}{part(found[2])}{found[3]}", page)
+    """Return ``page`` with every table generated again from the commands."""
+    return _PART.sub(lambda match: f"{match[1]}{part(match[2])}{match[3]}", page)
 
 
 def part(name: str) -> str:
+    """Table of one command's options, or of the exit codes."""
     if name == "exit codes":
         return _table(
             ("code", "meaning"), [(str(code.value), meaning) for code, meaning in MEANINGS.items()]
         )
     return _table(
-        ("option", "what"), [(_name(option), option.help) for option in command(name).options]
+        ("option", "meaning"), [(_name(option), option.help) for option in command(name).options]
     )
 
 

@@ -1,7 +1,7 @@
-"""``ramify replay``: run a stored run's cells again against its recorded replies, and say whether
-all came out the same.
+"""``ramify replay``: re-run a stored run's cells against its recorded replies, and compare.
 
-No model is asked and nothing is paid or written. What differs is named by call, turn and cell.
+No model is called, nothing is paid, and nothing is written. Each difference names its call, turn
+and cell.
 """
 
 from __future__ import annotations
@@ -34,53 +34,56 @@ def replay(words: list[str], json: bool | None, allow_weaker: bool | None) -> in
             return (await rlm.areplay(run)).trajectory
 
     new, old = asyncio.run(repeat()), store.load(run)
-    found = list(differences(old, new))
+    changes = list(differences(old, new))
     if json:
-        print(
-            msgspec.json.encode({"run": old.id, "same": not found, "differences": found}).decode()
-        )
+        report = {"run": old.id, "same": not changes, "differences": changes}
+        print(msgspec.json.encode(report).decode())
     else:
-        print(_verdict(old, found))
-    return ExitCode.ERROR if found else ExitCode.ANSWERED
+        print(_verdict(old, changes))
+    return ExitCode.ERROR if changes else ExitCode.ANSWERED
 
 
 def differences(old: Trajectory, new: Trajectory) -> Iterator[str]:
-    """A line for each cell, call and answer that came out otherwise."""
+    """Yield a line for each cell, call and answer that differs between the two runs."""
     calls = {call.id: call for call in new.calls}
     for call in old.calls:
-        resume = calls.pop(call.id, None)
-        if resume is None:
+        replayed = calls.pop(call.id, None)
+        if replayed is None:
             yield f"call {call.id} was not made again"
         else:
-            yield from _in_call(call, resume)
+            yield from _call_differences(call, replayed)
     yield from (f"call {id} is new" for id in calls)
     if old.answer != new.answer:
-        yield f"the answer was {_shown(old.answer)} and is {_shown(new.answer)}"
+        yield f"the answer was {_shown(old.answer)} and is now {_shown(new.answer)}"
 
 
-def _in_call(old: Call, new: Call) -> Iterator[str]:
+def _call_differences(old: Call, new: Call) -> Iterator[str]:
     if len(old.turns) != len(new.turns):
-        yield f"call {old.id} took {len(old.turns)} turns and now {len(new.turns)}"
-    for turn, (before, now) in enumerate(zip(old.turns, new.turns, strict=False)):
-        for cell, (was, is_) in enumerate(zip(before.cells, now.cells, strict=False)):
+        yield f"call {old.id} took {len(old.turns)} turns and now takes {len(new.turns)}"
+    for turn, (old_turn, new_turn) in enumerate(zip(old.turns, new.turns, strict=False)):
+        for cell, cells in enumerate(zip(old_turn.cells, new_turn.cells, strict=False)):
             for name in ("stdout", "value", "error"):
-                if getattr(was, name) != getattr(is_, name):
+                before, after = (getattr(result, name) for result in cells)
+                if before != after:
                     place = f"call {old.id}, turn {turn}, cell {cell}"
-                    yield f"{place}: {name} was {_shown(getattr(was, name))} and is {_shown(getattr(is_, name))}"
+                    yield f"{place}: {name} was {_shown(before)} and is now {_shown(after)}"
     if (old.answer, old.stop) != (new.answer, new.stop):
-        yield f"call {old.id} ended {old.stop} with {_shown(old.answer)} and now {new.stop} with {_shown(new.answer)}"
+        yield (
+            f"call {old.id} ended {old.stop} with {_shown(old.answer)} "
+            f"and now ends {new.stop} with {_shown(new.answer)}"
+        )
 
 
-def _verdict(old: Trajectory, found: list[str]) -> str:
+def _verdict(old: Trajectory, changes: list[str]) -> str:
     cells = sum(len(turn.cells) for call in old.calls for turn in call.turns)
-    if not found:
+    if not changes:
         return f"same: {many(len(old.calls), 'call')}, {many(cells, 'cell')}, and the answer"
-    more = [f"… and {len(found) - _SHOWN:,} more"] if len(found) > _SHOWN else []
+    more = [f"… and {len(changes) - _SHOWN:,} more"] if len(changes) > _SHOWN else []
     return clean(
         "\n".join(
             [
-                f"different in {many(len(found), 'place')}:",
-                *(f"  {line}" for line in found[:_SHOWN]),
+                f"different in {many(len(changes), 'place')}:",
+                *(f"  {line}" for line in changes[:_SHOWN]),
                 *more,
             ]
         )
@@ -93,15 +96,15 @@ def _shown(value: Any) -> str:
 
 COMMAND = CommandSpec(
     "replay",
-    "Run a stored run's code again against its recorded replies, and compare. No model is asked. "
-    "Exit code 0\n"
-    "if everything came out the same, 1 if not.",
+    """\
+Re-run a stored run's code against its recorded replies, and compare the results. No model is
+called. The exit code is 0 if every result is the same, 1 if not.""",
     replay,
     "RUN",
     1,
     1,
     (
         OptionSpec("json", bool, "print one JSON object", has_no=False),
-        OptionSpec("allow_weaker", bool, "accept less isolation than the run had", has_no=False),
+        OptionSpec("allow_weaker", bool, "accept weaker isolation than the run had", has_no=False),
     ),
 )

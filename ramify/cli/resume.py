@@ -1,8 +1,8 @@
-"""A stored run made ready to go on or to be repeated: the ``RLM`` that its journal describes.
+"""Rebuilds the ``RLM`` of a stored run from its journal, to resume or replay the run.
 
-Models, limits, prompts, sandbox and sampling are taken as they were recorded. Tools over files
-(``sql``) are loaded again from the recorded paths, and MCP servers are started again. A replay asks
-nobody, so its models are stand-ins that need no key.
+Models, limits, prompts, sandbox and sampling are those recorded in the journal. Tools over files
+(``sql``) are loaded again from the recorded paths, and MCP servers are started again. A replay
+calls no model, so it uses placeholder clients that need no key.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ramify.types.message import Reply
 
 
 def find(run: str) -> tuple[Store, RecordedReplies]:
+    """Open the default store and read the recorded replies of ``run``."""
     store = Store()
     return store, RecordedReplies(store.events(run))
 
@@ -37,14 +38,17 @@ def rebuild(
     with_tools: bool = True,
     allow_weaker: bool = False,
 ) -> RLM:
-    """The RLM that ``started`` recorded; ``allow_weaker`` is for a machine whose sandbox is weaker
-    than the recorded one's. Raises ConfigError where this version cannot read what was recorded,
-    SourceError where files that its tools read are gone."""
+    """Build the RLM that ``started`` describes.
+
+    ``stand_ins`` replaces the models with placeholders. ``allow_weaker`` accepts a sandbox that is
+    weaker than the recorded one. Raises ConfigError if this version cannot read the recorded
+    settings, and SourceError if the input of the run's file tools is gone.
+    """
     config = started.config
     models = [*config.get("model", [])]
     subs = [*config.get("sub_model", [])]
     if not models:
-        raise ConfigError(f"run {started.id} does not say which model it asked: ask anew")
+        raise ConfigError(f"run {started.id} does not record its model: ask the question again")
     try:
         sandbox = msgspec.convert(config.get("sandbox", {}), SandboxSpec)
         return RLM(
@@ -61,7 +65,8 @@ def rebuild(
         )
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"run {started.id} was recorded with settings that do not fit: {error}; ask anew"
+            f"the recorded settings of run {started.id} are invalid here: {error}; "
+            "ask the question again"
         ) from None
 
 
@@ -71,7 +76,7 @@ def _tools(started: RunStarted) -> dict[str, Any]:
     if servers:
         from ramify.engine.mcp_tools import McpTools
 
-        tools |= McpTools(*servers)  # connected until the process ends
+        tools |= McpTools(*servers)  # stays connected until the process ends
     if not sources.get("tools"):
         return tools
     from ramify.sources.load_sources import load
@@ -79,13 +84,13 @@ def _tools(started: RunStarted) -> dict[str, Any]:
     if "-" in sources["paths"]:
         raise SourceError(
             f"run {started.id} used {', '.join(sources['tools'])} over standard input, which is "
-            "gone: ask anew"
+            "gone: ask the question again"
         )
     return {**tools, **load(sources["paths"]).tools}
 
 
 class PlaceholderClient:
-    """A ``Client`` of which only name, window and price are used."""
+    """Client for replays: it has a name, a window and a price, but cannot answer a request."""
 
     def __init__(self, name: str) -> None:
         prices = PriceTable.load()
@@ -94,7 +99,7 @@ class PlaceholderClient:
         self.price: Price | None = prices.price(name)
 
     async def complete(self, request: Request) -> Reply:
-        raise ReplayDiverged(f"{self.name} was asked something that the run did not record")
+        raise ReplayDiverged(f"{self.name} received a request that the run did not record")
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: a placeholder holds no connection."""

@@ -1,4 +1,7 @@
-"""``ramify runs``: list what is stored, remove runs, prune the store."""
+"""``ramify runs``, ``runs rm`` and ``runs prune``: list stored runs, delete some, prune the store.
+
+Not here: the files of the store (see ramify/store/store.py).
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,31 @@ from ramify.store.index import RunSummary
 from ramify.store.store import Store
 
 _SHORT = len("20260301-142501-5gk0x7m")
-"""The part of an id that is shown in a table: unique, and enough to name the run by. What follows
-are the question's words."""
+"""Length of the part of an id that a table shows. It identifies the run; the rest of an id is
+words from the question."""
 _COLUMNS = ("run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds")
 
 
 def runs(words: list[str], limit: int | None, json: bool | None) -> int:
     limit = 20 if limit is None else limit
     if limit < 0:
-        raise UsageError(f"--limit {limit}: give 0, for all, or more")
-    found = Store().runs(limit or None)
+        raise UsageError(f"--limit {limit}: give 0 (for all) or more")
+    summaries = Store().runs(limit or None)
     if json:
-        for summary in found:
+        for summary in summaries:
             print(msgspec.json.encode(_as_dict(summary)).decode())
     elif sys.stdout.isatty():
-        _draw(found)
+        _draw(summaries)
     else:
         print("\t".join(_COLUMNS))
-        for summary in found:
+        for summary in summaries:
             print("\t".join(_cells(summary, 200)))
     return ExitCode.ANSWERED
 
 
 def rm(words: list[str]) -> int:
     store = Store()
-    paths = [store.path(each) for each in words]  # all are found before any is deleted
+    paths = [store.path(name) for name in words]  # look up every run before deleting any
     for path in dict.fromkeys(paths):
         freed = store.remove(path.stem)
         print(f"deleted {path.stem} ({size(freed)})")
@@ -50,7 +53,7 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
     if keep is not None and keep < 0:
         raise UsageError(f"--keep {keep}: give 0 or more")
     if keep is None and not older_than and not max_size:
-        raise UsageError("say what may go: --older-than AGE, --keep N or --max-size SIZE")
+        raise UsageError("nothing to prune by: give --older-than AGE, --keep N or --max-size SIZE")
     store = Store()
     before = store.size()
     removed = store.prune(
@@ -72,7 +75,7 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
 
 
 def _as_dict(summary: RunSummary) -> dict[str, object]:
-    """Every field, also those that have their default."""
+    """All fields of a summary, including those that have their default value."""
     fields = {name: getattr(summary, name) for name in summary.__struct_fields__}
     fields["usage"] = {
         name: getattr(summary.usage, name) for name in summary.usage.__struct_fields__
@@ -81,7 +84,7 @@ def _as_dict(summary: RunSummary) -> dict[str, object]:
 
 
 def _cells(summary: RunSummary, width: int) -> list[str]:
-    state = "running" if summary.alive else "damaged" if summary.problem else "cut off"
+    state = "running" if summary.alive else "damaged" if summary.problem else "interrupted"
     return [
         summary.id,
         moment(summary.started_at),
@@ -95,22 +98,24 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
     ]
 
 
-def _draw(found: list[RunSummary]) -> None:
+def _draw(summaries: list[RunSummary]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    rows = [_cells(summary, 60) for summary in found]
-    rows = [[row[0][:_SHORT], row[1][5:], *row[2:]] for row in rows]  # the year is in the id
+    rows = [_cells(summary, 60) for summary in summaries]
+    rows = [[row[0][:_SHORT], row[1][5:], *row[2:]] for row in rows]  # the id has the year
     table = Table(box=None, header_style="bold", pad_edge=False)
     for index, name in enumerate(_COLUMNS):
-        least = {"question": 20, "model": 12}.get(name) or max(
+        min_width = {"question": 20, "model": 12}.get(name) or max(
             [len(name), *(len(row[index]) for row in rows)]
         )
         justify: Literal["left", "right"] = (
             "right" if name in ("calls", "tokens", "cost", "seconds") else "left"
         )
-        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
+        table.add_column(
+            name, justify=justify, no_wrap=True, overflow="ellipsis", min_width=min_width
+        )
     for row in rows:
         table.add_row(*map(Text, row))
     Console(highlight=False).print(table)
@@ -119,27 +124,35 @@ def _draw(found: list[RunSummary]) -> None:
 COMMANDS = (
     CommandSpec(
         "runs",
-        "List stored runs, newest first. Piped, the columns are separated by tabs.",
+        "List stored runs, newest first. In a pipe, columns are separated by tabs.",
         runs,
         options=(
-            OptionSpec("limit", int, "how many (default: 20; 0 is all)"),
-            OptionSpec("json", bool, "one JSON object a line", has_no=False),
+            OptionSpec("limit", int, "number of runs to list; 0 lists all (default: 20)"),
+            OptionSpec("json", bool, "print one JSON object per line", has_no=False),
         ),
     ),
-    CommandSpec("runs rm", "Delete runs, and what only they hold.", rm, "RUN…", 1, None),
+    CommandSpec(
+        "runs rm",
+        "Delete runs, and stored data that no other run uses.",
+        rm,
+        "RUN…",
+        1,
+        None,
+    ),
     CommandSpec(
         "runs prune",
         """\
-Delete old runs and evaluations, and what only they hold. What is being written stays. With --keep alone all
-but the newest go.""",
+Delete old runs and evaluations, and stored data that nothing else uses. Runs in progress are kept.
+With --keep alone, all except the newest N are deleted.""",
         prune,
         options=(
-            OptionSpec("older_than", str, "delete what ended longer ago: 30d, 12h", "AGE"),
+            OptionSpec("older_than", str, "delete runs that ended longer ago: 30d, 12h", "AGE"),
+            OptionSpec("keep", int, "always keep the newest N runs, and the newest N evaluations"),
             OptionSpec(
-                "keep", int, "keep this many newest runs in any case, and as many evaluations"
-            ),
-            OptionSpec(
-                "max_size", str, "delete the oldest until the store fits: 2GB, 500MB", "SIZE"
+                "max_size",
+                str,
+                "delete the oldest runs until the store is this small: 2GB, 500MB",
+                "SIZE",
             ),
         ),
     ),

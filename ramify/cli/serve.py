@@ -1,7 +1,7 @@
-"""``ramify serve``: whole recursive runs behind an OpenAI-compatible address, until it is stopped.
+"""``ramify serve``: an OpenAI-compatible server that answers each request with a recursive run.
 
-Ctrl-C or SIGTERM once: no more requests are taken, and runs may end for a while. Twice: it ends at
-once.
+The first Ctrl-C or SIGTERM stops new requests and gives the current runs a grace period; the second
+ends the server at once. Not here: the server itself (see ramify/serve/run_server.py).
 """
 
 from __future__ import annotations
@@ -32,35 +32,39 @@ if TYPE_CHECKING:
 _KEY = "RAMIFY_SERVE_KEY"
 OF_A_SERVER = (
     OptionSpec("host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"),
-    OptionSpec("port", int, "port to listen on; 0 takes a free one (default: 8000)"),
-    OptionSpec("api_key", str, f"key that callers must send (default: ${_KEY})", "KEY"),
+    OptionSpec("port", int, "port to listen on; 0 picks a free one (default: 8000)"),
+    OptionSpec("api_key", str, f"key that clients must send (default: ${_KEY})", "KEY"),
     OptionSpec(
-        "keys", str, "keys of several callers, each with limits of its own; a TOML file", "FILE"
+        "keys", str, "TOML file with keys for several clients, each with its own limits", "FILE"
     ),
-    OptionSpec("name", str, "the model's name in answers (default: that of --model)"),
-    OptionSpec("max_runs", int, "questions answered at once (default: 256)"),
-    OptionSpec("max_body", str, "of one request (default: 64MB)", "SIZE"),
-    OptionSpec("grace", float, "seconds that runs may go on after the first Ctrl-C (default: 30)"),
+    OptionSpec("name", str, "model name in responses (default: that of --model)"),
+    OptionSpec("max_runs", int, "maximum concurrent runs (default: 256)"),
+    OptionSpec("max_body", str, "maximum size of a request (default: 64MB)", "SIZE"),
+    OptionSpec(
+        "grace", float, "seconds that current runs get after the first Ctrl-C (default: 30)"
+    ),
 )
 
 
 def serve(words: list[str], **given: Any) -> int:
-    own = {option.name: given.pop(option.name) for option in OF_A_SERVER}
+    server_options = {option.name: given.pop(option.name) for option in OF_A_SERVER}
     settings, notes = begin(given, "serve")
     if settings is None:
         return ExitCode.USAGE
-    own["max_body"] = parse_size(own["max_body"] or "64MB", "--max-body")
+    server_options["max_body"] = parse_size(server_options["max_body"] or "64MB", "--max-body")
     for name, least in (("max_runs", 1), ("grace", 0), ("max_body", 1)):
-        if own[name] is not None and not own[name] >= least:
-            raise UsageError(f"--{name.replace('_', '-')} {own[name]}: give at least {least}")
+        value = server_options[name]
+        if value is not None and not value >= least:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: give at least {least}")
+    grace_s = 30.0 if server_options["grace"] is None else server_options["grace"]
     with exporting(notes), mcp_tools(settings) as tools:
-        server = _server(settings, own, open_store(settings), tools)
-        asyncio.run(_serve(server, 30.0 if own["grace"] is None else own["grace"], notes))
+        server = _server(settings, server_options, open_store(settings), tools)
+        asyncio.run(_serve(server, grace_s, notes))
     return ExitCode.ANSWERED
 
 
 def _server(
-    settings: dict[str, Any], own: dict[str, Any], store: Store | None, tools: McpTools | None
+    settings: dict[str, Any], options: dict[str, Any], store: Store | None, tools: McpTools | None
 ) -> RunServer:
     from ramify.clients.base import Sampling
     from ramify.serve.run_server import RunServer
@@ -68,69 +72,65 @@ def _server(
     rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
     return RunServer(
         rlm,
-        name=own["name"] or settings["model"],
-        host=own["host"] or "127.0.0.1",
-        port=8000 if own["port"] is None else own["port"],
-        keys=_keys(own, store.root if store is not None else None),
-        max_body_bytes=own["max_body"],
-        max_runs=own["max_runs"] or 256,
+        name=options["name"] or settings["model"],
+        host=options["host"] or "127.0.0.1",
+        port=8000 if options["port"] is None else options["port"],
+        keys=_keys(options, store.root if store is not None else None),
+        max_body_bytes=options["max_body"],
+        max_runs=options["max_runs"] or 256,
         sampling=Sampling(temperature=settings.get("temperature")),
     )
 
 
-def _keys(own: dict[str, Any], root: Path | None) -> ApiKeys:
+def _keys(options: dict[str, Any], root: Path | None) -> ApiKeys:
     from ramify.serve.keys import ApiKey, ApiKeys, read_keys
 
-    keys = read_keys(own["keys"]) if own["keys"] else {}
-    if own["keys"] and not keys:
+    keys = read_keys(options["keys"]) if options["keys"] else {}
+    if options["keys"] and not keys:
         raise ConfigError(
-            f'the file of keys {own["keys"]} has none: add a table [NAME] with key = "…"'
+            f'the key file {options["keys"]} has no keys: add a table [NAME] with key = "…"'
         )
-    single = own["api_key"] or os.environ.get(_KEY)
+    single = options["api_key"] or os.environ.get(_KEY)
     if single:
         if "default" in keys:
             raise ConfigError(
-                "the file of keys has one called 'default', which is the name of --api-key: rename "
-                "it"
+                "the key file has a key named 'default', which is reserved for --api-key: rename it"
             )
         keys = {**keys, "default": ApiKey(key=single)}
     return ApiKeys(keys, root / "served.json" if root is not None and keys else None)
 
 
 async def _serve(server: RunServer, grace_s: float, notes: StderrNotes) -> None:
-    asked, again = asyncio.Event(), asyncio.Event()
+    first_stop = asyncio.Event()
+    second_stop = asyncio.Event()
 
     def stop() -> None:
-        (again if asked.is_set() else asked).set()
+        (second_stop if first_stop.is_set() else first_stop).set()
 
     on_stop(stop)
     async with contextlib.AsyncExitStack() as stack:
-        with ProgressScreen(
-            notes, form_of(None, notes)
-        ):  # a policy of this machine's is loaded now
+        with ProgressScreen(notes, form_of(None, notes)):  # a local policy is loaded here
             await stack.enter_async_context(server)
         write(f"{server.name} at {server.url} (Ctrl-C to stop)")
-        await asked.wait()
-        draining, at_once = (
-            asyncio.ensure_future(server.drain(grace_s)),
-            asyncio.ensure_future(again.wait()),
-        )
+        await first_stop.wait()
+        draining = asyncio.ensure_future(server.drain(grace_s))
+        stopping_now = asyncio.ensure_future(second_stop.wait())
         if server.num_runs:
             notes.say(
-                f"ramify: {server.num_runs} runs go on for {grace_s:g} s at most; Ctrl-C again to "
-                "end now"
+                f"ramify: {server.num_runs} runs may continue for up to {grace_s:g} s; Ctrl-C "
+                "again to end now"
             )
-        await asyncio.wait({draining, at_once}, return_when=asyncio.FIRST_COMPLETED)
-        for each in (draining, at_once):
-            each.cancel()
-        await asyncio.gather(draining, at_once, return_exceptions=True)
+        await asyncio.wait({draining, stopping_now}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, stopping_now):
+            task.cancel()
+        await asyncio.gather(draining, stopping_now, return_exceptions=True)
 
 
 COMMAND = CommandSpec(
     name="serve",
     about="""\
-Serve whole recursive runs as an OpenAI-compatible API: chat completions and responses, also streamed. A
-client needs nothing but another base URL. The options of ask set what a request may spend at most.""",
+Serve recursive runs over an OpenAI-compatible API: chat completions and responses, with streaming.
+Point any OpenAI client at this server's base URL. The options of ask limit each request.""",
     run=serve,
     options=(*OF_A_SERVER, *LIMITS),
 )

@@ -1,4 +1,7 @@
-"""``ramify serve-policy``: a policy behind an OpenAI-compatible address, until it is stopped."""
+"""``ramify serve-policy``: an OpenAI-compatible server for one local policy.
+
+Not here: the server itself (see ramify/serve/policy.py).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def serve_policy(
     if slots is not None and slots < 1:
         raise UsageError(f"--slots {slots}: give at least 1")
     if weights_root is not None and not Path(weights_root).is_dir():
-        raise UsageError(f"--weights-root {weights_root}: there is no such folder")
+        raise UsageError(f"--weights-root {weights_root}: no such folder")
     folder = str(TINY) if words[0] == "tiny" else words[0].removeprefix("local:")
 
     notes = StderrNotes()
@@ -53,10 +56,10 @@ def serve_policy(
             from ramify.models.load import load
             from ramify.serve.policy import PolicyServer
 
-        chosen = None if dtype is None else getattr(torch, dtype, None)
-        if dtype is not None and chosen not in (torch.float32, torch.bfloat16, torch.float16):
+        torch_dtype = None if dtype is None else getattr(torch, dtype, None)
+        if dtype is not None and torch_dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UsageError(f"--dtype {dtype}: give float32, bfloat16 or float16")
-        policy = load(folder, chosen, device, thinking=thinking)
+        policy = load(folder, torch_dtype, device, thinking=thinking)
     client = LocalClient(policy, slots=slots)
     server = PolicyServer(
         client,
@@ -83,7 +86,7 @@ async def _serve(server: PolicyServer, client: LocalClient) -> None:
 
 COMMAND = CommandSpec(
     name="serve-policy",
-    about="Serve a policy as an OpenAI-compatible API, with token ids and log-probabilities.",
+    about="Serve a policy over an OpenAI-compatible API, with token ids and log-probabilities.",
     run=serve_policy,
     words="FOLDER",
     min_words=1,
@@ -92,13 +95,13 @@ COMMAND = CommandSpec(
         OptionSpec(
             "host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"
         ),
-        OptionSpec("port", int, "port to listen on; 0 takes a free one (default: 8000)"),
-        OptionSpec("api_key", str, f"key that callers must send (default: ${_KEY})", "KEY"),
-        OptionSpec("name", str, "the model's name in requests (default: FOLDER)"),
-        OptionSpec("slots", int, "replies at once (default: 128 on a CPU, 256 on a GPU)"),
+        OptionSpec("port", int, "port to listen on; 0 picks a free one (default: 8000)"),
+        OptionSpec("api_key", str, f"key that clients must send (default: ${_KEY})", "KEY"),
+        OptionSpec("name", str, "model name in requests (default: FOLDER)"),
         OptionSpec(
-            "device", str, "cpu, cuda, cuda:1 (default: a GPU where there is one)", "DEVICE"
+            "slots", int, "maximum concurrent replies (default: 128 on a CPU, 256 on a GPU)"
         ),
+        OptionSpec("device", str, "cpu, cuda or cuda:1 (default: a GPU if there is one)", "DEVICE"),
         OptionSpec(
             "dtype",
             str,
@@ -108,25 +111,27 @@ COMMAND = CommandSpec(
         OptionSpec(
             "weight_transfer",
             bool,
-            "let whoever may ask also replace the weights, as a trainer does (default: no)",
+            "let clients replace the weights, as a trainer does (default: no)",
         ),
         OptionSpec(
             "weight_sync",
             str,
-            "a carrier of weights of your own that a trainer may use, as module:Class",
+            "your own weight sync class that a trainer may use, as module:Class",
             "CLASS",
         ),
         OptionSpec(
             "weights_root",
             str,
-            "read files of weights below FOLDER alone (default: anywhere)",
+            "load weight files only from below FOLDER (default: from anywhere)",
             "FOLDER",
         ),
         OptionSpec(
             "thinking",
             bool,
-            "switch a hybrid model's thinking on or off (default: as its template has it)",
+            "turn thinking of a hybrid model on or off (default: as in its template)",
         ),
     ),
-    epilog="FOLDER is a checkpoint in Hugging Face's layout, a model in Hugging Face's cache, or tiny.",
+    epilog=(
+        "FOLDER is a checkpoint in Hugging Face format, a model in the Hugging Face cache, or tiny."
+    ),
 )

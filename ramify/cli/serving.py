@@ -1,5 +1,8 @@
-"""What the commands that serve have in common: which options of ask they take, how they begin, and
-what stops them."""
+"""Shared start-up and shutdown of the serving commands (``serve``, ``mcp``, ``serve-policy``).
+
+It decides which options of ``ask`` a server takes, reads its settings, and installs its handlers of
+Ctrl-C and SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from ramify.cli.stop_signals import on_signal
 
 _OF_ONE_QUESTION = ("cite", "cache", "json", "verbose", "progress")
 LIMITS = tuple(option for option in SETTINGS if option.name not in _OF_ONE_QUESTION)
-"""Options of ask: what a question may spend at most, by whom and where it is answered."""
+"""Options of ``ask`` that a server takes: its models, limits and sandbox."""
 
 
 def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, StderrNotes]:
-    """The settings, and where to say things. None where no model is set, which was said then."""
+    """Read the settings and create the notes. Settings are None if no model is set (reported)."""
     settings = fill(given, KINDS)
     notes = StderrNotes(bool(settings.get("quiet")))
     notes.take_warnings()
@@ -31,6 +34,6 @@ def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, S
 
 
 def on_stop(do: Callable[[], None]) -> None:
-    """Call ``do`` for each Ctrl-C and each SIGTERM, as long as the running loop lasts."""
+    """Call ``do`` for each Ctrl-C and each SIGTERM, while the current event loop runs."""
     for number in (signal.SIGINT, signal.SIGTERM):
         on_signal(number, do)

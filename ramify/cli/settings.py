@@ -1,12 +1,12 @@
-"""Where the settings of ``ask`` come from: an option, else a ``RAMIFY_*`` variable, else the
-configuration file.
+"""Settings of ``ask``: from options, then ``RAMIFY_*`` variables, then the configuration file.
 
     --max-cost 2      RAMIFY_MAX_COST=2      max-cost = 2
                                              [prices]
                                              path = "prices.json"
-The keys are the long options of ``ask``; their types are those of its parameters, so there is no second list. Paths in
-the file are relative to it. A key that does not exist or does not fit is an error that names file and key: a budget
-that was mistyped must not go unnoticed.
+
+The file's keys are the long options of ``ask``, with the same types, so that settings are listed
+only once. Paths in the file are relative to the file. An unknown key or a bad value is an error
+that names the file and the key: a mistyped budget must not go unnoticed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TABLES = {
     "prices": {"path": "RAMIFY_PRICES"},
     "runs": {"path": "RAMIFY_HOME", "max-bytes": "RAMIFY_STORE_MAX_BYTES"},
 }
-"""Table of the file -> key -> the variable that says the same, and wins."""
+"""Table of the file -> key -> the environment variable that overrides it."""
 OTHER_VARIABLES = frozenset(
-    {"RAMIFY_CONFIG", "RAMIFY_DEBUG", *(each for keys in TABLES.values() for each in keys.values())}
+    {"RAMIFY_CONFIG", "RAMIFY_DEBUG", *(name for keys in TABLES.values() for name in keys.values())}
 )
 
 
 def config_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """The file that is read, whether or not it exists."""
+    """Path of the configuration file, whether or not it exists."""
     given = environ.get("RAMIFY_CONFIG")
     if given:
         path = Path(given).expanduser()
@@ -51,11 +51,12 @@ def fill(
     kinds: Mapping[str, Any],
     environ: MutableMapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """``given`` options, and what variables and the file say about those that were not given (None
-    or empty).
+    """Combine the ``given`` options with the environment variables and the configuration file.
 
-    ``kinds`` has the type of each setting that may come from there. Variables for other rooms are
-    set from the file."""
+    An option that is None or empty counts as not given. ``kinds`` is the type of each setting that
+    a variable or the file may set. The tables of the file set environment variables that other
+    parts of the package read.
+    """
     settings = {
         **_from_file(config_path(environ), kinds, environ),
         **_from_variables(environ, kinds),
@@ -69,7 +70,7 @@ def fill(
 def unknown_variables(
     kinds: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
-    """A line for each ``RAMIFY_*`` variable that nothing reads."""
+    """Yield a warning for each ``RAMIFY_*`` variable that is not a setting."""
     known = {*map(variable, kinds), *OTHER_VARIABLES}
     for name in sorted(environ):
         if name.startswith("RAMIFY_") and name not in known:
@@ -81,13 +82,13 @@ def variable(name: str) -> str:
 
 
 def _from_variables(environ: Mapping[str, str], kinds: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    values = {}
     for name, kind in kinds.items():
         text = environ.get(variable(name))
         if text:
-            value = [each.strip() for each in text.split(",")] if _is_list(kind) else text
-            found[name] = _convert(value, kind, variable(name), lax=True)
-    return found
+            value = [item.strip() for item in text.split(",")] if _is_list(kind) else text
+            values[name] = _convert(value, kind, variable(name), lax=True)
+    return values
 
 
 def _from_file(
@@ -104,28 +105,27 @@ def _from_file(
     try:
         content = tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from None
-    found = {}
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    values = {}
     for key, value in content.items():
         name = key.replace("-", "_")
         if key in TABLES:
             _apply_table(path, key, value, environ)
         elif name in kinds and "_" not in key:
             value = [value] if _is_list(kinds[name]) and isinstance(value, str) else value
-            found[name] = _convert(value, kinds[name], f"{path}: {key}")
+            values[name] = _convert(value, kinds[name], f"{path}: {key}")
         else:
-            known = [*(each.replace("_", "-") for each in kinds), *TABLES]
+            known = [*(setting.replace("_", "-") for setting in kinds), *TABLES]
             raise ConfigError(f"{path}: unknown key '{key}': {nearest(key, known)}")
-    return found
+    return values
 
 
 def _apply_table(path: Path, table: str, content: Any, environ: MutableMapping[str, str]) -> None:
-    """What other rooms read from the environment. It is set for this process and those that it
-    starts."""
+    """Set the environment variables of one table, for this process and its children."""
     keys = TABLES[table]
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{path}: {table} is a table: write [{table}] and below it {' and '.join(keys)} = …"
+            f"{path}: {table} must be a table: write [{table}], then {' and '.join(keys)} = …"
         )
     for key, value in content.items():
         if key not in keys:
@@ -142,7 +142,7 @@ def _convert(value: Any, kind: Any, where: str, lax: bool = False) -> Any:
         return msgspec.convert(value, kind, strict=not lax)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{where} = {value!r} does not fit: {str(error)[:1].lower()}{str(error)[1:]}"
+            f"{where} = {value!r} is invalid: {str(error)[:1].lower()}{str(error)[1:]}"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""``ramify show``: a stored run as text, as one JSON object, or as its events.
+"""``ramify show``: print a stored run as text, as one JSON object, or as its events.
 
     run 20260301-142501-…  "Which host failed first?"
     final · 3 turns, 312 calls · 45.2k tokens · $0.12 · 14 s
@@ -8,7 +8,9 @@
         > 2026-03-01 …
         llm_query × 300: 297 done, 3 failed
       answer: db3
-What models and documents said is cleaned of escape sequences; ``--json`` and ``--events`` are not for eyes and are whole.
+
+Text from models and documents is stripped of escape sequences, except with ``--json`` and
+``--events``, which are for programs.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn
 
 _OUTPUT_LINES = 12
 _PLAIN_SHOWN = 3
-"""Plain sub-calls of a cell that are shown one by one; more are counted."""
+"""Maximum plain sub-calls of a cell that are listed one by one; more are only counted."""
 
 
 def show(
@@ -58,62 +60,63 @@ def _run_lines(trajectory: Trajectory, full: bool, is_alive: bool) -> Iterator[s
     from ramify.cli.ask_runner import summary
 
     yield f"run {trajectory.id}  {moment(trajectory.started_at)}"
-    yield summary(trajectory, None, "running" if is_alive else "cut off")
+    yield summary(trajectory, None, "running" if is_alive else "interrupted")
     if trajectory.context:
         yield f"context: {trajectory.context.kind}, {trajectory.context.chars:,} characters"
     for root in trajectory.calls:
         if root.parent is None:
             yield from _call_lines(trajectory, root, "", full)
     if trajectory.answered_by:
-        yield from ("", f"of these answers, that of {trajectory.answered_by} was chosen")
+        yield from ("", f"the answer of {trajectory.answered_by} was chosen")
     for error in trajectory.errors:
         yield f"error: {error}"
 
 
 def _call_lines(trajectory: Trajectory, call: Call, indent: str, full: bool) -> Iterator[str]:
     yield ""
-    yield f"{indent}{call.id} {call.model} ({call.kind}{_origin(call)}): {one_line(call.question, 160)}"
+    question = one_line(call.question, 160)
+    yield f"{indent}{call.id} {call.model} ({call.kind}{_origin(call)}): {question}"
     children = trajectory.children(call)
     for number, turn in enumerate(call.turns):
         if call.kind == "rlm":
             yield f"{indent}  turn {number + 1}{_bill(turn)}"
         for index, cell in enumerate(turn.cells):
             yield from _cell_lines(cell, indent + "    ", full)
-            made = [
+            subcalls = [
                 c
                 for c in children
                 if c.parent and (c.parent.turn, c.parent.cell) == (number, index)
             ]
-            yield from _children_lines(trajectory, made, indent + "    ", full)
+            yield from _children_lines(trajectory, subcalls, indent + "    ", full)
         if not turn.cells and call.kind == "rlm":
             yield from _block(turn.reply.message.content, f"{indent}    ", full)
     yield f"{indent}  {_end(call, full)}"
 
 
 def _origin(call: Call) -> str:
-    """Of a branch or a conversation's next question: what it goes on from."""
+    """Which call a branch, or the next question of a conversation, continues; else empty."""
     if call.fork is None:
         return ""
     return (
         f", from turn {call.fork.turn + 1} of {call.fork.call}"
         if call.fork.turn >= 0
-        else f", beside {call.fork.call}"
+        else f", sibling of {call.fork.call}"
     )
 
 
 def _children_lines(
-    trajectory: Trajectory, made: list[Call], indent: str, full: bool
+    trajectory: Trajectory, subcalls: list[Call], indent: str, full: bool
 ) -> Iterator[str]:
-    plain = [call for call in made if call.kind != "rlm"]
+    plain = [call for call in subcalls if call.kind != "rlm"]
     for call in plain if full or len(plain) <= _PLAIN_SHOWN else []:
-        answer = call.error or _as_text(call.answer)
-        yield f"{indent}{call.id} {call.kind}: {one_line(call.question, 70)} → {one_line(answer, 70)}"
+        answer = one_line(call.error or _as_text(call.answer), 70)
+        yield f"{indent}{call.id} {call.kind}: {one_line(call.question, 70)} → {answer}"
     if len(plain) > _PLAIN_SHOWN and not full:
         failed = sum(call.stop is Stop.ERROR for call in plain)
         yield f"{indent}{plain[0].id} … {plain[-1].id}: llm_query × {len(plain):,}" + (
             f", {failed:,} failed" if failed else ""
         )
-    for call in made:
+    for call in subcalls:
         if call.kind == "rlm":
             yield from _call_lines(trajectory, call, indent, full)
 
@@ -131,21 +134,22 @@ def _cell_lines(cell: Cell, indent: str, full: bool) -> Iterator[str]:
 
 def _block(text: str, prefix: str, full: bool) -> Iterator[str]:
     lines = clean(text).rstrip("\n").split("\n") if text else []
-    kept: Iterable[str] = lines
+    shown: Iterable[str] = lines
     if not full and len(lines) > _OUTPUT_LINES:
-        kept = [
+        shown = [
             *lines[: _OUTPUT_LINES - 3],
             f"… {len(lines) - _OUTPUT_LINES + 1:,} more lines: --full",
             *lines[-2:],
         ]
-    for line in kept:
+    for line in shown:
         yield prefix + (line if full or len(line) <= 300 else line[:299] + "…")
 
 
 def _bill(turn: Turn) -> str:
     usage, cost = turn.reply.usage, turn.reply.cost
     price = f", {dollars(cost)}" if cost is not None else ""
-    return f"  ({usage.input_tokens:,} in, {usage.output_tokens:,} out{price}, {seconds(turn.reply.seconds)})"
+    tokens = f"{usage.input_tokens:,} in, {usage.output_tokens:,} out"
+    return f"  ({tokens}{price}, {seconds(turn.reply.seconds)})"
 
 
 def _end(call: Call, full: bool) -> str:
@@ -192,17 +196,18 @@ def _write(line: bytes) -> None:
 
 COMMAND = CommandSpec(
     "show",
-    "Show what happened in a run: turns, code, output, sub-calls, answer. RUN is an id, the "
-    "beginning of one,\n"
-    "a journal's path, or: last.",
+    "Show what happened in a run: its turns, code, output, sub-calls and answer.\n\n"
+    "RUN is a run's id, the start of an id, the path of a journal, or last.",
     show,
     "RUN",
     1,
     1,
     (
-        OptionSpec("call", str, "only this call (such as 0.3), with its whole prompts", "ID"),
-        OptionSpec("full", bool, "outputs and answers whole", has_no=False),
-        OptionSpec("json", bool, "the trajectory as one JSON object", has_no=False),
-        OptionSpec("events", bool, "the journal's events, one JSON object a line", has_no=False),
+        OptionSpec("call", str, "show only this call (such as 0.3), with its full prompts", "ID"),
+        OptionSpec("full", bool, "do not shorten outputs and answers", has_no=False),
+        OptionSpec("json", bool, "print the trajectory as one JSON object", has_no=False),
+        OptionSpec(
+            "events", bool, "print the journal's events, one JSON object per line", has_no=False
+        ),
     ),
 )

@@ -1,7 +1,11 @@
-"""``ramify cluster simulate``: what a measured run would do on other devices, as a table, best
-first.
+"""``ramify cluster simulate``: predict a finished run's speed on other hardware, as a table.
 
-engines slots ranks  stale │  step s   90 % steps/h │ engines at once trainer │ tokens/s …
+The fastest setting is first:
+
+    engines  slots  ranks  stale ≤  step s  90 % ≤  steps/h  engines busy  at once  trainer busy  …
+
+Not here: the simulation (see ramify/cluster/simulate.py) and the settings to try (see
+ramify/cluster/search_settings.py).
 """
 
 from __future__ import annotations
@@ -45,14 +49,15 @@ def simulate(
     json: bool | None = None,
 ) -> int:
     if devices is not None and (engines or ranks):
-        raise UsageError("--devices tries all splits: leave --engines and --ranks out")
+        raise UsageError("--devices tries every split: remove --engines and --ranks")
     if engine_devices is not None and devices is None:
-        raise UsageError("--engine-devices says how --devices are split: give --devices, too")
+        raise UsageError("--engine-devices applies to --devices: give --devices as well")
     if straggler_factor is not None and not (
         straggler_factor == 0 or 1 <= straggler_factor < float("inf")
     ):
         raise UsageError(
-            f"--straggler-factor {straggler_factor:g}: times the median, at least 1, or 0 for never"
+            f"--straggler-factor {straggler_factor:g}: give a multiple of the median that is at "
+            "least 1, or 0 for never"
         )
     if grace_steps is not None and grace_steps < 0:
         raise UsageError(f"--grace-steps {grace_steps}: give 0 or more")
@@ -67,7 +72,7 @@ def simulate(
     ):
         if number is not None and number < 1:
             raise UsageError(f"--{name} {number}: give 1 or more")
-    given = {
+    choices_of = {
         name: _numbers(name, text)
         for name, text in (
             ("engines", engines),
@@ -84,22 +89,22 @@ def simulate(
     from ramify.cluster.search_settings import DeviceSplit, best, choices, predict, splits
     from ramify.cluster.simulation_inputs import measured
 
-    rate = _calibrated(calibrate, max(given["slots"] or [64])) if calibrate else None
-    found = measured(
+    rate = _calibrated(calibrate, max(choices_of["slots"] or [64])) if calibrate else None
+    inputs = measured(
         Path(words[0]), last=last or 0, rate=rate, scaling=1.0 if scaling is None else scaling
     )
-    sizes = found.sizes
+    sizes = inputs.sizes
     pairs = [
-        DeviceSplit(num, many)
-        for num in given["engines"] or [sizes.engines]
-        for many in given["ranks"] or [sizes.ranks]
+        DeviceSplit(num_engines, num_ranks)
+        for num_engines in choices_of["engines"] or [sizes.engines]
+        for num_ranks in choices_of["ranks"] or [sizes.ranks]
     ]
     settings = list(
         choices(
-            found,
+            inputs,
             splits(devices, engine_devices or 1) if devices else pairs,
-            slots=given["slots"],
-            staleness=given["staleness"],
+            slots=choices_of["slots"],
+            staleness=choices_of["staleness"],
             items=items or 0,
             group=group or 0,
             concurrency=concurrency or 0,
@@ -107,15 +112,15 @@ def simulate(
             grace_steps=grace_steps,
         )
     )
-    predicted = predict(found, settings, steps=steps or STEPS, seed=seed or 0)
+    predicted = predict(inputs, settings, steps=steps or STEPS, seed=seed or 0)
     if json:
-        print(_as_json(found, predicted))
+        print(_as_json(inputs, predicted))
     else:
         print(
             "\n".join(
                 [
-                    *_about(found),
-                    *_assumed(found, settings, bool(calibrate)),
+                    *_about(inputs),
+                    *_assumed(inputs, settings, bool(calibrate)),
                     "",
                     *_table(predicted),
                 ]
@@ -127,85 +132,99 @@ def simulate(
 
 
 def _numbers(name: str, text: str | None) -> list[int]:
-    """``1,2,4``"""
+    """``"4,1,2"`` -> [1, 2, 4]."""
     if text is None:
         return []
     try:
-        found = sorted({int(each) for each in text.split(",")})
+        numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise UsageError(f"--{name} {text}: give numbers with commas between, as 1,2,4") from None
+        raise UsageError(f"--{name} {text}: give numbers separated by commas: 1,2,4") from None
     least = 0 if name == "staleness" else 1
-    if any(each < least for each in found):
+    if any(number < least for number in numbers):
         raise UsageError(f"--{name} {text}: each must be at least {least}")
-    return found
+    return numbers
 
 
 def _calibrated(model: str, slots: int) -> EngineRate:
     from ramify.clients.pool import ClientPool
     from ramify.cluster.calibrate import calibrate
 
-    async def asked() -> EngineRate:
+    async def run() -> EngineRate:
         pool = ClientPool()
         try:
             return await calibrate(pool.client(model), slots=slots)
         finally:
             await pool.close()
 
-    return asyncio.run(asked())
+    return asyncio.run(run())
 
 
-def _about(found: SimulationInputs) -> Iterator[str]:
-    rate, sizes = found.rate, found.sizes
-    num = sum(map(len, found.groups))
-    yield f"by {num} rollouts of {len(found.groups)} groups; the run had {_sizes(sizes.items, sizes.group)} per step"
-    each = ", ".join(f"{rate.tokens_per_s(b):,.0f} with {b:.0f} at once" for b, _ in rate.points)
-    yield f"an engine samples {each} tokens/s, and reads a prompt token in {1e6 * rate.prompt_token_s:.3g} µs"
+def _about(inputs: SimulationInputs) -> Iterator[str]:
+    """The measurements behind the table, one sentence each."""
+    rate, sizes = inputs.rate, inputs.sizes
+    num = sum(map(len, inputs.groups))
     yield (
-        f"the trainer takes {found.learn_base_s:.3g} s and {1e6 * found.learn_token_s:.3g} µs per "
-        f"token on {sizes.ranks} "
-        f"rank{'s' * (sizes.ranks > 1)}, and {len(found.step_s)} steps say what passes between two"
+        f"based on {num} rollouts in {len(inputs.groups)} groups; the run had "
+        f"{_sizes(sizes.items, sizes.group)} per step"
+    )
+    speeds = ", ".join(
+        f"{rate.tokens_per_s(batch):,.0f} with {batch:.0f} at once" for batch, _ in rate.points
+    )
+    yield (
+        f"an engine samples {speeds} tokens/s, and reads a prompt token in "
+        f"{1e6 * rate.prompt_token_s:.3g} µs"
+    )
+    yield (
+        f"the trainer takes {inputs.learn_base_s:.3g} s plus {1e6 * inputs.learn_token_s:.3g} µs "
+        f"per token on {sizes.ranks} rank{'s' * (sizes.ranks > 1)}; the time between steps comes "
+        f"from {len(inputs.step_s)} steps"
     )
 
 
 def _assumed(
-    found: SimulationInputs, settings: Sequence[SimulationSetting], is_calibrated: bool
+    inputs: SimulationInputs, settings: Sequence[SimulationSetting], is_calibrated: bool
 ) -> Iterator[str]:
-    """What the table below rests on besides measurements, a sentence each."""
-    sizes, host = found.sizes, found.host
-    if host is not None and any(each.embedded for each in settings):
+    """The assumptions behind the table, one sentence each."""
+    sizes, host = inputs.sizes, inputs.host
+    if host is not None and any(setting.embedded for setting in settings):
         yield (
-            f"assumed: engine, loop and sessions share {host.cores} cores, and wait for nothing "
-            "else; a request is "
-            f"{1e3 * host.request_s:.3g} ms of the loop, a session computes "
-            f"{host.session_share:.0%} of the time that it took"
+            f"assumed: engine, loop and sessions share {host.cores} cores and wait for nothing "
+            f"else; a request takes {1e3 * host.request_s:.3g} ms of the loop, and a session "
+            f"computes for {host.session_share:.0%} of its time"
         )
-    elif sizes.embedded and any(each.embedded for each in settings):
-        yield "assumed: nothing waits for a processor, though the engine is in the trainer's process (an older run)"
-    if any(not each.embedded for each in settings):
-        yield "assumed: each engine has devices of its own" + (
+    elif sizes.embedded and any(setting.embedded for setting in settings):
+        yield (
+            "assumed: nothing waits for a CPU core, although the engine is in the trainer's "
+            "process (an older run)"
+        )
+    if any(not setting.embedded for setting in settings):
+        yield "assumed: each engine has its own devices" + (
             f", as fast as one of the {host.cores} cores of the run"
             if host is not None and not is_calibrated
             else ""
         )
-    if any(each.ranks != sizes.ranks for each in settings):
-        yield f"assumed: twice the ranks are {2 * found.scaling:.3g} times as fast (--scaling)"
-    if any(each.shared for each in settings):
-        yield "assumed: handing a shared device over takes no time"
+    if any(setting.ranks != sizes.ranks for setting in settings):
+        yield f"assumed: twice the ranks are {2 * inputs.scaling:.3g} times as fast (--scaling)"
+    if any(setting.shared for setting in settings):
+        yield "assumed: handing over a shared device takes no time"
     caches = (
-        "slots keep what the embedded engine's keep"
+        "slots cache prefixes like those of the embedded engine"
         if sizes.keeps
-        else "as much of each prompt is cached as it was"
+        else "the cached share of each prompt is that of the run"
     )
     bound = (
         f", and {sizes.cache_tokens} tokens fit"
         if sizes.cache_tokens
-        else ", whose memory suffices"
+        else ", and memory is sufficient"
     )
     yield f"assumed of caches: {caches}{bound}"
     evaluations = "none between steps"
     if sizes.evaluate:
-        evaluations = f"one in {sizes.evaluate} steps, {found.evaluate_s:.3g} s as in the run; counted in steps/h alone"
-    yield f"assumed of evaluations: {evaluations}; no failures, and no time on the network"
+        evaluations = (
+            f"one every {sizes.evaluate} steps, {inputs.evaluate_s:.3g} s as in the run; counted "
+            "only in steps/h"
+        )
+    yield f"assumed of evaluations: {evaluations}; no failures, and no network time"
 
 
 _HEAD = (
@@ -229,46 +248,45 @@ _HEAD = (
 def _table(predicted: Sequence[SimulationResult]) -> Iterator[str]:
     rows = [
         _HEAD,
-        *(_row(each) for each in sorted(predicted, key=lambda each: -each.steps_per_hour)),
+        *(_row(result) for result in sorted(predicted, key=lambda result: -result.steps_per_hour)),
     ]
     widths = [max(len(row[index]) for row in rows) for index in range(len(_HEAD))]
     for row in rows:
         yield "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True))
 
 
-def _row(each: SimulationResult) -> tuple[str, ...]:
-    setting = each.setting
+def _row(result: SimulationResult) -> tuple[str, ...]:
+    setting = result.setting
     return (
         str(setting.engines),
         str(setting.slots),
         f"{setting.ranks}{' shared' * setting.shared}",
         str(setting.staleness),
-        f"{each.step_s:.3g}",
-        f"{each.step_90_s:.3g}",
-        _count(each.steps_per_hour),
-        f"{each.engine_busy:.0%}",
-        f"{each.at_once:.1f}",
-        f"{each.trainer_busy:.0%}",
-        f"{each.staleness:.2f}",
-        str(each.staleness_max),
-        f"{each.sampled_per_s:,.0f}",
-        f"{each.learnt_per_s:,.0f}",
+        f"{result.step_s:.3g}",
+        f"{result.step_90_s:.3g}",
+        _count(result.steps_per_hour),
+        f"{result.engine_busy:.0%}",
+        f"{result.at_once:.1f}",
+        f"{result.trainer_busy:.0%}",
+        f"{result.staleness:.2f}",
+        str(result.staleness_max),
+        f"{result.sampled_per_s:,.0f}",
+        f"{result.learnt_per_s:,.0f}",
     )
 
 
-def _named(each: SimulationResult) -> str:
-    setting = each.setting
-    where = "on the same devices" if setting.shared else "apart"
+def _named(result: SimulationResult) -> str:
+    setting = result.setting
+    where = "on the same devices" if setting.shared else "on separate devices"
     return (
         f"{setting.engines} engine{'s' * (setting.engines > 1)} with {setting.slots} slots and "
-        f"{setting.ranks} "
-        f"rank{'s' * (setting.ranks > 1)} {where}, staleness {setting.staleness}: "
-        f"{_count(each.steps_per_hour)}"
+        f"{setting.ranks} rank{'s' * (setting.ranks > 1)} {where}, "
+        f"staleness {setting.staleness}: {_count(result.steps_per_hour)}"
     )
 
 
 def _count(number: float) -> str:
-    """Three digits, or all before the point."""
+    """Three significant digits, or all digits before the decimal point."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
@@ -276,69 +294,68 @@ def _sizes(items: int, group: int) -> str:
     return f"{items} groups of {group}"
 
 
-def _as_json(found: SimulationInputs, predicted: Sequence[SimulationResult]) -> str:
+def _as_json(inputs: SimulationInputs, predicted: Sequence[SimulationResult]) -> str:
     import msgspec
 
     about = {
-        "rate": found.rate,
-        "sizes": found.sizes,
-        "learn_base_s": found.learn_base_s,
-        "learn_token_s": found.learn_token_s,
-        "rollouts": sum(map(len, found.groups)),
+        "rate": inputs.rate,
+        "sizes": inputs.sizes,
+        "learn_base_s": inputs.learn_base_s,
+        "learn_token_s": inputs.learn_token_s,
+        "rollouts": sum(map(len, inputs.groups)),
     }
     rows = [
-        {**msgspec.to_builtins(each), "steps_per_hour": each.steps_per_hour} for each in predicted
+        {**msgspec.to_builtins(result), "steps_per_hour": result.steps_per_hour}
+        for result in predicted
     ]
     return msgspec.json.encode({"measured": about, "predicted": rows}).decode()
 
 
 COMMAND = CommandSpec(
     name="cluster simulate",
-    about="Predict how a run would do on other devices: seconds of a step, who is busy, how stale tokens are.\n\n"
-    "RUN is the folder of a finished run whose rollouts were kept "
-    "(schedule.save_rollouts_every=1). Numbers with commas\n"
-    "between are tried in every combination; what is left out is as it was in the run.",
+    about="""\
+Predict how a finished run would perform on other hardware: seconds per step, utilization and token
+staleness.
+
+RUN is the folder of a finished run that saved its rollouts (schedule.save_rollouts_every=1). Every
+combination of comma-separated values is tried. Other options keep the values of the run.""",
     run=simulate,
     words="RUN",
     min_words=1,
     max_words=1,
     options=(
-        OptionSpec(
-            "devices", int, "try every split of so many devices between engines and trainer"
-        ),
-        OptionSpec("engine_devices", int, "devices that one engine takes (default: 1)"),
-        OptionSpec("engines", str, "inference engines", "N,…"),
-        OptionSpec("slots", str, "sequences that an engine decodes at once", "N,…"),
-        OptionSpec("ranks", str, "ranks of the trainer", "N,…"),
+        OptionSpec("devices", int, "try every split of N devices between engines and trainer"),
+        OptionSpec("engine_devices", int, "devices per engine (default: 1)"),
+        OptionSpec("engines", str, "number of inference engines", "N,…"),
+        OptionSpec("slots", str, "concurrent sequences per engine", "N,…"),
+        OptionSpec("ranks", str, "number of trainer ranks", "N,…"),
         OptionSpec(
             "staleness",
             str,
-            "how many versions older rollouts may be than the weights that learn from them",
+            "maximum staleness of rollouts, in weight versions",
             "N,…",
         ),
         OptionSpec(
-            "grace_steps", int, "steps more that a slow group may take before a step waits for it"
+            "grace_steps", int, "extra steps that a slow group gets before a step waits for it"
         ),
         OptionSpec(
             "straggler_factor",
             float,
-            "give up what alone holds a step up, after so many times the median (0: never)",
+            "drop a group that alone delays a step beyond X times the median (0: never)",
         ),
-        OptionSpec("concurrency", int, "rollouts at once"),
+        OptionSpec("concurrency", int, "maximum concurrent rollouts"),
         OptionSpec("items", int, "groups per step"),
-        OptionSpec("group", int, "rollouts of each group"),
+        OptionSpec("group", int, "rollouts per group"),
         OptionSpec(
             "calibrate",
             str,
-            "measure the speed of this model's engine in place of what the run says",
+            "measure the engine speed of this model instead of using the run's",
             "MODEL",
         ),
-        OptionSpec(
-            "scaling", float, "share of twice the speed that twice the ranks give (default: 1)"
-        ),
-        OptionSpec("last", int, "go by the run's last N kept steps alone (default: all)"),
+        OptionSpec("scaling", float, "efficiency of doubling the ranks; 1 is ideal (default: 1)"),
+        OptionSpec("last", int, "use only the last N saved steps of the run (default: all)"),
         OptionSpec("steps", int, f"steps to simulate (default: {STEPS})"),
-        OptionSpec("seed", int, "of what is drawn (default: 0)"),
+        OptionSpec("seed", int, "random seed (default: 0)"),
         OptionSpec("json", bool, "print one JSON object", has_no=False),
     ),
 )

@@ -1,4 +1,4 @@
-"""What is said to the person beside the answer: one place for everything that goes to stderr."""
+"""Messages to the user on stderr, shared by all commands. Stdout is for the answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from ramify.errors import OldNameWarning
 
 
 class StderrNotes:
-    """Lines on stderr. ``quiet`` leaves out all but errors; ``above`` is where they go while a live
-    view is drawn."""
+    """Writer of notes to stderr.
+
+    ``quiet`` suppresses everything except errors. While a live view is drawn, ``above`` receives
+    the lines instead.
+    """
 
     def __init__(self, quiet: bool = False, verbose: bool = False) -> None:
         self.quiet = quiet
@@ -20,28 +23,27 @@ class StderrNotes:
         self.above: Callable[[str], None] | None = None
 
     def say(self, text: str) -> None:
-        """Something worth knowing."""
+        """Print a note, unless ``quiet``."""
         if not self.quiet:
             (self.above or write)(text)
 
     def detail(self, text: str) -> None:
-        """Something for those who asked for more."""
+        """Print a note only if ``verbose``."""
         if self.verbose:
             self.say(text)
 
     def take_warnings(self) -> None:
-        """Say the warnings of libraries in a line each, without file and line; our own old names,
-        too."""
-        warnings.simplefilter(
-            "default", OldNameWarning
-        )  # Python hides a DeprecationWarning outside of __main__
+        """Print Python warnings, including those about our old names, as one line each."""
+        # Python hides a DeprecationWarning outside of __main__.
+        warnings.simplefilter("default", OldNameWarning)
         warnings.showwarning = lambda message, *_, **__: self.say(f"ramify: warning: {message}")
 
 
 def write(text: str) -> None:
+    """Print ``text`` to stderr without escape sequences."""
     print(clean(text), file=sys.stderr, flush=True)
 
 
 def error_line(text: str) -> None:
-    """An error is one line, whatever is in it."""
+    """Print an error to stderr as one line, even if ``text`` has several."""
     write("ramify: " + " ".join(clean(text).split()))

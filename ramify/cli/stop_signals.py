@@ -1,12 +1,12 @@
-"""Ctrl-C and SIGTERM that end a command even if its event loop is blocked.
+"""Handlers of Ctrl-C and SIGTERM that end a command even if its event loop is blocked.
 
-    signal ── the loop's next round ──> what the command does then: wrap up, stop, drain
-       └── no round within PATIENCE_S ──> KeyboardInterrupt or SystemExit in the main thread
+    signal ── next iteration of the loop ──> the command's handler: wrap up, stop, drain
+       └── no iteration within PATIENCE_S ──> KeyboardInterrupt or SystemExit in the main thread
 
-The loop's own handlers wait for its next round, which never comes while a callback does not return.
-One SIGTERM is enough; a first Ctrl-C asks for an answer with what there is, so a blocked loop is
-left by the second. Not here: code that stays in a C function. Python runs no handler before it
-returns.
+The handlers of asyncio wait for the loop's next iteration, which never comes while a callback
+blocks. One SIGTERM is enough to end a blocked command. Ctrl-C takes two, because the first one only
+asks for the best answer so far. Not covered: code that stays in a C function, because Python runs
+no signal handler until it returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import FrameType
 from ramify.cli.exit_codes import ExitCode
 
 PATIENCE_S = 3.0
-"""How long the loop may take to act on a signal."""
+"""Seconds that the event loop may take to act on a signal."""
 
 
 def on_signal(number: int, do: Callable[[], object]) -> None:
@@ -33,23 +33,26 @@ def on_signal(number: int, do: Callable[[], object]) -> None:
         do()
 
     loop.add_signal_handler(number, act)
-    signal.signal(
-        number, watch.arrived
-    )  # the loop is woken all the same: that is done below Python
+    # This replaces asyncio's Python handler only. The loop still wakes up, because the wake-up file
+    # descriptor is written in C.
+    signal.signal(number, watch.arrived)
 
 
 class SignalWatch:
-    """Whether the loop acts on one signal in time. Belongs to the main thread."""
+    """Watchdog for one signal: checks that the event loop acts on it in time.
+
+    Use it only in the main thread.
+    """
 
     def __init__(self, number: int) -> None:
         self._number = number
         self._num_waiting = 0
-        """Signals that arrived and that the loop has not acted on."""
+        """Signals that have arrived but that the loop has not acted on."""
         self._num_acted = 0
         self._is_overdue = False
 
     def arrived(self, number: int, frame: FrameType | None) -> None:
-        """The signal's handler. Raises KeyboardInterrupt or SystemExit if the loop is blocked."""
+        """Handle the signal. Raises KeyboardInterrupt or SystemExit if the loop is blocked."""
         if self._is_overdue:
             raise SystemExit(ExitCode.TERMINATED) if number == signal.SIGTERM else KeyboardInterrupt
         self._num_waiting += 1
@@ -65,6 +68,5 @@ class SignalWatch:
     def _insist(self, num_acted: int) -> None:
         if self._num_acted == num_acted:
             self._is_overdue = True
-            signal.pthread_kill(
-                threading.main_thread().ident or 0, self._number
-            )  # also ends a wait for a lock
+            # A signal to the main thread also interrupts a wait for a lock.
+            signal.pthread_kill(threading.main_thread().ident or 0, self._number)

@@ -1,13 +1,14 @@
-"""``ramify train --restarts N``: the trainer in a process of its own, started again where it ends
-by a fault.
+"""``ramify train --restarts N``: run the trainer in a child process and restart it after a failure.
 
-    trainer ends ── well, or by whoever stopped it ─────────────────────────────▶ so do we
-                 ├─ before it measured anything at all: the run itself is wrong ─▶ its exit code
-                 └─ killed, lost a rank, stood still, an error ─▶ from the last checkpoint again, after a pause; given up
-                                                                  after N times in a row without getting further
+    trainer ends ─┬─ success, or stopped by the user ──────────▶ return its exit code
+                  ├─ failed before its first measurement:
+                  │  the run itself is wrong ──────────────────▶ return its exit code
+                  └─ killed, lost a rank, stalled, an error ───▶ restart from the last checkpoint
+                                                                 after a pause; give up after N
+                                                                 failures without progress
 
-Decides when it is worth trying again. What a resumed run does over is in its checkpoint
-(``train/checkpoint.py``).
+This file decides whether a restart is worthwhile. Not here: the state that a restarted run loads
+(see train/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ def supervise(
     restarts: int,
     say: Callable[[str], None],
 ) -> int:
-    """Carry a run out in the folder ``folder``; the exit code of the trainer that ended it.
-    ``options`` are passed on."""
+    """Train in ``folder`` with restarts, and return the exit code of the last trainer.
+
+    ``options`` are passed to each trainer.
+    """
     if restarts < 1:
         raise UsageError(f"--restarts {restarts}: give at least 1, or leave it out")
     if os.environ.get("WORLD_SIZE"):
-        raise UsageError("--restarts is not for processes of torchrun, which has --max-restarts")
+        raise UsageError("--restarts does not work under torchrun: use torchrun --max-restarts")
     since, furthest, failed = time.time(), -1, 0
     command = [sys.executable, "-m", "ramify", "train", *words, "--out", str(folder), *options]
     with _Trainer() as trainer:
@@ -58,31 +61,30 @@ def supervise(
                     ExitCode.STOPPED if code == -signal.SIGINT else 128 - code if code < 0 else code
                 )
             if code == ExitCode.USAGE and holder(folder) is not None:
-                return code  # another run has the folder: what is written there is not of this one
+                return code  # another run holds the folder, so its files are not this run's
             step = _step(folder, since)
             if step is None and furthest < 0 and code > 0:
-                return code  # it said why
+                return code  # the trainer has already printed the reason
             failed = 1 if step is not None and step > furthest else failed + 1
             furthest = max(furthest, step or 0)
             how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
             if failed > restarts:
                 error_line(
-                    f"the trainer {how} at step {furthest}, for the {failed}th time without "
-                    "getting further; it is not started "
-                    "again (--restarts)"
+                    f"the trainer {how} at step {furthest}: failure {failed} in a row without "
+                    f"progress, so it is not restarted (--restarts {restarts})"
                 )
                 return ExitCode.ERROR
             checkpoint = _checkpoint(folder, since)
             resume = str(checkpoint) if checkpoint is not None else resume
             say(
-                f"the trainer {how} after step {furthest}; it goes on from "
+                f"the trainer {how} after step {furthest}; restarting from "
                 f"{resume or 'the beginning'}"
             )
             trainer.pause(min(_LONGEST_PAUSE_S, 2.0**failed / 2))
 
 
 class _Trainer:
-    """The process that trains; as a context, signals that end this one end it."""
+    """Child process that trains. As a context manager, it passes on signals that end this one."""
 
     def __init__(self) -> None:
         self.was_stopped = False
@@ -113,14 +115,18 @@ class _Trainer:
             raise KeyboardInterrupt
 
     def _stop(self, number: int, _: object) -> None:
-        """Ctrl-C reaches the trainer by itself, which is in the same group of the terminal."""
+        """Handle SIGINT or SIGTERM.
+
+        Only SIGTERM is passed on: Ctrl-C reaches the trainer directly, because it is in the same
+        process group of the terminal.
+        """
         self.was_stopped = True
         if self._process is not None and number == signal.SIGTERM:
             self._process.terminate()
 
 
 def _step(folder: Path, since: float) -> int | None:
-    """The last step that was measured since then; None for none."""
+    """Last step that was measured since the time ``since``; None if there is none."""
     path = folder / FILE
     if not path.is_file() or path.stat().st_mtime < since:
         return None
@@ -128,8 +134,10 @@ def _step(folder: Path, since: float) -> int | None:
 
 
 def _checkpoint(folder: Path, since: float) -> Path | None:
-    """The latest whole one that was written since then. Those before may be of a run that was gone
-    back from."""
+    """Latest complete checkpoint since the time ``since``; None if there is none.
+
+    An earlier checkpoint may belong to a run that was later resumed from before it.
+    """
     states = [
         path
         for path in folder.glob("checkpoints/step-*/state.json")

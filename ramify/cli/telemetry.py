@@ -1,11 +1,10 @@
-"""Spans of the commands' runs, sent where OpenTelemetry's own variables say: nothing else turns
-them on.
+"""Export of OpenTelemetry spans from the commands, turned on only by OpenTelemetry's variables.
 
     OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 ramify ask …      OTLP over HTTP
     OTEL_TRACES_EXPORTER=console ramify ask …                           JSON on stderr
 
-What spans say is ``engine/spans.py``'s. A program of one's own that has set OpenTelemetry up needs
-none of this.
+Not here: the content of the spans (see engine/spans.py). A Python program that sets up
+OpenTelemetry itself does not need this file.
 """
 
 from __future__ import annotations
@@ -24,46 +23,48 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 
 @contextlib.contextmanager
 def exporting(notes: StderrNotes, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Send the spans of all runs in this block, if the environment says where to. Nothing here ends
-    a command."""
-    wanted = _wanted(environ)
-    provider = _provider(wanted, environ, notes) if wanted else None
+    """Export the spans of all runs in this block, if the environment asks for it.
+
+    A problem with the export is a warning; it never ends the command.
+    """
+    exporter = _exporter_name(environ)
+    provider = _provider(exporter, environ, notes) if exporter else None
     if provider is None:
         yield
         return
     try:
         yield
     finally:
-        provider.shutdown()  # sends what is left; the exporter's own timeout bounds it
+        provider.shutdown()  # sends the remaining spans, within the exporter's timeout
 
 
-def _wanted(environ: Mapping[str, str]) -> str:
-    """``otlp``, ``console``, or nothing."""
+def _exporter_name(environ: Mapping[str, str]) -> str:
+    """Name of the exporter: ``otlp``, ``console``, or empty for none."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return ""
-    chosen = environ.get("OTEL_TRACES_EXPORTER", "").split(",")[0].strip()
-    if chosen == "none":
+    name = environ.get("OTEL_TRACES_EXPORTER", "").split(",")[0].strip()
+    if name == "none":
         return ""
-    return chosen or ("otlp" if any(environ.get(name) for name in _ENDPOINTS) else "")
+    return name or ("otlp" if any(environ.get(variable) for variable in _ENDPOINTS) else "")
 
 
-def _provider(wanted: str, environ: Mapping[str, str], notes: StderrNotes) -> Any:
+def _provider(name: str, environ: Mapping[str, str], notes: StderrNotes) -> Any:
     try:
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        exporter = _exporter(wanted)
+        exporter = _exporter(name)
     except ImportError as error:
         notes.say(
-            "ramify: warning: OpenTelemetry's variables ask for spans: pip install 'ramify[otel]' "
+            "ramify: warning: to export OpenTelemetry spans: pip install 'ramify[otel]' "
             f"({error.name})"
         )
         return None
     if exporter is None:
         notes.say(
-            f"ramify: warning: OTEL_TRACES_EXPORTER={wanted} is not known here: give otlp, console "
+            f"ramify: warning: OTEL_TRACES_EXPORTER={name} is not supported: give otlp, console "
             "or none"
         )
         return None
@@ -79,12 +80,12 @@ def _provider(wanted: str, environ: Mapping[str, str], notes: StderrNotes) -> An
     return provider
 
 
-def _exporter(wanted: str) -> Any:
-    if wanted == "console":
+def _exporter(name: str) -> Any:
+    if name == "console":
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
         return ConsoleSpanExporter(out=sys.stderr)
-    if wanted == "otlp":
+    if name == "otlp":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         return OTLPSpanExporter()
@@ -92,7 +93,7 @@ def _exporter(wanted: str) -> Any:
 
 
 def _say_once(notes: StderrNotes) -> None:
-    """A collector that is not there is a warning, once, and not a traceback for each batch."""
+    """Log a missing collector as one warning instead of a traceback for each batch."""
 
     class Once(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

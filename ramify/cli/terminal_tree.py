@@ -1,12 +1,14 @@
-"""The tree of a running question as it is shown: events in, a few rows out. Draws nothing.
+"""State of the call tree in the live view: takes events, returns the rows to show.
 
-A call with a session is a node of its own; plain sub-calls are only counted on the node that made
-them, so that five hundred of them are one line and cost nothing:
+Each call with a session is a node. Plain sub-calls are only counted on the node that made them, so
+that five hundred of them cost one line:
 
     0 openai:gpt-5 · turn 3 · running code
         hits = [line for line in context.splitlines() if "ERROR" in line]
         llm_query × 500: 312 done, 3 failed
       0.7 openai:gpt-5-mini · turn 1 · asking
+
+Not here: the text of the rows (see live.py).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ State = Literal["starting", "asking", "running code", "last word", "done"]
 
 
 class SubcallTally(msgspec.Struct):
-    """Sub-calls of one kind that one node made."""
+    """Counts of one node's sub-calls of one kind."""
 
     started: int = 0
     done: int = 0
@@ -46,7 +48,7 @@ class SubcallTally(msgspec.Struct):
 
 
 class TreeRow(msgspec.Struct):
-    """A call that is shown with a row of its own."""
+    """Node of the tree: one call with a session, and its current state."""
 
     id: str
     model: str
@@ -54,26 +56,26 @@ class TreeRow(msgspec.Struct):
     question: str
     started_s: float
     turn: int = 0
-    """From 1; 0 before the first request."""
+    """Current turn, from 1; 0 before the first request."""
     state: State = "starting"
     stop: Stop | None = None
     ended_s: float = 0.0
     code: str = ""
-    """The last that it wrote."""
+    """Latest code that the model wrote."""
     plain: SubcallTally = msgspec.field(default_factory=SubcallTally)
     """``llm_query`` calls."""
     children: SubcallTally = msgspec.field(default_factory=SubcallTally)
-    """``rlm_query`` calls; each has a node too."""
+    """``rlm_query`` calls; each also has its own node."""
 
 
 class TerminalTree:
-    """What is known of a run from its events."""
+    """Call tree of a run, built from its events."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, TreeRow] = {}
-        """By call id, in order of issue."""
+        """Call id -> node, in order of creation."""
         self.notice = ""
-        """The last thing worth telling."""
+        """Latest note or error."""
         self.replies = 0
         self.is_over = False
         self._parents: dict[str, tuple[TreeRow, SubcallTally]] = {}
@@ -88,12 +90,12 @@ class TerminalTree:
             case ReplyReceived():
                 self.replies += 1
                 if node := self.nodes.get(event.call):
-                    said = event.reply.message
-                    codes = (said.content,) if self._replies_are_code else read_action(said).codes
-                    node.code, node.state = (
-                        (codes[-1] if codes else node.code),
-                        "running code" if codes else "asking",
+                    message = event.reply.message
+                    codes = (
+                        (message.content,) if self._replies_are_code else read_action(message).codes
                     )
+                    node.code = codes[-1] if codes else node.code
+                    node.state = "running code" if codes else "asking"
             case CellRan() if node := self.nodes.get(event.call):
                 node.code = event.result.code
             case CallEnded():
@@ -121,20 +123,24 @@ class TerminalTree:
             )
 
     def _end(self, event: CallEnded) -> None:
-        if found := self._parents.pop(event.id, None):
-            tally = found[1]
+        if entry := self._parents.pop(event.id, None):
+            tally = entry[1]
             tally.done += 1
             tally.failed += event.stop is Stop.ERROR
         if node := self.nodes.get(event.id):
-            node.state, node.stop, node.ended_s = "done", event.stop, event.at_s
+            node.state = "done"
+            node.stop = event.stop
+            node.ended_s = event.at_s
 
     def shown(self, max_rows: int) -> tuple[list[TreeRow], int]:
-        """At most ``max_rows`` nodes in order of issue, those that still work first; and how many
-        are left out."""
+        """Return at most ``max_rows`` nodes, and the number of nodes that are hidden.
+
+        Running nodes are preferred to ended ones. The result is in order of creation.
+        """
         nodes = list(self.nodes.values())
         if len(nodes) <= max_rows:
             return nodes, 0
         working = [node for node in nodes[1:] if node.state != "done"]
         ended = [node for node in nodes[1:] if node.state == "done"]
-        kept = {node.id for node in [nodes[0], *working, *reversed(ended)][:max_rows]}
-        return [node for node in nodes if node.id in kept], len(nodes) - len(kept)
+        visible = {node.id for node in [nodes[0], *working, *reversed(ended)][:max_rows]}
+        return [node for node in nodes if node.id in visible], len(nodes) - len(visible)

@@ -1,6 +1,6 @@
-"""``ramify train``: carry out a recipe, with a live view of its curves.
+"""``ramify train``: train a policy from a recipe, with a live view of its curves.
 
-Leaves out what a recipe may say (``train/config.py``) and everything that training is (``build/``).
+Not here: the fields of a recipe (see train/config.py) and training itself (see ramify/build/).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 TRACKERS = "tensorboard, wandb, mlflow, trackio"
 EVERY = 50
-"""Steps between lines of a stage that is not sampled, where there is no live view."""
+"""Steps between log lines in the stages without sampling, when the live view is off."""
 _END_S = 30.0
-"""How long a run that stands still may take to end."""
+"""Seconds that a stalled run gets to end by itself."""
 
 
 def train(
@@ -50,39 +50,38 @@ def train(
     notes = StderrNotes(bool(quiet))
     notes.take_warnings()
     if plain and progress not in (None, "lines"):
-        raise UsageError(
-            f"--plain is --progress lines: leave out one of --plain and --progress {progress}"
-        )
+        raise UsageError(f"--plain means --progress lines: remove --plain or --progress {progress}")
     if restarts is not None:
         from ramify.cli.supervise import supervise
 
-        into = out or _folder(resume)
-        if into is None:
-            raise UsageError("--restarts needs --out DIR, where checkpoints are looked for")
+        run_folder = out or _folder(resume)
+        if run_folder is None:
+            raise UsageError("--restarts needs --out DIR, to find the checkpoints")
         flags = [f"--{name}" for name, is_on in (("plain", plain), ("quiet", quiet)) if is_on]
-        given = [
+        options = [
             *(("--progress", progress) if progress else ()),
             *(("--placement", placement) if placement else ()),
             *(part for name in track or () for part in ("--track", name)),
         ]
-        return supervise(words, [*flags, *given], Path(into), resume, restarts, notes.say)
+        return supervise(words, [*flags, *options], Path(run_folder), resume, restarts, notes.say)
     form = form_of("lines" if plain else progress, notes)
     with exporting(notes), ProgressScreen(notes, form) as screen:
         with report_progress("starting"):
             from ramify.build.execute import train
-            from ramify.build.recipe import recipe, stored  # everything heavy comes with it
+            from ramify.build.recipe import recipe, stored  # imports everything heavy
             from ramify.train.backends.launch import is_restarted
             from ramify.train.config import CHOICES
             from ramify.train.override import override
             from ramify.train.placement.resource_counts import by
 
             run = recipe(recipes[0]) if recipes else stored(str(resume))
-            run = by(run, placement) if placement else run  # first: what it makes can be overridden
+            # The placement comes first, so that the overrides can change its fields.
+            run = by(run, placement) if placement else run
             run = override(run, overrides, CHOICES)
             run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
         folder = Path(out or _folder(resume) or f"runs/{run.name}")
         if folder.exists() and not folder.is_dir():
-            raise UsageError(f"--out {folder} is a file: name a folder")
+            raise UsageError(f"--out {folder} is a file: give a folder")
         if is_restarted() and any(folder.glob("checkpoints/step-*")):
             resume = str(folder)
         listener = _listener(run.name, folder, screen, resume is not None)
@@ -98,14 +97,14 @@ def train(
             )
         except KeyboardInterrupt:
             screen.close()
-            write(f"stopped; go on with: ramify train --resume {folder}")
+            write(f"stopped; continue with: ramify train --resume {folder}")
             return ExitCode.STOPPED
-    print(f"{folder}/policy holds the trained policy: ramify ask --model local:{folder}/policy …")
+    print(f"trained policy in {folder}/policy: ramify ask --model local:{folder}/policy …")
     return ExitCode.ANSWERED
 
 
 def _end_soon(why: str) -> None:
-    """What stands still may never let this process end by itself."""
+    """Kill this process after a delay, because a stalled run may never let it end by itself."""
 
     def end() -> None:
         error_line(why)
@@ -117,7 +116,7 @@ def _end_soon(why: str) -> None:
 
 
 def _folder(resume: str | None) -> str | None:
-    """The run's folder, where ``resume`` names one of its checkpoints."""
+    """Folder of the run that ``resume`` names, by itself or by one of its checkpoints."""
     if resume is None:
         return None
     path = Path(resume)
@@ -127,7 +126,7 @@ def _folder(resume: str | None) -> str | None:
 def _listener(
     name: str, folder: Path, screen: ProgressScreen, is_resumed: bool
 ) -> Callable[[StepMetrics], None]:
-    """Shows what is measured, in the screen's form."""
+    """Return a function that shows step metrics in the screen's form."""
     match screen.form:
         case "live":
             return _drawing(name, folder, screen, is_resumed)
@@ -148,7 +147,7 @@ def _listener(
 def _drawing(
     name: str, folder: Path, screen: ProgressScreen, is_resumed: bool
 ) -> Callable[[StepMetrics], None]:
-    """Curves, which stay on the terminal when all is over."""
+    """Return a function that draws the curves, which stay on the terminal at the end."""
     from rich.text import Text
 
     curves = TerminalCurves(name)
@@ -168,7 +167,7 @@ def _drawing(
 
 
 def _say(measured: StepMetrics, notes: StderrNotes) -> None:
-    """Steps that are not sampled are many and alike."""
+    """Print a step's metrics; in stages without sampling, only every ``EVERY`` steps."""
     if (
         measured.stage not in ("warmup", "sft")
         or measured.step % EVERY == 0
@@ -179,47 +178,50 @@ def _say(measured: StepMetrics, notes: StderrNotes) -> None:
 
 COMMAND = CommandSpec(
     name="train",
-    about="Carry out a recipe: a Python file whose run() returns a ramify.train.config.Run.\n\n"
-    "FIELD=VALUE overrides a field that exists, as in rl.optim.lr=1e-4 or rl.algorithm=grpo.",
+    about="""\
+Train a policy from RECIPE, a Python file whose run() returns a ramify.train.config.Run.
+
+FIELD=VALUE overrides a field of the run, as in rl.optim.lr=1e-4 or rl.algorithm=grpo.""",
     run=train,
     words="RECIPE [FIELD=VALUE…]",
     max_words=None,
     options=(
         OptionSpec(
-            "out", str, "folder of the run: checkpoints, metrics, the policy [runs/NAME]", "DIR"
+            "out",
+            str,
+            "folder for checkpoints, metrics and the trained policy (default: runs/NAME)",
+            "DIR",
         ),
         OptionSpec(
             "resume",
             str,
-            "go on from a run's last checkpoint, or from the one named; the recipe may be left out",
+            "continue from a run's last checkpoint, or from the given one; RECIPE is optional",
             "DIR",
         ),
         OptionSpec(
             "restarts",
             int,
-            "when training dies, start it again from the last checkpoint; give up where it got no "
-            "further N times",
+            "restart failed training from the last checkpoint, up to N times without progress",
         ),
         OptionSpec(
             "placement",
             str,
-            "who starts the run's processes: local, or ray, which starts a cluster or joins "
-            "RAY_ADDRESS",
+            "how the run's processes are started: local, or ray (joins RAY_ADDRESS if set)",
             "local|ray",
         ),
         OptionSpec(
             "track",
             list,
-            f"also send what is measured to {TRACKERS}, or module:Class; repeat it",
+            f"also send metrics to {TRACKERS} or module:Class; repeat for more",
             "NAME",
         ),
         OptionSpec(
             "plain",
             bool,
-            "lines instead of a live view, as where stderr is no terminal",
+            "print lines instead of a live view (the default if stderr is not a terminal)",
             has_no=False,
         ),
-        OptionSpec("quiet", bool, "nothing but errors", has_no=False),
+        OptionSpec("quiet", bool, "print only errors to stderr", has_no=False),
         OPTION,
     ),
 )

@@ -1,5 +1,8 @@
-"""``ramify view``: runs, training and comparisons on a page, until it is stopped; or one run as a
-file that works offline."""
+"""``ramify view``: serve the viewer until Ctrl-C, or export one run as an offline HTML file.
+
+Not here: the server (see ramify/viewer/view_server.py) and the exported page (see
+ramify/viewer/export.py).
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ if TYPE_CHECKING:
 
 PORT = 8765
 _SWITCH_S = 5e-4
-"""How long a thread that reads a journal may keep the interpreter from the loop, which answers for
-the page's parts meanwhile: at Python's 5 ms each of twenty waits that long."""
+"""Seconds between thread switches. A thread that reads a journal delays the event loop by this much
+for each part of a page. With Python's default of 5 ms, the delays of twenty parts add up."""
 _TOKEN = "RAMIFY_VIEW_TOKEN"
 
 
@@ -68,17 +71,17 @@ def _default_store() -> Path:
 
 
 def _key_of_name(library: RunLibrary, name: str) -> str:
-    """A word that is no path names a run of the default store, which then is the first place."""
+    """Key of the run that ``name`` identifies in the default store."""
     try:
         return library.find(name).path.stem
     except StoreError as error:
         if "/" in name or name.endswith(".jsonl"):
-            raise ConfigError(f"there is no file or folder {name}") from None
+            raise ConfigError(f"no such file or folder: {name}") from None
         raise ConfigError(f"{name} is neither a file nor a folder, and {error}") from None
 
 
 def _key_of_file(library: RunLibrary, path: str) -> str:
-    """The run that is all that ``path`` holds; empty where it holds several, or none."""
+    """Key of the only run in the file ``path``; empty if it holds several runs or none."""
     from ramify.viewer.run_kinds import kind_of
 
     file = Path(path).expanduser().resolve()
@@ -96,14 +99,14 @@ def _export(library: RunLibrary, keys: list[str], export: str) -> int:
 
     if len(keys) != 1:
         raise UsageError(
-            "--export writes one run: name it, as in ramify view last --export run.html"
+            "--export writes one run: give it, as in ramify view last --export run.html"
         )
     html = page(library.find(keys[0]))
     try:
         Path(export).expanduser().write_bytes(html)
     except OSError as error:
         raise ConfigError(f"cannot write {export}: {error.strerror}") from None
-    write(f"{export}: {len(html) / 1e6:.1f} MB, opens in any browser, needs no network")
+    write(f"{export}: {len(html) / 1e6:.1f} MB, opens in any browser without a network")
     return ExitCode.ANSWERED
 
 
@@ -121,23 +124,26 @@ async def _serve(server: ViewServer, first: str, is_opened: bool) -> None:
 
 COMMAND = CommandSpec(
     name="view",
-    about="Show runs on a page: the tree as it grows, each call's transcript, training curves, two runs compared.",
+    about="""\
+Browse runs in a web page: the call tree as it grows, the transcript of each call, training curves,
+and two runs side by side.""",
     run=view,
     words="[PATH…]",
     max_words=None,
     options=(
         OptionSpec(
-            "export", str, "write one run as a file that works offline, instead of serving", "FILE"
+            "export", str, "write one run to an HTML file that works offline, and exit", "FILE"
         ),
         OptionSpec(
             "host", str, "address to listen on (default: 127.0.0.1; others need a token)", "HOST"
         ),
-        OptionSpec("port", int, f"port to listen on; 0 takes a free one (default: {PORT})"),
+        OptionSpec("port", int, f"port to listen on; 0 picks a free one (default: {PORT})"),
         OptionSpec(
-            "token", str, f"what a browser must show to be let in (default: ${_TOKEN})", "TOKEN"
+            "token", str, f"token that a browser must present (default: ${_TOKEN})", "TOKEN"
         ),
         OptionSpec("open", bool, "open the page in a browser", has_no=False),
     ),
-    epilog="PATH is a run's id or its beginning, last, a store, a journal, a file of trajectories, or a folder of\n"
-    "ramify train; without any, the runs of the default store are shown.",
+    epilog="""\
+PATH is a run's id or the start of one, last, a store, a journal, a file of trajectories, or a
+folder of ramify train. Without a PATH, the runs of the default store are shown.""",
 )

@@ -1,8 +1,8 @@
-"""A run's end -> what every API says of it: the text, why it ended, what the whole tree used, and
-the field ``ramify``.
+"""Converts the result of a run to an answer: text, finish reason, usage and the ``ramify`` field.
 
-A final answer's length is only known to its model, so ``max_tokens`` is told to the model and then
-kept by cutting at four characters a token, as good a guess as any without its tokenizer.
+Only the model can count the tokens of its final answer. So ``max_tokens`` is stated in the
+question, and a longer answer is cut at four characters per token, an estimate that needs no
+tokenizer. Not here: the format of a response (see chat_completions.py and responses.py).
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ _CHARS_PER_TOKEN = 4
 
 
 class ServedAnswer(msgspec.Struct, frozen=True):
-    """The answer to one request."""
+    """Answer to one request, before it is written in the format of an API."""
 
     text: str
     finish: Literal["stop", "length", "tool_calls", "content_filter"]
-    """``length`` if a limit cut the run or the answer short, ``content_filter`` if a filter left no
-    answer."""
+    """Finish reason: ``length`` if a limit cut the run or its answer short, ``content_filter`` if a
+    filter removed the answer."""
     usage: Usage
-    """Of the whole tree."""
+    """Tokens and calls of the whole tree."""
     about: dict[str, Any]
-    """The field ``ramify``."""
+    """Content of the ``ramify`` field in the response."""
     calls: tuple[tuple[str, RequestedToolCall], ...] = ()
-    """Id and call of each function of the caller's that is asked for; there is no text then."""
+    """(id, call) of each client function to call; the text is empty if there are any."""
 
 
 def length_note(max_tokens: int | None) -> str:
-    """What the model is told of the length that is asked for; empty where none is."""
+    """Note to the model about the requested length; empty without ``max_tokens``."""
     return f"\n\n(The answer may have at most {max_tokens} tokens.)" if max_tokens else ""
 
 
-def answer_of(result: Result, wanted: AnswerRequest) -> ServedAnswer:
-    """Raises Rejected with the run's id where a failure left it without an answer."""
+def answer_of(result: Result, request: AnswerRequest) -> ServedAnswer:
+    """Convert the result of a run. Raises RequestRejected if the run failed without an answer."""
     is_filtered = isinstance(result.failure, ReplyFiltered) and result.answer is None
     if result.stop is Stop.ERROR and result.answer is None and not is_filtered:
         raise failure_of(result.failure, result.error, result.run_id)
     called = result.answer if isinstance(result.answer, ToolCallAnswer) else None
-    text, was_cut = _cut(encodable(result.response), wanted) if called is None else ("", False)
+    text, was_cut = _cut(encodable(result.response), request) if called is None else ("", False)
     is_partial = result.stop.is_truncated() or result.stop is Stop.ERROR
     about: dict[str, Any] = {
         "run": result.run_id,
@@ -61,7 +61,7 @@ def answer_of(result: Result, wanted: AnswerRequest) -> ServedAnswer:
         "error": result.error,
         "cut": was_cut,
     }
-    if wanted.own.cite:
+    if request.ramify.cite:
         about["citations"] = result.citations
     if called is not None:
         return ServedAnswer(
@@ -69,7 +69,7 @@ def answer_of(result: Result, wanted: AnswerRequest) -> ServedAnswer:
             "tool_calls",
             result.usage,
             about,
-            tuple((new_id(), each) for each in called.tool_calls),
+            tuple((new_id(), call) for call in called.tool_calls),
         )
     if is_filtered:
         return ServedAnswer("", "content_filter", result.usage, about)
@@ -77,7 +77,7 @@ def answer_of(result: Result, wanted: AnswerRequest) -> ServedAnswer:
 
 
 def failure_of(failure: BaseException | None, error: str | None, run: str) -> RequestRejected:
-    """What a caller is told of a run that failed."""
+    """Error response for a failed run."""
     text = error or "the run gave no answer"
     if isinstance(failure, ModelError):
         return RequestRejected(
@@ -92,10 +92,12 @@ def failure_of(failure: BaseException | None, error: str | None, run: str) -> Re
     )
 
 
-def _cut(text: str, wanted: AnswerRequest) -> tuple[str, bool]:
-    """The answer up to its first stop, and no longer than asked for; whether its length was too
-    much."""
-    ends = [at for at in (text.find(stop) for stop in wanted.stops if stop) if at >= 0]
+def _cut(text: str, request: AnswerRequest) -> tuple[str, bool]:
+    """Cut ``text`` at the first stop sequence and at the maximum length.
+
+    Returns the text and whether it was too long.
+    """
+    ends = [at for at in (text.find(stop) for stop in request.stops if stop) if at >= 0]
     text = text[: min(ends)] if ends else text
-    most = len(text) if wanted.max_tokens is None else wanted.max_tokens * _CHARS_PER_TOKEN
+    most = len(text) if request.max_tokens is None else request.max_tokens * _CHARS_PER_TOKEN
     return text[:most], len(text) > most

@@ -1,9 +1,12 @@
-"""What a caller wants, whichever API it was said in; and the ``ramify`` field, which may only
-tighten limits.
+"""A request for an answer, independent of the API, and its ``ramify`` field with tighter limits.
 
-    chat.read / responses.read ──> Wanted ──prompt.py──> context and question ──> a run
-Fields that change nothing here (``user``, ``metadata``, ``reasoning_effort``, …) are taken and ignored; one that would
-change the answer and is not understood is refused by name, so that nobody believes it was heeded.
+    chat_completions.read ─┐
+    responses.read ────────┴─> AnswerRequest ──prompt.py──> context and question ──> run
+
+Fields without an effect here (``user``, ``metadata``, ``reasoning_effort``, …) are accepted and
+ignored. A field that would change the answer but is not supported is rejected by name, so that no
+client believes that it had an effect. Not here: the fields of each API (see chat_completions.py and
+responses.py).
 """
 
 from __future__ import annotations
@@ -25,17 +28,17 @@ _any = msgspec.json.Decoder(dict[str, Any])
 
 
 class AttachedFile(msgspec.Struct, frozen=True):
-    """A file that came with a message."""
+    """File attached to a message."""
 
     name: str
     data: str
-    """Base64, or a ``data:`` address of it."""
+    """Content in base64, or a ``data:`` URL."""
     where: str
-    """The field that holds it, for errors: ``messages[0].content[1].file.file_data``."""
+    """Path of its field, for errors: ``messages[0].content[1].file.file_data``."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One message."""
+    """One message of the conversation, independent of the API."""
 
     role: str
     """``system``, ``user``, ``assistant`` or ``tool``."""
@@ -43,7 +46,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class RequestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of one request, each at most the server's; None: the server's."""
+    """Limits of one request. None means the server's limit, which is also the maximum."""
 
     max_turns: int | None = None
     max_depth: int | None = None
@@ -55,72 +58,77 @@ class RequestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_reply_tokens: int | None = None
 
     def within(self, limits: Limits, most_cost: float | None) -> Limits:
-        """``limits`` of the server, tightened; ``most_cost`` is its dollars for one run. Raises
-        Rejected for what would widen them."""
-        given = {
+        """Return the server's ``limits`` tightened by this request.
+
+        ``most_cost`` is the server's maximum cost of a run in dollars. Raises RequestRejected for a
+        limit above the server's.
+        """
+        fields = {
             name: value for name, value in msgspec.structs.asdict(self).items() if value is not None
         }
-        for name, value in given.items():
-            most = most_cost if name == "max_cost" else getattr(limits, name)
-            if most is not None and value > most:
+        for name, value in fields.items():
+            maximum = most_cost if name == "max_cost" else getattr(limits, name)
+            if maximum is not None and value > maximum:
                 raise RequestRejected(
-                    f"{name}={value!r} is above the server's {most!r}: a request may only lower it",
+                    f"{name}={value!r} is above the server's limit of {maximum!r}: a request can "
+                    "only lower it",
                     param=f"ramify.limits.{name}",
                 )
             if value < 0 or (value == 0 and name != "max_depth"):
                 raise RequestRejected(
-                    f"{name}={value!r} allows nothing: give more", param=f"ramify.limits.{name}"
+                    f"{name}={value!r} allows nothing: give a larger value",
+                    param=f"ramify.limits.{name}",
                 )
-        return msgspec.structs.replace(limits, **given)
+        return msgspec.structs.replace(limits, **fields)
 
 
 class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The field ``ramify`` of a request."""
+    """The ``ramify`` field of a request."""
 
     limits: RequestLimits = RequestLimits()
     depth: int | None = None
-    """The same as ``limits.max_depth``."""
+    """Alias of ``limits.max_depth``."""
     cite: bool = False
-    """Ask for citations, check them, and return them in the field ``ramify`` of the answer."""
+    """Ask for citations, verify them, and return them in the response's ``ramify`` field."""
 
     def tighter(self) -> RequestLimits:
-        """Raises Rejected where the depth is given twice."""
+        """Return the limits with ``depth`` applied. Raises RequestRejected if it is given twice."""
         if self.depth is None:
             return self.limits
         if self.limits.max_depth is not None:
             raise RequestRejected(
-                "the depth is also given as limits.max_depth: leave one out", param="ramify.depth"
+                "the depth is also given as limits.max_depth: give only one", param="ramify.depth"
             )
         return msgspec.structs.replace(self.limits, max_depth=self.depth)
 
 
 class AnswerRequest(msgspec.Struct, frozen=True):
-    """One request for an answer."""
+    """Request for one answer, read from any of the APIs."""
 
-    said: tuple[ChatMessage, ...]
+    messages: tuple[ChatMessage, ...]
     stream: bool
     schema: dict[str, Any] | None
-    """What the answer must meet."""
+    """JSON schema that the answer must match."""
     schema_field: str
-    """Where the schema was given, for errors."""
+    """Field of the schema, for errors."""
     max_tokens: int | None
-    """Of the final answer."""
+    """Maximum tokens of the final answer."""
     max_tokens_field: str
     temperature: float | None
     top_p: float | None
-    own: RamifyRequestFields
+    ramify: RamifyRequestFields
     seed: int | None = None
     stops: tuple[str, ...] = ()
-    """The answer ends before the first of these."""
+    """Stop sequences: the answer ends before the first of them."""
     offer: ToolOffer | None = None
-    """Functions that the answer may ask to have called."""
+    """Client functions that the answer may call."""
     with_usage: bool = True
-    """Of a chat completion's stream: whether its last event has the usage."""
+    """Whether the last event of a streamed chat completion has the usage."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestRejected(
-                f"the answer may have {self.max_tokens} tokens: give at least 1",
+                f"{self.max_tokens_field} is {self.max_tokens}: give at least 1",
                 param=self.max_tokens_field,
             )
         if self.temperature is not None and not 0 <= self.temperature <= 2:
@@ -131,50 +139,54 @@ class AnswerRequest(msgspec.Struct, frozen=True):
             raise RequestRejected(
                 f"top_p={self.top_p} must be above 0 and at most 1", param="top_p"
             )
-        if self.offer is not None and self.own.cite:
+        if self.offer is not None and self.ramify.cite:
             raise RequestRejected(
-                "an answer that may be a call of tools cannot be cited: leave one out",
+                "an answer with tools cannot have citations: give either tools or cite",
                 param="ramify.cite",
             )
 
     def sampling(self, server: Sampling) -> Sampling:
-        """How this run's replies are drawn."""
-        given = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+        """Sampling settings of the run: the server's, overridden by those of the request."""
+        fields = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
         return msgspec.structs.replace(
-            server, **{name: value for name, value in given.items() if value is not None}
+            server, **{name: value for name, value in fields.items() if value is not None}
         )
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Raises Rejected that names the field."""
+    """Decode a JSON body. Raises RequestRejected, which names the wrong field."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at ")
-        found = re.search(r"(?:field|value) [`'](.+?)[`']", text)
+        match = re.search(r"(?:field|value) [`'](.+?)[`']", text)
         place = path.strip("`").removeprefix("$").removeprefix(".")
-        name = found[1] if found and "field" in text else ""
+        name = match[1] if match and "field" in text else ""
         raise RequestRejected(
             f"{text} ({place or 'the body'})", param=".".join(filter(None, [place, name])) or None
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestRejected(f"the body is not JSON: {error}") from None
+        raise RequestRejected(f"the body is not valid JSON: {error}") from None
 
 
 def refuse_unsupported(body: bytes, harmless: Mapping[str, Sequence[Any]]) -> None:
-    """Raises Rejected for the first of ``harmless``'s fields that is given with another value than
-    those."""
+    """Raise RequestRejected for the first unsupported field with a value that would matter.
+
+    ``harmless`` maps the name of each unsupported field to the values that have no effect.
+    """
     fields = decode(_any, body)
     for name, values in harmless.items():
         if fields.get(name) is not None and fields[name] not in values:
             raise RequestRejected(
-                f"{name}={fields[name]!r:.100} is not supported: leave it out", param=name
+                f"{name}={fields[name]!r:.100} is not supported: remove it", param=name
             )
 
 
 def schema_of(format: Any, where: str, *, nested: bool) -> tuple[dict[str, Any] | None, str]:
-    """The schema that a response format asks for, and the field it is in. In chat completions it is
-    ``nested`` in ``json_schema``."""
+    """Return the schema of a response format, and the path of its field.
+
+    Chat completions put the schema into ``json_schema`` (``nested``).
+    """
     if format is None:
         return None, where
     kind = format.get("type") if isinstance(format, dict) else None
@@ -184,8 +196,7 @@ def schema_of(format: Any, where: str, *, nested: bool) -> tuple[dict[str, Any] 
         return {"type": "object"}, where
     if kind != "json_schema":
         raise RequestRejected(
-            f"a response format of type {kind!r:.60} is not known: give text, json_object or "
-            "json_schema",
+            f"unknown response format type {kind!r:.60}: give text, json_object or json_schema",
             param=f"{where}.type",
         )
     where = f"{where}.json_schema" if nested else where
@@ -193,6 +204,6 @@ def schema_of(format: Any, where: str, *, nested: bool) -> tuple[dict[str, Any] 
     schema = holder.get("schema") if isinstance(holder, dict) else None
     if not isinstance(schema, dict):
         raise RequestRejected(
-            "there is no schema: give a JSON schema as an object", param=f"{where}.schema"
+            "the schema is missing: give a JSON schema as an object", param=f"{where}.schema"
         )
     return schema, f"{where}.schema"

@@ -1,10 +1,12 @@
-"""Functions of the caller's that a run may ask to have called: ``tools`` of a request,
-``tool_calls`` of its answer.
+"""Client functions that an answer may call: ``tools`` in a request, ``tool_calls`` in its answer.
 
-    tools ──> Offer: the answer is a text (or meets the response format), or {"tool_calls": [{"name": …, "arguments": {…}}]}
-Decides how they are told of, in words that any model reads, and that arguments are checked against their schemas before the
-caller sees them. The functions run at the caller's: a run ends by asking for them, and the next request, which has the whole
-conversation, is a run of its own. Functions of the operator's, which run here in the middle of a run, are ``--mcp``.
+    tools ──> ToolOffer ──> answer ─┬─ a text, or a value that matches the response format
+                                    └─ {"tool_calls": [{"name": …, "arguments": {…}}]}
+
+This file decides how the functions are described to the model, in words that any model can follow,
+and checks the arguments against their schemas before the client sees them. The functions run at the
+client: a run ends with the calls, and the next request, which has the whole conversation, is a new
+run. Not here: functions of the server's operator that run during a run (the option ``--mcp``).
 """
 
 from __future__ import annotations
@@ -21,45 +23,46 @@ from ramify.errors import ConfigError
 from ramify.serve.web import RequestRejected
 
 _MOST = 128
-"""Functions of one request, as OpenAI has it."""
+"""Maximum number of functions in a request, the same as OpenAI's."""
 
 
 class OfferedFunction(msgspec.Struct, frozen=True):
-    """One function that is offered."""
+    """Client function that an answer may call."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of its arguments, an object; None: it takes none."""
+    """JSON schema of its arguments, which form an object; None if it takes no arguments."""
 
 
 class RequestedToolCall(msgspec.Struct, frozen=True):
-    """One call that is asked for."""
+    """One function call in an answer."""
 
     name: str
     arguments: dict[str, Any]
 
     def written(self) -> str:
+        """Arguments as JSON text."""
         return msgspec.json.encode(self.arguments).decode()
 
 
 class ToolCallAnswer(msgspec.Struct, frozen=True):
-    """An answer that asks for calls."""
+    """Answer that consists of function calls."""
 
     tool_calls: tuple[RequestedToolCall, ...]
 
 
 class ToolOffer(AnswerType, frozen=True):
-    """The answer is a text or a value, or calls of functions."""
+    """Answer type that accepts a text, a value of the response format, or function calls."""
 
     functions: tuple[OfferedFunction, ...]
     must_call: bool
     of_value: AnswerType | None
-    """What an answer that is none must meet; None: a text."""
+    """Type of an answer without function calls; None for a text."""
 
     @property
     def enforced(self) -> None:
-        """Providers enforce no choice between a text and a value."""
+        """Always None: providers cannot enforce a choice between a text and a value."""
         return None
 
     def read(self, text: str) -> Any:
@@ -76,9 +79,9 @@ class ToolOffer(AnswerType, frozen=True):
 
     def instruction(self) -> str:
         lines = [
-            f"- {each.name}: {' '.join((each.description or 'no description').split())} "
-            f"Arguments: {json.dumps(each.parameters or {'type': 'object'})}"
-            for each in self.functions
+            f"- {function.name}: {' '.join((function.description or 'no description').split())} "
+            f"Arguments: {json.dumps(function.parameters or {'type': 'object'})}"
+            for function in self.functions
         ]
         answer = (
             "a text"
@@ -95,7 +98,8 @@ class ToolOffer(AnswerType, frozen=True):
                 "Whoever asks has these functions. They are not in your session; they are called "
                 "for you once you are done:",
                 *lines,
-                'To have some called, let the final answer be {"tool_calls": [{"name": "…", "arguments": {…}}]} and nothing '
+                'To have some called, let the final answer be {"tool_calls": [{"name": "…", '
+                '"arguments": {…}}]} and nothing '
                 f"else: their results come with the next question. {otherwise}",
             ]
         )
@@ -111,26 +115,28 @@ def offer_of(
     schema: dict[str, Any] | None,
     schema_field: str,
 ) -> ToolOffer | None:
-    """What a request offers; None where nothing may be called. Raises Rejected that names the
-    field."""
+    """Return the functions that a request offers; None if none may be called.
+
+    Raises RequestRejected, which names the wrong field.
+    """
     named = _named(choice)
     if choice == "none" or (not tools and named is None and choice != "required"):
         return None
     if not tools:
         raise RequestRejected(
-            "there are no tools to choose from: give some, or leave tool_choice out",
+            "tool_choice needs tools: give some, or remove tool_choice",
             param="tool_choice",
         )
-    names = [each.name for each in tools]
+    names = [tool.name for tool in tools]
     if len(set(names)) < len(names) or len(names) > _MOST or not all(names):
         raise RequestRejected(
-            f"{len(names)} tools: give at most {_MOST}, each with a name of its own", param="tools"
+            f"{len(names)} tools: give at most {_MOST}, each with a unique name", param="tools"
         )
     if named is not None and named not in names:
         raise RequestRejected(
-            f"there is no tool {named!r:.80}: give one of {', '.join(names)}", param="tool_choice"
+            f"unknown tool {named!r:.80}: give one of {', '.join(names)}", param="tool_choice"
         )
-    usable = tuple(each for each in tools if named in (None, each.name))
+    usable = tuple(tool for tool in tools if named in (None, tool.name))
     try:
         of_value = answer_type(schema, trusted=False)
     except ConfigError as error:
@@ -154,12 +160,12 @@ def offer_of(
 
 
 def new_id() -> str:
-    """Of one call."""
+    """New id for a function call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def answer_text(value: Any) -> str:
-    """A value as the text that is asked for: a session's answer may well be a number."""
+    """Convert a value to JSON text, because a session may answer with a number, for example."""
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, UnicodeEncodeError) as error:
@@ -167,7 +173,7 @@ def answer_text(value: Any) -> str:
 
 
 def _named(choice: Any) -> str | None:
-    """The one function that a choice names, in either API's words."""
+    """Name of the function that ``tool_choice`` requires, in either API's format, or None."""
     if choice is None or choice in ("auto", "none", "required"):
         return None
     if isinstance(choice, dict) and choice.get("type") == "function":
@@ -188,13 +194,13 @@ def _schema(functions: Sequence[OfferedFunction], parallel: bool) -> dict[str, A
             "required": ["name", "arguments"],
             "additionalProperties": False,
             "properties": {
-                "name": {"const": each.name},
-                "arguments": each.parameters or {"type": "object"},
+                "name": {"const": function.name},
+                "arguments": function.parameters or {"type": "object"},
             },
         }
-        for each in functions
+        for function in functions
     ]
-    listed = {
+    array = {
         "type": "array",
         "minItems": 1,
         "items": {"anyOf": calls},
@@ -204,5 +210,5 @@ def _schema(functions: Sequence[OfferedFunction], parallel: bool) -> dict[str, A
         "type": "object",
         "required": ["tool_calls"],
         "additionalProperties": False,
-        "properties": {"tool_calls": listed},
+        "properties": {"tool_calls": array},
     }

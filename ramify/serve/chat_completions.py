@@ -1,8 +1,8 @@
-"""Chat completions over runs: a body in, ``AnswerRequest`` out; an ``ServedAnswer`` in, a body or
-the events of a stream out.
+"""The chat completions API for runs: reads requests, and writes responses and streams.
 
-What a policy of one's own is asked over the same API is ``completions.py``, which has the shapes
-that both share.
+    body ──read──> AnswerRequest          ServedAnswer ──> response body, or events of a stream
+
+Not here: chat completions of a served policy, and the formats that both share (see completions.py).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ramify.serve.answer_request import (
     schema_of,
 )
 from ramify.serve.caller_tools import OfferedFunction, offer_of
-from ramify.serve.content_parts import Content, Role, said
+from ramify.serve.content_parts import Content, Role, chat_message
 from ramify.serve.web import RequestRejected
 
 PATH = "/v1/chat/completions"
 _CHUNK_CHARS = 8000
-"""Of an answer in one event: some clients refuse longer lines than 64 KiB."""
+"""Maximum characters of an answer in one event: some clients reject lines above 64 KiB."""
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
@@ -43,7 +43,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "return_token_ids": (False,),
 }
-"""Field -> the values at which it changes nothing."""
+"""Unsupported field -> the values that have no effect and are accepted."""
 
 
 class _Function(msgspec.Struct):
@@ -93,42 +93,44 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def read(body: bytes) -> AnswerRequest:
-    """Raises Rejected that names the field."""
-    asked = decode(_decoder, body)
+    """Read a request body. Raises RequestRejected, which names the wrong field."""
+    parsed = decode(_decoder, body)
     refuse_unsupported(body, _HARMLESS)
-    if not asked.messages:
-        raise RequestRejected("there are no messages: give at least one", param="messages")
-    schema, field = schema_of(asked.response_format, "response_format", nested=True)
-    limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    limit_field = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
-    stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    tools = [each.function for each in asked.tools or ()]
+    if not parsed.messages:
+        raise RequestRejected("messages is empty: give at least one", param="messages")
+    schema, field = schema_of(parsed.response_format, "response_format", nested=True)
+    limit = (
+        parsed.max_tokens if parsed.max_completion_tokens is None else parsed.max_completion_tokens
+    )
+    limit_field = "max_tokens" if parsed.max_completion_tokens is None else "max_completion_tokens"
+    stops = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
+    tools = [tool.function for tool in parsed.tools or ()]
     names = {
-        call.id: call.function.name for each in asked.messages for call in each.tool_calls or ()
+        call.id: call.function.name for each in parsed.messages for call in each.tool_calls or ()
     }
     return AnswerRequest(
         tuple(
-            said(
+            chat_message(
                 each.role,
                 each.content,
                 f"messages[{index}]",
-                _calls(each),
+                _calls_as_text(each),
                 names.get(each.tool_call_id or "", ""),
             )
-            for index, each in enumerate(asked.messages)
+            for index, each in enumerate(parsed.messages)
         ),
-        bool(asked.stream),
+        bool(parsed.stream),
         schema,
         field,
         limit,
         limit_field,
-        asked.temperature,
-        asked.top_p,
-        asked.ramify or RamifyRequestFields(),
-        asked.seed,
+        parsed.temperature,
+        parsed.top_p,
+        parsed.ramify or RamifyRequestFields(),
+        parsed.seed,
         tuple(stops),
-        offer_of(tools, asked.tool_choice, asked.parallel_tool_calls is not False, schema, field),
-        asked.stream_options is not None and asked.stream_options.include_usage,
+        offer_of(tools, parsed.tool_choice, parsed.parallel_tool_calls is not False, schema, field),
+        parsed.stream_options is not None and parsed.stream_options.include_usage,
     )
 
 
@@ -139,11 +141,13 @@ def new_id() -> str:
     return f"chatcmpl-{uuid.uuid4().hex[:24]}"
 
 
-def whole(answer: ServedAnswer, wanted: AnswerRequest, id: str, model: str) -> dict[str, Any]:
-    """The whole body."""
+def response_body(
+    answer: ServedAnswer, request: AnswerRequest, id: str, model: str
+) -> dict[str, Any]:
+    """Response body of an answer that is not streamed."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
-        message |= {"content": None, "tool_calls": _called(answer)}
+        message |= {"content": None, "tool_calls": _tool_calls(answer)}
     choice = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}
     usage = completions.usage_fields(answer.usage)
     return {
@@ -155,11 +159,15 @@ def whole(answer: ServedAnswer, wanted: AnswerRequest, id: str, model: str) -> d
 
 
 class ChatStream:
-    """The events of one streamed completion, in order: ``begin``, any number of ``progress``, then
-    ``end`` or ``fail``."""
+    """Events of one streamed chat completion.
 
-    def __init__(self, wanted: AnswerRequest, id: str, model: str) -> None:
-        self._wanted, self._id, self._model = wanted, id, model
+    Call ``begin`` once, ``progress`` any number of times, then ``end`` or ``fail``.
+    """
+
+    def __init__(self, request: AnswerRequest, id: str, model: str) -> None:
+        self._request = request
+        self._id = id
+        self._model = model
 
     def begin(self) -> bytes:
         return _sse(completions.opening(self._id, self._model))
@@ -170,12 +178,12 @@ class ChatStream:
     def end(self, answer: ServedAnswer) -> Iterator[bytes]:
         for at in range(0, len(answer.text), _CHUNK_CHARS):
             yield self._delta({"content": answer.text[at : at + _CHUNK_CHARS]})
-        for index, call in enumerate(_called(answer)):
+        for index, call in enumerate(_tool_calls(answer)):
             yield self._delta({"tool_calls": [{"index": index, **call}]})
         last = completions.event(self._id, self._model, {})
         last["choices"][0]["finish_reason"] = answer.finish
         yield _sse({**last, "ramify": answer.about})
-        if self._wanted.with_usage:
+        if self._request.with_usage:
             usage = completions.usage_fields(answer.usage)
             yield _sse(
                 {
@@ -194,16 +202,16 @@ class ChatStream:
         return _sse(completions.event(self._id, self._model, delta))
 
 
-def _called(answer: ServedAnswer) -> list[dict[str, Any]]:
+def _tool_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
     return [
         {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.written()}}
         for id, call in answer.calls
     ]
 
 
-def _calls(message: _Message) -> str:
-    """Calls of other tools in an earlier message, as text."""
-    calls = [each.function for each in message.tool_calls or ()]
+def _calls_as_text(message: _Message) -> str:
+    """Function calls of an earlier message, as text."""
+    calls = [call.function for call in message.tool_calls or ()]
     return "\n".join(f"(called {call.name}({call.arguments}))" for call in calls)
 
 
@@ -212,4 +220,4 @@ def _sse(event: dict[str, Any]) -> bytes:
 
 
 open_stream = ChatStream
-"""The name that ``run_server`` calls it by."""
+"""The name that ``ApiFormat`` in run_server.py requires."""

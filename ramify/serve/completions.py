@@ -1,8 +1,10 @@
-"""OpenAI's chat completions from the server's side: a body in, a ``Request`` out; a ``Reply`` in,
-bodies and events out.
+"""The chat completions API for a served policy: reads requests, and writes replies and streams.
 
-Fields that change nothing here (``user``, ``metadata``, …) are taken and ignored; one that would
-change the answer and is not understood is refused by name, so that nobody believes it was heeded.
+    body ──read──> CompletionRequest ──request_of──> Request       Reply ──> body or events
+
+Fields without an effect here (``user``, ``metadata``, …) are accepted and ignored. A field that
+would change the answer but is not supported is rejected by name, so that no client believes that it
+had an effect. Not here: chat completions for runs (see chat_completions.py).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _NOT_HERE = {
     "functions": None,
     "audio": None,
 }
-"""Field -> the value at which it changes nothing."""
+"""Unsupported field -> the value that has no effect and is accepted."""
 
 
 class _Function(msgspec.Struct):
@@ -66,7 +68,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class CompletionRequest(msgspec.Struct):
-    """A request for a chat completion, as far as it is read."""
+    """Request for a chat completion: the fields that this server reads."""
 
     messages: list[_CompletionMessage]
     model: str = ""
@@ -91,62 +93,62 @@ encode = msgspec.json.Encoder().encode
 
 
 def read(body: bytes) -> CompletionRequest:
-    """Raises Refused that says what is wrong with ``body``."""
+    """Read a request body. Raises Refused with the reason if it is invalid."""
     try:
-        asked, fields = _decode(body), _decode_any(body)
+        api_request, fields = _decode(body), _decode_any(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refused(f"not a request for a chat completion: {error}") from None
     for name, harmless in _NOT_HERE.items():
         if fields.get(name) not in (None, harmless):
-            raise Refused(f"{name}={fields[name]!r} is not supported: leave it out")
-    if not asked.messages:
+            raise Refused(f"{name}={fields[name]!r} is not supported: remove it")
+    if not api_request.messages:
         raise Refused("messages is empty: give at least one")
-    limit = _limit(asked)
+    limit = _limit(api_request)
     if limit is not None and limit < 1:
         raise Refused(f"max_tokens is {limit}: give at least 1")
     if (
-        not (asked.temperature or 0) >= 0
-        or not 0 < (1 if asked.top_p is None else asked.top_p) <= 1
+        not (api_request.temperature or 0) >= 0
+        or not 0 < (1 if api_request.top_p is None else api_request.top_p) <= 1
     ):
         raise Refused(
-            f"temperature={asked.temperature} must be at least 0, top_p={asked.top_p} above 0 and "
-            "at most 1"
+            f"temperature={api_request.temperature} must be at least 0, "
+            f"top_p={api_request.top_p} above 0 and at most 1"
         )
-    return asked
+    return api_request
 
 
-def request_of(asked: CompletionRequest, window: int) -> Request:
-    """What the engine is asked. Without a limit a reply may fill the window."""
-    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+def request_of(api_request: CompletionRequest, window: int) -> Request:
+    """Convert to an engine request. Without a token limit, a reply may fill the window."""
+    stop = [api_request.stop] if isinstance(api_request.stop, str) else api_request.stop or []
     sampling = Sampling(
-        max_tokens=_limit(asked) or window,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
+        max_tokens=_limit(api_request) or window,
+        temperature=api_request.temperature,
+        top_p=api_request.top_p,
+        top_k=api_request.top_k,
         stop=tuple(filter(None, stop)),
-        seed=asked.seed,
+        seed=api_request.seed,
         logprobs=True,
     )
     tools = tuple(
-        Tool(each.function.name, each.function.description, each.function.parameters)
-        for each in asked.tools or ()
+        Tool(tool.function.name, tool.function.description, tool.function.parameters)
+        for tool in api_request.tools or ()
     )
     return Request(
-        tuple(map(_message, asked.messages)),
+        tuple(map(_message, api_request.messages)),
         sampling,
         tools=tools,
-        affinity=asked.prompt_cache_key or "",
+        affinity=api_request.prompt_cache_key or "",
     )
 
 
 def completion(
     reply: Reply,
-    asked: CompletionRequest,
+    api_request: CompletionRequest,
     id: str,
     model: str,
     text_of: Callable[[Sequence[int]], str],
 ) -> dict[str, Any]:
-    """The whole body."""
+    """Response body of a reply that is not streamed."""
     choice: dict[str, Any] = {
         "index": 0,
         "message": _wire(reply.message),
@@ -157,12 +159,12 @@ def completion(
         "choices": [choice],
         "usage": usage_fields(reply.usage),
     }
-    _add_tokens(body, choice, reply, asked, text_of)
+    _add_tokens(body, choice, reply, api_request, text_of)
     return body
 
 
 def growth(before: Message, now: Message, id: str, model: str) -> dict[str, Any] | None:
-    """The event for what a message has gained; None where that is nothing."""
+    """Event with the text that a message has gained; None if it has gained nothing."""
     delta: dict[str, Any] = {}
     for field, old, new in (
         ("reasoning_content", before.reasoning or "", now.reasoning or ""),
@@ -174,18 +176,18 @@ def growth(before: Message, now: Message, id: str, model: str) -> dict[str, Any]
 
 
 def opening(id: str, model: str) -> dict[str, Any]:
-    """The first event."""
+    """First event of a stream."""
     return event(id, model, {"role": "assistant", "content": ""})
 
 
 def ending(
     reply: Reply,
-    asked: CompletionRequest,
+    api_request: CompletionRequest,
     id: str,
     model: str,
     text_of: Callable[[Sequence[int]], str],
 ) -> list[dict[str, Any]]:
-    """The last events: calls of tools, why it ended, and what it used where that was asked for."""
+    """Last events of a stream: tool calls, the finish reason, and the usage if requested."""
     events = []
     if calls := _wire(reply.message).get("tool_calls"):
         events.append(
@@ -193,9 +195,9 @@ def ending(
         )
     last = event(id, model, {})
     last["choices"][0]["finish_reason"] = reply.finish
-    _add_tokens(last, last["choices"][0], reply, asked, text_of)
+    _add_tokens(last, last["choices"][0], reply, api_request, text_of)
     events.append(last)
-    if asked.stream_options is not None and asked.stream_options.include_usage:
+    if api_request.stream_options is not None and api_request.stream_options.include_usage:
         events.append(
             {
                 **head(id, model, "chat.completion.chunk"),
@@ -209,17 +211,20 @@ def ending(
 def failure(
     text: str, kind: str, code: str | None = None, param: str | None = None, **more: Any
 ) -> bytes:
-    """The body of an error; ``param`` is the field that is wrong, ``more`` are fields beside
-    OpenAI's."""
+    """Body of an error. ``param`` is the wrong field; ``more`` adds fields to those of OpenAI."""
     return encode({"error": {"message": text, "type": kind, "code": code, "param": param, **more}})
 
 
-def _limit(asked: CompletionRequest) -> int | None:
-    return asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+def _limit(api_request: CompletionRequest) -> int | None:
+    return (
+        api_request.max_tokens
+        if api_request.max_completion_tokens is None
+        else api_request.max_completion_tokens
+    )
 
 
-def _message(said: _CompletionMessage) -> Message:
-    content = said.content or ""
+def _message(message: _CompletionMessage) -> Message:
+    content = message.content or ""
     if not isinstance(content, str):
         kinds = {str(part.get("type")) for part in content}
         if kinds - {"text"}:
@@ -229,10 +234,10 @@ def _message(said: _CompletionMessage) -> Message:
         content = "".join(str(part.get("text", "")) for part in content)
     calls = tuple(
         ToolCall(call.id, call.function.name, call.function.arguments)
-        for call in said.tool_calls or ()
+        for call in message.tool_calls or ()
     )
-    role = "system" if said.role == "developer" else said.role
-    return Message(role, content, said.reasoning_content, calls, said.tool_call_id)
+    role = "system" if message.role == "developer" else message.role
+    return Message(role, content, message.reasoning_content, calls, message.tool_call_id)
 
 
 def _wire(message: Message) -> dict[str, Any]:
@@ -255,11 +260,11 @@ def _add_tokens(
     body: dict[str, Any],
     choice: dict[str, Any],
     reply: Reply,
-    asked: CompletionRequest,
+    api_request: CompletionRequest,
     text_of: Callable[[Sequence[int]], str],
 ) -> None:
     ids, logprobs = reply.token_ids or (), reply.logprobs or ()
-    if asked.logprobs:
+    if api_request.logprobs:
         texts = [text_of([id]) for id in ids]
         choice["logprobs"] = {
             "content": [
@@ -267,18 +272,18 @@ def _add_tokens(
                 for text, logprob in zip(texts, logprobs, strict=True)
             ]
         }
-    if asked.return_token_ids:
+    if api_request.return_token_ids:
         choice["token_ids"] = ids
         body["prompt_token_ids"] = reply.prompt_ids
 
 
 def _bytes(text: str) -> list[int] | None:
-    """None for a part of a character, whose bytes its text does not say."""
+    """UTF-8 bytes of a token; None for a part of a character, whose bytes are unknown."""
     return None if "\ufffd" in text else list(text.encode())
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """``usage`` as chat completions write it."""
+    """Convert ``usage`` to the format of chat completions."""
     return {
         "prompt_tokens": usage.input_tokens,
         "completion_tokens": usage.output_tokens,
@@ -295,5 +300,5 @@ def event(id: str, model: str, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 def head(id: str, model: str, kind: str) -> dict[str, Any]:
-    """What every body begins with."""
+    """Fields that every response body and event has."""
     return {"id": id, "object": kind, "created": int(time.time()), "model": model}

@@ -1,8 +1,7 @@
-"""The parts of a message's content, as chat completions and responses write them: texts and files,
-and nothing else.
+"""Content parts of a message, in the formats of both APIs: text and files only.
 
-A file travels inside the request, as base64. One that was uploaded before (``file_id``) or stands
-on the web (``file_url``) is refused: this server keeps no files and fetches nothing.
+A file must be inside the request, in base64. A file that was uploaded before (``file_id``) or that
+is on the web (``file_url``) is rejected, because this server stores no files and downloads nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class _File(msgspec.Struct):
 
 
 class ContentPart(msgspec.Struct):
-    """One part, in either API's words."""
+    """One part of a message, with the fields of both APIs."""
 
     type: str
     text: str | None = None
@@ -36,7 +35,7 @@ class ContentPart(msgspec.Struct):
     file_url: str | None = None
 
     def read(self, where: str) -> str | AttachedFile:
-        """The text, or the file. Raises Rejected for anything else."""
+        """Return the text or the file. Raises RequestRejected for any other kind of part."""
         match self.type:
             case "text" | "input_text" | "output_text":
                 if self.text is None:
@@ -62,11 +61,13 @@ class ContentPart(msgspec.Struct):
 Content = str | list[ContentPart] | None
 
 
-def said(
+def chat_message(
     role: Role, content: Content, where: str, more: str = "", result_of: str = ""
 ) -> ChatMessage:
-    """One message; ``more`` is text that stands beside its content, ``result_of`` the tool whose
-    result it is."""
+    """Convert a message of either API.
+
+    ``more`` is text to add after the content. ``result_of`` names the tool whose result it is.
+    """
     if isinstance(content, str):
         parts: list[str | AttachedFile] = [content]
     else:
@@ -80,8 +81,8 @@ def said(
 def _attached(name: str | None, data: str | None, where: str) -> AttachedFile:
     if not data:
         raise RequestRejected(
-            "a file must come with its content: give file_data as base64 (this server keeps no "
-            "files and fetches none)",
+            "the content of the file is missing: give file_data in base64 (this server stores no "
+            "files and downloads none)",
             param=f"{where}.file_data",
         )
     return AttachedFile(name or "file", data, f"{where}.file_data")

@@ -1,14 +1,14 @@
-"""Who may ask, how much at once, and for how much in all.
+"""API keys of a server, with concurrency limits and budgets.
 
-    [alice]                     # serve.toml: a table for each key
+    [alice]                     # keys.toml: a table for each key
     key = "sk-…"                # or sha256 = "…", its SHA-256 in hexadecimal
-    max-runs = 4                # at once
-    max-cost = 20.0             # dollars, in all
-    max-tokens = 50_000_000     # in all
+    max-runs = 4                # concurrent runs
+    max-cost = 20.0             # total dollars
+    max-tokens = 50_000_000     # total tokens
 
-A run's most is held back when it begins and what it did cost is booked when it ends, so that a
-budget is never passed, however many runs a key has. Held amounts are in the file before a run
-begins: what a killed server held counts as spent.
+When a run begins, its maximum cost is held back; when it ends, its actual cost is booked. So a key
+never exceeds its budget, however many runs it has at a time. Held amounts are saved before the run
+begins: if the server is killed, they count as spent.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from ramify.types.message import Usage
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
-    """One caller, as the file of keys has it."""
+    """One API key with its limits, as in the key file."""
 
     key: str | None = None
     sha256: str | None = None
     max_runs: int | None = None
-    """At once."""
+    """Maximum concurrent runs; None for no limit."""
     max_cost: float | None = None
-    """Dollars, in all."""
+    """Total budget in dollars; None for no limit."""
     max_tokens: int | None = None
-    """In and out, in all."""
+    """Total budget in tokens, input plus output; None for no limit."""
 
     def digest(self) -> str:
-        """SHA-256 of the key, hexadecimal."""
+        """SHA-256 of the key in hexadecimal."""
         return (
             hashlib.sha256(self.key.encode()).hexdigest()
             if self.key
@@ -50,7 +50,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ke
         )
 
     def fault(self) -> str | None:
-        """What is wrong with it."""
+        """Problem with this entry, or None."""
         if bool(self.key) == bool(self.sha256):
             return "give either key or sha256"
         if len(self.digest()) != 64:
@@ -58,12 +58,15 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ke
         for name in ("max_runs", "max_cost", "max_tokens"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                return f"{name.replace('_', '-')}={value!r} allows nothing: give a positive number, or leave it out"
+                return (
+                    f"{name.replace('_', '-')}={value!r} allows nothing: give a positive number, "
+                    "or remove it"
+                )
         return None
 
 
 class KeyUsage(msgspec.Struct):
-    """What a key has used, and what its present runs may still use."""
+    """Amounts that a key has spent, and amounts held for its current runs."""
 
     cost: float = 0.0
     tokens: int = 0
@@ -73,96 +76,101 @@ class KeyUsage(msgspec.Struct):
 
 
 class BudgetHold(msgspec.Struct, frozen=True):
-    """What one run holds back of its key's budget."""
+    """Part of a key's budget that is held for one run."""
 
     cost: float
     tokens: int
     limits: Limits
-    """Of the run: what was asked for, and no more than is left."""
+    """Limits of the run: those requested, reduced to the remaining budget."""
     is_short: bool = False
-    """Whether less is left than was asked for."""
+    """Whether less is left of the budget than was requested."""
 
 
 class ApiCaller:
-    """A key while the server runs."""
+    """Client of a running server: its key, its usage and its number of current runs."""
 
     def __init__(self, name: str, key: ApiKey, spent: KeyUsage) -> None:
-        self.name, self.key, self.spent = name, key, spent
+        self.name = name
+        self.key = key
+        self.spent = spent
         self.num_runs = 0
 
     def hold(self, limits: Limits) -> BudgetHold:
-        """Begin a run. Raises Rejected where the key has too many, or has nothing left."""
+        """Hold budget for a new run. Raises RequestRejected if a limit of the key is reached."""
         key, spent = self.key, self.spent
         if key.max_runs is not None and self.num_runs >= key.max_runs:
             raise RequestRejected(
-                f"{self.num_runs} requests of this key are being answered, its most: come back",
+                f"this key already has {self.num_runs} requests in progress, its maximum: try "
+                "again later",
                 status=429,
                 code="rate_limit_exceeded",
                 retry_after_s=1,
             )
         cost = self._left("dollars", key.max_cost, spent.cost, spent.held_cost)
         tokens = self._left("tokens", key.max_tokens, spent.tokens, spent.held_tokens)
-        asked_cost = DEFAULT_MAX_COST if limits.max_cost is None else limits.max_cost
-        is_short = cost < asked_cost or tokens < limits.max_tokens
-        cost, tokens = min(cost, asked_cost), min(tokens, limits.max_tokens)
+        requested_cost = DEFAULT_MAX_COST if limits.max_cost is None else limits.max_cost
+        is_short = cost < requested_cost or tokens < limits.max_tokens
+        cost = min(cost, requested_cost)
+        tokens = min(tokens, limits.max_tokens)
         if key.max_cost is not None:
             limits = msgspec.structs.replace(limits, max_cost=cost)
         if key.max_tokens is not None:
             limits = msgspec.structs.replace(limits, max_tokens=int(tokens))
-        held = BudgetHold(
+        hold = BudgetHold(
             0.0 if key.max_cost is None else cost,
             0 if key.max_tokens is None else int(tokens),
             limits,
             is_short,
         )
-        spent.held_cost += held.cost
-        spent.held_tokens += held.tokens
+        spent.held_cost += hold.cost
+        spent.held_tokens += hold.tokens
         self.num_runs += 1
-        return held
+        return hold
 
-    def release(self, held: BudgetHold) -> None:
-        """What was held is held no longer."""
+    def release(self, hold: BudgetHold) -> None:
+        """Give back the budget of a run that did not start, or that has been settled."""
         self.num_runs -= 1
-        self.spent.held_cost = (
-            self.spent.held_cost - held.cost if self.num_runs else 0.0
-        )  # no rounding errors are kept
-        self.spent.held_tokens -= held.tokens
+        # Without any runs the amount is reset, so that rounding errors do not add up.
+        self.spent.held_cost = self.spent.held_cost - hold.cost if self.num_runs else 0.0
+        self.spent.held_tokens -= hold.tokens
 
-    def settle(self, held: BudgetHold, usage: Usage, cost: float | None) -> None:
-        """A run ended."""
-        self.release(held)
+    def settle(self, hold: BudgetHold, usage: Usage, cost: float | None) -> None:
+        """Release the budget of an ended run, and book what it used."""
+        self.release(hold)
         spent = self.spent
         spent.cost += cost or 0.0
         spent.tokens += usage.total_tokens
         spent.runs += 1
 
-    def _left(self, unit: str, most: float | None, spent: float, held: float) -> float:
-        if most is None:
+    def _left(self, unit: str, budget: float | None, spent: float, held: float) -> float:
+        if budget is None:
             return math.inf
-        if spent >= most:
+        if spent >= budget:
             raise RequestRejected(
-                f"this key has spent its {most:g} {unit}: ask whoever runs the server for more",
+                f"this key has spent its {budget:g} {unit}: ask the server's operator for more",
                 status=429,
                 code="insufficient_quota",
                 kind="insufficient_quota",
             )
-        if spent + held >= most:
+        if spent + held >= budget:
             raise RequestRejected(
-                f"all that is left of this key's {most:g} {unit} is held by runs that go on: come "
-                "back",
+                f"the rest of this key's {budget:g} {unit} is held for runs in progress: try again "
+                "later",
                 status=429,
                 code="rate_limit_exceeded",
                 retry_after_s=5,
             )
-        return most - spent - held
+        return budget - spent - held
 
 
 class ApiKeys:
-    """All callers, and what they have spent; kept in a file where one is given."""
+    """All API keys of a server and their usage, which is saved to a file if ``path`` is given."""
 
     def __init__(self, keys: Mapping[str, ApiKey], path: Path | None = None) -> None:
-        """Without ``keys`` everyone is the one caller without limits. Raises ConfigError for a key
-        that is wrong."""
+        """Without ``keys``, every client is the same caller without limits.
+
+        Raises ConfigError for an invalid key.
+        """
         self._path = path
         spent = _read_spent(path)
         for name, key in keys.items():
@@ -171,7 +179,8 @@ class ApiKeys:
         self.callers = {
             name: ApiCaller(name, key, spent.get(name, KeyUsage())) for name, key in keys.items()
         }
-        self._others = {name: each for name, each in spent.items() if name not in keys}
+        self._others = {name: usage for name, usage in spent.items() if name not in keys}
+        """Usage of keys that are no longer in the key file."""
         self._by_digest = {caller.key.digest(): caller for caller in self.callers.values()}
         if len(self._by_digest) < len(keys):
             raise ConfigError("two names have the same key: give each its own")
@@ -179,23 +188,25 @@ class ApiKeys:
 
     @property
     def is_open(self) -> bool:
-        """Whether everyone may ask."""
+        """Whether requests without a key are accepted."""
         return self._anyone is not None
 
-    def caller(self, given: str) -> ApiCaller:
-        """Whose key ``given`` is. Raises Rejected. It is looked up by its digest, so the time taken
-        tells nothing."""
-        found = self._anyone or self._by_digest.get(hashlib.sha256(given.encode()).hexdigest())
-        if found is None:
+    def caller(self, key: str) -> ApiCaller:
+        """Return the caller with this key. Raises RequestRejected if the key is unknown.
+
+        The lookup is by digest, so its duration reveals nothing about the keys.
+        """
+        caller = self._anyone or self._by_digest.get(hashlib.sha256(key.encode()).hexdigest())
+        if caller is None:
             raise RequestRejected(
                 "wrong or missing API key: send it as Authorization: Bearer KEY",
                 status=401,
                 code="invalid_api_key",
             )
-        return found
+        return caller
 
     def save(self) -> None:
-        """Write down what is spent and held. Raises StoreError."""
+        """Save the spent and held amounts. Raises StoreError."""
         if self._path is None or not self.callers:
             return
         spent = {**self._others, **{name: caller.spent for name, caller in self.callers.items()}}
@@ -211,33 +222,33 @@ class ApiKeys:
 
 
 def read_keys(path: str | Path) -> dict[str, ApiKey]:
-    """The keys of a TOML file. Raises ConfigError that names what is wrong."""
+    """Read the keys of a TOML file. Raises ConfigError, which names the problem."""
     try:
         content: dict[str, Any] = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         return msgspec.convert(content, dict[str, ApiKey])
     except OSError as error:
-        raise ConfigError(f"the file of keys {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the file of keys {path} is not TOML: {error}") from None
+        raise ConfigError(f"the key file {path} is not valid TOML: {error}") from None
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"the file of keys {path}: {error}; a table [NAME] has key or sha256, max-runs, "
+            f"the key file {path}: {error}; a table [NAME] has key or sha256, max-runs, "
             "max-cost, max-tokens"
         ) from None
 
 
 def _read_spent(path: Path | None) -> dict[str, KeyUsage]:
-    """What each name has spent; what was held when the server last ended counts as spent."""
+    """Read the usage of each key. Amounts that were held when the server ended count as spent."""
     if path is None or not path.exists():
         return {}
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, KeyUsage])
+        usages = msgspec.json.decode(path.read_bytes(), type=dict[str, KeyUsage])
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
-            f"{path}, which says what each key has spent, cannot be read: {error}; repair or "
+            f"{path}, which records the usage of each key, cannot be read: {error}; repair or "
             "delete it"
         ) from None
     return {
-        name: KeyUsage(each.cost + each.held_cost, each.tokens + each.held_tokens, each.runs)
-        for name, each in found.items()
+        name: KeyUsage(usage.cost + usage.held_cost, usage.tokens + usage.held_tokens, usage.runs)
+        for name, usage in usages.items()
     }

@@ -1,9 +1,11 @@
-"""Questions over files as a tool of the Model Context Protocol, by the official SDK (the extra
-``mcp``).
+"""MCP server with one tool, ``ask``, which answers questions over files (needs the extra ``mcp``).
 
-    client ── ask(question, paths) ──> read below the roots ──> a run ──> answer, with progress on the way
-Paths that lead out of the roots, by ``..`` or by a link, are refused: whoever starts the server says what may be read, and a
-model on the other side says what is.
+    client ── ask(question, paths) ──> read files below the roots ──> run ──> answer
+                                                                       └──> progress meanwhile
+
+A path that leaves the roots, through ``..`` or a link, is rejected: the operator decides what may
+be read, while a model on the client's side chooses the paths. Not here: the command line (see
+cli/mcp_command.py).
 """
 
 from __future__ import annotations
@@ -31,25 +33,26 @@ from ramify.sources.load_sources import load
 from ramify.types.trajectory import Stop
 
 _PATIENCE_S = 15.0
-"""Between signs of life."""
+"""Maximum seconds between progress messages."""
 _ABOUT = """\
-Answer a question over files and folders, however large: a recursive language model reads them with code and with calls of \
-its own. Give one whole question, with all that it needs to be understood; the answer is the text. Use it where files are \
-too many or too long to read. May be read: {roots}"""
+Answer a question over files and folders, however large: a recursive language model reads them \
+with code and with calls of its own. Give one whole question, with all that it needs to be \
+understood; the answer is the text. Use it where files are too many or too long to read. \
+May be read: {roots}"""
 
 
 def server(rlm: RLM, roots: Sequence[str]) -> MCPServer[Any]:
-    """A server of the one tool ``ask``; ``rlm`` is entered by whoever runs it. Raises ConfigError
-    for a root that is not there."""
-    real = [os.path.realpath(os.path.expanduser(root)) for root in roots]
-    for given, root in zip(roots, real, strict=True):
-        if not os.path.exists(root):
-            raise ConfigError(f"{given} does not exist: name folders or files that may be read")
-    made: MCPServer[Any] = MCPServer("ramify", version=__version__, log_level="ERROR")
+    """Create a server with the tool ``ask``. The caller must enter ``rlm``.
 
-    @made.tool(
-        name="ask", description=_ABOUT.format(roots=", ".join(real)), structured_output=False
-    )
+    Raises ConfigError for a root that does not exist.
+    """
+    real = [os.path.realpath(os.path.expanduser(root)) for root in roots]
+    for name, root in zip(roots, real, strict=True):
+        if not os.path.exists(root):
+            raise ConfigError(f"{name} does not exist: give folders or files that may be read")
+    app: MCPServer[Any] = MCPServer("ramify", version=__version__, log_level="ERROR")
+
+    @app.tool(name="ask", description=_ABOUT.format(roots=", ".join(real)), structured_output=False)
     async def ask(
         question: Annotated[str, Field(description="what is to be answered")],
         ctx: Context[Any, Any],
@@ -62,36 +65,38 @@ def server(rlm: RLM, roots: Sequence[str]) -> MCPServer[Any]:
         ] = None,
     ) -> CallToolResult:
         try:
-            inside = [found for path in paths for found in resolve(path, real)] if paths else real
+            inside = (
+                [matches for path in paths for matches in resolve(path, real)] if paths else real
+            )
             loaded = await asyncio.to_thread(load, inside)
             return await _asked(rlm, ctx, loaded, question, answer_schema)
         except RamifyError as error:
             raise ToolError(str(error)) from None
 
-    return made
+    return app
 
 
 async def run(rlm: RLM, roots: Sequence[str]) -> None:
     """Serve over standard input and output until the input ends."""
-    made = server(rlm, roots)
+    app = server(rlm, roots)
     async with rlm:
         await rlm.prepare()
-        await made.run_stdio_async()
+        await app.run_stdio_async()
 
 
 def resolve(path: str, roots: Sequence[str]) -> list[str]:
-    """The files or folders that ``path`` means, all of them below the roots. Raises ConfigError."""
+    """Return the files or folders below the roots that ``path`` names. Raises ConfigError."""
     for root in roots:
-        place = os.path.join(root, path)  # which is ``path`` itself where that is absolute
-        found = [place] if os.path.lexists(place) else []
-        if not found and any(char in path for char in "*?["):
-            found = sorted(glob.glob(place, recursive=True))
+        place = os.path.join(root, path)  # ``path`` itself if it is absolute
+        matches = [place] if os.path.lexists(place) else []
+        if not matches and any(char in path for char in "*?["):
+            matches = sorted(glob.glob(place, recursive=True))
         inside = [
-            os.path.realpath(each) for each in found if _is_inside(os.path.realpath(each), roots)
+            os.path.realpath(each) for each in matches if _is_inside(os.path.realpath(each), roots)
         ]
         if inside:
             return inside
-        if found:
+        if matches:
             raise ConfigError(
                 f"{path} leads out of what may be read ({', '.join(roots)}): name something in "
                 "there"

@@ -1,15 +1,18 @@
-"""A policy behind an OpenAI-compatible address: ``ramify serve-policy FOLDER``.
+"""OpenAI-compatible server for one local policy: ``ramify serve-policy FOLDER``.
 
     GET  /health                 {"status": "ok", "version": 0, …}, also while it sleeps
-    GET  /metrics                how full the cache is, in vLLM's names
-    GET  /v1/models              the one model, with its window
-    POST /v1/chat/completions    also streamed; logprobs, token ids (return_token_ids), tools where the template has them
-    POST /v1/completions         ids in, ids out (``token_completions.py``); POST /generate is the same as SGLang has it
-    GET  /version, /server_info  what a trainer compares with its policy; how it brings new weights: ``weight_routes.py``
+    GET  /metrics                cache usage, under vLLM's metric names
+    GET  /v1/models              the only model, with its window
+    POST /v1/chat/completions    streaming, logprobs, token ids (return_token_ids), and tools if the
+                                 chat template supports them
+    POST /v1/completions         token ids in, token ids out (see token_completions.py)
+    POST /generate               the same in SGLang's format
+    GET  /version, /server_info  facts that a trainer compares with its policy
 
-A conversation that is sent back with one more message goes on by the ids that it had: the server
-remembers the paths of its last replies. Whoever hangs up frees the slot. Without a key it listens
-on loopback only.
+The server remembers the token ids of its last replies. If a conversation comes back with one more
+message, it continues from exactly those ids. A client that disconnects frees its slot. Without a
+key the server listens on loopback only. Not here: replacing the weights (see weight_routes.py) and
+giving memory back (see sleep.py).
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ from ramify.types.message import Message, Reply
 
 _MAX_BODY_BYTES = 64 << 20
 _MAX_IN_FLIGHT = 1024
-"""Further requests are told to come back."""
+"""Maximum requests in progress; further requests are rejected with status 429."""
 _MAX_PATHS = 4096
-"""Conversations whose ids are remembered."""
+"""Number of conversations whose token ids are remembered."""
 
 
 class PolicyServer:
-    """The server; ``async with`` starts and stops it."""
+    """HTTP server for one policy; ``async with`` starts and stops it."""
 
     def __init__(
         self,
@@ -60,16 +63,19 @@ class PolicyServer:
         weights_root: Path | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
-        """``name`` is the model's; ``port`` 0 takes a free one; ``key`` is asked for as a bearer
-        token. With ``weight_transfer`` whoever may ask may also replace the weights; the last three
-        are ``WeightRoutes``'s.
+        """``name`` is the model's name. ``port`` 0 picks a free port. ``key`` is the bearer token
+        that clients must send. With ``weight_transfer``, clients may also replace the weights; the
+        last three parameters are those of ``WeightRoutes``.
 
-        Raises ConfigError for an address beyond loopback without a key."""
+        Raises ConfigError for an address beyond loopback without a key.
+        """
         refuse_open(host, bool(key))
         self.name = name
-        self._client, self._key = client, key
-        self._in_flight = self._waiting = 0
-        self._paths = _Paths()
+        self._client = client
+        self._key = key
+        self._in_flight = 0
+        self._waiting = 0
+        self._paths = _KnownPaths()
         self._weights: WeightRoutes | None = None
         if weight_transfer:
             self._weights = WeightRoutes(
@@ -83,7 +89,7 @@ class PolicyServer:
 
     @property
     def url(self) -> str:
-        """The base URL, ``http://127.0.0.1:PORT/v1``."""
+        """Base URL of the API: ``http://127.0.0.1:PORT/v1``."""
         return self._listener.url
 
     async def __aenter__(self) -> PolicyServer:
@@ -108,12 +114,12 @@ class PolicyServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
-        """The key, and every error as the API writes it."""
-        given = bearer(request)
+        """Check the key, and convert HTTP errors to the API's format."""
+        key = bearer(request)
         if (
             self._key
             and request.path != "/health"
-            and not hmac.compare_digest(given.encode(), self._key.encode())
+            and not hmac.compare_digest(key.encode(), self._key.encode())
         ):
             return failed(401, "wrong or missing API key: send it as Authorization: Bearer KEY")
         try:
@@ -124,8 +130,8 @@ class PolicyServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         asleep = self._weights.sleep.asleep if self._weights is not None else []
-        told = {"status": "ok", "version": self._client.version, "in_flight": self._in_flight}
-        return web.json_response({**told, "asleep": asleep, "held_bytes": self._client.held()})
+        state = {"status": "ok", "version": self._client.version, "in_flight": self._in_flight}
+        return web.json_response({**state, "asleep": asleep, "held_bytes": self._client.held()})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         text = pressure.write(await self._client.pressure())
@@ -160,12 +166,14 @@ class PolicyServer:
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         async def answer() -> web.StreamResponse:
-            asked = completions.read(await http.read())
-            request = self._paths.continued(completions.request_of(asked, self._client.window))
+            api_request = completions.read(await http.read())
+            request = self._paths.continued(
+                completions.request_of(api_request, self._client.window)
+            )
             return await (
-                self._streamed(http, asked, request)
-                if asked.stream
-                else self._whole(asked, request)
+                self._streamed(http, api_request, request)
+                if api_request.stream
+                else self._whole(api_request, request)
             )
 
         return await self._counted(http, answer)
@@ -173,19 +181,19 @@ class PolicyServer:
     async def _counted(
         self, http: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """``answer``, or what is wrong before it or in it."""
-        if (
-            http.content_type != "application/json"
-        ):  # a page in a browser may post other types without asking
+        """Run ``answer`` as a counted request, and convert its errors to responses."""
+        # A web page may post other content types to any host without asking.
+        if http.content_type != "application/json":
             return failed(415, "send the body as application/json")
         if self._in_flight + self._waiting >= _MAX_IN_FLIGHT:
             busy = failed(
-                429, f"{self._in_flight + self._waiting} requests are being answered: come back"
+                429,
+                f"{self._in_flight + self._waiting} requests are in progress: try again later",
             )
             busy.headers["retry-after"] = "1"
             return busy
         try:
-            await self._there()
+            await self._wait_until_ready()
         except ModelError as error:
             return failed(503, str(error))
         if self._weights is not None and self._weights.broken:
@@ -200,9 +208,11 @@ class PolicyServer:
         finally:
             self._in_flight -= 1
 
-    async def _there(self) -> None:
-        """Return once nothing that an answer needs sleeps. Raises ServerFailed where that takes too
-        long."""
+    async def _wait_until_ready(self) -> None:
+        """Wait until the engine is awake and its weights are complete.
+
+        Raises ServerFailed if that takes too long.
+        """
         if self._weights is None:
             return
         self._waiting += 1
@@ -211,22 +221,24 @@ class PolicyServer:
         finally:
             self._waiting -= 1
 
-    async def _whole(self, asked: CompletionRequest, request: Request) -> web.Response:
+    async def _whole(self, api_request: CompletionRequest, request: Request) -> web.Response:
         reply = await self._client.complete(request)
         self._paths.remember(request, reply)
-        body = completions.completion(reply, asked, _new_id(), self.name, self._text)
+        body = completions.completion(reply, api_request, _new_id(), self.name, self._text)
         return web.Response(body=completions.encode(body), content_type="application/json")
 
     async def _streamed(
-        self, http: web.Request, asked: CompletionRequest, request: Request
+        self, http: web.Request, api_request: CompletionRequest, request: Request
     ) -> web.StreamResponse:
-        """Raises what the engine refuses before the first event; what fails later is the last
-        event."""
+        """Stream a reply.
+
+        An error before the first event is raised; a later error is written as the last event.
+        """
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         try:
-            await self._send_events(http, response, asked, request)
+            await self._send_events(http, response, api_request, request)
         except RamifyError as error:
             if not response.prepared:
                 raise
@@ -241,13 +253,13 @@ class PolicyServer:
         self,
         http: web.Request,
         response: web.StreamResponse,
-        asked: CompletionRequest,
+        api_request: CompletionRequest,
         request: Request,
     ) -> None:
         id, before = _new_id(), Message("assistant")
         async with contextlib.aclosing(self._client.stream(request)) as parts:
             async for part in parts:
-                if not response.prepared:  # the first part is here, so the request was a good one
+                if not response.prepared:  # the first part has arrived, so the request is valid
                     await response.prepare(http)
                     await _send(response, completions.opening(id, self.name))
                 now = part.message if isinstance(part, Reply) else part
@@ -256,22 +268,21 @@ class PolicyServer:
                     before = now
                 if isinstance(part, Reply):
                     self._paths.remember(request, part)
-                    for last in completions.ending(part, asked, id, self.name, self._text):
+                    for last in completions.ending(part, api_request, id, self.name, self._text):
                         await _send(response, last)
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self._client.policy.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-class _Paths:
-    """Conversations up to a reply -> the ids that the model was given and sampled; the last few
-    thousand."""
+class _KnownPaths:
+    """Token ids (prompt and sampled) of the last few thousand conversations, up to a reply."""
 
     def __init__(self) -> None:
         self._ids: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
 
     def continued(self, request: Request) -> Request:
-        """``request`` with the ids of its longest beginning that is known."""
+        """Return ``request`` with the token ids of its longest known prefix."""
         for end in range(len(request.messages), 0, -1):
             if request.messages[end - 1].role != "assistant":
                 continue

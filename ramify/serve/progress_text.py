@@ -1,8 +1,7 @@
-"""A run's events -> lines of progress for whoever waits: what the root thinks and runs, what its
-sub-calls come to.
+"""Progress of a run as text for the client: the root's messages, its code, and its sub-calls.
 
-Decides what of a run its caller sees while it goes on. What a provider said in an error stays with
-the operator.
+This file decides which parts of a run the client sees while it is in progress. Error messages of
+providers are hidden: only the operator sees them.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from ramify.types.event import (
 from ramify.types.message import encodable
 
 _MOST_CHARS = 2000
-"""Of one message of the root."""
+"""Maximum characters of one message of the root."""
 _LINE_CHARS = 200
 
 
 class RunProgress:
-    """The progress of one run: events in, text out."""
+    """Progress of one run: takes events, returns text."""
 
     def __init__(self) -> None:
         self.has_reply = False
-        """Whether a model has answered, so that the request was a good one."""
+        """Whether a model has answered, which shows that the request is valid."""
         self._roots: set[str] = set()
-        """Sessions at depth 0: the root and its branches."""
+        """Ids of the sessions at depth 0: the root and its branches."""
 
     def text_of(self, event: AnyEvent) -> str:
-        """What is to be told of ``event``, with its line's end; empty for nothing."""
+        """Return the progress text of ``event`` with its newline; empty if there is none."""
         return encodable(self._text(event))
 
     def _text(self, event: AnyEvent) -> str:
@@ -46,10 +45,10 @@ class RunProgress:
                 return f"call {event.id} ({event.kind}): {_line(event.question)}\n"
             case ReplyReceived():
                 self.has_reply = True
-                said = event.reply.message.content.strip()
+                content = event.reply.message.content.strip()
                 return (
-                    f"turn {event.turn + 1}\n{_cut(said)}\n"
-                    if said and event.call in self._roots
+                    f"turn {event.turn + 1}\n{_cut(content)}\n"
+                    if content and event.call in self._roots
                     else ""
                 )
             case CellRan(result=cell):

@@ -1,8 +1,8 @@
-"""Messages -> a context and a question.
+"""Converts a conversation to the context and the question of a run.
 
-The last message of the user is the question. What is long becomes the context, and so does every
-attached file, read as ``ramify ask`` reads files; where it stood, the question says where it is.
-Short instructions and short earlier messages stand before the question as they are.
+The last user message is the question. Long texts and attached files move to the context, and a
+placeholder in the question names their place. Files are read as ``ramify ask`` reads them. Short
+instructions and short earlier messages are put before the question unchanged.
 
     system: be brief                      context["rows.csv"], context["message 2 (user)"]
     user: <90,000 characters>             Instructions: be brief
@@ -28,54 +28,63 @@ from ramify.sources.base import LoadedContext, SourceLoader, UnreadableSource
 from ramify.sources.file_kinds import SourceFile, read_file
 
 LONG_CHARS = MAX_BARE_PROMPT_CHARS
-"""A longer text becomes part of the context; for a model of a small window one that has more
-characters than the window has tokens."""
+"""Maximum characters of a text that stays in the question; a longer one moves to the context. For a
+small model, the maximum is as many characters as its window has tokens."""
 _ENDS_CHARS = 400
-"""Of a long question that are shown: it may say at either end what it wants."""
+"""Characters of a long question that are shown from each end, where the task is likely to be."""
 _MOST_NAMES = 20
-"""Of an archive's members, where it stood in a message; the model sees the rest in the context."""
+"""Maximum members of an archive that a message names; the model finds the rest in the context."""
 
 
 class RunPrompt(msgspec.Struct, frozen=True):
-    """What a run is started with."""
+    """Question and context of a run."""
 
     question: str
     context: LoadedContext | None
 
 
 class _MovedPiece(msgspec.Struct):
-    """A piece of a message that went into the context."""
+    """Piece of a message that was moved to the context."""
 
     names: list[str]
-    """Its keys there."""
+    """Its keys in the context."""
     what: str
+    """Short description of the piece."""
     ends: str = ""
+    """Sentence that quotes the beginning and the end of a long text."""
 
 
 def prompt_of(
-    said: Sequence[ChatMessage], field: str, max_bytes: int, long_chars: int = LONG_CHARS
+    messages: Sequence[ChatMessage], field: str, max_bytes: int, long_chars: int = LONG_CHARS
 ) -> RunPrompt:
-    """``field`` holds the messages, for errors; ``max_bytes`` bounds what is read and unpacked; a
-    text of more than ``long_chars`` characters goes into the context. Raises Rejected."""
-    last = max((index for index, each in enumerate(said) if each.role == "user"), default=None)
+    """Build the prompt of a run from a conversation. Raises RequestRejected.
+
+    ``field`` is the request field with the messages, for errors. ``max_bytes`` limits the size of
+    attached files, also when unpacked. A text of more than ``long_chars`` characters moves to the
+    context.
+    """
+    last = max(
+        (index for index, message in enumerate(messages) if message.role == "user"), default=None
+    )
     if last is None:
-        raise RequestRejected("no message is the user's, so nothing is asked: add one", param=field)
+        raise RequestRejected("the conversation has no user message: add one", param=field)
     loading = SourceLoader(max_bytes)
     pieces = [
-        [_piece(part, each, index, loading, long_chars) for part in each.parts]
-        for index, each in enumerate(said)
+        [_piece(part, message, index, loading, long_chars) for part in message.parts]
+        for index, message in enumerate(messages)
     ]
-    asked = _text(pieces[last], False)
-    if not asked:
+    if not _text(pieces[last], False):
         raise RequestRejected(
-            "the last message of the user is empty: say what you want to know",
+            "the last user message is empty: ask a question",
             param=f"{field}[{last}]",
         )
-    others = [index for index, each in enumerate(said) if index != last and each.role != "system"]
-    rules = [index for index, each in enumerate(said) if each.role == "system"]
+    others = [
+        index for index, each in enumerate(messages) if index != last and each.role != "system"
+    ]
+    rules = [index for index, message in enumerate(messages) if message.role == "system"]
 
     def dialogue(is_single: bool) -> str:
-        lines = [(said[index].role, _text(pieces[index], is_single)) for index in others]
+        lines = [(messages[index].role, _text(pieces[index], is_single)) for index in others]
         return "\n".join(f"{role}: {text}" for role, text in lines if text)
 
     before = dialogue(False)
@@ -115,27 +124,27 @@ def _piece(
         raise RequestRejected(f"the file {name!r} {error}", param=part.where) from None
     except SourceError as error:
         raise RequestRejected(str(error), param=part.where) from None
-    names = [each for each in loading.texts if each not in before]
-    if not any(loading.texts[each] for each in names):
-        raise RequestRejected(f"the file {name!r} has no text in it", param=part.where)
+    names = [key for key in loading.texts if key not in before]
+    if not any(loading.texts[key] for key in names):
+        raise RequestRejected(f"the file {name!r} contains no text", param=part.where)
     return _MovedPiece(names, f"the file {name}")
 
 
 def _decoded(part: AttachedFile) -> bytes:
     """``"data:text/csv;base64,YQ=="`` -> ``b"a"``"""
-    head, comma, rest = (
+    head, comma, encoded = (
         part.data.partition(",") if part.data.startswith("data:") else ("", "", part.data)
     )
     if head and not (comma and head.endswith(";base64")):
-        raise RequestRejected("a data: address must be of base64", param=part.where)
+        raise RequestRejected("a data: URL must be in base64", param=part.where)
     try:
-        return base64.b64decode(rest, validate=True)
+        return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RequestRejected(f"not base64: {error}", param=part.where) from None
+        raise RequestRejected(f"not valid base64: {error}", param=part.where) from None
 
 
 def _added(name: str, text: str, loading: SourceLoader) -> str:
-    """The name under which the text is in the context."""
+    """Add a text to the context and return its key there."""
     loading.add(name, text, "text", len(text))
     return loading.items[-1].name
 
@@ -157,12 +166,15 @@ def _place(name: str, is_single: bool) -> str:
 
 
 def _asked(message: Sequence[str | _MovedPiece], is_single: bool) -> str:
-    """The question itself. Where all of it is long, its two ends are shown. A model is told of
-    ``context`` in any case, so that a question over a single one stays as it was asked."""
+    """Text of the question. If all of it moved to the context, its two ends are shown.
+
+    With a single context the placeholder is left out, because the prompt mentions ``context``
+    anyway, so that the question stays exactly as the user wrote it.
+    """
     text = _text(message, is_single)
-    own = "\n".join(piece for piece in message if isinstance(piece, str)).strip()
-    if own:
-        return own if is_single else text
+    unmoved = "\n".join(piece for piece in message if isinstance(piece, str)).strip()
+    if unmoved:
+        return unmoved if is_single else text
     ends = " ".join(
         piece.ends for piece in message if isinstance(piece, _MovedPiece) and piece.ends
     )

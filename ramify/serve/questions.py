@@ -1,7 +1,9 @@
-"""The questions that a server answers: who may begin one, within which budget, and how each ends.
+"""Questions that a server is answering: admission, the key's budget, the run, and its end.
 
-    ask ──> room? ──> budget of the key held ──> run ──> answer, or left early: cancelled ──> budget settled, counted
-It knows nothing of HTTP: a ``RequestRejected`` says which status a refusal has.
+    ask ──> capacity? ──> hold budget ──> run ──> answer, or cancel if the client leaves
+                                                     └──> settle budget, count metrics
+
+Not here: HTTP (see run_server.py). A ``RequestRejected`` carries the status for a rejection.
 """
 
 from __future__ import annotations
@@ -25,15 +27,18 @@ from ramify.serve.web import RequestRejected
 
 
 class ServedQuestion:
-    """One question that is being answered."""
+    """One question in progress: its request, its held budget and its run."""
 
-    def __init__(self, wanted: AnswerRequest, held: BudgetHold) -> None:
-        self.wanted, self.held = wanted, held
+    def __init__(self, request: AnswerRequest, hold: BudgetHold) -> None:
+        self.request = request
+        self.hold = hold
         self.watch = RequestWatcher()
 
     async def answer(self) -> ServedAnswer:
-        """Wait for it; cancelling this wait cancels the run. Raises Rejected where the run
-        failed."""
+        """Wait for the answer. Cancelling this call cancels the run.
+
+        Raises RequestRejected if the run failed.
+        """
         running = self.watch.running
         assert running is not None
         try:
@@ -43,49 +48,54 @@ class ServedQuestion:
             if task is not None and task.cancelling():
                 raise
             raise RequestRejected(
-                "the server ended before the run did", status=503, run=running.id
+                "the server stopped before the run ended", status=503, run=running.id
             ) from None
         except Exception as error:
             raise failure_of(error, str(error) or type(error).__name__, running.id) from error
         if (
-            self.held.is_short
+            self.hold.is_short
             and result.answer is None
             and not result.usage.calls
             and result.stop.is_truncated()
         ):
             raise RequestRejected(
-                "what is left of this key's budget is too little for a request: ask whoever runs "
-                "the server for more",
+                "the rest of this key's budget is too small for a request: ask the server's "
+                "operator for more",
                 status=429,
                 code="insufficient_quota",
                 kind="insufficient_quota",
                 run=running.id,
             )
-        return answer_of(result, self.wanted)
+        return answer_of(result, self.request)
 
 
 class ServedQuestions:
-    """All questions of one server."""
+    """All questions that one server is answering."""
 
     def __init__(
         self, rlm: RLM, keys: ApiKeys, metrics: ServerMetrics, max_runs: int, sampling: Sampling
     ) -> None:
-        self._rlm, self._keys, self._metrics = rlm, keys, metrics
-        self._max_runs, self._sampling = max_runs, sampling
-        self._present: set[ServedQuestion] = set()
+        self._rlm = rlm
+        self._keys = keys
+        self._metrics = metrics
+        self._max_runs = max_runs
+        self._sampling = sampling
+        self._active: set[ServedQuestion] = set()
         self._idle = asyncio.Event()
         self.is_ending = False
         self._most_cost: float | None = None
-        """Dollars that one run may cost; None where the models have no prices."""
+        """Maximum cost of one run in dollars; None if a model has no known price."""
 
     @property
-    def num_present(self) -> int:
-        """Questions that are being answered."""
-        return len(self._present)
+    def num_active(self) -> int:
+        """Number of questions in progress."""
+        return len(self._active)
 
     async def prepare(self) -> int:
-        """Models and sandbox, before anybody asks; the smallest window, in tokens. Raises
-        ConfigError where a budget cannot be kept."""
+        """Prepare the models and the sandbox; return the smallest window in tokens.
+
+        Raises ConfigError if a key has a budget in dollars but a model has no known price.
+        """
         clients = await self._rlm.prepare()
         unpriced = [client.name for client in clients if client.price is None]
         if not unpriced:
@@ -94,105 +104,111 @@ class ServedQuestions:
         for caller in self._keys.callers.values():
             if unpriced and caller.key.max_cost is not None:
                 raise ConfigError(
-                    f"key '{caller.name}': max-cost cannot be kept, since {', '.join(unpriced)} "
-                    "has no known price: use "
-                    "max-tokens, or add it to a price file (RAMIFY_PRICES)"
+                    f"key '{caller.name}': max-cost cannot be enforced, because "
+                    f"{', '.join(unpriced)} has no known price: use max-tokens, or add the price "
+                    "to a price file (RAMIFY_PRICES)"
                 )
         return min(client.window for client in clients)
 
     @asynccontextmanager
     async def ask(
-        self, caller: ApiCaller, wanted: AnswerRequest, prompt: RunPrompt
+        self, caller: ApiCaller, request: AnswerRequest, prompt: RunPrompt
     ) -> AsyncIterator[ServedQuestion]:
-        """Begin to answer; cancelled where the block is left early. Raises Rejected."""
+        """Start the run of a question; leaving the block early cancels it.
+
+        Raises RequestRejected if the server is full or stopping, or the key's budget is spent.
+        """
         if self.is_ending:
             raise RequestRejected(
-                "the server is ending: ask again soon", status=503, retry_after_s=5
+                "the server is shutting down: try again later", status=503, retry_after_s=5
             )
-        if self.num_present >= self._max_runs:
+        if self.num_active >= self._max_runs:
             raise RequestRejected(
-                f"{self.num_present} requests are being answered: come back",
+                f"{self.num_active} requests are in progress: try again later",
                 status=429,
                 code="rate_limit_exceeded",
                 retry_after_s=1,
             )
-        one = ServedQuestion(wanted, self._held(caller, wanted))
-        self._present.add(one)
+        served = ServedQuestion(request, self._hold_budget(caller, request))
+        self._active.add(served)
         try:
             self._keys.save()
-            self._start(one, caller, prompt)
-            yield one
+            self._start(served, caller, prompt)
+            yield served
         finally:
-            await one.watch.stop()
-            self._present.discard(one)
+            await served.watch.stop()
+            self._active.discard(served)
             self._idle.set()
-            self._settle(one, caller)
+            self._settle(served, caller)
 
-    def _held(self, caller: ApiCaller, wanted: AnswerRequest) -> BudgetHold:
-        tighter = wanted.own.tighter()
+    def _hold_budget(self, caller: ApiCaller, request: AnswerRequest) -> BudgetHold:
+        tighter = request.ramify.tighter()
         if tighter.max_cost is not None and self._most_cost is None:
             raise RequestRejected(
-                "the server's model has no known price", param="ramify.limits.max_cost"
+                "the server's model has no known price: max_cost cannot be enforced",
+                param="ramify.limits.max_cost",
             )
         return caller.hold(tighter.within(self._rlm.limits, self._most_cost))
 
-    def _start(self, one: ServedQuestion, caller: ApiCaller, prompt: RunPrompt) -> None:
-        wanted = one.wanted
-        question = prompt.question + length_note(wanted.max_tokens)
-        given = (question, None) if prompt.context is None else (prompt.context, question)
+    def _start(self, served: ServedQuestion, caller: ApiCaller, prompt: RunPrompt) -> None:
+        request = served.request
+        question = prompt.question + length_note(request.max_tokens)
+        arguments = (question, None) if prompt.context is None else (prompt.context, question)
         try:
-            kind = wanted.offer or answer_type(wanted.schema, trusted=False)
+            kind = request.offer or answer_type(request.schema, trusted=False)
         except ConfigError as error:
-            raise RequestRejected(str(error), param=wanted.schema_field) from None
+            raise RequestRejected(str(error), param=request.schema_field) from None
         try:
             running = self._rlm.start(
-                *given,
+                *arguments,
                 answer_type=kind,
-                cite=wanted.own.cite,
-                limits=one.held.limits,
-                on_event=one.watch.apply,
-                sampling=wanted.sampling(self._sampling),
+                cite=request.ramify.cite,
+                limits=served.hold.limits,
+                on_event=served.watch.apply,
+                sampling=request.sampling(self._sampling),
                 metadata={"served": {"key": caller.name}},
             )
         except ConfigError as error:
             raise RequestRejected(
-                str(error), param="ramify.cite" if wanted.own.cite else None
+                str(error), param="ramify.cite" if request.ramify.cite else None
             ) from None
-        one.watch.begin(running)
+        served.watch.begin(running)
 
-    def _settle(self, one: ServedQuestion, caller: ApiCaller) -> None:
-        running = one.watch.running
+    def _settle(self, served: ServedQuestion, caller: ApiCaller) -> None:
+        running = served.watch.running
         if running is None:
-            caller.release(one.held)
+            caller.release(served.hold)
         else:
             run = running.recorder.trajectory
-            caller.settle(one.held, run.usage, run.cost)
+            caller.settle(served.hold, run.usage, run.cost)
             self._metrics.run(str(run.stop or "error"), run.usage, run.cost, run.seconds)
         self._keys.save()
 
-    # --- the end
-    # -----------------------------------------------------------------------------------------------
+    # --- shutdown
 
     async def drain(self, grace_s: float, last_s: float) -> None:
-        """Take no more; let runs end for ``grace_s``, then ask them for their last word and wait
-        ``last_s``."""
+        """Reject new questions and wait for the current ones.
+
+        Runs get ``grace_s`` seconds to end. Then they are asked to finish with their best answer,
+        and get ``last_s`` more seconds.
+        """
         self.is_ending = True
         if not await self._is_idle_within(grace_s):
-            for one in self._present:
-                if one.watch.running is not None:
-                    one.watch.running.wrap_up()
+            for served in self._active:
+                if served.watch.running is not None:
+                    served.watch.running.wrap_up()
             await self._is_idle_within(last_s)
 
     async def close(self) -> None:
-        """Cancel what still goes on."""
+        """Cancel every run that is still in progress."""
         self.is_ending = True
-        for one in tuple(self._present):
-            await one.watch.stop()
+        for served in tuple(self._active):
+            await served.watch.stop()
 
     async def _is_idle_within(self, seconds: float) -> bool:
         try:
             async with asyncio.timeout(seconds):
-                while self._present:
+                while self._active:
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:

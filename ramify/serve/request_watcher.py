@@ -1,7 +1,9 @@
-"""One run that somebody waits for: its progress as text, in order, and its end.
+"""Follows the run of one request: its progress as text, in order, and its result.
 
-events of the run ──apply──> pending text ──texts──> whoever streams     nothing waits for a slow reader, nothing is lost:
-                                                      what came meanwhile comes in one piece
+    events of the run ──apply──> pending text ──texts──> streaming response
+
+The run never waits for a slow reader, and no text is lost: text that arrived meanwhile is delivered
+in one piece.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from ramify.types.event import AnyEvent
 
 
 class RequestWatcher:
-    """The run of one request. ``apply`` is its listener; ``begin`` says which run it is."""
+    """Watcher of one request's run: pass ``apply`` as its listener, then the run to ``begin``."""
 
     def __init__(self) -> None:
         self._progress = RunProgress()
@@ -36,9 +38,12 @@ class RequestWatcher:
         self._wake.set()
 
     async def texts(self, patience_s: float) -> AsyncGenerator[str, None]:
-        """The progress as it comes, until the run ends. Nothing before a model has answered, so
-        that a request that fails at once can still be told so by its status; after ``patience_s``
-        without news, an empty text."""
+        """Yield the progress as it arrives, until the run ends.
+
+        Nothing is yielded before the first reply of a model, so that a request that fails at once
+        can still be answered with an error status. After ``patience_s`` seconds without progress,
+        an empty text is yielded.
+        """
         assert self._end is not None
         is_waiting = True
         while not self._end.done():
@@ -47,28 +52,28 @@ class RequestWatcher:
                     await self._wake.wait()
             except TimeoutError:
                 is_waiting = False
-                yield self._taken()
+                yield self._take_pending()
                 continue
             self._wake.clear()
             is_waiting = is_waiting and not self._progress.has_reply
             if self._pending and not is_waiting:
-                yield self._taken()
+                yield self._take_pending()
         if self._pending and self._progress.has_reply:
-            yield self._taken()
+            yield self._take_pending()
 
     async def result(self) -> Result:
-        """Wait for the end. Cancelling this wait cancels the run."""
+        """Wait for the result. Cancelling this call cancels the run."""
         assert self._end is not None
         return await self._end
 
     async def stop(self) -> None:
-        """Cancel what still goes on, and wait until it is over."""
+        """Cancel the run if it is still in progress, and wait until it has ended."""
         if self._end is not None:
             self._end.cancel()
             with contextlib.suppress(BaseException):
                 await asyncio.wait({self._end})
 
-    def _taken(self) -> str:
+    def _take_pending(self) -> str:
         text = "".join(self._pending)
         self._pending.clear()
         return text

@@ -1,9 +1,10 @@
-"""OpenAI's responses over runs: a body in, ``AnswerRequest`` out; an ``ServedAnswer`` in, a
-response or the events of a stream out.
+"""The OpenAI responses API for runs: reads requests, and writes responses and streams.
 
-A response is made of items: a reasoning item that grows with the run's progress, and a message with
-the answer. Nothing is kept between requests, so ``previous_response_id`` is refused: the whole
-conversation is sent, as clients do by default.
+    body ──read──> AnswerRequest          ServedAnswer ──> response body, or events of a stream
+
+A response consists of items: a reasoning item that grows with the run's progress, and a message
+with the answer. The server keeps no state between requests, so ``previous_response_id`` is
+rejected: the client must send the whole conversation, as clients do by default.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ramify.serve.answer_request import (
 )
 from ramify.serve.caller_tools import OfferedFunction, offer_of
 from ramify.serve.completions import encode
-from ramify.serve.content_parts import Content, Role, said
+from ramify.serve.content_parts import Content, Role, chat_message
 from ramify.serve.web import RequestRejected
 from ramify.types.message import Usage
 
@@ -42,7 +43,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "context_management": ([],),
 }
-"""Field -> the values at which it changes nothing."""
+"""Unsupported field -> the values that have no effect and are accepted."""
 
 
 class _Item(msgspec.Struct):
@@ -81,35 +82,37 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def read(body: bytes) -> AnswerRequest:
-    """Raises Rejected that names the field."""
-    asked = decode(_decoder, body)
+    """Read a request body. Raises RequestRejected, which names the wrong field."""
+    parsed = decode(_decoder, body)
     refuse_unsupported(body, _HARMLESS)
     items = (
-        [_Item(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
+        [_Item(role="user", content=parsed.input)]
+        if isinstance(parsed.input, str)
+        else parsed.input
     )
     if not items:
-        raise RequestRejected("there is no input: give a text or a list of items", param="input")
-    messages = [ChatMessage("system", (asked.instructions,))] if asked.instructions else []
+        raise RequestRejected("input is empty: give a text or a list of items", param="input")
+    messages = [ChatMessage("system", (parsed.instructions,))] if parsed.instructions else []
     names = {item.call_id: item.name for item in items if item.type == "function_call"}
-    told = (_said(item, f"input[{index}]", names) for index, item in enumerate(items))
-    messages += [each for each in told if each is not None]
+    converted = (_message_of(item, f"input[{index}]", names) for index, item in enumerate(items))
+    messages += [message for message in converted if message is not None]
     schema, field = schema_of(
-        asked.text.format if asked.text else None, "text.format", nested=False
+        parsed.text.format if parsed.text else None, "text.format", nested=False
     )
     return AnswerRequest(
         tuple(messages),
-        bool(asked.stream),
+        bool(parsed.stream),
         schema,
         field,
-        asked.max_output_tokens,
+        parsed.max_output_tokens,
         "max_output_tokens",
-        asked.temperature,
-        asked.top_p,
-        asked.ramify or RamifyRequestFields(),
+        parsed.temperature,
+        parsed.top_p,
+        parsed.ramify or RamifyRequestFields(),
         offer=offer_of(
-            asked.tools or (),
-            asked.tool_choice,
-            asked.parallel_tool_calls is not False,
+            parsed.tools or (),
+            parsed.tool_choice,
+            parsed.parallel_tool_calls is not False,
             schema,
             field,
         ),
@@ -120,22 +123,27 @@ def new_id() -> str:
     return f"resp_{uuid.uuid4().hex}"
 
 
-def whole(answer: ServedAnswer, wanted: AnswerRequest, id: str, model: str) -> dict[str, Any]:
-    """The whole response."""
-    return _ended(
-        _Head(wanted, id, model),
-        _called(answer) or [_message(f"msg_{id[5:]}", answer.text, answer)],
+def response_body(
+    answer: ServedAnswer, request: AnswerRequest, id: str, model: str
+) -> dict[str, Any]:
+    """Response body of an answer that is not streamed."""
+    return _final_body(
+        _Head(request, id, model),
+        _function_calls(answer) or [_message(f"msg_{id[5:]}", answer.text, answer)],
         answer,
     )
 
 
 class ResponseStream:
-    """The events of one streamed response: ``begin``, any number of ``progress``, then ``end`` or
-    ``fail``. They are numbered without a gap."""
+    """Events of one streamed response, numbered without gaps.
 
-    def __init__(self, wanted: AnswerRequest, id: str, model: str) -> None:
-        self._head = _Head(wanted, id, model)
-        self._reasoning_id, self._message_id = f"rs_{id[5:]}", f"msg_{id[5:]}"
+    Call ``begin`` once, ``progress`` any number of times, then ``end`` or ``fail``.
+    """
+
+    def __init__(self, request: AnswerRequest, id: str, model: str) -> None:
+        self._head = _Head(request, id, model)
+        self._reasoning_id = f"rs_{id[5:]}"
+        self._message_id = f"msg_{id[5:]}"
         self._number = 0
         self._reasoning = ""
 
@@ -159,15 +167,15 @@ class ResponseStream:
     def end(self, answer: ServedAnswer) -> Iterator[bytes]:
         items = []
         if self._reasoning:
-            items.append(self._reasoned())
+            items.append(self._reasoning_item())
             yield self._end_of_reasoning(items[0])
-        for call in _called(answer):
+        for call in _function_calls(answer):
             yield self._call(len(items), call)
             items.append(call)
         if not answer.calls:
             yield from self._text(len(items), answer)
             items.append(_message(self._message_id, answer.text, answer))
-        response = _ended(self._head, items, answer)
+        response = _final_body(self._head, items, answer)
         yield self._event(response["status"], response=response)
 
     def _call(self, index: int, item: dict[str, Any]) -> bytes:
@@ -203,7 +211,7 @@ class ResponseStream:
         yield self._event("output_item.done", output_index=index, item=item)
 
     def fail(self, error: RequestRejected) -> Iterator[bytes]:
-        items = [self._reasoned()] if self._reasoning else []
+        items = [self._reasoning_item()] if self._reasoning else []
         response = self._head.body("failed", items, None)
         response["error"] = {"code": "server_error", "message": str(error)}
         response["ramify"] = {"run": error.run}
@@ -224,7 +232,7 @@ class ResponseStream:
             ]
         )
 
-    def _reasoned(self) -> dict[str, Any]:
+    def _reasoning_item(self) -> dict[str, Any]:
         summary = [{"type": "summary_text", "text": self._reasoning}]
         return {"type": "reasoning", "id": self._reasoning_id, "summary": summary}
 
@@ -236,19 +244,22 @@ class ResponseStream:
 
 
 class _Head:
-    """What a response says of its request."""
+    """Fields that every body of one response shares."""
 
-    def __init__(self, wanted: AnswerRequest, id: str, model: str) -> None:
-        self._id, self._model, self._wanted, self._created = id, model, wanted, int(time.time())
+    def __init__(self, request: AnswerRequest, id: str, model: str) -> None:
+        self._id = id
+        self._model = model
+        self._request = request
+        self._created = int(time.time())
 
     def body(
         self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None
     ) -> dict[str, Any]:
-        wanted = self._wanted
+        request = self._request
         kind = (
             {"type": "text"}
-            if wanted.schema is None
-            else {"type": "json_schema", "name": "answer", "schema": wanted.schema}
+            if request.schema is None
+            else {"type": "json_schema", "name": "answer", "schema": request.schema}
         )
         return {
             "id": self._id,
@@ -263,9 +274,9 @@ class _Head:
             "instructions": None,
             "metadata": {},
             "parallel_tool_calls": True,
-            "temperature": wanted.temperature,
-            "top_p": wanted.top_p,
-            "max_output_tokens": wanted.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "max_output_tokens": request.max_tokens,
             "tool_choice": "auto",
             "tools": [],
             "text": {"format": kind},
@@ -276,14 +287,14 @@ class _Head:
         }
 
 
-def _ended(head: _Head, output: list[dict[str, Any]], answer: ServedAnswer) -> dict[str, Any]:
+def _final_body(head: _Head, output: list[dict[str, Any]], answer: ServedAnswer) -> dict[str, Any]:
     why = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(answer.finish)
     body = head.body("incomplete" if why else "completed", output, _usage(answer.usage))
     body["incomplete_details"] = {"reason": why} if why else None
     return {**body, "ramify": answer.about}
 
 
-def _called(answer: ServedAnswer) -> list[dict[str, Any]]:
+def _function_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
     return [
         {
             "type": "function_call",
@@ -297,13 +308,13 @@ def _called(answer: ServedAnswer) -> list[dict[str, Any]]:
     ]
 
 
-def _said(item: _Item, where: str, names: Mapping[str, str]) -> ChatMessage | None:
-    """The message that an item is; None for earlier reasoning, which is not read again."""
+def _message_of(item: _Item, where: str, names: Mapping[str, str]) -> ChatMessage | None:
+    """Convert an item to a message; None for earlier reasoning, which is ignored."""
     match item.type:
         case "message":
             if item.role is None:
                 raise RequestRejected("a message has no role", param=f"{where}.role")
-            return said(item.role, item.content, where)
+            return chat_message(item.role, item.content, where)
         case "reasoning":
             return None
         case "function_call":
@@ -349,4 +360,4 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 open_stream = ResponseStream
-"""The name that ``run_server`` calls it by."""
+"""The name that ``ApiFormat`` in run_server.py requires."""

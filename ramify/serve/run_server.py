@@ -1,15 +1,17 @@
-"""Whole recursive runs behind an OpenAI-compatible address: ``ramify serve``.
+"""OpenAI-compatible server that answers each request with a recursive run: ``ramify serve``.
 
-    GET  /v1/models, /v1/models/NAME     the one model
-    POST /v1/chat/completions            also streamed: progress as reasoning, then the answer as content
+    GET  /v1/models, /v1/models/NAME     the only model
+    POST /v1/chat/completions            when streamed: progress as reasoning, then the answer
     POST /v1/responses                   the same
-    GET  /metrics                        for Prometheus; with a key where there are keys
-    GET  /healthz                        {"status": "ok", …}; 503 while it ends
+    GET  /metrics                        Prometheus metrics; needs a key if there are keys
+    GET  /healthz                        {"status": "ok", …}; 503 during shutdown
 
-    request ──> key ──> read ──> budget held ──> run ──> answer or stream ──> budget settled
-Any model name is taken, and the answer says which model it was. Whoever hangs up cancels the tree. Bodies are bounded, waits
-are bounded, and without a key only this machine may ask. What an API looks like is ``chat_completions.py``'s and ``responses.py``'s;
-who may ask, and for how much, is ``questions.py``'s.
+    request ──> key ──> read ──> hold budget ──> run ──> answer or stream ──> settle budget
+
+Any model name is accepted; the answer names the actual model. A client that disconnects cancels its
+run. Request sizes and waits are limited, and without keys only this machine has access. Not here:
+the format of each API (see chat_completions.py and responses.py), admission and budgets (see
+questions.py).
 """
 
 from __future__ import annotations
@@ -41,19 +43,19 @@ from ramify.serve.web import HttpListener, RequestRejected, bearer, is_loopback,
 _log = logging.getLogger(__name__)
 
 _GONE = 499
-"""How a caller who hung up is counted."""
+"""Status that the metrics use for a client that disconnected."""
 PING = b": waiting\n\n"
-"""A comment, which clients pass over and proxies take for life."""
+"""Comment in the event stream: clients ignore it, and proxies see that the connection is alive."""
 _UPLOAD_S = 300.0
-"""For a request's body to arrive."""
+"""Maximum seconds for the body of a request to arrive."""
 _LARGE_BYTES = 1 << 18
-"""A larger body is read in a thread."""
+"""Size above which a body is parsed in a thread."""
 _UNPACKED = 8
-"""What attached files may unpack to, in largest bodies."""
+"""Maximum size of unpacked attachments, as a multiple of the maximum body size."""
 
 
 class StreamEvents(Protocol):
-    """The events of one stream, in an API's words; see ``chat.ChatStream``."""
+    """Events of one streamed answer in the format of an API, such as ``ChatStream``."""
 
     def begin(self) -> bytes: ...
 
@@ -65,7 +67,7 @@ class StreamEvents(Protocol):
 
 
 class ApiFormat(Protocol):
-    """What the modules ``chat`` and ``responses`` both have."""
+    """Interface of the modules ``chat_completions`` and ``responses``."""
 
     @property
     def PATH(self) -> str: ...
@@ -77,19 +79,22 @@ class ApiFormat(Protocol):
 
     def new_id(self) -> str: ...
 
-    def whole(
-        self, answer: ServedAnswer, wanted: AnswerRequest, id: str, model: str
+    def response_body(
+        self, answer: ServedAnswer, request: AnswerRequest, id: str, model: str
     ) -> dict[str, Any]: ...
 
-    def open_stream(self, wanted: AnswerRequest, id: str, model: str) -> StreamEvents: ...
+    def open_stream(self, request: AnswerRequest, id: str, model: str) -> StreamEvents: ...
 
 
 APIS: tuple[ApiFormat, ...] = (chat_completions, responses)
 
 
 class RunServer:
-    """The server; ``async with`` starts it and, at its end, closes it at once. ``drain`` first lets
-    runs end."""
+    """HTTP server for runs.
+
+    ``async with`` starts it, and closes it at once at the end of the block. Call ``drain`` before
+    that to let current runs end.
+    """
 
     def __init__(
         self,
@@ -104,14 +109,19 @@ class RunServer:
         sampling: Sampling | None = None,
         ping_s: float = 15.0,
     ) -> None:
-        """``name`` is the model's; ``max_runs`` go on at once, and who comes then is told to come
-        back; ``sampling`` is what a request may change temperature, top_p and seed of; a stream is
-        silent for ``ping_s`` at most. Raises ConfigError for an address beyond loopback without a
-        key."""
+        """``name`` is the model's name. ``max_runs`` is the maximum of concurrent runs; further
+        requests get status 429. ``sampling`` is the default; a request may change its temperature,
+        top_p and seed. ``ping_s`` is the maximum silence of a stream in seconds.
+
+        Raises ConfigError for an address beyond loopback without a key.
+        """
         self._keys = keys or ApiKeys({})
         refuse_open(host, not self._keys.is_open)
-        self.name, self.metrics = name, ServerMetrics()
-        self._rlm, self._max_body_bytes, self._ping_s = rlm, max_body_bytes, ping_s
+        self.name = name
+        self.metrics = ServerMetrics()
+        self._rlm = rlm
+        self._max_body_bytes = max_body_bytes
+        self._ping_s = ping_s
         self._long_chars = LONG_CHARS
         self._questions = ServedQuestions(
             rlm, self._keys, self.metrics, max_runs, sampling or Sampling()
@@ -122,16 +132,15 @@ class RunServer:
 
     @property
     def url(self) -> str:
-        """The base URL, ``http://127.0.0.1:PORT/v1``."""
+        """Base URL of the API: ``http://127.0.0.1:PORT/v1``."""
         return self._listener.url
 
     @property
     def num_runs(self) -> int:
-        """Questions that are being answered."""
-        return self._questions.num_present
+        """Number of runs in progress."""
+        return self._questions.num_active
 
-    # --- beginning and end
-    # -------------------------------------------------------------------------------------
+    # --- start and shutdown
 
     async def __aenter__(self) -> RunServer:
         await self._rlm.__aenter__()
@@ -147,7 +156,7 @@ class RunServer:
             ):
                 app.router.add_get(path, get)
             for api in APIS:
-                app.router.add_post(api.PATH, self._asked_over(api))
+                app.router.add_post(api.PATH, self._handler(api))
             await self._listener.start(app)
             self._is_open = True
         except BaseException:
@@ -159,7 +168,7 @@ class RunServer:
         await self.close()
 
     async def close(self) -> None:
-        """End at once: runs are cancelled, and whoever waits is told so. Idempotent."""
+        """Stop at once: cancel all runs and answer their requests with an error. Idempotent."""
         if self._is_open:
             self._is_open = False
             await self._questions.close()
@@ -167,16 +176,18 @@ class RunServer:
             await self._rlm.__aexit__(None, None, None)
 
     async def drain(self, grace_s: float, last_s: float = 30.0) -> None:
-        """Take no more requests; let runs end for ``grace_s``, then ask them for their last word,
-        and wait ``last_s``."""
+        """Reject new requests and wait for the current runs.
+
+        Runs get ``grace_s`` seconds to end. Then they are asked to finish with their best answer,
+        and get ``last_s`` more seconds.
+        """
         await self._questions.drain(grace_s, last_s)
 
     # --- every request
-    # -----------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """The key, every error as the API writes it, and the count."""
+        """Check the key, convert errors to the API's format, and count the request."""
         status = _GONE
         try:
             response = await self._handled(request, handler)
@@ -195,26 +206,26 @@ class RunServer:
         except RequestRejected as error:
             return error.response()
         except web.HTTPException as error:
-            why = error.text if error.status == 413 else error.reason  # which has the sizes
+            # The text of a 413 (body too large) has the sizes.
+            why = error.text if error.status == 413 else error.reason
             return RequestRejected(
                 f"{http.method} {http.path}: {why}", status=error.status
             ).response()
         except RamifyError as error:
             return RequestRejected(str(error), status=500).response()
-        except ConnectionResetError:  # whoever asked is gone in the middle of an event
+        except ConnectionResetError:  # the client disconnected in the middle of an event
             return web.Response(status=_GONE)
-        except Exception as error:  # noqa: BLE001 -- a bug; whoever runs the server is told all of it
+        except Exception as error:  # noqa: BLE001 -- a bug; the operator gets the full traceback
             _log.exception("%s %s", http.method, http.path)
             return RequestRejected(f"internal error: {type(error).__name__}", status=500).response()
         return response
 
     def _check_host(self, http: web.Request) -> None:
-        """A page in a browser can have its own name point here; without a key, only this machine's
-        names are taken."""
+        """Reject foreign host names if no key is needed (protection against DNS rebinding)."""
         host = http.url.host or ""
         if self._keys.is_open and not is_loopback(host):
             raise RequestRejected(
-                f"the host {host!r} is not this machine: ask {self.url}", status=403
+                f"the host {host!r} is not this machine: send requests to {self.url}", status=403
             )
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -232,7 +243,7 @@ class RunServer:
     async def _model(self, http: web.Request) -> web.Response:
         if http.match_info["name"] != self.name:
             raise RequestRejected(
-                f"there is no model {http.match_info['name']!r:.80}: this server has {self.name}",
+                f"unknown model {http.match_info['name']!r:.80}: this server has {self.name}",
                 status=404,
                 code="model_not_found",
                 param="model",
@@ -243,27 +254,25 @@ class RunServer:
         return {"id": self.name, "object": "model", "created": self._created, "owned_by": "ramify"}
 
     # --- one question
-    # ------------------------------------------------------------------------------------------
 
-    def _asked_over(self, api: ApiFormat) -> Any:
-        async def asked(http: web.Request) -> web.StreamResponse:
-            wanted, prompt = await self._read(http, api)
+    def _handler(self, api: ApiFormat) -> Any:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            request, prompt = await self._read(http, api)
             with continued(http.headers):
                 async with self._questions.ask(
-                    self._keys.caller(bearer(http)), wanted, prompt
-                ) as one:
-                    if wanted.stream:
-                        return await self._streamed(http, api, one)
-                    answer = await one.answer()
-                    body = api.whole(answer, wanted, api.new_id(), self.name)
+                    self._keys.caller(bearer(http)), request, prompt
+                ) as question:
+                    if request.stream:
+                        return await self._streamed(http, api, question)
+                    answer = await question.answer()
+                    body = api.response_body(answer, request, api.new_id(), self.name)
                     return web.Response(body=encode(body), content_type="application/json")
 
-        return asked
+        return handle
 
     async def _read(self, http: web.Request, api: ApiFormat) -> tuple[AnswerRequest, RunPrompt]:
-        if (
-            http.content_type != "application/json"
-        ):  # a page in a browser may post other types without asking
+        # A web page may post other content types to any host without asking.
+        if http.content_type != "application/json":
             raise RequestRejected("send the body as application/json", status=415)
         try:
             async with asyncio.timeout(_UPLOAD_S):
@@ -274,22 +283,25 @@ class RunServer:
             ) from None
 
         def read() -> tuple[AnswerRequest, RunPrompt]:
-            wanted = api.read(body)
-            return wanted, prompt_of(
-                wanted.said, api.FIELD, _UNPACKED * self._max_body_bytes, self._long_chars
+            request = api.read(body)
+            return request, prompt_of(
+                request.messages, api.FIELD, _UNPACKED * self._max_body_bytes, self._long_chars
             )
 
         return await asyncio.to_thread(read) if len(body) > _LARGE_BYTES else read()
 
     async def _streamed(
-        self, http: web.Request, api: ApiFormat, one: ServedQuestion
+        self, http: web.Request, api: ApiFormat, question: ServedQuestion
     ) -> web.StreamResponse:
-        """What fails before a model has answered is an error with its status; what fails later is
-        the last event."""
+        """Stream an answer.
+
+        A failure before the first reply of a model gives an error response; a later failure is
+        written as the last event.
+        """
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
-        stream = api.open_stream(one.wanted, api.new_id(), self.name)
+        stream = api.open_stream(question.request, api.new_id(), self.name)
 
         async def send(part: Callable[[], bytes]) -> None:
             data = b""
@@ -301,10 +313,10 @@ class RunServer:
             await response.write(data)
 
         try:
-            async with contextlib.aclosing(one.watch.texts(self._ping_s)) as texts:
+            async with contextlib.aclosing(question.watch.texts(self._ping_s)) as texts:
                 async for text in texts:
                     await send(partial(stream.progress, text) if text else lambda: PING)
-            answer = await one.answer()
+            answer = await question.answer()
             await send(lambda: b"".join(stream.end(answer)))
         except RequestRejected as error:
             if not response.prepared:

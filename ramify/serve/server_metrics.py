@@ -1,7 +1,7 @@
-"""What the server counts, in the text form that Prometheus reads: ``GET /metrics``.
+"""Metrics of a run server in the Prometheus text format: ``GET /metrics``.
 
-Names of keys and models are not labels: a label must have few values, and callers are not for
-everyone to see.
+Names of keys and models are not used as labels: a label should have few values, and the names of
+callers are private.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from ramify.types.message import Usage
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-"""Upper bounds of the histogram of runs."""
+"""Upper bounds (seconds) of the histogram of run durations."""
 _ABOUT = {
-    "ramify_requests_total": "Requests answered, by path and HTTP status; 499 is a caller who hung up.",
-    "ramify_runs_total": "Runs that ended, by their stop.",
-    "ramify_tokens_total": "Tokens of ended runs over their whole trees, by kind.",
-    "ramify_model_calls_total": "Requests to models by ended runs.",
-    "ramify_cost_dollars_total": "Dollars of ended runs, where models have prices.",
-    "ramify_events_sent_total": "Events sent to callers that stream.",
+    "ramify_requests_total": "Requests by path and HTTP status; 499: the client disconnected.",
+    "ramify_runs_total": "Ended runs by stop reason.",
+    "ramify_tokens_total": "Tokens used by ended runs, including sub-calls, by kind.",
+    "ramify_model_calls_total": "Model requests of ended runs.",
+    "ramify_cost_dollars_total": "Cost of ended runs in dollars, if prices are known.",
+    "ramify_events_sent_total": "Events sent in streaming responses.",
 }
 _IN_FLIGHT = "ramify_runs_in_flight"
 _DURATION = "ramify_run_seconds"
 
 
 class ServerMetrics:
-    """Counters since the server began."""
+    """Counters of one server since its start."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(
@@ -35,7 +35,7 @@ class ServerMetrics:
         self._buckets = [0] * (len(_SECONDS) + 1)
         self._seconds = 0.0
         self.in_flight = 0
-        """Runs that go on now."""
+        """Number of runs in progress."""
 
     def request(self, path: str, status: int) -> None:
         self._counts["ramify_requests_total"][f'path="{path}",status="{status}"'] += 1
@@ -44,7 +44,7 @@ class ServerMetrics:
         self._counts["ramify_events_sent_total"][""] += count
 
     def run(self, stop: str, usage: Usage, cost: float | None, seconds: float) -> None:
-        """A run ended."""
+        """Count a run that has ended."""
         self._counts["ramify_runs_total"][f'stop="{stop}"'] += 1
         tokens = self._counts["ramify_tokens_total"]
         tokens['kind="input"'] += usage.input_tokens
@@ -55,7 +55,7 @@ class ServerMetrics:
         self._seconds += seconds
 
     def text(self) -> str:
-        """All of it."""
+        """All metrics in the Prometheus text format."""
         lines = []
         for name, about in _ABOUT.items():
             lines += [f"# HELP {name} {about}", f"# TYPE {name} counter"]
@@ -65,7 +65,7 @@ class ServerMetrics:
                 for labels, value in values.items()
             ]
         lines += [
-            f"# HELP {_IN_FLIGHT} Runs that go on now.",
+            f"# HELP {_IN_FLIGHT} Runs in progress.",
             f"# TYPE {_IN_FLIGHT} gauge",
             f"{_IN_FLIGHT} {self.in_flight}",
         ]

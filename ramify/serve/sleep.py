@@ -1,16 +1,19 @@
-"""A served policy that gives its memory back, as vLLM and SGLang do, and who waits meanwhile.
+"""Sleep routes of a served policy, which release its memory, in the formats of vLLM and SGLang.
 
-    vLLM     POST /sleep?level=1     keys and values; weights go to main memory, where they are on a GPU
-                  /sleep?level=2     weights are dropped, too: until an update has brought all of them nobody is answered
-                  /sleep?level=0     nothing: it answers nobody until it is woken
-                  /sleep?tags=kv_cache&mode=abort|wait|keep      these alone; weights are dropped
-             POST /wake_up           all, or /wake_up?tags=weights, then an update, then /wake_up?tags=kv_cache
-             GET  /is_sleeping       until all is awake
-    SGLang   POST /release_memory_occupation      {"tags": ["kv_cache", "weights"]}; weights are dropped
+    vLLM     POST /sleep?level=0     keep all memory, but answer no request until it is woken
+                  /sleep?level=1     free the KV cache; weights on a GPU move to main memory
+                  /sleep?level=2     free the KV cache and drop the weights: requests wait until an
+                                     update has sent all of them
+                  /sleep?tags=kv_cache&mode=abort|wait|keep
+                                     only the named parts; weights are dropped
+             POST /wake_up           wake everything; or /wake_up?tags=weights, then a weight
+                                     update, then /wake_up?tags=kv_cache
+             GET  /is_sleeping       true until everything is awake
+    SGLang   POST /release_memory_occupation   {"tags": ["kv_cache", "weights"]}; drops weights
                   /resume_memory_occupation
 
-Requests wait until all is there again, and are refused after ten minutes; whoever asks how the
-server is, is told.
+Requests wait until the engine is ready again, and fail after ten minutes. ``GET /health`` still
+answers meanwhile. Not here: pausing and updating weights (see weight_routes.py).
 """
 
 from __future__ import annotations
@@ -27,113 +30,117 @@ from ramify.inference.local.local_client import LocalClient
 
 Body = dict[str, Any]
 _SCHEDULING = "scheduling"
-"""Sleeps with everything that does, and alone at level 0, as vLLM names it."""
+"""vLLM's tag for a server that answers no request. It is set during every sleep; at level 0 it is
+the only one."""
 WAIT_S = 600.0
+"""Seconds that a request waits for a sleeping engine."""
 _NAMED = 3
-"""Of the tensors that are missing an error names."""
+"""Number of missing tensors that an error names."""
 
 
 class PolicySleep:
-    """What sleeps of one server."""
+    """Sleep state of one server: which parts are asleep, and the requests that wait for them."""
 
     def __init__(
         self,
         client: LocalClient,
         stop: Callable[[str], Awaitable[object]],
-        go_on: Callable[[], None],
+        resume_sampling: Callable[[], None],
         is_updating: Callable[[], bool],
         wait_s: float = WAIT_S,
     ) -> None:
-        """``stop`` has nothing sampled any more, by vLLM's mode; ``go_on`` the opposite, where
-        nothing else forbids it. ``wait_s``: how long a request waits."""
-        self._client, self._stop, self._go_on, self._is_updating = client, stop, go_on, is_updating
+        """``stop`` stops sampling in one of vLLM's modes. ``resume_sampling`` resumes it, unless
+        something else forbids it. ``wait_s`` is how long a request waits.
+        """
+        self._client = client
+        self._stop = stop
+        self._resume_sampling = resume_sampling
+        self._is_updating = is_updating
         self._wait_s = wait_s
         self._asleep: set[str] = set()
         self._changing = asyncio.Lock()
-        self._is_there = asyncio.Event()
-        self._is_there.set()
+        self._ready = asyncio.Event()
+        self._ready.set()
 
     @property
     def asleep(self) -> list[str]:
-        """What sleeps, by vLLM's tags."""
+        """Tags (vLLM's) of the parts that are asleep."""
         return sorted(self._asleep)
 
     @property
-    def is_there(self) -> bool:
-        """Whether all that an answer needs is there."""
+    def is_ready(self) -> bool:
+        """Whether requests can be answered: nothing is asleep and no weights are missing."""
         return not self._asleep and not self._client.missing
 
-    def told(self) -> None:
-        """Let those go on who wait, where all is there."""
-        if self.is_there:
-            self._is_there.set()
+    def notify_waiters(self) -> None:
+        """Wake the waiting requests, if the engine is ready."""
+        if self.is_ready:
+            self._ready.set()
 
     async def wait(self) -> None:
-        """Return once all is there. Raises ServerFailed where that takes too long."""
+        """Wait until the engine is ready. Raises ServerFailed after ``wait_s`` seconds."""
         try:
             async with asyncio.timeout(self._wait_s):
-                await self._is_there.wait()
+                await self._ready.wait()
         except TimeoutError:
             raise ServerFailed(
-                f"nobody was answered for {self._wait_s:g} s: "
-                f"{self.why() or 'an update brought its weights just now'}"
+                f"the engine was not ready for {self._wait_s:g} s: "
+                f"{self.reason() or 'a weight update has only just completed'}"
             ) from None
 
-    def why(self) -> str:
-        """Why nobody is answered; empty where all is there."""
+    def reason(self) -> str:
+        """Reason why the engine is not ready, or empty."""
         if self._asleep:
             return f"the server sleeps ({', '.join(self.asleep)}): POST /wake_up"
         missing = self._client.missing
         if missing:
             return (
-                f"the server gave its weights back while it slept, and {len(missing)} have not "
-                "been brought since, as "
-                f"{', '.join(missing[:_NAMED])}: send all of them"
+                f"the server dropped its weights while it slept, and {len(missing)} tensors have "
+                f"not been sent since ({', '.join(missing[:_NAMED])}…): send all weights"
             )
         return ""
 
     # --- routes
-    # --------------------------------------------------------------------------------------------------
 
     async def sleep(self, http: web.Request, _: Body) -> Body:
         level, tags = int(http.query.get("level", "1")), http.query.getall("tags", [])
         if level not in (0, 1, 2):
             raise ValueError(f"level={level}: give 0, 1 or 2")
-        wanted = _known(tags) if tags else TAGS if level else ()
+        parts = _check_tags(tags) if tags else TAGS if level else ()
         await self._fall_asleep(
-            wanted, http.query.get("mode", "abort"), keep=not tags and level == 1
+            parts, http.query.get("mode", "abort"), keep=not tags and level == 1
         )
         return {"status": "asleep"}
 
     async def release(self, _: web.Request, body: Body) -> Body:
-        await self._fall_asleep(_known(body.get("tags") or TAGS), "abort", keep=False)
+        await self._fall_asleep(_check_tags(body.get("tags") or TAGS), "abort", keep=False)
         return {"status": "asleep"}
 
     async def wake(self, http: web.Request, _: Body) -> Body:
         tags = http.query.getall("tags", [])
-        return await self._wake_up(_known(tags) if tags else TAGS)
+        return await self._wake_up(_check_tags(tags) if tags else TAGS)
 
     async def resume(self, _: web.Request, body: Body) -> Body:
-        return await self._wake_up(_known(body.get("tags") or TAGS))
+        return await self._wake_up(_check_tags(body.get("tags") or TAGS))
 
-    async def tell(self, _: web.Request, __: Body) -> Body:
+    async def tell_sleeping(self, _: web.Request, __: Body) -> Body:
         return {"is_sleeping": bool(self._asleep)}
 
     async def _fall_asleep(self, tags: Collection[str], mode: str, *, keep: bool) -> None:
         async with self._changing:
             if self._is_updating():
                 raise RuntimeError(
-                    "its weights are being updated: finish that first, then let it sleep"
+                    "a weight update is in progress: finish it before the server sleeps"
                 )
             before = set(self._asleep)
-            self._is_there.clear()
+            self._ready.clear()
             self._asleep.add(_SCHEDULING)
             try:
                 await self._stop(mode)
                 await self._client.sleep([tag for tag in tags if tag not in before], keep=keep)
             except BaseException:
                 self._asleep = before
-                self._go_on()
+                self._resume_sampling()
                 raise
             self._asleep |= set(tags)
 
@@ -143,11 +150,11 @@ class PolicySleep:
             self._asleep -= set(tags)
             if not self._asleep & set(TAGS):
                 self._asleep.clear()
-            self._go_on()
+            self._resume_sampling()
         return {"status": "awake"}
 
 
-def _known(tags: Collection[str]) -> Collection[str]:
+def _check_tags(tags: Collection[str]) -> Collection[str]:
     if isinstance(tags, str) or not all(tag in TAGS for tag in tags):
         raise ValueError(f"tags={str(tags)[:80]}: give some of {', '.join(TAGS)}")
     return tags

@@ -1,13 +1,15 @@
-"""Ids in, ids out: ``POST /v1/completions`` as vLLM has it with ``return_token_ids``, and ``POST
-/generate`` as SGLang has it.
+"""Token completions: token ids in, token ids out, in the formats of vLLM and SGLang.
+
+``POST /v1/completions`` is vLLM's API with ``return_token_ids``; ``POST /generate`` is SGLang's.
 
     {"prompt": [5, 9], "max_tokens": 4, "logprobs": 0, "return_token_ids": true}
-        -> {"choices": [{"token_ids": […], "logprobs": {"token_logprobs": […]}, "finish_reason": "length", …}], …}
+        -> {"choices": [{"token_ids": […], "logprobs": {"token_logprobs": […]},
+                         "finish_reason": "length", …}], …}
 
-Prompts are ids, or one text. ``prompt_logprobs`` scores the prompt. What this engine says besides
-vLLM's fields: ``versions`` (which version sampled which tokens) and ``kept`` (what top-p and top-k
-left); what it may be told: ``prompt_cache_key``, the same for requests that share a beginning. What
-would change the answer and is not understood is refused by name.
+A prompt is a list of ids or one text. ``prompt_logprobs`` scores the prompt. The response has two
+fields that vLLM lacks: ``versions`` (which weights sampled which tokens) and ``kept`` (the tokens
+left by top-p and top-k). A request may set ``prompt_cache_key``, the same for all requests that
+share a prefix. A field that would change the answer but is not supported is rejected by name.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _NOT_HERE = {
     "min_tokens": 0,
     "ignore_eos": False,
 }
-"""Field -> the value at which it changes nothing."""
+"""Unsupported field -> the value that has no effect and is accepted."""
 _NOT_IN_GENERATE = {"text": None, "stream": False, "top_logprobs_num": 0}
 
 
@@ -73,38 +75,46 @@ class _Generate(msgspec.Struct):
 
 
 async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, Any]:
-    """vLLM's answer. Raises Refused."""
-    asked: _PromptBody = _read(body, _PromptBody, _NOT_HERE)
+    """Answer a request in vLLM's format. Raises Refused."""
+    parsed: _PromptBody = _read(body, _PromptBody, _NOT_HERE)
     tokenizer = client.policy.tokenizer
-    ids = asked.prompt if isinstance(asked.prompt, list) else list(tokenizer.encode(asked.prompt))
-    scores = await _scores(client, ids) if asked.prompt_logprobs is not None else None
-    sampling = Sampling(
-        asked.max_tokens,
-        asked.temperature,
-        asked.top_p,
-        stop=_texts(asked.stop),
-        seed=asked.seed,
-        top_k=max(asked.top_k, 0),
+    ids = (
+        parsed.prompt if isinstance(parsed.prompt, list) else list(tokenizer.encode(parsed.prompt))
     )
-    done = await _sampled(client, ids, sampling, asked.stop_token_ids, asked.prompt_cache_key)
+    scores = await _scores(client, ids) if parsed.prompt_logprobs is not None else None
+    sampling = Sampling(
+        parsed.max_tokens,
+        parsed.temperature,
+        parsed.top_p,
+        stop=_texts(parsed.stop),
+        seed=parsed.seed,
+        top_k=max(parsed.top_k, 0),
+    )
+    generation = await _sampled(
+        client, ids, sampling, parsed.stop_token_ids, parsed.prompt_cache_key
+    )
     choice: dict[str, Any] = {
         "index": 0,
-        "text": tokenizer.decode(done.sampled, skip_special_tokens=True),
-        "finish_reason": done.end,
-        "versions": [[span.start, span.end, span.version] for span in done.versions],
+        "text": tokenizer.decode(generation.sampled, skip_special_tokens=True),
+        "finish_reason": generation.end,
+        "versions": [[span.start, span.end, span.version] for span in generation.versions],
     }
-    if asked.logprobs is not None:
-        choice["logprobs"] = {"token_logprobs": done.logprobs}
-    if asked.return_token_ids:
-        choice |= {"token_ids": done.sampled, "prompt_token_ids": ids, "kept": done.kept}
+    if parsed.logprobs is not None:
+        choice["logprobs"] = {"token_logprobs": generation.logprobs}
+    if parsed.return_token_ids:
+        choice |= {
+            "token_ids": generation.sampled,
+            "prompt_token_ids": ids,
+            "kept": generation.kept,
+        }
     if scores is not None:
-        told = ({str(id): {"logprob": score}} for id, score in zip(ids[1:], scores, strict=True))
-        choice["prompt_logprobs"] = [None, *told]
+        entries = ({str(id): {"logprob": score}} for id, score in zip(ids[1:], scores, strict=True))
+        choice["prompt_logprobs"] = [None, *entries]
     usage = {
         "prompt_tokens": len(ids),
-        "completion_tokens": len(done.logprobs),
-        "total_tokens": len(ids) + len(done.logprobs),
-        "prompt_tokens_details": {"cached_tokens": done.num_reused},
+        "completion_tokens": len(generation.logprobs),
+        "total_tokens": len(ids) + len(generation.logprobs),
+        "prompt_tokens_details": {"cached_tokens": generation.num_reused},
     }
     return {
         "object": "text_completion",
@@ -116,41 +126,42 @@ async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, An
 
 
 async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
-    """SGLang's answer. Raises Refused."""
-    asked: _Generate = _read(body, _Generate, _NOT_IN_GENERATE)
-    given, ids = asked.sampling_params, asked.input_ids
+    """Answer a request in SGLang's format. Raises Refused."""
+    parsed: _Generate = _read(body, _Generate, _NOT_IN_GENERATE)
+    params, ids = parsed.sampling_params, parsed.input_ids
     about: dict[str, Any] = {}
-    if asked.return_logprob and asked.logprob_start_len == 0:
+    if parsed.return_logprob and parsed.logprob_start_len == 0:
         scores = await _scores(client, ids)
-        told = ([score, id, None] for id, score in zip(ids[1:], scores, strict=True))
-        about["input_token_logprobs"] = [[None, ids[0], None], *told]
+        entries = ([score, id, None] for id, score in zip(ids[1:], scores, strict=True))
+        about["input_token_logprobs"] = [[None, ids[0], None], *entries]
     sampling = Sampling(
-        given.max_new_tokens,
-        given.temperature,
-        given.top_p,
-        stop=_texts(given.stop),
-        seed=given.sampling_seed,
-        top_k=max(given.top_k, 0),
+        params.max_new_tokens,
+        params.temperature,
+        params.top_p,
+        stop=_texts(params.stop),
+        seed=params.sampling_seed,
+        top_k=max(params.top_k, 0),
     )
-    done = await _sampled(client, ids, sampling, given.stop_token_ids or [], "")
-    if asked.return_logprob:
+    generation = await _sampled(client, ids, sampling, params.stop_token_ids or [], "")
+    if parsed.return_logprob:
         about["output_token_logprobs"] = [
-            [at, id, None] for id, at in zip(done.sampled, done.logprobs, strict=True)
+            [logprob, id, None]
+            for id, logprob in zip(generation.sampled, generation.logprobs, strict=True)
         ]
     about |= {
-        "finish_reason": {"type": done.end},
+        "finish_reason": {"type": generation.end},
         "prompt_tokens": len(ids),
-        "completion_tokens": len(done.logprobs),
-        "cached_tokens": done.num_reused,
+        "completion_tokens": len(generation.logprobs),
+        "cached_tokens": generation.num_reused,
         "weight_version": str(client.version),
     }
-    text = client.policy.tokenizer.decode(done.sampled, skip_special_tokens=True)
-    return {"text": text, "output_ids": done.sampled, "meta_info": about}
+    text = client.policy.tokenizer.decode(generation.sampled, skip_special_tokens=True)
+    return {"text": text, "output_ids": generation.sampled, "meta_info": about}
 
 
 def _read(body: bytes, kind: Any, harmless: dict[str, Any]) -> Any:
     try:
-        asked, fields = (
+        parsed, fields = (
             msgspec.json.decode(body, type=kind),
             msgspec.json.decode(body, type=dict[str, Any]),
         )
@@ -158,8 +169,8 @@ def _read(body: bytes, kind: Any, harmless: dict[str, Any]) -> Any:
         raise Refused(f"not a request for a completion: {error}") from None
     for name, value in harmless.items():
         if fields.get(name) not in (None, value):
-            raise Refused(f"{name}={fields[name]!r} is not supported: leave it out")
-    return asked
+            raise Refused(f"{name}={fields[name]!r} is not supported: remove it")
+    return parsed
 
 
 async def _sampled(
@@ -181,7 +192,9 @@ def _check(client: LocalClient, ids: list[int], sampling: Sampling, stop_ids: li
     vocabulary = client.policy.config.vocab_size
     outside = next((id for id in ids if not 0 <= id < vocabulary), None)
     if outside is not None:
-        raise Refused(f"token id {outside} is out of vocabulary: this model has {vocabulary}")
+        raise Refused(
+            f"token id {outside} is out of vocabulary: this model has {vocabulary} tokens"
+        )
     if not ids:
         raise Refused("the prompt is empty: give at least one id")
     if sampling.max_tokens < 1:
@@ -194,8 +207,8 @@ def _check(client: LocalClient, ids: list[int], sampling: Sampling, stop_ids: li
     ends = client.policy.renderer.stop_ids
     if set(stop_ids) - set(ends):
         raise Refused(
-            f"stop_token_ids={stop_ids}: this engine ends replies at {list(ends)}, and at no other "
-            "ids"
+            f"stop_token_ids={stop_ids} is not supported: this engine ends replies only at "
+            f"{list(ends)}"
         )
 
 

@@ -1,7 +1,7 @@
-"""What every server of this room shares: listening, keys on the wire, and errors in OpenAI's shape.
+"""HTTP basics of all servers: listening, bearer keys, and errors in OpenAI's format.
 
-It decides how a refusal looks and which addresses are safe without a key. It leaves out what is
-served.
+This file decides what an error response looks like and which addresses are safe without a key. Not
+here: the routes (see run_server.py and policy.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ _KINDS = {
 
 
 class RequestRejected(Exception):
-    """A request that gets an error instead of an answer. ``str()`` says what is wrong, for the
-    caller."""
+    """A request that gets an error response. ``str()`` is the message for the client."""
 
     def __init__(
         self,
@@ -37,9 +36,12 @@ class RequestRejected(Exception):
         retry_after_s: float | None = None,
         run: str | None = None,
     ) -> None:
-        """``param`` is the field that is wrong, ``run`` the id of the run that failed."""
+        """``param`` is the wrong field; ``run`` is the id of the failed run."""
         super().__init__(text)
-        self.param, self.status, self.code, self.run = param, status, code, run
+        self.param = param
+        self.status = status
+        self.code = code
+        self.run = run
         self.kind = kind or kind_of(status)
         self.retry_after_s = retry_after_s
 
@@ -53,9 +55,8 @@ class RequestRejected(Exception):
             if self.retry_after_s is None
             else {"retry-after": f"{max(1, round(self.retry_after_s))}"}
         )
-        if (
-            self.run is not None
-        ):  # asking again would pay for a whole run again: the caller is to decide that
+        # A retry would pay for a whole run again, so clients must not retry automatically.
+        if self.run is not None:
             headers |= {"x-ramify-run": self.run, "x-should-retry": "false"}
         return web.Response(
             status=self.status, body=self.body(), content_type="application/json", headers=headers
@@ -63,17 +64,17 @@ class RequestRejected(Exception):
 
 
 def kind_of(status: int) -> str:
-    """OpenAI's word for an error of this status."""
+    """OpenAI's error type for an HTTP status."""
     return _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 
 def failed(status: int, text: str, kind: str = "", code: str | None = None) -> web.Response:
-    """An error as a response."""
+    """Response for an error."""
     return RequestRejected(text, status=status, kind=kind, code=code).response()
 
 
 def bearer(http: web.Request) -> str:
-    """The key that came with a request; empty if none did."""
+    """Bearer key of a request; empty if it has none."""
     return http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
 
@@ -85,31 +86,32 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_open(host: str, has_key: bool) -> None:
-    """Raises ConfigError for an address beyond loopback without a key."""
+    """Raise ConfigError for an address beyond loopback without a key."""
     if not has_key and not is_loopback(host):
         raise ConfigError(
-            f"{host} can be reached from other machines: give a key (--api-key), or serve on "
+            f"{host} is reachable from other machines: give a key (--api-key), or listen on "
             "127.0.0.1"
         )
 
 
 class HttpListener:
-    """An application on a port."""
+    """Listener that serves one aiohttp application on a port."""
 
     def __init__(self, host: str, port: int) -> None:
-        """``port`` 0 takes a free one, and is then the one that was taken."""
-        self.host, self.port = host, port
+        """``port`` 0 picks a free port; after ``start``, ``port`` is the actual one."""
+        self.host = host
+        self.port = port
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
 
     @property
     def url(self) -> str:
-        """The base URL, ``http://127.0.0.1:PORT/v1``."""
+        """Base URL of the API: ``http://127.0.0.1:PORT/v1``."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/v1"
 
     async def start(self, app: web.Application, **options: Any) -> None:
-        # A request of somebody who hung up is cancelled.
+        # handler_cancellation cancels the request of a client that disconnects.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, **options
         )

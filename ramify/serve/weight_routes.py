@@ -1,16 +1,16 @@
-"""New weights for a policy that is served: the routes of vLLM and those of SGLang, over one
-embedded engine.
+"""Weight sync routes of a served policy, in the formats of vLLM and SGLang.
 
     vLLM     POST /pause?mode=abort|wait|keep  /resume  /reset_prefix_cache
-             POST /init_weight_transfer_engine  /start_weight_update  /update_weights  /finish_weight_update
+             POST /init_weight_transfer_engine  /start_weight_update  /update_weights
+                  /finish_weight_update
              GET  /is_paused  /weight_info  /get_world_size
     SGLang   POST /pause_generation  /continue_generation  /flush_cache  /update_weights_from_disk
     ours     GET  /fingerprint
-    memory   of both: ``sleep.py``
 
-They are there only where the server was started with ``--weight-transfer``: who reaches them
-decides what the model says. Nothing is sampled between the beginning of an update and its end; one
-that broke off is said to whoever asks for a reply, until a whole one has arrived.
+The routes exist only if the server was started with ``--weight-transfer``, because their clients
+can replace the model. Nothing is sampled during an update. If an update breaks off, every request
+fails with the reason until a complete update has arrived. Not here: the routes for memory (see
+sleep.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NOT_WHOLE = "half of the weights are new"
 
 
 class WeightRoutes:
-    """Their state: what is paused, what is being updated, and whether the weights are whole."""
+    """Handlers and state of the routes: paused, updating, and whether the weights are complete."""
 
     def __init__(
         self,
@@ -56,21 +56,24 @@ class WeightRoutes:
         root: Path | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
-        """``in_flight`` counts the requests that are being answered; ``carriers`` are classes of
-        one's own that may be asked for besides the built-in; with ``root`` files of weights are
-        read below that folder alone. ``wait_s``: how long requests wait while it sleeps."""
-        self._client, self._in_flight = client, in_flight
-        self._carriers = {*WEIGHT_SYNCS, *weight_syncs}
+        """``in_flight`` counts the requests in progress. ``weight_syncs`` names your own weight
+        sync classes that a trainer may use in addition to the built-in ones. With ``root``, weight
+        files are read only from below that folder. ``wait_s`` is how long a request waits for a
+        sleeping engine.
+        """
+        self._client = client
+        self._in_flight = in_flight
+        self._weight_syncs = {*WEIGHT_SYNCS, *weight_syncs}
         self._root = root.resolve() if root is not None else None
         self._receiver: WeightReceiver | None = None
         self._is_paused = self._is_updating = False
         self.sleep = PolicySleep(
-            client, self._stopped, self._go_on, lambda: self._is_updating, wait_s
+            client, self._stop_sampling, self._resume_sampling, lambda: self._is_updating, wait_s
         )
-        self._num_taken = 0
-        """Chunks of the update that is under way."""
+        self._num_chunks = 0
+        """Chunks received of the current update."""
         self.broken = ""
-        """Why the weights are not whole; empty where they are."""
+        """Reason why the weights are incomplete, or empty."""
 
     def add_to(self, app: web.Application) -> None:
         for path, act in {
@@ -94,7 +97,7 @@ class WeightRoutes:
             app.router.add_post(path, _answered(act))
         for path, tell in {
             "/is_paused": self._tell_paused,
-            "/is_sleeping": self.sleep.tell,
+            "/is_sleeping": self.sleep.tell_sleeping,
             "/weight_info": self._tell_version,
             "/get_world_size": self._tell_size,
             "/fingerprint": self._tell_fingerprint,
@@ -102,14 +105,15 @@ class WeightRoutes:
             app.router.add_get(path, _answered(tell))
 
     def close(self) -> None:
-        """Leave the trainer's group, or let go of its memory: a broadcast would wait for who is
-        gone. Idempotent."""
+        """Leave the trainer's process group and release its shared memory. Idempotent.
+
+        Otherwise a later broadcast would wait for this process.
+        """
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
 
     # --- pause
-    # -----------------------------------------------------------------------------------------
 
     async def _pause(self, http: web.Request, _: Body) -> Body:
         return await self._stop(http.query.get("mode", "abort"))
@@ -119,12 +123,12 @@ class WeightRoutes:
         return await self._stop(_SGLANG_MODES.get(mode, mode))
 
     async def _stop(self, mode: str) -> Body:
-        await self._stopped(mode)
+        await self._stop_sampling(mode)
         self._is_paused = True
         return {"status": "paused"}
 
-    async def _stopped(self, mode: str) -> None:
-        """Nothing more is sampled."""
+    async def _stop_sampling(self, mode: str) -> None:
+        """Stop sampling in one of vLLM's modes."""
         if mode not in _MODES:
             raise ValueError(f"mode='{mode[:20]}': give {', '.join(_MODES)}")
         while mode == "wait" and self._in_flight():  # noqa: ASYNC110 (rare, and the server counts)
@@ -133,29 +137,28 @@ class WeightRoutes:
 
     async def _resume(self, _: web.Request, __: Body) -> Body:
         self._is_paused = False
-        self._go_on()
+        self._resume_sampling()
         return {"status": "resumed"}
 
     async def _reset(self, _: web.Request, __: Body) -> Body:
         await self._client.forget(self._client.version)
         return {"success": True}
 
-    def _go_on(self) -> None:
-        if not (self._is_paused or self._is_updating) and self.sleep.is_there:
+    def _resume_sampling(self) -> None:
+        if not (self._is_paused or self._is_updating) and self.sleep.is_ready:
             self._client.resume()
-        self.sleep.told()
+        self.sleep.notify_waiters()
 
     # --- weights
-    # -------------------------------------------------------------------------------------------------
 
     async def _init(self, http: web.Request, body: Body) -> Body:
         info = _object(body, "init_info")
         name = str(info.get("weight_sync", ""))
-        if name not in self._carriers:
+        if name not in self._weight_syncs:
             raise ConfigError(
-                f"the carrier '{name[:80]}' is not taken here; there are "
-                f"{', '.join(sorted(self._carriers))}: one of your own "
-                "is named when the server is started (--weight-sync)"
+                f"the weight sync '{name[:80]}' is not allowed here; this server has "
+                f"{', '.join(sorted(self._weight_syncs))}: to add your own, start the server with "
+                "--weight-sync"
             )
         if name == "file":
             self._check_folder(Path(str(info["folder"])))
@@ -171,23 +174,24 @@ class WeightRoutes:
     async def _start(self, _: web.Request, __: Body) -> Body:
         if self._receiver is None:
             raise StaleWeights(
-                "there is no update before init_weight_transfer_engine: was this engine started "
-                "anew?"
+                "init_weight_transfer_engine must come before an update: was this engine restarted?"
             )
         self._check_awake()
         self._client.pause()
-        self._is_updating, self._num_taken = True, 0
+        self._is_updating, self._num_chunks = True, 0
         return {"message": "Weight update started"}
 
     async def _update(self, http: web.Request, body: Body) -> Body:
-        """A chunk; with ``begins`` also the beginning of an update, with ``weight_version`` also
-        its end."""
+        """Receive a chunk of an update.
+
+        With ``begins`` it also starts the update; with ``weight_version`` it also ends it.
+        """
         info = _object(body, "update_info")
         if body.get("begins"):
             await self._start(http, body)
         receiver = self._receiver
         if receiver is None or not self._is_updating:
-            raise RuntimeError("start_weight_update comes before update_weights")
+            raise RuntimeError("start_weight_update must come before update_weights")
         ends = "weight_version" in body
         await self._take(
             lambda: receiver.take(info), self._number(body["weight_version"]) if ends else None
@@ -201,19 +205,19 @@ class WeightRoutes:
     ) -> None:
         try:
             await self._client.take(pieces, version)
-        except StaleWeights:  # nothing of it was taken
+        except StaleWeights:  # no weight of this chunk was changed
             self.broken = self.broken or (
-                f"an update broke off: {_NOT_WHOLE}" if self._num_taken else ""
+                f"an update broke off: {_NOT_WHOLE}" if self._num_chunks else ""
             )
             raise
         except BaseException as error:
             self.broken = f"an update broke off ({error}): {_NOT_WHOLE}"
             raise
-        self._num_taken += 1
+        self._num_chunks += 1
 
     async def _finish(self, _: web.Request, body: Body) -> Body:
         if self._receiver is None or not self._is_updating:
-            raise RuntimeError("start_weight_update comes before finish_weight_update")
+            raise RuntimeError("start_weight_update must come before finish_weight_update")
         version = body.get("weight_version")
         if not self._client.missing:
             await self._client.forget(self._number(version))
@@ -222,16 +226,16 @@ class WeightRoutes:
 
     def _finished(self, receiver: WeightReceiver, version: object) -> None:
         if self._client.missing:
-            raise StaleWeights(self.sleep.why())
+            raise StaleWeights(self.sleep.reason())
         receiver.finished(str(version))
         self._end()
 
     def _end(self) -> None:
         self.broken, self._is_updating = "", False
-        self._go_on()
+        self._resume_sampling()
 
     def _number(self, version: object) -> int:
-        """What weights that are called ``version`` are called here."""
+        """Version number of an update: ``version`` if it is a number, else the next one."""
         text = str(version)
         return int(text) if text.isdigit() else self._client.version + 1
 
@@ -241,29 +245,30 @@ class WeightRoutes:
         self._check_awake()
         path = Path(str(body["model_path"]))
         self._check_folder(path)
-        found = await asyncio.get_running_loop().run_in_executor(None, read_weights, path)
-        check_weights(self._client.policy.model, found, str(path))
+        tensors = await asyncio.get_running_loop().run_in_executor(None, read_weights, path)
+        check_weights(self._client.policy.model, tensors, str(path))
         self._client.pause(abort=bool(body.get("abort_all_requests")))
-        self._is_updating, self._num_taken = True, 0
+        self._is_updating, self._num_chunks = True, 0
         version = self._number(body.get("weight_version"))
         await self._take(
-            lambda: (WeightPiece(name, tensor) for name, tensor in found.items()), version
+            lambda: (WeightPiece(name, tensor) for name, tensor in tensors.items()), version
         )
         self._end()
         return {"success": True, "message": "Succeeded to update model weights."}
 
     def _check_awake(self) -> None:
         if "weights" in self.sleep.asleep:
-            raise RuntimeError("its weights sleep: wake them first (POST /wake_up?tags=weights)")
+            raise RuntimeError(
+                "the weights are asleep: wake them first (POST /wake_up?tags=weights)"
+            )
 
     def _check_folder(self, folder: Path) -> None:
         if self._root is not None and not folder.resolve().is_relative_to(self._root):
             raise ConfigError(
-                f"weights are read below {self._root} alone, and {folder} is not there"
+                f"weights are read only from below {self._root}, and {folder} is outside"
             )
 
-    # --- what is asked
-    # -------------------------------------------------------------------------------------------
+    # --- state
 
     async def _tell_paused(self, _: web.Request, __: Body) -> Body:
         return {"is_paused": self._is_paused}
@@ -276,12 +281,12 @@ class WeightRoutes:
 
     async def _tell_fingerprint(self, _: web.Request, __: Body) -> Body:
         if "weights" in self.sleep.asleep or self._client.missing:
-            raise RuntimeError(self.sleep.why())
+            raise RuntimeError(self.sleep.reason())
         return {"fingerprint": await self._client.fingerprint(), "version": self._client.version}
 
 
 def facts(client: LocalClient, name: str) -> dict[str, Any]:
-    """What a trainer compares with its policy."""
+    """Facts about the served policy that a trainer compares with its own."""
     policy = client.policy
     return {
         "version": __version__,
@@ -299,14 +304,13 @@ def _answered(
     act: Callable[[web.Request, Body], Awaitable[Body]],
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def answer(http: web.Request) -> web.StreamResponse:
-        if (
-            http.method == "POST" and http.content_type != "application/json"
-        ):  # a page in a browser may post other types
+        # A web page may post other content types to any host without asking.
+        if http.method == "POST" and http.content_type != "application/json":
             return failed(415, "send the body as application/json")
         try:
             body = msgspec.json.decode(await http.read() or b"{}")
             if not isinstance(body, dict):
-                raise ValueError("the body is no JSON object")
+                raise ValueError("the body is not a JSON object")
             return web.json_response(await act(http, body))
         except StaleWeights as error:
             return failed(409, str(error), code="stale_base")
@@ -319,7 +323,7 @@ def _answered(
 
 
 def _object(body: Mapping[str, Any], name: str) -> Info:
-    found = body.get(name)
-    if not isinstance(found, dict):
+    value = body.get(name)
+    if not isinstance(value, dict):
         raise ValueError(f"the body has no object '{name}'")
-    return found
+    return value

@@ -1,5 +1,7 @@
-"""What the server sends: data as JSON, changes as server-sent events, the page's own files from
-memory."""
+"""Responses of the viewer: data as JSON, changes as server-sent events, static files from memory.
+
+Not here: the routes (see view_server.py) and how scripts are bundled (see page_script.py).
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,26 @@ from aiohttp import web
 from ramify.viewer.page_script import APP, STATIC, app, early, module
 
 _KEEP_ALIVE_S = 15.0
-"""Between signs of life on a stream that has no news."""
+"""Seconds between keep-alive comments on an idle stream."""
 
 
 class StaticAssets:
-    """The page's modules and styles: small, so they are kept, and a browser that has them is told
-    so."""
+    """Cache of the page's scripts and styles, with ETags so that browsers can reuse them."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[bytes, str, str]] = {}
 
     def answer(self, request: web.Request, name: str) -> web.Response:
-        """Raises HTTPNotFound for what is no file of the page."""
+        """Response with the file ``name``. Raises HTTPNotFound if the page has no such file."""
         body, kind, tag = self._file(name)
         headers = {"ETag": f'"{tag}"', "Cache-Control": "no-cache"}
-        if any(each.value == tag for each in request.if_none_match or ()):
+        if any(etag.value == tag for etag in request.if_none_match or ()):
             return web.Response(status=304, headers=headers)
         return web.Response(body=body, headers={**headers, "Content-Type": kind})
 
     def _file(self, name: str) -> tuple[bytes, str, str]:
-        known = self._files.get(name)
-        if known is None:
+        file = self._files.get(name)
+        if file is None:
             body = _body(name)
             kind = (
                 {".js": "text/javascript"}.get(Path(name).suffix)
@@ -46,12 +47,12 @@ class StaticAssets:
                 or "text/plain"
             )
             charset = "; charset=utf-8" if kind.startswith("text/") else ""
-            known = self._files[name] = (
+            file = self._files[name] = (
                 body,
                 kind + charset,
                 hashlib.sha256(body).hexdigest()[:20],
             )
-        return known
+        return file
 
 
 def _body(name: str) -> bytes:
@@ -80,44 +81,46 @@ def data(value: Any) -> web.Response:
 def encoded(value: Any) -> bytes:
     try:
         return msgspec.json.encode(value)
-    except UnicodeEncodeError:  # half a surrogate pair, as a file that is not ours may hold
+    except UnicodeEncodeError:  # lone surrogates in a file from elsewhere
         return json.dumps(msgspec.to_builtins(value)).encode()
 
 
 async def stream(
     request: web.Request, messages: AsyncGenerator[dict[str, Any], None]
 ) -> web.StreamResponse:
-    """``messages`` as server-sent events, then one named ``end``, after which a page need not come
-    back."""
+    """Send ``messages`` as server-sent events.
+
+    The last event is named ``end``; it tells the page not to reconnect.
+    """
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
     )
     await response.prepare(request)
     with contextlib.suppress(ConnectionResetError):
-        async with contextlib.aclosing(_with_signs_of_life(messages)) as lines:
+        async with contextlib.aclosing(_with_keep_alive(messages)) as lines:
             async for line in lines:
                 await response.write(line)
         await response.write(b"event: end\ndata: {}\n\n")
     return response
 
 
-async def _with_signs_of_life(
+async def _with_keep_alive(
     messages: AsyncGenerator[dict[str, Any], None],
 ) -> AsyncGenerator[bytes, None]:
     yield b": open\n\n"
-    coming = asyncio.ensure_future(anext(messages))
+    upcoming = asyncio.ensure_future(anext(messages))
     try:
         while True:
-            done, _ = await asyncio.wait([coming], timeout=_KEEP_ALIVE_S)
+            done, _ = await asyncio.wait([upcoming], timeout=_KEEP_ALIVE_S)
             if not done:
                 yield b": still here\n\n"
                 continue
             try:
-                yield b"data: " + encoded(coming.result()) + b"\n\n"
+                yield b"data: " + encoded(upcoming.result()) + b"\n\n"
             except StopAsyncIteration:
                 return
-            coming = asyncio.ensure_future(anext(messages))
+            upcoming = asyncio.ensure_future(anext(messages))
     finally:
-        coming.cancel()
-        await asyncio.wait([coming])
+        upcoming.cancel()
+        await asyncio.wait([upcoming])
         await messages.aclose()

@@ -1,10 +1,10 @@
-"""One call in full: its lines of the journal, read when somebody opens it.
+"""One call in full: its lines of the journal, read when a user opens it.
 
-    its lines ──> events of the call, after those of the calls that it continues ──> Fold ──> Whole
+    journal lines ──> events (of the calls that it continues, then its own) ──> CallDetail
 
-A few are kept and read on while the run goes on. What a ``Call`` does not keep, and its transcript
-shows, is noted beside it: when each request was sent and answered, the one that is out, retries,
-notes, and what tools answered.
+The last few calls are cached and updated while the run is in progress. A ``CallDetail`` also holds
+what a transcript needs but a ``Call`` lacks: the times of each request and reply, the pending
+request, retries, notes, and the answers of tools.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ramify.types.message import Message
 from ramify.types.trajectory import Call, Stop
 from ramify.viewer.run_tree import CallNode, RunTree
 
-MAX_KEPT = 8
+MAX_CACHED = 8
 
 
 class PendingRequest(msgspec.Struct, frozen=True):
-    """A request that has no reply yet."""
+    """Request of a call that has no reply yet."""
 
     turn: int
     reused: int
@@ -45,28 +45,28 @@ class PendingRequest(msgspec.Struct, frozen=True):
 
 
 class CallNote(msgspec.Struct, frozen=True):
-    """Something worth telling that happened in a call."""
+    """Note about a failed request or another event in a call."""
 
     at_s: float
     turn: int
     kind: str
-    """``attempt`` for a request that failed, ``note`` for the rest."""
+    """``attempt`` for a failed request, otherwise ``note``."""
     text: str
 
 
 class CallDetail(msgspec.Struct):
-    """A call, and what is known beside it."""
+    """A call with its timing, notes and pending request."""
 
     call: Call
     notes: list[CallNote] = msgspec.field(default_factory=list)
     spans: list[float] = msgspec.field(default_factory=list)
-    """Sent, answered, sent, answered …, in seconds since the run began."""
+    """Times of each request and reply in turn, in seconds since the run began."""
     tools: list[ToolAnswered] = msgspec.field(default_factory=list)
     pending: PendingRequest | None = None
     last_word: Stop | None = None
 
     def add(self, event: AnyEvent) -> None:
-        """Note what the call itself does not keep."""
+        """Record the parts of ``event`` that ``Call`` does not hold."""
         match event:
             case RequestStarted():
                 self.pending = PendingRequest(event.turn, event.reused, event.prompt, event.at_s)
@@ -89,46 +89,46 @@ class CallDetail(msgspec.Struct):
 
 
 class CallDetails:
-    """The calls of one journal, whole."""
+    """Reader of full calls from one journal, with a small cache."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._kept: OrderedDict[str, _Reading] = OrderedDict()
+        self._cached: OrderedDict[str, _Reading] = OrderedDict()
 
     def of(self, tree: RunTree, node: CallNode) -> CallDetail:
-        """Raises StoreError for lines that cannot be read."""
-        reading = self._kept.pop(node.id, None)
+        """Return the call of ``node`` in full. Raises StoreError for unreadable lines."""
+        reading = self._cached.pop(node.id, None)
         try:
             reading = reading or _Reading(self._path, tree, node)
-            whole = reading.read_on(tree, node)
+            detail = reading.read_on(tree, node)
         except (KeyError, IndexError) as error:
-            problem = f"the events of call {node.id} do not follow from one another: no {error}"
+            problem = f"the events of call {node.id} are inconsistent: missing {error}"
             raise StoreError(f"{self._path}: {problem}") from None
-        self._kept[node.id] = reading
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
-        return whole
+        self._cached[node.id] = reading
+        while len(self._cached) > MAX_CACHED:
+            self._cached.popitem(last=False)
+        return detail
 
 
 class _Reading:
-    """One call as far as it was read."""
+    """One call, read up to some line of the journal."""
 
     def __init__(self, path: Path, tree: RunTree, node: CallNode) -> None:
         self._path = path
         self._fold = TrajectoryFold()
-        self._whole: CallDetail | None = None
+        self._detail: CallDetail | None = None
         self._last_line = -1
-        before = [node]
-        while (fork := before[-1].fork) is not None:
+        ancestry = [node]
+        while (fork := ancestry[-1].fork) is not None:
             origin = tree.nodes[fork.call]
-            if origin.index >= before[-1].index:
+            if origin.index >= ancestry[-1].index:
                 raise StoreError(
-                    f"{path}: call {before[-1].id} goes on from call {origin.id}, which is not "
-                    "before it"
+                    f"{path}: call {ancestry[-1].id} continues call {origin.id}, which does not "
+                    "precede it"
                 )
-            before.append(origin)
-        for each in reversed(before[1:]):
-            for event in _events(path, tree.lines_of(each)):
+            ancestry.append(origin)
+        for ancestor in reversed(ancestry[1:]):
+            for event in _events(path, tree.lines_of(ancestor)):
                 self._fold.apply(event)
         self._num_errors = len(self._fold.trajectory.errors)
 
@@ -137,26 +137,25 @@ class _Reading:
             if isinstance(event, ScoreAdded):
                 continue
             self._fold.apply(event)
-            if self._whole is None:
-                self._whole = CallDetail(self._fold.trajectory.call(node.id))
-            self._whole.add(event)
-            self._tell_of_ids(self._whole, event)
+            if self._detail is None:
+                self._detail = CallDetail(self._fold.trajectory.call(node.id))
+            self._detail.add(event)
+            self._note_token_errors(self._detail, event)
         self._last_line = node.last_line
-        if self._whole is None:
+        if self._detail is None:
             raise StoreError(f"{self._path} has no line of call {node.id}")
-        return self._whole
+        return self._detail
 
-    def _tell_of_ids(self, whole: CallDetail, event: AnyEvent) -> None:
-        """What the fold finds wrong with a reply's token ids (see ``TrajectoryFold``) is a note of
-        its turn."""
+    def _note_token_errors(self, detail: CallDetail, event: AnyEvent) -> None:
+        """Add a note to the turn if the fold rejects a reply's token ids (``TrajectoryFold``)."""
         errors = self._fold.trajectory.errors
         if isinstance(event, ReplyReceived) and len(errors) > self._num_errors:
-            whole.notes.append(CallNote(event.at_s, event.turn, "note", errors[-1]))
+            detail.notes.append(CallNote(event.at_s, event.turn, "note", errors[-1]))
         self._num_errors = len(errors)
 
 
 def _events(path: Path, lines: list[tuple[int, int]]) -> Iterator[AnyEvent]:
-    """The events of ``lines``, each (number from 0, offset)."""
+    """Read the events of ``lines``; each line is (number from 0, offset)."""
     if not lines:
         return
     try:

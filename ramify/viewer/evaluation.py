@@ -1,7 +1,6 @@
-"""An evaluation's record as its page shows it: figures with their intervals, by kind; attempts as
-links to their runs.
+"""Data of an evaluation's page: scores with intervals for each kind of item, and all attempts.
 
-The figures are those of ``evaluate/report.py``. They take resampling, so they are kept until the
+The scores are those of evaluate/report.py. They need resampling, so they are cached until the
 record grows.
 """
 
@@ -22,12 +21,12 @@ from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.run_tree import cut
 
 MAX_ATTEMPTS = 20_000
-"""Rows of attempts that a page gets."""
+"""Maximum number of attempts that a page receives."""
 MAX_PROBLEMS = 10
 
 
 class EvaluationLibrary:
-    """The records of a library. Safe for several threads."""
+    """Evaluation records of a ``RunLibrary``, with cached reports. Thread-safe."""
 
     def __init__(self, library: RunLibrary) -> None:
         self._library = library
@@ -35,47 +34,53 @@ class EvaluationLibrary:
         self._lock = threading.Lock()
 
     def shown(self, key: str, other: str = "") -> dict[str, Any]:
-        """All that the page of ``key`` shows, beside ``other`` where that is given. Raises
-        StoreError for a record that is not there or cannot be read."""
+        """Data of the page of ``key``, compared with ``other`` if given.
+
+        Raises StoreError for a record that does not exist or cannot be read.
+        """
         path = self._library.evaluation(key)
         problems: list[str] = []
-        found = read(path, problems)
-        place = {
-            each.item: index for index, each in reversed(list(enumerate(found.outcomes)))
-        }  # where each item came first
-        order = sorted(found.outcomes, key=lambda each: (place[each.item], each.attempt))
-        attempts = [self._attempt(each, path) for each in order[:MAX_ATTEMPTS]]
+        evaluation = read(path, problems)
+        # Reversed, so that the first outcome of each item decides its position.
+        first_index = {
+            outcome.item: index for index, outcome in reversed(list(enumerate(evaluation.outcomes)))
+        }
+        order = sorted(
+            evaluation.outcomes,
+            key=lambda outcome: (first_index[outcome.item], outcome.attempt),
+        )
+        attempts = [self._attempt(outcome, path) for outcome in order[:MAX_ATTEMPTS]]
         return {
             "key": key,
             "name": path.stem,
             "path": str(path),
-            "plan": msgspec.structs.asdict(found.plan),
-            "num_made": len(found.outcomes),
-            "passes": _passes(found),
-            "report": self._report(path, found),
+            "plan": msgspec.structs.asdict(evaluation.plan),
+            "num_made": len(evaluation.outcomes),
+            "passes": _passes(evaluation),
+            "report": self._report(path, evaluation),
             "attempts": attempts,
-            "compared": self._compared(found, other) if other else None,
+            "compared": self._compared(evaluation, other) if other else None,
             "problems": problems[:MAX_PROBLEMS],
         }
 
-    def _report(self, path: Path, found: Evaluation) -> EvaluationReport | None:
-        """None where no attempt was made yet."""
+    def _report(self, path: Path, evaluation: Evaluation) -> EvaluationReport | None:
+        """Cached report of an evaluation; None before its first attempt."""
         stat = path.stat()
         stamp = (stat.st_size, stat.st_mtime_ns)
         with self._lock:
             known, figures = self._known.get(path, (None, None))
             if known != stamp:
-                figures = report(found) if found.outcomes else None
+                figures = report(evaluation) if evaluation.outcomes else None
                 self._known[path] = (stamp, figures)
         return figures
 
-    def _compared(self, ours: Evaluation, other: str) -> dict[str, Any]:
-        theirs = self._library.evaluation(other)
+    def _compared(self, evaluation: Evaluation, other: str) -> dict[str, Any]:
+        path = self._library.evaluation(other)
         try:
-            figure, items = difference(ours, read(theirs))
+            figure, items = difference(evaluation, read(path))
         except ConfigError as error:
-            return {"name": theirs.stem, "problem": str(error)}
-        return {"name": theirs.stem, "difference": figure, "items": items}
+            return {"name": path.stem, "problem": str(error)}
+        return {"name": path.stem, "difference": figure, "items": items}
 
     def _attempt(self, outcome: AttemptOutcome, record: Path) -> dict[str, Any]:
         reward = outcome.reward
@@ -98,16 +103,17 @@ class EvaluationLibrary:
         }
 
 
-def _passes(found: Evaluation) -> list[tuple[int, float]]:
-    """pass@k for every k up to the attempts that are planned, over the items that have so many
-    scored attempts."""
+def _passes(evaluation: Evaluation) -> list[tuple[int, float]]:
+    """pass@k for each k up to the planned attempts, over the items with at least k scores."""
     items: dict[str, list[bool]] = {}
-    for each in found.outcomes:
-        if each.reward is not None:
-            items.setdefault(each.item, []).append(each.reward >= RIGHT)
+    for outcome in evaluation.outcomes:
+        if outcome.reward is not None:
+            items.setdefault(outcome.item, []).append(outcome.reward >= RIGHT)
     passes = []
-    for k in range(1, found.plan.attempts + 1):
-        enough = [pass_at_k(len(each), sum(each), k) for each in items.values() if len(each) >= k]
-        if enough:
-            passes.append((k, sum(enough) / len(enough)))
+    for k in range(1, evaluation.plan.attempts + 1):
+        scores = [
+            pass_at_k(len(rights), sum(rights), k) for rights in items.values() if len(rights) >= k
+        ]
+        if scores:
+            passes.append((k, sum(scores) / len(scores)))
     return passes

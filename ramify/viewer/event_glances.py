@@ -1,9 +1,9 @@
-"""Events as a picture needs them: the same journal, decoded without what was said.
+"""Reduced events for the overview of a run: the journal decoded without its texts.
 
-Most of a journal is prompts, replies, token ids and outputs, of which a first look shows nothing.
-The decoder skips what a type does not name, so that these are read several times faster than whole
-events; ``call_detail.py`` reads the rest of a call when somebody opens it. Each type here has the
-tag and some of the fields of the event that it stands for.
+Most of a journal is prompts, replies, token ids and outputs, which the overview does not show. The
+decoder skips fields that a type does not name, so these types decode several times faster than full
+events. Each type has the tag of the event that it stands for, and some of its fields. Not here: the
+full events of one call (see call_detail.py).
 """
 
 from __future__ import annotations
@@ -83,19 +83,23 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class DamagedLine(msgspec.Struct, frozen=True):
-    """A line that cannot be decoded."""
+    """Journal line that cannot be decoded."""
 
     reason: str
 
 
 def glances(block: bytes, path: Path) -> Iterable[tuple[AnyGlance | DamagedLine, int]]:
-    """The events of ``block``, whole lines of the journal at ``path``, each with its line's bytes.
-    Raises StoreError at one of a newer version, after those before it."""
+    """Decode ``block``, complete lines of the journal at ``path``.
+
+    Returns (event, length of its line in bytes) for each line. At a line of a newer version,
+    StoreError is raised after the events before it.
+    """
     lines = block[:-1].split(b"\n")
     if _FIRST not in block:
-        with suppress(*_UNREADABLE):  # all at once, which is several times faster
+        with suppress(*_UNREADABLE):  # decoding all lines at once is several times faster
             events = _decoder.decode_lines(block)
-            if len(events) == len(lines):  # it passes over empty lines, which are damage
+            # ``decode_lines`` skips empty lines, which count as damage.
+            if len(events) == len(lines):
                 return zip(events, [len(line) + 1 for line in lines], strict=True)
     return _one_by_one(lines, path)
 

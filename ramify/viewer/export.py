@@ -1,8 +1,6 @@
-"""One run as one file that works offline: the page's own modules, its styles and all of the run's
-data.
+"""Export of one run to an HTML file that works offline, with the script, styles and data inside.
 
-The policy in the file's head allows that one script and that one style sheet, by their hashes, and
-nothing else.
+The file's Content-Security-Policy allows only this script and this style sheet, by their hashes.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from ramify.viewer.transcript import transcript
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_TEXT = 100_000
-"""Characters of one text that go into the file."""
+"""Maximum characters of one text in the file; the rest is cut."""
 
 
-def page(found: LocatedRun) -> bytes:
-    """The file. Raises StoreError for a run of which nothing can be read."""
-    run = WatchedRun(found)
+def page(located: LocatedRun) -> bytes:
+    """Content of the HTML file. Raises StoreError if nothing of the run can be read."""
+    run = WatchedRun(located)
     run.refresh()
     if not run.tree.order and (problem := run.problem or run.damage):
         raise StoreError(problem)
@@ -49,25 +47,25 @@ def page(found: LocatedRun) -> bytes:
 
 
 def data(run: WatchedRun) -> dict[str, Any]:
-    """All that the page would ask the server for."""
-    calls, known = {}, {}
+    """All data that the page would otherwise request from the server."""
+    calls, token_views = {}, {}
     for node in run.tree.order:
         try:
             calls[node.id] = transcript(run, node.id, max_text=MAX_TEXT)
-        except StoreError:  # damaged: the page says that it is not there
+        except StoreError:  # damaged: the page shows that it is missing
             continue
         for index, turn in enumerate(run.whole(node.id).call.turns):
             if turn.reply.token_ids:
-                known[f"{node.id}/{index}"] = tokens(
+                token_views[f"{node.id}/{index}"] = tokens(
                     run, node.id, index, tokenizer_of(run, [node.model])
                 )
     shown = picture(run)
     shown["head"]["alive"] = False
-    return {"picture": shown, "calls": calls, "tokens": known}
+    return {"picture": shown, "calls": calls, "tokens": token_views}
 
 
 def _harmless(value: Any) -> str:
-    """JSON that no parser of HTML takes for an end of its element, or a comment's beginning."""
+    """JSON that an HTML parser cannot mistake for an end tag or a comment."""
     try:
         text = msgspec.json.encode(value).decode()
     except UnicodeEncodeError:

@@ -1,10 +1,10 @@
-"""Runs and trainings that somebody looks at: each is read by one task, however many pages follow
-it.
+"""Feeds of runs and training folders: one task polls each file, however many pages follow it.
 
-    file grows ── looked at every 20 ms while a page follows ──> refresh ──> one message to each page's queue
+    file grows ── polled every 20 ms while a page follows ──> refresh ──> message to each page
 
-A page that comes late, or comes back, says which version it has and is sent what it missed. Decides
-how often files are looked at and what is kept in memory; leaves out HTTP.
+A page that connects late, or reconnects, names the version that it has and receives the changes
+since then. This file decides how often files are polled and what stays in memory. Not here: HTTP
+(see view_server.py).
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from ramify.viewer.training import TrainingCurves
 from ramify.viewer.watched_run import WatchedRun
 
 INTERVAL_S = 0.02
-"""Between looks at a file that is written and followed."""
+"""Seconds between polls of a file that is being written."""
 IDLE_INTERVAL_S = 0.25
-"""The same, where nobody writes it."""
-_LOOKS_PER_ROLL_CALL = 25
-"""After so many looks without growth it is asked whether the writer lives."""
+"""Seconds between polls of a file without a writer."""
+_POLLS_PER_WRITER_CHECK = 25
+"""Polls between checks that the writer of a file is still alive."""
 _SMALL_BYTES = 1 << 18
-"""More than this is read in a thread, so that other pages need not wait."""
+"""Maximum bytes to read directly; more is read in a thread, so that other pages do not wait."""
 MAX_OPEN = 12
-"""Runs that are kept in memory."""
+"""Maximum number of runs in memory that no page follows."""
 
 T = TypeVar("T", bound=WatchedRun | TrainingCurves)
 
 
 class FileFeed(Generic[T]):
-    """One file that is looked at, and the pages that follow it."""
+    """Feed of one file: polls it and sends its changes to the pages that follow it."""
 
     def __init__(self, watched: T) -> None:
         self.watched: T = watched
         self.lock = asyncio.Lock()
-        """Held while it is read on, or read in a thread."""
+        """Held while the file is read, or while a thread uses ``watched``."""
         self._queues: set[asyncio.Queue[Any]] = set()
         self._task: asyncio.Task[None] | None = None
 
     async def fresh(self) -> T:
-        """It, with all that its file has."""
+        """Return ``watched`` after reading everything new from its file."""
         async with self.lock:
-            self._tell(await asyncio.to_thread(self.watched.refresh))
+            self._notify(await asyncio.to_thread(self.watched.refresh))
         return self.watched
 
     async def inspect(self, look: Callable[[T], dict[str, Any]]) -> dict[str, Any]:
-        """What ``look`` finds in it, in a thread, while nothing changes."""
+        """Run ``look`` on ``watched`` in a thread, while nothing can change it."""
         async with self.lock:
             return await asyncio.to_thread(look, self.watched)
 
     async def follow(self, version: int) -> AsyncGenerator[dict[str, Any], None]:
-        """What a page that has ``version`` missed, then every change; ends when the server does."""
+        """Yield the changes since ``version``, then every new change, until the server stops."""
         queue: asyncio.Queue[Any] = asyncio.Queue()
         self._queues.add(queue)
         try:
@@ -65,7 +65,7 @@ class FileFeed(Generic[T]):
             if missed is not None:
                 yield missed
             if self._task is None or self._task.done():
-                self._task = asyncio.create_task(self._look())
+                self._task = asyncio.create_task(self._poll())
             while (message := await queue.get()) is not None:
                 yield message
         finally:
@@ -89,15 +89,18 @@ class FileFeed(Generic[T]):
             missed = [node.index for node in run.tree.order if node.version > version]
             return changes(run, missed) if missed or run.version != version else None
 
-    async def _look(self) -> None:
-        """As long as there are pages: often while somebody writes, and then now and again, since a
-        run may be scored long after its end, or gone on with."""
-        looks = 0
+    async def _poll(self) -> None:
+        """Poll the file while any page follows it.
+
+        Polls are frequent while the file has a writer. Without one they are rare, but continue: a
+        run may be scored long after its end, or resumed.
+        """
+        polls = 0
         while True:
             is_live = isinstance(self.watched, TrainingCurves) or self.watched.is_alive
-            is_roll_call = looks % _LOOKS_PER_ROLL_CALL == 0
-            looks += 1
-            if self.watched.size_changed() or (is_roll_call and is_live):
+            checks_writer = polls % _POLLS_PER_WRITER_CHECK == 0
+            polls += 1
+            if self.watched.size_changed() or (checks_writer and is_live):
                 async with self.lock:
                     big = _unread(self.watched) > _SMALL_BYTES
                     changed: set[int] | bool = (
@@ -105,46 +108,46 @@ class FileFeed(Generic[T]):
                         if big
                         else self.watched.refresh()
                     )
-                    self._tell(changed)
+                    self._notify(changed)
             await asyncio.sleep(INTERVAL_S if is_live else IDLE_INTERVAL_S)
 
-    def _tell(self, changed: set[int] | bool) -> None:
+    def _notify(self, changed: set[int] | bool) -> None:
         if not self._queues:
             return
         run = self.watched
         if isinstance(run, TrainingCurves):
             message = run.data() if changed else None
         else:
-            told = (run.generation, run.version, run.is_alive, run.problem, run.damage, run.torn)
+            head = (run.generation, run.version, run.is_alive, run.problem, run.damage, run.torn)
             message = (
                 changes(run, changed if isinstance(changed, set) else ())
-                if told != self._told
+                if head != self._sent_head
                 else None
             )
-            self._told = told
+            self._sent_head = head
         for queue in self._queues if message is not None else ():
             queue.put_nowait(message)
 
-    _told: tuple[object, ...] = ()
-    """What the pages' head was made of when they were last sent it."""
+    _sent_head: tuple[object, ...] = ()
+    """Values behind the head that the pages last received."""
 
 
 class FileFeeds:
-    """The feeds of a server; the least lately used are given up, unless a page follows them."""
+    """All feeds of a server. The least recently used are dropped, unless a page follows them."""
 
     def __init__(self) -> None:
         self._runs: OrderedDict[str, FileFeed[WatchedRun]] = OrderedDict()
         self._trainings: dict[Path, FileFeed[TrainingCurves]] = {}
 
-    def run(self, found: LocatedRun) -> FileFeed[WatchedRun]:
-        known = self._runs.get(found.key)
-        if known is None or known.watched.path != found.path or known.watched.is_stale():
-            self._runs[found.key] = FileFeed(WatchedRun(found))
-        self._runs.move_to_end(found.key)
+    def run(self, located: LocatedRun) -> FileFeed[WatchedRun]:
+        feed = self._runs.get(located.key)
+        if feed is None or feed.watched.path != located.path or feed.watched.is_stale():
+            self._runs[located.key] = FileFeed(WatchedRun(located))
+        self._runs.move_to_end(located.key)
         idle = [key for key, feed in self._runs.items() if not feed._queues]
         for key in idle[: max(0, len(self._runs) - MAX_OPEN)]:
             del self._runs[key]
-        return self._runs[found.key]
+        return self._runs[located.key]
 
     def training(self, folder: Path) -> FileFeed[TrainingCurves]:
         if folder not in self._trainings:

@@ -1,8 +1,8 @@
-"""Who may look, and what every answer says besides its data.
+"""Access control of the viewer, and the security headers of every response.
 
-The page listens on loopback and answers only those who call it by a name of this machine, so that a
-page from elsewhere cannot read a journal by renaming itself; on another address it wants a token,
-which moves from the address, where it is seen and kept, to a cookie. Every error is JSON:
+On loopback, the server answers only requests whose host is a name of this machine, so that a
+foreign web page cannot read journals by DNS rebinding. On any other address it requires a token.
+The token moves from the URL, where others may see it, to a cookie. Every error is JSON:
 ``{"error": "…"}``.
 """
 
@@ -24,8 +24,8 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for "
     "'script'; trusted-types 'none'"
 )
-"""Nothing from elsewhere, inline that one script alone; and no string becomes HTML or code, whoever
-wrote it."""
+"""Content-Security-Policy: no resources from other hosts, only one inline script, and no string may
+become HTML or code."""
 _HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -37,34 +37,37 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class BadRequest(Exception):
-    """An address without something that it needs."""
+    """A request without a required parameter, or with an invalid one."""
 
 
 class RequestGuard:
-    """Stands before every handler of one server; ``address`` gives where it listens, once it
-    does."""
+    """Access check in front of every handler of one server."""
 
     def __init__(
         self, host: str, token: str | None, address: Callable[[], tuple[str, int]]
     ) -> None:
-        """Raises ConfigError for an address beyond loopback without a token."""
+        """``address`` returns the URL and the port, once the server listens.
+
+        Raises ConfigError for an address beyond loopback without a token.
+        """
         if not token and not is_loopback(host):
             raise ConfigError(
-                f"{host} can be reached from other machines: give a token (--token), or stay on "
+                f"{host} is reachable from other machines: give a token (--token), or listen on "
                 "127.0.0.1"
             )
-        self._token, self._address = token, address
+        self._token = token
+        self._address = address
 
     @web.middleware
     async def admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The caller's name for us, the token, and every error as JSON."""
+        """Check the token or the host name, and return every error as JSON."""
         if self._token:
-            given = request.query.get("token")
-            if given is not None and request.path == "/" and _same(given, self._token):
-                return self._let_in(self._token)
+            token = request.query.get("token")
+            if token is not None and request.path == "/" and _same(token, self._token):
+                return self._set_cookie(self._token)
             if not _same(self._shown(request), self._token):
                 return _failed(
-                    401, "this page wants its token: open the address that ramify view printed"
+                    401, "this page needs its token: open the address that ramify view printed"
                 )
         elif not is_loopback(_host_of(request)):
             return _failed(
@@ -85,10 +88,10 @@ class RequestGuard:
 
     @property
     def _cookie(self) -> str:
-        # cookies know no ports, and two viewers may run on one machine
+        # Cookies ignore ports, and two viewers may run on the same machine.
         return f"ramify-view-{self._address()[1]}"
 
-    def _let_in(self, token: str) -> web.Response:
+    def _set_cookie(self, token: str) -> web.Response:
         response = web.Response(status=303, headers={"Location": "/"})
         response.set_cookie(self._cookie, token, httponly=True, samesite="Strict")
         return response
@@ -112,8 +115,8 @@ def _failed(status: int, text: str) -> web.Response:
     )
 
 
-def _same(given: str, wanted: str) -> bool:
-    return hmac.compare_digest(given.encode(), wanted.encode())
+def _same(token: str, expected: str) -> bool:
+    return hmac.compare_digest(token.encode(), expected.encode())
 
 
 def _host_of(request: web.Request) -> str:

@@ -1,5 +1,7 @@
-"""The rows of the page's lists: one run, one folder of training, one evaluation, one file that is
-none of these."""
+"""Rows of the lists: a run, a training folder, an evaluation, or an unreadable file.
+
+Not here: finding the files (see run_library.py).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from ramify.viewer.run_kinds import newer
 
 
 class RunRow(msgspec.Struct, omit_defaults=True):
-    """One line of the page's list of runs."""
+    """Row of the list of runs."""
 
     key: str
-    """How its page is addressed."""
+    """Address of its page."""
     id: str
     question: str = ""
     model: str = ""
@@ -28,27 +30,27 @@ class RunRow(msgspec.Struct, omit_defaults=True):
     seconds: float = 0.0
     depth: int = 0
     num_calls: int = 0
-    """Calls in the tree."""
+    """Number of calls in the tree."""
     requests: int = 0
-    """Sent to models."""
+    """Number of model requests."""
     tokens: int = 0
-    """In and out."""
+    """Input plus output tokens."""
     cost: float | None = None
-    """Dollars; None where no model had a price."""
+    """Dollars; None if no model had a known price."""
     stop: str = ""
-    """Empty while it runs, and where it was cut off."""
+    """Stop reason; empty while the run is in progress, and if it was interrupted."""
     reward: float | None = None
-    """The first of its rewards, where it has any."""
+    """Its first reward, if it has any."""
     rewards: dict[str, float] = {}
     alive: bool = False
     source: str = ""
-    """The file of trajectories that it is from; empty for a journal of the default store."""
+    """Path of its file; empty for a run of a store."""
     task: str = ""
     problem: str | None = None
 
 
 class TrainingRow(msgspec.Struct, omit_defaults=True):
-    """One folder of ``ramify train``."""
+    """Row for a folder of ``ramify train``."""
 
     key: str
     name: str
@@ -56,34 +58,34 @@ class TrainingRow(msgspec.Struct, omit_defaults=True):
 
 
 class EvaluationRow(msgspec.Struct, omit_defaults=True):
-    """One evaluation's record."""
+    """Row for the record of an evaluation."""
 
     key: str
     name: str
-    """Of the file, which begins with the time."""
+    """Name of the file, which begins with the date."""
     model: str = ""
     task: str = ""
     split: str = ""
     items: int = 0
     attempts: int = 0
-    """At each item."""
+    """Planned attempts per item."""
     num_made: int = 0
-    """Attempts that were made."""
+    """Number of attempts made so far."""
     score: float | None = None
-    """Mean reward over the attempts that have one."""
+    """Mean reward of the attempts that have one."""
     cost: float | None = None
     problem: str | None = None
 
 
 class UnreadableRow(msgspec.Struct):
-    """A file or folder that was named or found, and why it is not shown."""
+    """Row for a file or folder that cannot be shown, with the reason."""
 
     path: str
     text: str
 
 
 class _Glance(msgspec.Struct):
-    """As much of a trajectory as its row needs; the decoder skips token ids and texts."""
+    """Fields of a trajectory that its row needs; the decoder skips token ids and texts."""
 
     id: str
     question: str
@@ -129,7 +131,7 @@ def row_of_summary(summary: RunSummary, key: str) -> RunRow:
 
 def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunRow:
     try:
-        found = _glance.decode(line)
+        glance = _glance.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return RunRow(
             key,
@@ -137,39 +139,39 @@ def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunRow:
             source=str(path),
             problem=f"{path}, line {number} is damaged: {error}",
         )
-    if found.schema_version > SCHEMA_VERSION:
+    if glance.schema_version > SCHEMA_VERSION:
         return RunRow(
-            key, found.id, source=str(path), problem=newer(path, number, found.schema_version)
+            key, glance.id, source=str(path), problem=newer(path, number, glance.schema_version)
         )
     return RunRow(
         key,
-        found.id,
-        found.question,
-        found.calls[0].model if found.calls else "",
-        found.started_at,
-        found.seconds,
-        max((call.depth for call in found.calls), default=0),
-        len(found.calls),
-        found.usage.calls,
-        found.usage.total_tokens,
-        found.cost,
-        found.stop or "",
-        next(iter(found.rewards.values()), None),
-        found.rewards,
+        glance.id,
+        glance.question,
+        glance.calls[0].model if glance.calls else "",
+        glance.started_at,
+        glance.seconds,
+        max((call.depth for call in glance.calls), default=0),
+        len(glance.calls),
+        glance.usage.calls,
+        glance.usage.total_tokens,
+        glance.cost,
+        glance.stop or "",
+        next(iter(glance.rewards.values()), None),
+        glance.rewards,
         source=str(path),
-        task=found.task,
+        task=glance.task,
     )
 
 
 def row_of_evaluation(path: Path, key: str) -> EvaluationRow:
     problems: list[str] = []
     try:
-        found = read(path, problems)
+        glance = read(path, problems)
     except StoreError as error:
         return EvaluationRow(key, path.stem, problem=str(error))
-    rewards = [each.reward for each in found.outcomes if each.reward is not None]
-    costs = [each.cost for each in found.outcomes if each.cost is not None]
-    plan = found.plan
+    rewards = [each.reward for each in glance.outcomes if each.reward is not None]
+    costs = [each.cost for each in glance.outcomes if each.cost is not None]
+    plan = glance.plan
     return EvaluationRow(
         key,
         path.stem,
@@ -178,7 +180,7 @@ def row_of_evaluation(path: Path, key: str) -> EvaluationRow:
         plan.split,
         plan.items,
         plan.attempts,
-        len(found.outcomes),
+        len(glance.outcomes),
         sum(rewards) / len(rewards) if rewards else None,
         sum(costs) if costs else None,
         problem=problems[0] if problems else None,

@@ -1,10 +1,10 @@
-"""The page's script: its modules put together as they are sent, without a build step.
+"""Bundles the page's JavaScript modules into one script when it is served, without a build step.
 
-A browser asks for twenty modules six at a time, and for the page's data after them; and a file from
-disk may not import others. So ``main.js`` and all that it imports are one script, ``app.js``: one
-module after the other without its import lines, which asks that the names of all of them are
-distinct (a test holds them to it). Modules that are imported only when a page wants them stay
-files, and take what they import from ``app.js``.
+A browser would load twenty modules six at a time, and the page's data only after them; and a page
+opened from disk cannot import modules. So ``main.js`` and everything that it imports become one
+script, ``app.js``: the modules one after another without their import lines. For this the names in
+all modules must be distinct (a test checks it). Modules that are imported on demand stay separate
+files, and import from ``app.js``.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ _VENDOR_EXPORT = re.compile(r"export\s*(?:\{\s*(\w+) as default\s*\}|default (\w
 
 
 def app() -> str:
-    """``main.js`` after the modules that it imports, with what they export."""
+    """Source of ``app.js``: the modules that ``main.js`` imports, then ``main.js`` itself."""
     return "".join(f"// --- {name}\n{source}\n" for name, source in _modules().items())
 
 
 def early() -> str:
-    """What stands in the page itself: the data that it asks for takes longest, and waits for no
-    other file."""
+    """Inline script that requests the run's data at once, because that takes longest."""
     return (STATIC / "early.js").read_text(encoding="utf-8")
 
 
 def module(name: str) -> str:
-    """A module that is imported when it is wanted."""
+    """Source of a module that is imported on demand, with its imports redirected to ``app.js``."""
     source = (STATIC / name).read_text(encoding="utf-8")
     return _IMPORT.sub(
-        lambda found: found[0].replace(found[2], APP) if found[2] in _modules() else found[0],
+        lambda match: match[0].replace(match[2], APP) if match[2] in _modules() else match[0],
         source,
     )
 
 
 def hashed(text: str) -> str:
-    """How a Content-Security-Policy names the one script or style sheet that it allows."""
+    """Hash of a script or style sheet in the form of a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -54,7 +53,7 @@ def _modules() -> dict[str, str]:
 
 
 def _add(name: str, done: dict[str, str]) -> None:
-    """``name`` after all that it imports."""
+    """Add the modules that ``name`` imports, then ``name`` itself, to ``done``."""
     source = (STATIC / name).read_text(encoding="utf-8")
     for names, other in _IMPORT.findall(source):
         if other in done:
@@ -67,6 +66,6 @@ def _add(name: str, done: dict[str, str]) -> None:
 
 
 def _vendored(name: str, source: str) -> str:
-    """A module with one default export as a constant called ``name``."""
-    inside = _VENDOR_EXPORT.sub(lambda found: f"return {found[1] or found[2]};", source)
-    return f"const {name} = (() => {{\n{inside}\n}})();"
+    """Turn a module with one default export into a constant called ``name``."""
+    body = _VENDOR_EXPORT.sub(lambda match: f"return {match[1] or match[2]};", source)
+    return f"const {name} = (() => {{\n{body}\n}})();"

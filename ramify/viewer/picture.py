@@ -1,10 +1,13 @@
-"""A run as its page's first look: the head, and its calls as the columns of a table.
+"""Overview of a run for its page: a head, and the calls as the columns of a table.
 
-Ten thousand calls must reach the page within a fraction of a second, so each column is one list, or
-one value where all are the same; texts are cut to a glance, those of most calls are sent when the
-page stands, and what a call said is left to ``transcript.py``.
+Ten thousand calls must reach the page within a fraction of a second. So each column is one list, or
+one value if all are the same; texts are shortened; and the texts of most calls are sent only when
+the page has been drawn.
 
-    {"num": 3, "columns": {"id": ["0", "0.0", "0.1"], "kind": ["rlm", "lm", "lm"], "cost": null, …}, "head": {…}, "texts": 3}
+    {"num": 3, "columns": {"id": ["0", "0.0", "0.1"], "kind": ["rlm", "lm", "lm"], "cost": null, …},
+     "head": {…}, "texts": 3}
+
+Not here: the content of a call (see transcript.py).
 """
 
 from __future__ import annotations
@@ -36,23 +39,24 @@ COLUMNS: dict[str, Callable[[CallNode], Any]] = {
     "question": attrgetter("question"),
     "answer": attrgetter("answer"),
     "error": attrgetter("error"),
-    "spans": lambda node: [round(each, 4) for each in node.spans] if node.spans else None,
+    "spans": lambda node: [round(at_s, 4) for at_s in node.spans] if node.spans else None,
     "fork": lambda node: None if node.fork is None else [node.fork.call, node.fork.turn],
     "tools": lambda node: node.tools or None,
     "scores": lambda node: (_scores(node) or None) if node.marks else None,
 }
-"""What a page knows of each call, besides ``parent`` and ``reward``. ``turn`` and ``cell`` are
-where the parent made it; ``state`` is one of ``asking``, ``running``, ``open``, ``done``; ``spans``
-are of calls with a session; ``tools`` is [when, whether it failed] of each tool's answer;
-``scores`` is [turn, name, number] of what was scored beside rewards."""
+"""Column -> its value for a call; ``parent`` and ``reward`` are added separately.
+
+``turn`` and ``cell`` are the place in the parent that made the call. ``state`` is ``asking``,
+``running``, ``open`` or ``done``. ``spans`` exists only for calls with a session. ``tools`` has
+[time, whether it failed] for each tool answer. ``scores`` has [turn, name, value] for each score
+other than a reward."""
 TEXTS = ("question", "answer")
-"""Columns that are most of a picture's bytes, and that nothing but a row in sight shows."""
+"""Columns that make up most of a picture's bytes but are visible only in a few rows."""
 _MAX_ERRORS = 200
 
 
 def picture(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any]:
-    """All of the run's first look; questions and answers of the first ``num_texts`` calls alone,
-    where that is given."""
+    """Overview of a run. With ``num_texts``, only so many calls have their question and answer."""
     nodes = run.tree.order
     columns = _columns(run, nodes)
     num_texts = len(nodes) if num_texts is None else min(num_texts, len(nodes))
@@ -60,20 +64,19 @@ def picture(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any]:
         columns[name][num_texts:] = [""] * (len(nodes) - num_texts)
     return {
         "num": len(nodes),
-        "columns": {name: _same(each) for name, each in columns.items()},
+        "columns": {name: _same(column) for name, column in columns.items()},
         "head": head(run),
         "texts": num_texts,
     }
 
 
 def texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
-    """What ``picture`` left out: the texts of all calls from ``first`` on."""
+    """Questions and answers of all calls from index ``first``, which ``picture`` did not send."""
     return {name: [COLUMNS[name](node) for node in run.tree.order[first:]] for name in TEXTS}
 
 
 def changes(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
-    """What a page that has ``picture`` needs to follow: the calls that changed, by index, as
-    columns."""
+    """Update for a page that has a ``picture``: the columns of the changed calls, and the head."""
     order = sorted(changed)
     return {
         "indices": order,
@@ -83,7 +86,7 @@ def changes(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
 
 
 def _columns(run: WatchedRun, nodes: Sequence[CallNode]) -> dict[str, list[Any]]:
-    """``parent`` is an index among the calls before it, or -1."""
+    """All columns of ``nodes``. ``parent`` is the index of an earlier call, or -1."""
     known, scored = run.tree.nodes, run.tree.run.call_rewards
     parents = [known.get(node.parent.call) if node.parent else None for node in nodes]
     return {
@@ -102,47 +105,47 @@ def _columns(run: WatchedRun, nodes: Sequence[CallNode]) -> dict[str, list[Any]]
 
 
 def _same(column: list[Any]) -> Any:
-    """One value for a column that has no other."""
+    """Reduce a column to one value if all its values are the same."""
     first = column[0] if column else None
     is_plain = not isinstance(first, list | tuple)
     return first if is_plain and column.count(first) == len(column) else column
 
 
 def _scores(node: CallNode) -> list[tuple[Any, ...]]:
-    return [(mark.turn, *each) for mark in node.marks for each in mark.values.items()]
+    return [(mark.turn, *score) for mark in node.marks for score in mark.values.items()]
 
 
 def head(run: WatchedRun) -> dict[str, Any]:
-    """What stands above the tree."""
-    told, at_s = run.tree.run, run.tree.at_s
+    """Head of the page: facts about the run as a whole."""
+    trajectory, at_s = run.tree.run, run.tree.at_s
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
-    config = told.metadata
+    config = trajectory.metadata
     return {
         "key": run.key,
-        "id": told.id,
-        "question": told.question,
-        "task": told.task,
+        "id": trajectory.id,
+        "question": trajectory.question,
+        "task": trajectory.task,
         "path": str(run.path),
         "is_journal": run.line is None,
-        "started_at": told.started_at,
+        "started_at": trajectory.started_at,
         "at_s": at_s,
         "alive": run.is_alive,
-        "stop": told.stop,
-        "answer": cut(as_text(told.answer), 4_000),
-        "answered_by": told.answered_by,
-        "usage": fields(told.usage),
-        "cost": told.cost,
-        "seconds": told.seconds or at_s,
-        "context": fields(told.context) if told.context else None,
+        "stop": trajectory.stop,
+        "answer": cut(as_text(trajectory.answer), 4_000),
+        "answered_by": trajectory.answered_by,
+        "usage": fields(trajectory.usage),
+        "cost": trajectory.cost,
+        "seconds": trajectory.seconds or at_s,
+        "context": fields(trajectory.context) if trajectory.context else None,
         "limits": config.get("limits") or {},
         "sandbox": (config.get("sandbox") or {}).get("provider", ""),
         "scaffold": (config.get("scaffold") or {}).get("name", ""),
         "sources": (config.get("sources") or {}).get("paths", []),
-        "rewards": told.rewards,
-        "metrics": told.metrics,
-        "marks": [fields(mark) for mark in told.marks if not mark.call],
-        "errors": told.errors[:_MAX_ERRORS],
-        "num_errors": len(told.errors),
+        "rewards": trajectory.rewards,
+        "metrics": trajectory.metrics,
+        "marks": [fields(mark) for mark in trajectory.marks if not mark.call],
+        "errors": trajectory.errors[:_MAX_ERRORS],
+        "num_errors": len(trajectory.errors),
         "problems": problems,
         "version": run.version,
         "generation": run.generation,
@@ -152,17 +155,18 @@ def head(run: WatchedRun) -> dict[str, Any]:
 
 
 def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:
-    """Of a call: its own, else those of the run where it is the first."""
-    own = run.tree.run.call_rewards.get(node.id)
-    return own or ({} if node.index else run.tree.run.rewards)
+    """Rewards of a call; the first call has those of the run if it has none itself."""
+    call_rewards = run.tree.run.call_rewards.get(node.id)
+    return call_rewards or ({} if node.index else run.tree.run.rewards)
 
 
 def state(node: CallNode) -> str:
+    """State of a call: ``asking``, ``running``, ``open`` or ``done``."""
     if node.stop is not None:
         return "done"
     return "asking" if node.asking >= 0 else "running" if node.is_running else "open"
 
 
 def fields(struct: msgspec.Struct) -> dict[str, Any]:
-    """Every field, also those that have their default."""
+    """All fields of a struct, including those that have their default value."""
     return {name: getattr(struct, name) for name in struct.__struct_fields__}

@@ -1,7 +1,9 @@
-"""What a file holds, told by its first line; and how what was found is named.
+"""Detects the kind of a file by its first line.
 
-journal      a run, event by event            trajectory   a run in each line, as training keeps rollouts
-evaluation   a plan, then an outcome a line   else         a sentence that says why it is not shown
+journal       one run, an event per line
+trajectory    one run per line, as training saves rollouts
+evaluation    a plan, then one outcome per line
+other         a sentence that says why the file cannot be shown
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ from ramify.types.trajectory import SCHEMA_VERSION
 
 Kind = Literal["journal", "trajectory", "evaluation"]
 _MAX_FIRST_LINE = 1 << 26
-"""Bytes; a trajectory with token ids may be long."""
+"""Maximum length of the first line in bytes; a trajectory with token ids may be long."""
 
 
 class LocatedRun(NamedTuple):
-    """Where one run is."""
+    """Location of one run: its address, its file and its line."""
 
     key: str
     path: Path
     line: int | None
-    """Of a file of trajectories, from 1; None for a journal."""
+    """Line number in a file of trajectories, from 1; None for a journal."""
 
 
 def kind_of(path: Path) -> Kind | str:
-    """What a file holds, by its first line; where it is neither, a sentence that says so."""
+    """Return the kind of a file by its first line, or a sentence that says why it has none."""
     with path.open("rb") as file:
         line = file.readline(_MAX_FIRST_LINE).strip()
     if line.startswith(b'{"type":"RunStarted"'):
@@ -48,12 +50,15 @@ def kind_of(path: Path) -> Kind | str:
             return "trajectory"
         if first.get("type") == "plan":
             return "evaluation"
-    return f"{path} is not a run: its first line is neither a RunStarted event, nor a trajectory, nor the plan of an evaluation"
+    return (
+        f"{path} is not a run: its first line is neither a RunStarted event, nor a trajectory, nor "
+        "the plan of an evaluation"
+    )
 
 
 def newer(path: Path, number: int, version: int) -> str:
+    """Error message for a line with a newer schema version."""
     return (
         f"{path}, line {number} was written by a newer Ramify (schema {version}; this one reads up "
-        f"to {SCHEMA_VERSION}): "
-        "pip install -U ramify"
+        f"to {SCHEMA_VERSION}): pip install -U ramify"
     )

@@ -1,11 +1,10 @@
-"""Which runs, trainings and evaluations there are, in the places that were named: the rows of the
-pages' lists.
+"""Lists the runs, training folders and evaluations in the given places.
 
-A place is a store (a folder with ``runs/``), a journal, a file of trajectories, an evaluation's
-record, a folder of ``ramify train``, or a folder that holds such. Everything is looked at anew when
-it is asked for, since files grow; what did not change is remembered. A file that cannot be read is
-a row that says why. Leaves out addresses (``run_locations.py``) and what the page of one shows
-(``watched_run.py``, ``training.py``, ``evaluation.py``).
+A place is a store (a folder with ``runs/``), a journal, a file of trajectories, the record of an
+evaluation, a folder of ``ramify train``, or a folder that contains any of these. Every request
+reads the places again, because files grow; the rows of unchanged files are cached. An unreadable
+file has a row with the reason. Not here: addresses (see run_locations.py) and the pages (see
+watched_run.py, training.py and evaluation.py).
 """
 
 from __future__ import annotations
@@ -32,32 +31,35 @@ from ramify.viewer.run_kinds import LocatedRun, kind_of
 from ramify.viewer.run_locations import RunLocation, RunLocations, walk
 
 MAX_FILES = 5_000
-"""Of one place; what is left out is told."""
+"""Maximum number of files listed from one place; the list says if there are more."""
 _Stamp = tuple[int, int]
 _Rows = list[RunRow | EvaluationRow]
 
 
 class RunLibrary:
-    """What is in the places given; without any, in the default store. ``look`` is for one thread at
-    a time."""
+    """Runs, training folders and evaluations in the given places, or in the default store.
+
+    Only one thread at a time may call ``look``.
+    """
 
     def __init__(self, paths: Sequence[str | Path] = ()) -> None:
-        """Raises ConfigError for a path that is not there."""
+        """Raises ConfigError for a path that does not exist."""
         self._places = RunLocations(paths)
         self._rows: dict[Path, tuple[_Stamp, _Rows]] = {}
         self._problems: list[UnreadableRow] = []
 
     @property
     def places(self) -> list[str]:
-        """What is shown, for the page's head."""
+        """Paths of the places, for the head of the page."""
         return [str(place.path) for place in self._places]
 
     # --- lists
-    # ---------------------------------------------------------------------------------------------------
 
     def look(self) -> tuple[list[RunRow], list[EvaluationRow], list[UnreadableRow]]:
-        """Every run and every evaluation, newest first, those with a problem among them; and what
-        is neither."""
+        """Return all runs and all evaluations, newest first, and the unreadable files.
+
+        A run or evaluation with a problem has a normal row that names the problem.
+        """
         self._problems = []
         rows = [row for place in self._places for row in self._rows_in(place)]
         runs = [row for row in rows if isinstance(row, RunRow)]
@@ -70,7 +72,7 @@ class RunLibrary:
         return self.look()[0]
 
     def trainings(self) -> list[TrainingRow]:
-        """Every folder with metrics, in the order of the places."""
+        """All training folders (those with metrics), in the order of the places."""
         return [
             TrainingRow(place.key(folder), folder.name, str(folder))
             for place in self._places
@@ -87,8 +89,13 @@ class RunLibrary:
         else:
             files = list(self._files(place))
             if not files and not _trainings_in(place):
-                what = "a store, a journal, a file of trajectories, an evaluation's record or a folder of ramify train"
-                self._problems.append(UnreadableRow(str(place.path), f"holds no runs: give {what}"))
+                self._problems.append(
+                    UnreadableRow(
+                        str(place.path),
+                        "contains no runs: give a store, a journal, a file of trajectories, an "
+                        "evaluation's record or a folder of ramify train",
+                    )
+                )
         for path in files:
             try:
                 yield from self._remembered(place, path)
@@ -99,12 +106,12 @@ class RunLibrary:
         if place.path.is_file():
             yield place.path
             return
-        found = walk(
+        paths = walk(
             place.path, lambda name: name.endswith(".jsonl") and name != METRICS, self._failed
         )
-        for number, path in enumerate(found):
+        for number, path in enumerate(paths):
             if number == MAX_FILES:
-                text = f"has more than {MAX_FILES:,} files: name a folder below it"
+                text = f"has more than {MAX_FILES:,} files: give a folder below it"
                 self._problems.append(UnreadableRow(str(place.path), text))
                 return
             yield path
@@ -117,10 +124,10 @@ class RunLibrary:
     def _remembered(self, place: RunLocation, path: Path) -> _Rows:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         stamp = (status.st_size, status.st_mtime_ns)
-        known, rows = self._rows.get(path, (None, []))
-        if known != stamp:
+        cached_stamp, rows = self._rows.get(path, (None, []))
+        if cached_stamp != stamp:
             rows = list(_rows_of(place.key(path), path))
             self._rows[path] = (stamp, rows)
         for row in rows:
@@ -128,34 +135,32 @@ class RunLibrary:
                 row.alive = row.stop == "" and not row.problem and writer(path) is not None
         return rows
 
-    # --- one of them
-    # ---------------------------------------------------------------------------------------------
+    # --- single entries
 
     def find(self, key: str) -> LocatedRun:
-        """The run that ``key`` names. Raises StoreError where there is none."""
+        """Return the run with address ``key``. Raises StoreError if it does not exist."""
         return self._places.run(key)
 
     def training(self, key: str) -> Path:
-        """The folder that ``key`` names. Raises StoreError where there is none."""
+        """Return the training folder with address ``key``. Raises StoreError if unknown."""
         path = self._places.path(key)
         if path is None or not (path / METRICS).is_file():
-            raise StoreError(f"there is no training {key!r} here: the list has those that are")
+            raise StoreError(f"unknown training {key!r}: choose one from the list")
         return path
 
     def evaluation(self, key: str) -> Path:
-        """The record that ``key`` names. Raises StoreError where there is none."""
+        """Return the evaluation record with address ``key``. Raises StoreError if unknown."""
         path = self._places.path(key)
         if path is None or not path.is_file():
-            raise StoreError(f"there is no evaluation {key!r} here: the list has those that are")
+            raise StoreError(f"unknown evaluation {key!r}: choose one from the list")
         return path
 
     def key_of(self, path: Path) -> str | None:
-        """How ``path`` is addressed, where it lies in a place."""
+        """Address of ``path``, or None if it is outside of all places."""
         return self._places.key(path)
 
     def key_of_run(self, record: Path, id: str) -> str | None:
-        """How run ``id`` is addressed that an evaluation's record in the same store names; None
-        where it is not there."""
+        """Address of run ``id`` in the store of an evaluation's record; None if it is missing."""
         path = record.parent.parent / "runs" / f"{id}.jsonl"
         return self.key_of(path) if id and path.is_file() else None
 

@@ -1,10 +1,10 @@
-"""The places that were named, and how what lies in them is addressed.
+"""Places that the viewer was given, and the addresses of the runs and files in them.
 
-    20260301-142501-5gk0x7m-which-host      a run of the first store
-    p2:20260301-…                           of the place with number 2
-    p3/rollouts/step-000010.jsonl:7         line 7 of a file of trajectories under place 3
+    20260301-142501-5gk0x7m-which-host      a run of the first place, a store
+    p2:20260301-…                           a run of place 2, a store
+    p3/rollouts/step-000010.jsonl:7         line 7 of a file of trajectories in place 3
 
-Nothing outside of the places is ever given, whatever an address says.
+No address can reach a file outside of the places.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from ramify.store.store import Store
 from ramify.viewer.run_kinds import LocatedRun
 
 MAX_DEPTH = 4
-"""Folders below a named one that are searched."""
+"""Maximum depth of the search below a place."""
 _NOT_SEARCHED = ("checkpoints", "policy", "blobs", "reference")
 
 
 class RunLocation(NamedTuple):
-    """A store, a file, or a folder."""
+    """One place: a store, a file or a folder."""
 
     number: int
     path: Path
     store: Store | None
 
     def key(self, path: Path) -> str:
-        """How a file or folder below is addressed; a run of the store by its id."""
-        rest = path.relative_to(self.path)
-        if self.store is not None and rest.parent == Path("runs"):
+        """Address of a file or folder below this place. A run of the store has its id."""
+        relative = path.relative_to(self.path)
+        if self.store is not None and relative.parent == Path("runs"):
             return path.stem if self.number == 0 else f"p{self.number}:{path.stem}"
-        return f"p{self.number}/{'' if rest == Path() else rest.as_posix()}"
+        return f"p{self.number}/{'' if relative == Path() else relative.as_posix()}"
 
 
 class RunLocations:
-    """In the order in which they were named; without any, the default store."""
+    """All places in the given order; the default store if none are given."""
 
     def __init__(self, paths: Sequence[str | Path] = ()) -> None:
-        """Raises ConfigError for a path that is not there."""
+        """Raises ConfigError for a path that does not exist."""
         self._all = [_place(number, path) for number, path in enumerate(paths)]
         if not paths:
             store = Store()
@@ -51,38 +51,42 @@ class RunLocations:
         return iter(self._all)
 
     def run(self, key: str) -> LocatedRun:
-        """The run that ``key`` names. Raises StoreError where there is none."""
-        place, rest, is_file = self._split(key)
+        """Return the run with address ``key``. Raises StoreError if it does not exist."""
+        place, name, is_file = self._split(key)
         if place is None:
-            raise StoreError(f"there is no run {key!r} here: the list has those that are")
+            raise StoreError(f"unknown run {key!r}: choose one from the list")
         if not is_file:
             if place.store is None:
-                raise StoreError(f"there is no run {key!r} in {place.path}")
-            return LocatedRun(key, place.store.path(rest), None)
-        name, colon, number = rest.rpartition(":")
+                raise StoreError(f"{place.path} has no run {key!r}")
+            return LocatedRun(key, place.store.path(name), None)
+        file_name, colon, number = name.rpartition(":")
         is_line = bool(colon) and number.isdigit()
-        path = _below(place, name if is_line else rest)
+        path = _below(place, file_name if is_line else name)
         return LocatedRun(key, path, int(number) if is_line else None)
 
     def path(self, key: str) -> Path | None:
-        """The file or folder that ``key`` names; None for what is no such address. Raises
-        StoreError where it is gone."""
-        place, rest, is_file = self._split(key)
-        return _below(place, rest) if place is not None and is_file else None
+        """Return the file or folder with address ``key``; None if it is not such an address.
+
+        Raises StoreError if the file or folder no longer exists.
+        """
+        place, name, is_file = self._split(key)
+        return _below(place, name) if place is not None and is_file else None
 
     def key(self, path: Path) -> str | None:
-        """How ``path`` is addressed, where it lies in a place."""
+        """Address of ``path``, or None if it is outside of all places."""
         for place in self._all:
             if path.is_relative_to(place.path):
                 return place.key(path)
         return None
 
     def _split(self, key: str) -> tuple[RunLocation | None, str, bool]:
-        """(place, what of it, whether that is a path); ``p3/a.jsonl:7`` -> (place 3, ``a.jsonl:7``,
-        True)."""
+        """Split an address: ``p3/a.jsonl:7`` -> (place 3, ``a.jsonl:7``, True).
+
+        The last value says whether the second is a path.
+        """
         for mark in (":", "/"):
-            head, found, tail = key.partition(mark)
-            if found and head[:1] == "p" and head[1:].isdecimal() and "/" not in head:
+            head, separator, tail = key.partition(mark)
+            if separator and head[:1] == "p" and head[1:].isdecimal() and "/" not in head:
                 number = int(head[1:])
                 return self._all[number] if number < len(self._all) else None, tail, mark == "/"
         return self._all[0], key, False
@@ -90,12 +94,14 @@ class RunLocations:
 
 def walk(
     folder: Path,
-    wanted: Callable[[str], bool],
+    matches: Callable[[str], bool],
     failed: Callable[[Path, OSError], None] | None = None,
     depth: int = 0,
 ) -> Iterator[Path]:
-    """Files below ``folder`` in order of name; checkpoints of a policy are not looked into.
-    ``failed`` is told of a folder that cannot be read."""
+    """Yield the files below ``folder`` whose name ``matches``, in order of name.
+
+    Folders of checkpoints are skipped. ``failed`` is called for a folder that cannot be read.
+    """
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
@@ -105,23 +111,23 @@ def walk(
     for entry in entries:
         if entry.is_dir():
             if depth < MAX_DEPTH and entry.name not in _NOT_SEARCHED and not entry.is_symlink():
-                yield from walk(entry, wanted, failed, depth + 1)
-        elif wanted(entry.name):
+                yield from walk(entry, matches, failed, depth + 1)
+        elif matches(entry.name):
             yield entry
 
 
-def _place(number: int, given: str | Path) -> RunLocation:
-    path = Path(given).expanduser().resolve()
+def _place(number: int, name: str | Path) -> RunLocation:
+    path = Path(name).expanduser().resolve()
     if not path.exists():
-        raise ConfigError(f"there is no file or folder {given}, and no run of that name")
+        raise ConfigError(f"{name} is neither a file nor a folder, nor the name of a run")
     return RunLocation(number, path, Store(path) if (path / "runs").is_dir() else None)
 
 
-def _below(place: RunLocation, rest: str) -> Path:
-    """Never outside of the place, whatever the address says."""
-    path = (place.path / rest).resolve() if rest else place.path
+def _below(place: RunLocation, name: str) -> Path:
+    """Path of a file or folder in a place. Raises StoreError for a path that leaves the place."""
+    path = (place.path / name).resolve() if name else place.path
     if not path.is_relative_to(place.path) or not path.exists():
-        raise StoreError(f"there is no {rest!r} in {place.path}")
+        raise StoreError(f"{place.path} has no {name!r}")
     if not path.is_file() and not path.is_dir():
-        raise StoreError(f"{path} is no regular file")  # a pipe would be waited for
+        raise StoreError(f"{path} is not a regular file")  # opening a pipe would block
     return path

@@ -1,9 +1,8 @@
-"""The tree of a run as it is looked at: each call as one node, with what its row and its bar show,
-and no more.
+"""Call tree of a run for the viewer: each call is a node with only what its row and its bar show.
 
-A node knows where the lines of its call are in the journal, so that ``call_detail.py`` finds them.
-What is told of the run as a whole is a ``Trajectory`` that has no calls. Leaves out files
-(``watched_run.py``) and what a page gets (``picture.py``).
+A node records where the lines of its call are in the journal, so that call_detail.py can find them.
+The run as a whole is a ``Trajectory`` without calls. Not here: reading files (see watched_run.py)
+and the data that a page receives (see picture.py).
 """
 
 from __future__ import annotations
@@ -35,21 +34,24 @@ from ramify.viewer.event_glances import (
 )
 
 GLANCE = 120
-"""Characters of a text that a row shows."""
+"""Maximum characters of a text in a row."""
 
 
 class CallNode(msgspec.Struct, gc=False):
-    """One call. There may be many thousands, most of them plain, so what those do not have is one
-    empty tuple."""
+    """One call of the tree.
+
+    There may be many thousands, most of them plain calls, so fields that those lack default to a
+    shared empty tuple.
+    """
 
     index: int
-    """In order of issue."""
+    """Position in order of creation."""
     id: str
     kind: str
     model: str
     depth: int
     question: str
-    """Cut to a glance, as ``answer`` and ``error``."""
+    """Shortened, as are ``answer`` and ``error``."""
     parent: Parent | None = None
     fork: Fork | None = None
     started_s: float = 0.0
@@ -61,38 +63,38 @@ class CallNode(msgspec.Struct, gc=False):
     output_tokens: int = 0
     cost: float | None = None
     num_turns: int = 0
-    """That have a reply."""
+    """Number of turns that have a reply."""
     asking: int = -1
-    """The turn whose request is out; -1 for none."""
+    """Turn with a pending request; -1 for none."""
     is_running: bool = False
-    """It has a reply whose code runs."""
+    """Whether the code of the last reply is running."""
     spans: tuple[float, ...] = ()
-    """Of a session: sent, answered, sent, answered …, in seconds since the run began; odd in number
-    while it asks."""
+    """Times of each request and reply of a session in turn, in seconds since the run began. The
+    number is odd while a request is pending."""
     tools: tuple[tuple[float, bool], ...] = ()
-    """When a tool of the user's answered, and whether it failed."""
+    """(time, whether it failed) of each answer of a user's tool."""
     marks: tuple[Annotation, ...] = ()
     version: int = 0
-    """Of the run when this call last changed."""
+    """Version of the run at the last change of this call."""
     last_line: int = -1
-    """Of the journal, counted from 0; ``RunTree.lines_of`` goes back from it to those before."""
+    """Its last line in the journal, from 0. ``RunTree.lines_of`` follows the lines back from it."""
 
 
 class RunTree:
-    """What is known of a run so far; valid after every event, also of a run that was cut off."""
+    """Call tree of a run so far. It is valid after every event, also for an interrupted run."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, CallNode] = {}
-        """By call id, in order of issue."""
+        """Call id -> node, in order of creation."""
         self.order: list[CallNode] = []
         self.at_s = 0.0
-        """Seconds since the run began, at its last event."""
+        """Time of the last event, in seconds since the run began."""
         self.version = 0
-        """Counts up with every event, which each have a line."""
+        """Number of journal lines so far; each event has one line."""
         self._starts = array("q")
         """Line of the journal -> its offset."""
         self._before = array("q")
-        """Line of the journal -> the one before it that is about the same call; -1 for none."""
+        """Line of the journal -> the previous line about the same call; -1 for none."""
         self._fold = TrajectoryFold()
         self._acts: dict[type[Any], Callable[[Any], CallNode | None]] = {
             CallStartGlance: self._begin,
@@ -110,12 +112,14 @@ class RunTree:
 
     @property
     def run(self) -> Trajectory:
-        """All that is known of it but its calls."""
+        """The run as a whole, without its calls."""
         return self._fold.trajectory
 
     def apply(self, event: AnyGlance, offset: int) -> CallNode | None:
-        """Take ``event`` in, whose line of the journal begins at ``offset``; the call that it is
-        about. Raises KeyError or IndexError where it does not follow from those before it."""
+        """Apply ``event``, whose journal line begins at ``offset``, and return its call's node.
+
+        Raises KeyError or IndexError if the event is inconsistent with the earlier ones.
+        """
         kind = type(event)
         node = self._acts[kind](event)
         line = self.version
@@ -132,20 +136,19 @@ class RunTree:
         return node
 
     def skip(self, offset: int) -> None:
-        """Count a line that could not be taken in."""
+        """Count a line that could not be applied."""
         self.version += 1
         self._starts.append(offset)
         self._before.append(-1)
 
     def lines_of(self, node: CallNode, after: int = -1) -> list[tuple[int, int]]:
-        """(number from 0, offset) of the journal's lines that are about ``node``, in order, of
-        those after ``after``."""
-        found = []
+        """Return (number from 0, offset) of each journal line about ``node`` after ``after``."""
+        lines = []
         line = node.last_line
         while line > after:
-            found.append((line, self._starts[line]))
+            lines.append((line, self._starts[line]))
             line = self._before[line]
-        return found[::-1]
+        return lines[::-1]
 
     def _begin(self, event: CallStartGlance) -> CallNode:
         node = self.nodes[event.id] = CallNode(
@@ -215,7 +218,7 @@ class RunTree:
         if node is not None:
             node.marks += tuple(self.run.marks[before:])
         elif self.order and not event.call:
-            return self.order[0]  # whose row shows the run's rewards
+            return self.order[0]  # its row shows the rewards of the run
         return node
 
     def _charge(self, node: CallNode, usage: Usage, cost: float | None) -> None:
@@ -228,7 +231,7 @@ class RunTree:
             run.cost = (run.cost or 0.0) + cost
 
     def take(self, trajectory: Trajectory) -> None:
-        """Become the tree of ``trajectory``, which is whole."""
+        """Build the tree from a complete trajectory instead of events."""
         self._fold.trajectory = trajectory
         for call in trajectory.calls:
             self.order.append(_node_of(call, len(self.order)))
@@ -263,12 +266,12 @@ def _node_of(call: Call, index: int) -> CallNode:
 
 
 def cut(text: str, width: int = GLANCE) -> str:
-    """``text``, cut to ``width``."""
+    """Shorten ``text`` to ``width`` characters."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def as_text(value: Any) -> str:
-    """An answer as text; empty for None."""
+    """Convert an answer to text; empty for None."""
     return (
         value
         if isinstance(value, str)

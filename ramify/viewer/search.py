@@ -1,7 +1,7 @@
-"""Where a word is said in a run.
+"""Full-text search in one run.
 
-A journal is read from its beginning, line by line, and only a line that has the word's bytes is
-decoded: so that a run of many megabytes is searched without being kept.
+A journal is read line by line, and only lines that contain the bytes of the query are decoded. So a
+run of many megabytes is searched without holding it in memory.
 """
 
 from __future__ import annotations
@@ -29,35 +29,33 @@ from ramify.types.trajectory import Cell, Trajectory
 from ramify.viewer.run_tree import as_text
 from ramify.viewer.watched_run import WatchedRun
 
-MAX_FOUND = 200
+MAX_HITS = 200
 _MARGIN = 60
-"""Characters around what was searched for."""
-Said = tuple[str, int, str, str]
+"""Characters of context on each side of a match."""
+TextPlace = tuple[str, int, str, str]
 """(call, turn, part, text); turn -1 for the call itself."""
 
 
-def search(run: WatchedRun, wanted: str) -> dict[str, Any]:
-    """Where ``wanted`` is said, in any case, in order of the calls; of more than ``MAX_FOUND``
+def search(run: WatchedRun, query: str) -> dict[str, Any]:
+    """Where ``wanted`` is said, in any case, in order of the calls; of more than ``MAX_HITS``
     places the first said."""
-    found: list[dict[str, Any]] = []
-    needle = wanted.lower()
+    hits: list[dict[str, Any]] = []
+    needle = query.lower()
     more = False
     for call, turn, where, text in _texts(run, needle) if needle else ():
         at = text.lower().find(needle)
         if at < 0 or call not in run.tree.nodes:
             continue
-        if more := len(found) == MAX_FOUND:
+        if more := len(hits) == MAX_HITS:
             break
         start = max(0, at - _MARGIN)
-        snippet = text[start : at + len(wanted) + _MARGIN]
-        found.append(
-            {"call": call, "turn": turn, "where": where, "text": snippet, "at": at - start}
-        )
-    found.sort(key=lambda each: run.tree.nodes[each["call"]].index)
-    return {"found": found, "more": more}
+        snippet = text[start : at + len(query) + _MARGIN]
+        hits.append({"call": call, "turn": turn, "where": where, "text": snippet, "at": at - start})
+    hits.sort(key=lambda hit: run.tree.nodes[hit["call"]].index)
+    return {"found": hits, "more": more}
 
 
-def _texts(run: WatchedRun, needle: str) -> Iterator[Said]:
+def _texts(run: WatchedRun, needle: str) -> Iterator[TextPlace]:
     if run.line is not None:
         yield from _of_trajectory(run.tree.run)
         return
@@ -73,13 +71,13 @@ def _texts(run: WatchedRun, needle: str) -> Iterator[Said]:
             if read > run.offset:
                 return
             if not raw or raw in line.lower():
-                with suppress(StoreError):  # damaged: the page says so already
+                with suppress(StoreError):  # damaged: the page already shows it
                     yield from _of_event(decode_line(line, run.path, number))
     except StoreError:
-        return  # the same of a file that cannot be read
+        return  # unreadable: the page already shows it
 
 
-def _of_event(event: AnyEvent) -> Iterator[Said]:
+def _of_event(event: AnyEvent) -> Iterator[TextPlace]:
     match event:
         case CallStarted():
             yield event.id, -1, "question", event.question
@@ -105,7 +103,7 @@ def _of_event(event: AnyEvent) -> Iterator[Said]:
             pass
 
 
-def _of_trajectory(trajectory: Trajectory) -> Iterator[Said]:
+def _of_trajectory(trajectory: Trajectory) -> Iterator[TextPlace]:
     for call in trajectory.calls:
         yield call.id, -1, "question", call.question
         for index, turn in enumerate(call.turns):
@@ -120,13 +118,13 @@ def _of_trajectory(trajectory: Trajectory) -> Iterator[Said]:
         yield mark.call, mark.turn, f"score by {mark.by}", mark.text
 
 
-def _of_reply(call: str, turn: int, message: Message) -> Iterable[Said]:
+def _of_reply(call: str, turn: int, message: Message) -> Iterable[TextPlace]:
     yield call, turn, "reply", message.content
     yield call, turn, "reasoning", message.reasoning or ""
     for tool in message.tool_calls:
         yield call, turn, "tool call", tool.arguments
 
 
-def _of_cell(call: str, turn: int, cell: Cell) -> Iterable[Said]:
+def _of_cell(call: str, turn: int, cell: Cell) -> Iterable[TextPlace]:
     for where, text in (("output", cell.stdout), ("value", cell.value), ("error", cell.error)):
         yield call, turn, where, text or ""

@@ -1,5 +1,4 @@
-"""The token ids of one turn as its page shows them, with what is known of each: text,
-log-probability, advantage, scores."""
+"""Tokens of one turn for its page: ids, texts, log-probabilities, advantages and scores."""
 
 from __future__ import annotations
 
@@ -14,34 +13,34 @@ from ramify.viewer.watched_run import WatchedRun
 
 
 def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -> dict[str, Any]:
-    """The ids of one turn: first those that it was given, then those that it sampled, each with
-    what is known of it.
+    """Return the prompt ids and the sampled ids of one turn, with the data about each token.
 
-    ``advantages`` are where a training run noted them (``train/stages.py``): one number for the
-    whole turn, or a list. ``scores`` are what signals found of each sampled token, by name."""
+    ``advantages`` exists if a training run recorded them (see train/stages.py). ``scores`` maps the
+    name of each signal to its score of each sampled token.
+    """
     call = run.whole(id).call
     if not 0 <= turn < len(call.turns):
         raise StoreError(f"call {id} has no turn {turn + 1}")
     reply = call.turns[turn].reply
-    given, sampled = list(reply.prompt_ids or ()), list(reply.token_ids or ())
-    noted = (run.tree.run.metadata.get("advantages") or {}).get(f"{id}/{turn}")
+    prompt_ids, sampled = list(reply.prompt_ids or ()), list(reply.token_ids or ())
+    stored = (run.tree.run.metadata.get("advantages") or {}).get(f"{id}/{turn}")
     advantages = (
-        noted if isinstance(noted, list) else None if noted is None else [noted] * len(sampled)
+        stored if isinstance(stored, list) else None if stored is None else [stored] * len(sampled)
     )
     return {
         "reused": call.turns[turn].reused_ids,
-        "given": given,
+        "given": prompt_ids,
         "sampled": sampled,
         "logprobs": list(reply.logprobs) if reply.logprobs else None,
         "versions": _versions(reply),
         "advantages": advantages,
         "scores": _scores(run, id, turn, len(sampled)),
-        "texts": _decoded(tokenizer, [*given, *sampled]),
+        "texts": _decoded(tokenizer, [*prompt_ids, *sampled]),
     }
 
 
 def _scores(run: WatchedRun, id: str, turn: int, num: int) -> dict[str, list[float]]:
-    """What was scored of each token; what has another length than the reply is left out."""
+    """Scores of each sampled token by name, without those whose length differs from the reply."""
     marks = [mark for mark in run.tree.nodes[id].marks if mark.turn == turn]
     return {
         name: values for mark in marks for name, values in mark.tokens.items() if len(values) == num
@@ -49,7 +48,7 @@ def _scores(run: WatchedRun, id: str, turn: int, num: int) -> dict[str, list[flo
 
 
 def _versions(reply: Reply) -> list[int] | None:
-    """The policy's version that sampled each token; -1 where it is not known."""
+    """Policy version that sampled each token; -1 if unknown."""
     if not reply.versions:
         return None
     versions = [-1] * len(reply.token_ids or ())
@@ -59,12 +58,15 @@ def _versions(reply: Reply) -> list[int] | None:
 
 
 def _decoded(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
-    """The text of each id, where the model's tokenizer is at hand and the library that reads it is
-    installed."""
+    """Text of each id; None without a tokenizer or without the library that reads it."""
     if tokenizer is None:
         return None
-    known = _tokenizer(tokenizer)
-    return None if known is None else [known.decode([id], skip_special_tokens=False) for id in ids]
+    tokenizer = _tokenizer(tokenizer)
+    return (
+        None
+        if tokenizer is None
+        else [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -80,18 +82,17 @@ def _tokenizer(path: Path) -> Any:
 
 
 def tokenizer_of(run: WatchedRun, models: Iterable[str]) -> Path | None:
-    """The tokenizer's file of the policy that the run was asked: of a training's folder, or of a
-    local model."""
-    near = [
+    """Tokenizer file of the run's policy, from its training folder or its local model."""
+    candidates = [
         run.path.parent.parent / "policy",
         *sorted((run.path.parent.parent / "checkpoints").glob("*/policy")),
     ]
     for model in models:
         if model.startswith("local:"):
-            near.append(Path(model.removeprefix("local:")).expanduser())
+            candidates.append(Path(model.removeprefix("local:")).expanduser())
         elif model == "tiny":
-            near.append(Path(__file__).parents[1] / "policy" / "tiny")
-    for folder in near:
+            candidates.append(Path(__file__).parents[1] / "models" / "tiny")
+    for folder in candidates:
         if (folder / "tokenizer.json").is_file():
             return folder / "tokenizer.json"
     return None

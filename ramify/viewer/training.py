@@ -1,9 +1,7 @@
-"""A folder of ``ramify train`` as its page shows it: every measured name over the steps, and the
-rollouts that were kept.
+"""Data of a training page: every metric over the steps, and the saved rollouts.
 
-metrics.jsonl          {"names": {"reward": [[step, …], [value, …]], …}, "evaluations": {…},
-"stages": […]} rollouts/step-N.jsonl  the trajectories of a step, best and worst first to be looked
-at, and what each depth did
+metrics.jsonl            {"names": {"reward": [[step, …], [value, …]], …}, "stages": […], …}
+rollouts/step-N.jsonl    the rollouts of one step, best first, and metrics for each depth
 """
 
 from __future__ import annotations
@@ -21,37 +19,38 @@ from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
 from ramify.viewer.run_tree import as_text, cut
 
 FINAL = ("first", "last", "best")
-"""Stages of evaluations that stand apart from the curves."""
+"""Stages of the evaluations before and after training, which are shown apart from the curves."""
 _STEP = re.compile(r"step-(\d+)\.jsonl")
 _decoder = msgspec.json.Decoder(StepMetrics)
 _trajectory = msgspec.json.Decoder(Trajectory)
 
 
 class TrainingCurves:
-    """What was measured so far, brought up to date by reading what the file gained."""
+    """Metrics of a training run so far; ``refresh`` reads what the file has gained."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / FILE
-        self.offset = self._inode = 0
+        self.offset = 0
+        self._inode = 0
         self._unreadable = ""
-        """Why the file cannot be read now; empty while it can."""
+        """Reason why the file cannot be read now, or empty."""
         self._clear()
 
     def _clear(self) -> None:
         self.offset = 0
         self.names: dict[str, tuple[list[int], list[float]]] = {}
         self.stages: list[tuple[str, int]] = []
-        """(stage, its first step)"""
+        """(stage, its first step)."""
         self.final: list[dict[str, Any]] = []
-        """Evaluations before rollouts and at the end: {stage, step, values}."""
+        """Evaluations before and after training: {stage, step, values}."""
         self.at_s = 0.0
         self.step = 0
         self.problems: list[str] = []
         self.version = 0
 
     def size_changed(self) -> bool:
-        """Whether there is something new to read; one system call."""
+        """Whether the file has changed since it was read. Costs one system call."""
         try:
             stat = self.path.stat()
         except OSError:
@@ -59,7 +58,10 @@ class TrainingCurves:
         return stat.st_size != self.offset or stat.st_ino != self._inode
 
     def refresh(self) -> bool:
-        """Read what is new. A file that was cut or replaced, as by a resumed run, is read anew."""
+        """Read new lines; return whether anything changed.
+
+        A file that was truncated or replaced, for example by a resumed run, is read from the start.
+        """
         before = self._unreadable
         try:
             with self.path.open("rb") as file:
@@ -75,12 +77,12 @@ class TrainingCurves:
         except OSError as error:
             self._unreadable = f"cannot read {self.path}: {error.strerror}"
             return self._unreadable != before
-        whole = data[: data.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        for line in whole.split(b"\n"):
+        complete = data[: data.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        for line in complete.split(b"\n"):
             if line.strip():
                 self._add(line)
-        return bool(whole) or self._unreadable != before
+        return bool(complete) or self._unreadable != before
 
     def _add(self, line: bytes) -> None:
         self.version += 1
@@ -89,10 +91,11 @@ class TrainingCurves:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if len(self.problems) < 10:
                 self.problems.append(
-                    f"{self.path}, line {self.version} is damaged and left out: {error}"
+                    f"{self.path}, line {self.version} is damaged and was skipped: {error}"
                 )
             return
-        self.step, self.at_s = measured.step, measured.at_s
+        self.step = measured.step
+        self.at_s = measured.at_s
         if measured.stage in FINAL:
             self.final.append(
                 {"stage": measured.stage, "step": measured.step, "values": measured.values}
@@ -124,22 +127,24 @@ class TrainingCurves:
 
 
 def kept(folder: Path) -> dict[int, Path]:
-    """Step -> the file with its rollouts."""
-    found = {}
+    """Step -> file with its saved rollouts."""
+    files = {}
     for path in (folder / "rollouts").glob("step-*.jsonl"):
-        if named := _STEP.fullmatch(path.name):
-            found[int(named[1])] = path
-    return found
+        if match := _STEP.fullmatch(path.name):
+            files[int(match[1])] = path
+    return files
 
 
 def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
-    """The rollouts of ``step``, best first; ``key`` is how its file is addressed. Raises StoreError
-    where none are kept."""
+    """Rollouts of ``step``, best first; ``key`` is the address of their file.
+
+    Raises StoreError if that step has no saved rollouts.
+    """
     path = kept(folder).get(step)
     if path is None:
         raise StoreError(
-            f"{folder} kept no rollouts of step {step}: schedule.save_rollouts_every says how "
-            "often they are kept"
+            f"{folder} has no saved rollouts of step {step}: schedule.save_rollouts_every sets how "
+            "often they are saved"
         )
     rows, problems, trajectories = [], [], []
     with path.open("rb") as file:
@@ -147,11 +152,11 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
             try:
                 tree = _trajectory.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
-                problems.append(f"{path}, line {number} is damaged and left out: {error}")
+                problems.append(f"{path}, line {number} is damaged and was skipped: {error}")
                 continue
             if tree.schema_version > SCHEMA_VERSION:
                 problems.append(
-                    f"{path}, line {number} was written by a newer Ramify and is left out"
+                    f"{path}, line {number} was written by a newer Ramify and was skipped"
                 )
                 continue
             trajectories.append(tree)

@@ -1,8 +1,7 @@
-"""One call, whole, as its page shows it: what it was told, what it said, what its code did, turn by
-turn.
+"""Transcript of one call for its page: prompts, replies, code and output, turn by turn.
 
-Texts longer than ``MAX_TEXT`` are cut, with their true length beside them, unless the whole is
-asked for: a sub-call's prompt may be half a megabyte, and nobody reads it at once.
+A text longer than ``MAX_TEXT`` is cut and comes with its full length, unless the full text is
+requested: the prompt of a sub-call may be half a megabyte.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from ramify.viewer.run_tree import as_text
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_TEXT = 20_000
-"""Characters of one text."""
+"""Maximum characters of one text."""
 
 
 def transcript(
     run: WatchedRun, id: str, first_turn: int = 0, max_text: int | None = MAX_TEXT
 ) -> dict[str, Any]:
-    """Call ``id`` from ``first_turn`` on. Raises StoreError where there is no such call."""
-    whole = run.whole(id)
-    call, node, cut = whole.call, run.tree.nodes[id], _TextCutter(max_text)
+    """Transcript of call ``id`` from ``first_turn``. Raises StoreError if there is no such call."""
+    detail = run.whole(id)
+    call, node, cut = detail.call, run.tree.nodes[id], _TextCutter(max_text)
     return {
         "id": call.id,
         "kind": call.kind,
@@ -43,7 +42,7 @@ def transcript(
         "cost": call.cost,
         "started_s": call.started_s,
         "ended_s": call.ended_s,
-        "last_word": whole.last_word,
+        "last_word": detail.last_word,
         "context": fields(call.context) if call.context else None,
         "parent": fields(call.parent) if call.parent else None,
         "fork": fields(call.fork) if call.fork else None,
@@ -52,17 +51,19 @@ def transcript(
         "first_turn": first_turn,
         "num_turns": len(call.turns),
         "turns": [
-            _turn(turn, index, whole.spans[2 * index : 2 * index + 2], whole.tools, node.marks, cut)
+            _turn(
+                turn, index, detail.spans[2 * index : 2 * index + 2], detail.tools, node.marks, cut
+            )
             for index, turn in enumerate(call.turns)
             if index >= first_turn
         ],
-        "pending": _pending(whole.pending, cut),
-        "notes": [{**fields(note), "text": note.text[:MAX_TEXT]} for note in whole.notes],
+        "pending": _pending(detail.pending, cut),
+        "notes": [{**fields(note), "text": note.text[:MAX_TEXT]} for note in detail.notes],
     }
 
 
 class _TextCutter:
-    """Texts as the page gets them: a string, or ``{"text": …, "chars": N}`` where it was cut."""
+    """Function that shortens a text: returns a string, or ``{"text": …, "chars": N}`` if cut."""
 
     def __init__(self, max_text: int | None) -> None:
         self._max = max_text
@@ -81,11 +82,11 @@ def _turn(
     marks: Sequence[Annotation],
     cut: _TextCutter,
 ) -> dict[str, Any]:
-    used = [each for each in tools if each.turn == index]
+    answers = [answer for answer in tools if answer.turn == index]
     return {
         "index": index,
         "reused": turn.reused,
-        "prompt": [_message(each, cut) for each in turn.prompt],
+        "prompt": [_message(message, cut) for message in turn.prompt],
         "reply": _message(turn.reply.message, cut),
         "finish": turn.reply.finish,
         "seconds": turn.reply.seconds,
@@ -96,7 +97,7 @@ def _turn(
         "num_sampled": len(turn.reply.token_ids or ()),
         "asked_s": span[0] if span else None,
         "replied_s": span[1] if len(span) > 1 else None,
-        "tools": [_tool(each, cut) for each in used],
+        "tools": [_tool(answer, cut) for answer in answers],
         "marks": [_mark(mark) for mark in marks if mark.turn == index],
     }
 
@@ -129,8 +130,7 @@ def _cell(cell: Cell, cut: _TextCutter) -> dict[str, Any]:
 
 
 def _tool(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
-    """What a tool of the user's gave to a cell; its result as the session's codec writes it,
-    without the wrapping."""
+    """Answer of a user's tool, with its result unwrapped from the session's encoding."""
     result = tool.result
     if isinstance(result, dict) and result.keys() == {"value"}:
         result = result["value"]
@@ -148,8 +148,8 @@ def _mark(mark: Annotation) -> dict[str, Any]:
     return {"by": mark.by, "values": mark.values, "tokens": list(mark.tokens), "text": mark.text}
 
 
-def _pending(asked: PendingRequest | None, cut: _TextCutter) -> dict[str, Any] | None:
-    if asked is None:
+def _pending(request: PendingRequest | None, cut: _TextCutter) -> dict[str, Any] | None:
+    if request is None:
         return None
-    prompt = [_message(each, cut) for each in asked.prompt]
-    return {"turn": asked.turn, "reused": asked.reused, "prompt": prompt, "at_s": asked.at_s}
+    prompt = [_message(message, cut) for message in request.prompt]
+    return {"turn": request.turn, "reused": request.reused, "prompt": prompt, "at_s": request.at_s}

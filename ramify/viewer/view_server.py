@@ -1,15 +1,19 @@
-"""The viewer's server: a page, its data as JSON, and what changes as server-sent events.
+"""HTTP server of the viewer: the page, its data as JSON, and changes as server-sent events.
 
-    GET /                        the page; /static/… its modules and styles
-    GET /api/runs                every run, evaluation and training, and what could not be read
-    GET /api/run?key=            one run's picture (&texts= of so many calls);  /api/texts  the texts of the rest (&from=)
-    GET /api/call?key=           one call of it;  /api/tokens  one turn's ids;  /api/search
-    GET /api/events?key=         what changes in it, from the version that the page has
-    GET /api/journal?key=        the file, to be kept; of runs and records alone
-    GET /api/training?key=       curves;  /api/training/events  as they grow;  /api/samples  a step's rollouts
-    GET /api/evaluation?key=     figures, attempts, and the difference to another (&other=)
+    GET /                        the page; /static/… has its scripts and styles
+    GET /api/runs                all runs, evaluations and training folders, and unreadable files
+    GET /api/run?key=            overview of a run, with the texts of &texts= calls
+    GET /api/texts?key=          texts of the other calls, from index &from=
+    GET /api/call?key=           one call of a run
+    GET /api/tokens?key=         tokens of one turn
+    GET /api/search?key=         full-text search in a run
+    GET /api/events?key=         changes of a run since the page's version
+    GET /api/journal?key=        download of the file of a run or an evaluation
+    GET /api/training?key=       training curves; /api/training/events sends their changes
+    GET /api/samples?key=        saved rollouts of a step
+    GET /api/evaluation?key=     scores, attempts, and the difference from another (&other=)
 
-Everything is read; nothing can be changed from here. Who may ask is decided in ``guard.py``.
+The server is read-only. Not here: access control (see guard.py).
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from ramify.viewer.watched_run import WatchedRun, nth_line
 
 
 class ViewServer:
-    """The server; ``async with`` starts and stops it."""
+    """HTTP server of the viewer; ``async with`` starts and stops it."""
 
     def __init__(
         self,
@@ -48,25 +52,27 @@ class ViewServer:
         token: str | None = None,
         first: str = "",
     ) -> None:
-        """``port`` 0 takes a free one; ``first`` is the run that will be looked at first, read at
-        once.
+        """``port`` 0 picks a free port. ``first`` is the run that will be opened first; the server
+        begins to read it at its start.
 
-        Raises ConfigError for an address beyond loopback without a token."""
+        Raises ConfigError for an address beyond loopback without a token.
+        """
         self._guard = RequestGuard(host, token, lambda: (self.url, self.port))
-        self.host, self.port = host, port
-        self._library, self._token, self._first = library, token, first
+        self.host = host
+        self.port = port
+        self._library = library
+        self._token = token
+        self._first = first
         self._reading: asyncio.Task[Any] | None = None
-        self._feeds, self._evaluations, self._assets = (
-            FileFeeds(),
-            EvaluationLibrary(library),
-            StaticAssets(),
-        )
+        self._feeds = FileFeeds()
+        self._evaluations = EvaluationLibrary(library)
+        self._assets = StaticAssets()
         self._listing = threading.Lock()
         self._runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
-        """The page's address, the token included, so that it can be opened as it is."""
+        """URL of the page, including the token, so that it can be opened directly."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/" + (
             f"?token={quote(self._token)}" if self._token else ""
@@ -116,8 +122,7 @@ class ViewServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    # --- the pages' data
-    # -----------------------------------------------------------------------------------------
+    # --- data of the pages
 
     async def _page(self, request: web.Request) -> web.Response:
         return self._assets.answer(request, "index.html")
@@ -176,26 +181,28 @@ class ViewServer:
         )
 
     async def _search(self, request: web.Request) -> web.Response:
-        wanted = request.query.get("q", "")
+        query = request.query.get("q", "")
         feed = self._feed(request)
         if not feed.watched.version:
             await feed.fresh()
-        return data(await feed.inspect(lambda run: search(run, wanted)))
+        return data(await feed.inspect(lambda run: search(run, query)))
 
     async def _journal(self, request: web.Request) -> web.StreamResponse:
-        found = self._library.find(_word(request, "key"))
-        await asyncio.to_thread(_check_shown, found)
+        located = self._library.find(_word(request, "key"))
+        await asyncio.to_thread(_check_shown, located)
         name = quote(
-            found.path.name if found.line is None else f"{found.path.stem}-{found.line}.jsonl"
+            located.path.name
+            if located.line is None
+            else f"{located.path.stem}-{located.line}.jsonl"
         )
         headers = {
             "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
             "Content-Type": "application/x-ndjson",
         }
-        if found.line is None:
-            return web.FileResponse(found.path, headers=headers)
+        if located.line is None:
+            return web.FileResponse(located.path, headers=headers)
         return web.Response(
-            body=await asyncio.to_thread(nth_line, found.path, found.line), headers=headers
+            body=await asyncio.to_thread(nth_line, located.path, located.line), headers=headers
         )
 
     async def _training(self, request: web.Request) -> web.Response:
@@ -212,8 +219,7 @@ class ViewServer:
         key, other = _word(request, "key"), request.query.get("other", "")
         return data(await asyncio.to_thread(self._evaluations.shown, key, other))
 
-    # --- what changes
-    # --------------------------------------------------------------------------------------------
+    # --- changes
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         feed = self._feed(request)
@@ -226,13 +232,12 @@ class ViewServer:
         return await stream(request, feed.follow(_number(request, "version")))
 
 
-def _check_shown(found: LocatedRun) -> None:
-    """A folder that is looked at may hold more than runs. Raises StoreError for a file that has
-    none."""
+def _check_shown(located: LocatedRun) -> None:
+    """Raise StoreError for a file without runs, because a shown folder may hold other files."""
     try:
-        kind = kind_of(found.path)
+        kind = kind_of(located.path)
     except OSError as error:
-        raise StoreError(f"cannot read {found.path}: {error.strerror}") from None
+        raise StoreError(f"cannot read {located.path}: {error.strerror}") from None
     if kind not in get_args(Kind):
         raise StoreError(kind)
 

@@ -1,12 +1,11 @@
-"""One run while it is looked at: its tree so far, brought up to date by reading what its journal
-gained.
+"""One run that a page shows: its call tree so far, updated by reading what its journal has gained.
 
-    journal ── bytes from where the last look ended ──> glances (event_glances.py) ──> Tree (run_tree.py)
-                    └── the lines of one call, when it is opened ──> Whole (call_detail.py)
+    journal ─┬─ new bytes since the last refresh ──> event_glances.py ──> RunTree (run_tree.py)
+             └─ lines of one call, when it is opened ──> CallDetail (call_detail.py)
 
-The rest of a half-written line is waited for. A line that is damaged, or that does not follow from
-those before it, is left out, and the page says so. A journal that was cut or replaced is read from
-its beginning. A run of a file of trajectories is read once and does not grow.
+An incomplete last line is read when it is complete. A line that is damaged, or inconsistent with
+the earlier ones, is skipped, and the page says so. A journal that was truncated or replaced is read
+from the start. A run in a file of trajectories is read once and does not grow.
 """
 
 from __future__ import annotations
@@ -28,48 +27,50 @@ from ramify.viewer.run_tree import RunTree
 
 
 class WatchedRun:
-    """The run at ``found``. ``refresh`` reads on; nothing here waits or runs by itself."""
+    """One run and its state so far. Only ``refresh`` reads the file; nothing runs by itself."""
 
-    def __init__(self, found: LocatedRun) -> None:
-        self.key, self.path, self.line = found.key, found.path, found.line
+    def __init__(self, located: LocatedRun) -> None:
+        self.key = located.key
+        self.path = located.path
+        self.line = located.line
         self.problem = ""
-        """Why nothing more is read; empty while all is well. Tried again when the file changes."""
+        """Reason why reading stopped, or empty. Reading is tried again when the file changes."""
         self.damage = ""
-        """The first line that was left out and how many more; empty where none was."""
+        """First skipped line and the number of further ones, or empty."""
         self.torn = ""
-        """What a writer that was killed left at the end of the journal; empty where all lines are
-        whole."""
+        """Message about an incomplete last line that a killed writer left, or empty."""
         self.is_alive = False
-        """Whether a process writes it now."""
+        """Whether a process is writing the journal now."""
         self.tree = RunTree()
         self.offset = 0
-        """Bytes that were read."""
+        """Number of bytes read."""
         self.generation = 0
-        """How often the reading began: again for a file that was cut or replaced."""
-        self._num_damaged, self._first_damage = 0, ""
-        self._suspect = -1
-        """Where a damaged line begins that is read once more, since its writer may have been at
-        work there."""
-        self._seen: tuple[int, int] | None = None
-        """Inode and size of the file when it was last read; None where it is to be read again."""
+        """Number of restarts from the beginning, because the file was truncated or replaced."""
+        self._num_damaged = 0
+        self._first_damage = ""
+        self._suspect_offset = -1
+        """Offset of a damaged line to read once more, because its writer may still be active."""
+        self._read_state: tuple[int, int] | None = None
+        """Inode and size of the file when it was last read; None to read it again."""
         self._inode = 0
         self._stamp: tuple[int, int] | None = None
-        self._wholes = CallDetails(self.path)
+        self._details = CallDetails(self.path)
 
     @property
     def version(self) -> int:
         return self.tree.version
 
     def size_changed(self) -> bool:
-        """Whether there is something new to read; one system call."""
+        """Whether the file has changed since it was read. Costs one system call."""
         try:
-            return self.line is None and _inode_and_size(self.path) != self._seen
+            return self.line is None and _inode_and_size(self.path) != self._read_state
         except OSError:
             return False
 
     def is_stale(self) -> bool:
-        """Whether the file of trajectories is not the one that was read. A journal is read anew by
-        ``refresh``."""
+        """Whether the file of trajectories has been replaced. For a journal always False, because
+        ``refresh`` reads it again.
+        """
         if self.line is None:
             return False
         try:
@@ -79,33 +80,31 @@ class WatchedRun:
         return self._stamp not in (None, (stat.st_ino, stat.st_mtime_ns))
 
     def whole(self, id: str) -> CallDetail:
-        """Call ``id`` in full. Raises StoreError where the run has no such call, or it cannot be
-        read."""
+        """Return call ``id`` in full. Raises StoreError if it does not exist or is unreadable."""
         node = self.tree.nodes.get(id)
         if node is None:
             raise StoreError(f"run {self.tree.run.id or self.key} has no call {id!r}")
         if self.line is not None:
             return CallDetail(self.tree.run.calls[node.index])
-        return self._wholes.of(self.tree, node)
+        return self._details.of(self.tree, node)
 
     def refresh(self) -> set[int]:
-        """Read what is new; the indices of the calls that changed."""
+        """Read new lines, and return the indices of the calls that changed."""
         if self.line is not None:
             return set() if self.version else self._read_line(self.line)
-        self.is_alive = (
-            writer(self.path) is not None
-        )  # asked first: what its last act wrote is read below
+        # Checked before reading, so that the last lines of a writer that ends now are not missed.
+        self.is_alive = writer(self.path) is not None
         changed: set[int] = set()
         try:
-            seen = _inode_and_size(self.path)
+            state = _inode_and_size(self.path)
         except OSError as error:
-            self.problem, self._seen = f"cannot read {self.path}: {error.strerror}", None
+            self.problem, self._read_state = f"cannot read {self.path}: {error.strerror}", None
             return changed
-        if self._inode not in (0, seen[0]) or seen[1] < self.offset:
+        if self._inode not in (0, state[0]) or state[1] < self.offset:
             self._begin_again()
-        elif self.problem and seen == self._seen:
+        elif self.problem and state == self._read_state:
             return changed
-        self._inode, self._seen, self.problem, self.torn = seen[0], seen, "", ""
+        self._inode, self._read_state, self.problem, self.torn = state[0], state, "", ""
         if not self.offset and not self.is_alive and (problem := self._not_a_journal()):
             self.problem = problem
             return changed
@@ -114,14 +113,14 @@ class WatchedRun:
         except StoreError as error:
             self.problem = str(error)
             if isinstance(error.__cause__, OSError):
-                self._seen = None  # it may pass
+                self._read_state = None  # an I/O error may be temporary
         if not self.problem and not self.is_alive:
-            self._look_at_the_end()
+            self._check_end()
         return changed
 
     def _begin_again(self) -> None:
-        self.tree, self._wholes = RunTree(), CallDetails(self.path)
-        self.offset, self.damage, self._num_damaged, self._suspect = 0, "", 0, -1
+        self.tree, self._details = RunTree(), CallDetails(self.path)
+        self.offset, self.damage, self._num_damaged, self._suspect_offset = 0, "", 0, -1
         self.generation += 1
 
     def _read_on(self, changed: set[int]) -> None:
@@ -130,20 +129,20 @@ class WatchedRun:
             for block in blocks(self.path, offset):
                 for event, size in glances(block, self.path):
                     if isinstance(event, DamagedLine):
-                        if self._is_read_once_more(offset):
+                        if self._should_retry(offset):
                             return
-                        self._leave_out(offset, f"is damaged and left out: {event.reason}")
+                        self._skip_line(offset, f"is damaged and was skipped: {event.reason}")
                     elif not offset and not isinstance(event, RunStarted):
                         raise StoreError(
-                            f"{self.path} is not a run: its first line is no RunStarted"
+                            f"{self.path} is not a run: its first line is not a RunStarted"
                         )
                     else:
                         try:
                             node = apply(event, offset)
                         except (KeyError, IndexError) as error:
-                            self._leave_out(
+                            self._skip_line(
                                 offset,
-                                f"does not follow from those before it and is left out: no {error}",
+                                f"is inconsistent with earlier lines and was skipped: no {error}",
                             )
                         else:
                             if node is not None:
@@ -152,21 +151,21 @@ class WatchedRun:
         finally:
             self.offset = offset
 
-    def _is_read_once_more(self, offset: int) -> bool:
-        """Whether a damaged line at ``offset`` is met for the first time while its writer lives."""
-        is_new = self.is_alive and self._suspect != offset
+    def _should_retry(self, offset: int) -> bool:
+        """Whether the damaged line at ``offset`` is new and its writer is still alive."""
+        is_new = self.is_alive and self._suspect_offset != offset
         if is_new:
-            self._suspect, self._seen = offset, None
+            self._suspect_offset, self._read_state = offset, None
         return is_new
 
-    def _leave_out(self, offset: int, why: str) -> None:
+    def _skip_line(self, offset: int, why: str) -> None:
         self._num_damaged += 1
         number = self.tree.version + 1
         self.tree.skip(offset)
         if self._num_damaged == 1:
             self._first_damage = f"{self.path}, line {number} {why}"
         more = (
-            f"; {self._num_damaged - 1:,} more are left out after it"
+            f"; {self._num_damaged - 1:,} more were skipped after it"
             if self._num_damaged > 1
             else ""
         )
@@ -178,12 +177,12 @@ class WatchedRun:
         except OSError as error:
             return f"cannot read {self.path}: {error.strerror}"
         if kind == "trajectory":
-            return f"{self.path} holds trajectories, one a line: name one, as {self.path.name}:1"
+            return f"{self.path} holds trajectories, one per line: give one as {self.path.name}:1"
         if kind == "evaluation":
-            return f"{self.path} is an evaluation's record: the page of evaluations shows it"
+            return f"{self.path} is an evaluation's record: see the page of evaluations"
         return "" if kind == "journal" else kind
 
-    def _look_at_the_end(self) -> None:
+    def _check_end(self) -> None:
         try:
             rest = self.path.stat().st_size - self.offset
         except OSError as error:
@@ -220,7 +219,7 @@ def _inode_and_size(path: Path) -> tuple[int, int]:
 
 
 def nth_line(path: Path, number: int) -> bytes:
-    """Line ``number``, from 1, with its newline. Raises StoreError where there are fewer."""
+    """Return line ``number``, from 1, with its newline. Raises StoreError if there are fewer."""
     with path.open("rb") as file:
         for index, line in enumerate(file, start=1):
             if index == number:

@@ -1,5 +1,4 @@
-"""The real command, run as a process of its own against scripted models, with a home and a
-configuration of its own."""
+"""The real command as a separate process, with scripted models, its own home and its own settings."""
 
 from __future__ import annotations
 

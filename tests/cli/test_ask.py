@@ -93,9 +93,7 @@ def test_several_ways_to_begin(shell: Shell) -> None:
         "  answer: b",
         "  answer: b",
     ]
-    assert shown[-1] in (
-        f"of these answers, that of {call} was chosen" for call in ("0", "0:1", "0:2")
-    )
+    assert shown[-1] in (f"the answer of {call} was chosen" for call in ("0", "0:1", "0:2"))
     assert shell.run("replay", "last").out == "same: 3 calls, 3 cells, and the answer\n"
     assert (
         shell.ask(ways, "which?", "log.txt", "--no-direct", "-q", RAMIFY_BRANCHES="3").out == "b\n"

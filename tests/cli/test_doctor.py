@@ -1,4 +1,4 @@
-"""``ramify doctor`` tells what is there, and no secret."""
+"""``ramify doctor`` reports the installation without revealing a secret."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_broken_one(shell: Shell) -> None:
     shell.write("config/ramify/config.toml", "modle = 1\n")
     done = shell.run("doctor", RAMIFY_PRICES="nowhere.json")
     assert done.code == 1
-    assert "wrong: " in done.out
+    assert "error: " in done.out
     assert "did you mean 'model'?" in done.out
     assert "price table nowhere.json" in done.out
 
@@ -46,7 +46,7 @@ def test_a_weak_sandbox_that_was_chosen(shell: Shell) -> None:
     assert (done.code, done.err) == (0, "")
     for said in (
         "process: limits memory",
-        "does not: isolates files",
+        "missing: isolates files",
         "warning: sandbox 'process'",
     ):
         assert said in done.out, said

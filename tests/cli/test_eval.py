@@ -1,4 +1,4 @@
-"""``ramify eval``: what it prints, what it refuses, and going on where it was stopped."""
+"""``ramify eval``: its output, its error messages, and resuming an interrupted evaluation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_json_and_the_difference_from_another(shell: Shell) -> None:
     }
     shown = shell.run(*start(shell, RIGHT, "--items", "2", "--against", first["evaluation"])).out
     assert (
-        f"average less that of {first['evaluation']}: +1.000 [+1.000 +1.000] over 2 items" in shown
+        f"average minus that of {first['evaluation']}: +1.000 [+1.000 +1.000] over 2 items" in shown
     )
 
 
@@ -88,7 +88,7 @@ def test_what_it_refuses(shell: Shell) -> None:
             ExitCode.USAGE,
             "task 'ledger' has no option 'mutli': did you mean 'multi'",
         ),
-        (("ledger", "multi"), ExitCode.USAGE, "'multi' is no option of a task: write NAME=VALUE"),
+        (("ledger", "multi"), ExitCode.USAGE, "'multi' is not a task option: write NAME=VALUE"),
         (
             ("my_task.py:teal", "bad=true"),
             ExitCode.USAGE,
@@ -99,14 +99,14 @@ def test_what_it_refuses(shell: Shell) -> None:
             ExitCode.USAGE,
             "rows, row 1: there is no column 'answer'; it has question, gold",
         ),
-        ((), ExitCode.USAGE, "say which task"),
+        ((), ExitCode.USAGE, "no task: ramify eval"),
         (
             ("ledger", "--resume", "last"),
             ExitCode.USAGE,
-            "--resume: it goes on as it began; leave out TASK, --model, --sandbox",
+            "--resume continues the evaluation with its original settings: remove TASK, --model, --sandbox",
         ),
         (("ledger", "--against", "x"), ExitCode.USAGE, "there is no evaluation 'x'"),
-        (("ledger", "--against", "x", "--no-store"), ExitCode.USAGE, "leave out --no-store"),
+        (("ledger", "--against", "x", "--no-store"), ExitCode.USAGE, "remove --no-store"),
     ):
         shell.write("my_task.py", MINE)
         done = shell.run("eval", *arguments, "--model", shell.model(RIGHT), "--sandbox", "process")
@@ -120,7 +120,7 @@ def test_what_it_refuses(shell: Shell) -> None:
 
 
 def test_a_model_that_always_fails(shell: Shell) -> None:
-    """The figures stand, also where they were to be compared with others; none of them is a 0."""
+    """Failed attempts do not count as a score of 0, also in a comparison with another evaluation."""
     before = json.loads(shell.run(*start(shell, RIGHT, "--items", "2", "--json")).out)["evaluation"]
     refused = [{"match": "", "reply": {"fail": "refused", "text": "no such key"}}]
     words = start(shell, refused, "--items", "10", "--against", before, "--progress", "lines")
@@ -131,7 +131,7 @@ def test_a_model_that_always_fails(shell: Shell) -> None:
     assert "no such key" in done.out
     assert "10 of 10 attempts, no average · 10 failed" in done.err
     assert done.err.splitlines()[-1].startswith(
-        "ramify: no attempt could be judged: all 10 failed, the first with: "
+        "ramify: no attempt was scored: all 10 failed, the first with: "
     )
 
 
@@ -150,7 +150,7 @@ def test_an_interrupted_evaluation_goes_on(shell: Shell) -> None:
     assert process.returncode == ExitCode.STOPPED
     begun = records.load("last")
     assert 0 < len(begun.outcomes) < 120
-    assert f"go on with it: ramify eval --resume {records.path('last').stem}" in err.decode()
+    assert f"continue with: ramify eval --resume {records.path('last').stem}" in err.decode()
     done = shell.run("eval", "--resume", "last", "--json", "--concurrency", "16", "-q")
     assert done.code == ExitCode.ANSWERED, done.err
     found = json.loads(done.out)

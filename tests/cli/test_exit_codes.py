@@ -23,9 +23,9 @@ FILES = {
 }
 WRONG = {
     "ask": (
-        ([], "say what you want to know"),
+        ([], "no question: ramify ask"),
         ([*M, "q", "nowhere.txt"], "nowhere.txt does not exist"),
-        ([*M, "q", "--temperature", "-1"], "temperature=-1 is none"),
+        ([*M, "q", "--temperature", "-1"], "temperature=-1 is out of range"),
         ([*M, "q", "--temperature", "nan"], "temperature=nan is none"),
         ([*M, "q", "--max-seconds", "-1"], "max_seconds=-1.0 allows nothing"),
         ([*M, "q", "--branches", "0"], "branches is 0"),
@@ -44,7 +44,7 @@ WRONG = {
         (["--resume", "nothing"], "there is no run in"),
     ),
     "eval": (
-        ([], "say which task"),
+        ([], "no task: ramify eval"),
         ([*M, "nedle"], "unknown task 'nedle'"),
         ([*M, "needle", "--items", "0"], "evaluate 0 items"),
         ([*M, "needle", "--n", "-1"], "with -1 attempts"),
@@ -79,7 +79,7 @@ WRONG = {
         ([], "give RECIPE"),
         (["broken.py"], "the recipe broken.py cannot be carried out"),
         ([R, "--nodes", "0"], "--nodes 0"),
-        ([R, "--mfu", "7"], "--mfu 7: give a share"),
+        ([R, "--mfu", "7"], "--mfu 7: give a fraction"),
     ),
     "cluster simulate": (
         (["nowhere"], "nowhere is not a run's folder"),
@@ -97,7 +97,7 @@ WRONG = {
     "serve-policy": (
         ([], "give FOLDER"),
         (["tiny", "--slots", "0"], "--slots 0"),
-        (["tiny", "--weights-root", "nowhere"], "--weights-root nowhere: there is no such folder"),
+        (["tiny", "--weights-root", "nowhere"], "--weights-root nowhere: no such folder"),
     ),
     "view": (
         (["nowhere"], "nowhere is neither a file nor a folder"),
@@ -107,14 +107,14 @@ WRONG = {
     "runs": ((["--limit", "-1"], "--limit -1"),),
     "runs rm": (([], "give RUN"), (["x"], "there is no run in")),
     "runs prune": (
-        ([], "say what may go: --older-than AGE, --keep N or --max-size SIZE"),
+        ([], "nothing to prune by: give --older-than AGE, --keep N or --max-size SIZE"),
         (["--keep", "-1"], "--keep -1"),
         (["--older-than", "soon"], "--older-than 'soon' is not understood"),
         (["--max-size", "x"], "--max-size 'x' is not understood"),
     ),
     "show": ((["x"], "there is no run in"), (["x.jsonl"], "there is no journal x.jsonl")),
     "replay": ((["x"], "there is no run in"),),
-    "doctor": ((["x"], "'x' is one word too many"),),
+    "doctor": ((["x"], "unexpected argument 'x'"),),
 }
 
 

@@ -1,5 +1,4 @@
-"""``ramify ask`` and replies that are not whole, or do not come: what is printed, the exit code,
-and going on later."""
+"""``ramify ask`` with incomplete or missing replies: its output, its exit code, and a later resume."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_once_answers_with_what_there_is(shell: Shell) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert (process.returncode, out) == (3, b"at least 3\n")
-    assert b"answering with what there is; Ctrl-C again to stop" in err
+    assert b"finishing with the best answer so far; Ctrl-C again to stop" in err
     assert err.decode().splitlines()[-1].startswith("cancelled · ")
 
 

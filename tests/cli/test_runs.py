@@ -136,7 +136,7 @@ def test_resume_goes_on_where_a_killed_run_was(shell: Shell) -> None:
         "log.txt",
     )
     kill_at_second_request(shell, process)
-    assert "cut off" in shell.run("runs").out
+    assert "interrupted" in shell.run("runs").out
     assert "\ncut off · 1 turn, " in shell.run("show", "last").out
     shell.model([code("FINAL(n + 1)")])  # what is recorded is not asked again
     done = shell.run("ask", "--resume", "last", "--json")
@@ -144,7 +144,7 @@ def test_resume_goes_on_where_a_killed_run_was(shell: Shell) -> None:
     assert (done.code, answer["answer"], answer["stop"]) == (0, 4, "final")
     assert answer["usage"]["unknown_calls"] == 1  # what was in flight may have been paid
     again = shell.run("ask", "--resume", "last")
-    assert (again.code, again.out, "had ended" in again.err) == (0, "4\n", True)
+    assert (again.code, again.out, "has already ended" in again.err) == (0, "4\n", True)
 
 
 def test_a_live_run_is_not_resumed(shell: Shell) -> None:

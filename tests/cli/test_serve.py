@@ -1,4 +1,4 @@
-"""``ramify serve`` as a process: it says where it is, answers, and ends in order."""
+"""``ramify serve`` as a process: it prints its address, answers, and shuts down cleanly."""
 
 from __future__ import annotations
 

@@ -65,13 +65,13 @@ def test_tables_speak_to_other_rooms(config: Path) -> None:
     [
         ("max-csot = 2", "unknown key 'max-csot': did you mean 'max-cost'?"),
         ("max_cost = 2", "unknown key 'max_cost': did you mean 'max-cost'?"),
-        ('max-cost = "two"', "max-cost = 'two' does not fit: expected `float`, got `str`"),
-        ("max-calls = true", "max-calls = True does not fit: expected `int`, got `bool`"),
+        ('max-cost = "two"', "max-cost = 'two' is invalid: expected `float`, got `str`"),
+        ("max-calls = true", "max-calls = True is invalid: expected `int`, got `bool`"),
         ("resume = 'last'", "unknown key 'resume'"),
         ("[prices]\nfile = 'x'", "unknown key 'file' in [prices]: did you mean"),
-        ("prices = 'x'", "prices is a table: write [prices]"),
-        ("[prices]\npath = 3", "[prices] path = 3 does not fit"),
-        ("model = ", "is not TOML"),
+        ("prices = 'x'", "prices must be a table: write [prices]"),
+        ("[prices]\npath = 3", "[prices] path = 3 is invalid"),
+        ("model = ", "is not valid TOML"),
     ],
 )
 def test_what_does_not_fit_is_named(config: Path, text: str, message: str) -> None:
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_named(config: Path, text: str, message: str) -> No
 
 
 def test_a_variable_that_does_not_fit(config: Path) -> None:
-    with pytest.raises(ConfigError, match="RAMIFY_MAX_CALLS = 'lots' does not fit: expected `int`"):
+    with pytest.raises(ConfigError, match="RAMIFY_MAX_CALLS = 'lots' is invalid: expected `int`"):
         filled(config, RAMIFY_MAX_CALLS="lots")
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while the event loop is blocked, in a process of its own."""
+"""Ctrl-C and SIGTERM while the event loop is blocked, in a separate process."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_a_run_is_carried_out_and_gone_on_with(shell: Shell) -> None:
     done = shell.run("train", recipe, "--out", "out", "seed=4", *SHORT, PYTHONPROFILEIMPORTTIME="1")
     assert (done.code, done.out) == (
         0,
-        "out/policy holds the trained policy: ramify ask --model local:out/policy …\n",
+        "trained policy in out/policy: ramify ask --model local:out/policy …\n",
     ), done.err
     out = shell.folder / "out"
     assert (out / "policy/model.safetensors").is_file()
@@ -51,7 +51,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=200)
     assert running.returncode == 130, err.decode()
-    assert err.decode().splitlines()[-1] == "stopped; go on with: ramify train --resume out"
+    assert err.decode().splitlines()[-1] == "stopped; continue with: ramify train --resume out"
     out = shell.folder / "out"
     latest = CheckpointStore(out).latest()
     assert latest is not None

@@ -65,8 +65,8 @@ def test_a_token_is_part_of_the_address(shell: Shell, stored: str) -> None:
 
 def test_what_is_refused(shell: Shell, stored: str) -> None:
     for arguments, words in {
-        ("--host", "0.0.0.0"): "0.0.0.0 can be reached from other machines: give a token",
-        ("nothing/here",): "there is no file or folder nothing/here",
+        ("--host", "0.0.0.0"): "0.0.0.0 is reachable from other machines: give a token",
+        ("nothing/here",): "no such file or folder: nothing/here",
         ("2019",): "2019 is neither a file nor a folder, and there is no run '2019'",
         ("--export", "x.html"): "--export writes one run",
         ("last", "--export", "no/where/x.html"): "cannot write no/where/x.html",

@@ -212,7 +212,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         == ExitCode.ANSWERED
     )
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "by 24 rollouts of 12 groups; the run had 3 groups of 2 per step"
+    assert said[0] == "based on 24 rollouts in 12 groups; the run had 3 groups of 2 per step"
     head = next(
         number
         for number, line in enumerate(said)
@@ -289,21 +289,21 @@ def test_evaluations_count_in_hours_alone(tmp_path: Path) -> None:
     [
         (
             ["--devices", "4", "--engines", "2"],
-            "--devices tries all splits: leave --engines and --ranks out",
+            "--devices tries every split: remove --engines and --ranks",
         ),
-        (["--engines", "two"], "--engines two: give numbers with commas between, as 1,2,4"),
+        (["--engines", "two"], "--engines two: give numbers separated by commas: 1,2,4"),
         (["--slots", "0"], "--slots 0: each must be at least 1"),
         (["--staleness", "-1"], "--staleness -1: each must be at least 0"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--devices", "0"], "--devices 0: give 1 or more"),
         (
             ["--engine-devices", "2"],
-            "--engine-devices says how --devices are split: give --devices, too",
+            "--engine-devices applies to --devices: give --devices as well",
         ),
-        (["--engines", "1,,2"], "--engines 1,,2: give numbers with commas between, as 1,2,4"),
+        (["--engines", "1,,2"], "--engines 1,,2: give numbers separated by commas: 1,2,4"),
         (
             ["--straggler-factor", "nan"],
-            "--straggler-factor nan: times the median, at least 1, or 0 for never",
+            "--straggler-factor nan: give a multiple of the median that is at least 1, or 0 for never",
         ),
         (["--grace-steps", "-1"], "--grace-steps -1: give 0 or more"),
     ],

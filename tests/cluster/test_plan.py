@@ -214,5 +214,5 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
         told.call([str(recipe), 'placement.pools={"main": {"gpus": 1, "cpus": 8}}'])
     with pytest.raises(UsageError, match="give one recipe"):
         told.call(["rl.steps=1"])
-    with pytest.raises(UsageError, match="--mfu 3: give a share above 0 and at most 1"):
+    with pytest.raises(UsageError, match="--mfu 3: give a fraction above 0 and at most 1"):
         told.call([str(recipe), "--mfu", "3"])

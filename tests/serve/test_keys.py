@@ -40,7 +40,7 @@ def test_as_many_at_once_as_the_key_may() -> None:
             )
             await going.wait()
             with pytest.raises(
-                openai.RateLimitError, match="1 requests of this key are being answered"
+                openai.RateLimitError, match="this key already has 1 requests in progress"
             ) as caught:
                 await a.chat.completions.create(model="m", messages=[user("x")])
             assert caught.value.code == "rate_limit_exceeded"
@@ -50,7 +50,7 @@ def test_as_many_at_once_as_the_key_may() -> None:
             )
             while server.num_runs < 2:
                 await asyncio.sleep(0.01)
-            with pytest.raises(openai.RateLimitError, match="2 requests are being answered"):
+            with pytest.raises(openai.RateLimitError, match="2 requests are in progress"):
                 await b.chat.completions.create(model="m", messages=[user("x")])
             go_on.set()
             assert [(await each).choices[0].message.content for each in (first, other)] == [
@@ -89,7 +89,7 @@ def test_a_budget_is_never_passed_and_its_end_is_a_partial_answer() -> None:
                     assert spent(server).cost <= budget
 
             with pytest.raises(
-                openai.RateLimitError, match="what is left of this key's budget is too little"
+                openai.RateLimitError, match="the rest of this key's budget is too small"
             ) as caught:
                 await until_refused()
             assert caught.value.code == "insufficient_quota"
@@ -121,7 +121,9 @@ def test_runs_at_once_share_what_is_left() -> None:
             while server.num_runs < 2:
                 await asyncio.sleep(0.01)
             assert spent(server).held_tokens == 30_000
-            with pytest.raises(openai.RateLimitError, match="held by runs that go on: come back"):
+            with pytest.raises(
+                openai.RateLimitError, match="held for runs in progress: try again later"
+            ):
                 await ask(model="m", messages=[user("x")])
             go_on.set()
             used = sum([(await each).usage.total_tokens for each in runs])
@@ -175,7 +177,7 @@ def test_the_file_of_keys(tmp_path: Path) -> None:
         '[a]\nkey = "k"\n[b]\nkey = "k"\n': "two names have the same key",
         '[a]\nkey = "k"\nmax-cost = 0\n': "max-cost=0.0 allows nothing",
         '[a]\nsha256 = "12"\n': "64 hexadecimal digits",
-        "[a\n": "not TOML",
+        "[a\n": "not valid TOML",
     }
     for text, says in wrong.items():
         path.write_text(text)
@@ -187,7 +189,7 @@ def test_a_budget_in_dollars_needs_prices() -> None:
     async def test() -> None:
         with pytest.raises(
             ConfigError,
-            match="key 'a': max-cost cannot be kept, since scripted:test has no known price",
+            match="key 'a': max-cost cannot be enforced, because scripted:test has no known price",
         ):
             async with serving(session(), keys={"a": ApiKey(key="k", max_cost=1.0)}):
                 pass

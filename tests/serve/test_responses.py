@@ -1,5 +1,4 @@
-"""The responses API, by the official client; and an agent library that knows nothing of us, over
-both APIs."""
+"""The responses API with the official client; and an independent agent library over both APIs."""
 
 from __future__ import annotations
 

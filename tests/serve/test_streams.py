@@ -1,4 +1,4 @@
-"""Streams: every event of a run reaches its own caller, in order; whoever hangs up ends the run."""
+"""Streams: every event of a run reaches its own client in order; a disconnect ends the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLIENTS = 200
 
 
 def progress_of(store: Store, run: str) -> str:
-    """What a caller is to be told of a stored run."""
+    """Progress text that a client should receive for a stored run."""
     progress = RunProgress()
     return "".join(progress.text_of(event) for event in store.events(run))
 

@@ -198,7 +198,7 @@ def get_weather(city: str) -> str:
 @pytest.mark.parametrize("kind", [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel])
 @pytest.mark.usefixtures("quiet")
 def test_an_agent_with_a_tool(kind: Any) -> None:
-    """A library that knows nothing of us makes the call and asks again."""
+    """An independent agent library makes the call and sends its result."""
 
     async def test() -> None:
         def script(messages: Any) -> str:

@@ -36,7 +36,7 @@ CHAT = [
         "Invalid enum value 'robot'",
     ),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "got `int`"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages", "no message is the user's"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "messages", "no user message"),
     ({"messages": [user(" ")]}, "messages[0]", "empty"),
     ({"messages": [user("x", PICTURE)]}, "messages[0].content[1].type", "image_url"),
     (
@@ -47,7 +47,7 @@ CHAT = [
     (
         {"messages": [user("x", file("a", b"", head=""))]},
         "messages[0].content[1].file.file_data",
-        "with its content",
+        "content of the file is missing",
     ),
     (
         {"messages": [user("x", {"type": "file", "file": {"file_data": "%"}})]},
@@ -57,7 +57,7 @@ CHAT = [
     (
         {"messages": [user("x", {"type": "file", "file": {"file_id": "f-1"}})]},
         "messages[0].content[1].file.file_data",
-        "keeps",
+        "stores",
     ),
     ({"messages": ASKED, "n": 2}, "n", "n=2 is not supported"),
     ({"messages": ASKED, "tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
@@ -66,7 +66,7 @@ CHAT = [
         "tools[0].function.name",
         "missing required",
     ),
-    ({"messages": ASKED, "tools": [TOOL, TOOL]}, "tools", "a name of its own"),
+    ({"messages": ASKED, "tools": [TOOL, TOOL]}, "tools", "a unique name"),
     ({"messages": ASKED, "tools": [WRONG_TOOL]}, "tools", "not valid"),
     (
         {"messages": ASKED, "tools": [TOOL], "tool_choice": "some"},
@@ -74,12 +74,12 @@ CHAT = [
         "'some' is not supported",
     ),
     ({"messages": ASKED, "tools": [TOOL], "tool_choice": OTHER}, "tool_choice", "no tool 'g'"),
-    ({"messages": ASKED, "tool_choice": "required"}, "tool_choice", "no tools to choose from"),
+    ({"messages": ASKED, "tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
     ({"messages": ASKED, "functions": [{"name": "f"}]}, "functions", "not supported"),
     (
         {"messages": ASKED, "tools": [TOOL], "ramify": {"cite": True}},
         "ramify.cite",
-        "cannot be cited",
+        "cannot have citations",
     ),
     ({"messages": ASKED, "max_tokens": 0}, "max_tokens", "at least 1"),
     ({"messages": ASKED, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
@@ -90,7 +90,7 @@ CHAT = [
     (
         {"messages": ASKED, "response_format": {"type": "json_schema"}},
         "response_format.json_schema.schema",
-        "no schema",
+        "schema is missing",
     ),
     (
         {"messages": ASKED, "response_format": NESTED},
@@ -136,22 +136,22 @@ CHAT = [
     (
         {"messages": ASKED, "ramify": {"depth": 0, "limits": {"max_depth": 0}}},
         "ramify.depth",
-        "leave one out",
+        "give only one",
     ),
     ({"messages": ASKED, "ramify": {"cite": True}}, "ramify.cite", "context to cite"),
 ]
 RESPONSES = [
     ({}, "input", "missing required field"),
-    ({"input": []}, "input", "no input"),
+    ({"input": []}, "input", "input is empty"),
     ({"input": [{"content": "x"}]}, "input[0].role", "no role"),
     ({"input": [{"type": "item_reference"}]}, "input[0].type", "item_reference"),
-    ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", "leave it out"),
+    ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", "remove it"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
     (
         {"input": "x", "text": {"format": {"type": "json_schema", "schema": 3}}},
         "text.format.schema",
-        "no schema",
+        "schema is missing",
     ),
     (
         {
@@ -160,7 +160,7 @@ RESPONSES = [
             ]
         },
         "input[0].content[0].file_data",
-        "fetches none",
+        "downloads none",
     ),
 ]
 
@@ -197,9 +197,9 @@ def test_bodies_that_are_none() -> None:
             ]
         }
         cases = [
-            (b"{", {}, 400, "not JSON"),
+            (b"{", {}, 400, "not valid JSON"),
             (b"[]", {}, 400, "Expected `object`"),
-            (b'{"messages": [{"role": "user", "content": "\xff"}]}', {}, 400, "not JSON"),
+            (b'{"messages": [{"role": "user", "content": "\xff"}]}', {}, 400, "not valid JSON"),
             (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
             (b"x" * 5000, {}, 413, "Maximum request body size 4000 exceeded"),
             (json.dumps(bomb).encode(), {}, 400, "over 0 MB"),

@@ -197,7 +197,7 @@ def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
     ]  # after the second step of rollouts, of two groups each
     checkpoint = tmp_path / "out/checkpoints" / f"step-{step:06d}"
     assert (
-        f"the trainer was killed by signal 9 after step {step}; it goes on from {checkpoint}"
+        f"the trainer was killed by signal 9 after step {step}; restarting from {checkpoint}"
         in log.read_text()
     )
     same(tmp_path / "out", calm)

@@ -28,7 +28,7 @@ WIDE, NARROW = (1280, 800), (390, 844)
 
 @functools.cache
 def why_not() -> str:
-    """Why there is no browser here; empty where there is one."""
+    """Reason why the browser tests cannot run, or empty."""
     try:
         import playwright.sync_api  # noqa: F401
     except ImportError:
@@ -127,8 +127,8 @@ def tab(browser: Any, size: Sequence[int] = WIDE, **options: Any) -> Iterator[Ta
 
 
 def photograph(page: Any, name: str, folder: Path) -> None:
-    """A screenshot in the folder of artefacts, where there is one both light and dark; and nothing
-    may stick out to the side."""
+    """Save a light and a dark screenshot if an artefact folder is set; check that nothing overflows
+    to the side."""
     artefacts = os.environ.get("RAMIFY_ARTEFACTS")
     folder = Path(artefacts or folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 a page must draw.
 
 ``tree`` asks about a log: sub-calls in a batch, two of which fail; an error at a line; a child that
-has children of its own. ``hostile`` says HTML, scripts and addresses wherever a model or a document
+also has children. ``hostile`` says HTML, scripts and addresses wherever a model or a document
 can say something.
 """
 
@@ -84,8 +84,8 @@ Wait = Callable[[str], Awaitable[None]]
 
 
 def model(wait: Wait | None = None) -> Callable[[tuple[Message, ...]], Awaitable[Any]]:
-    """``wait`` is awaited before each reply, with what is asked: a test that watches a live run
-    says when it goes on."""
+    """Scripted model. ``wait`` is awaited with the request before each reply, so that a test of a
+    live run decides when it continues."""
 
     async def tell(messages: tuple[Message, ...]) -> Any:
         last = messages[-1].content

@@ -1,5 +1,4 @@
-"""The pages in a real browser: each is clicked through on finished runs and on one that goes on
-meanwhile."""
+"""The pages in a real browser, for finished runs and for a run in progress."""
 
 from __future__ import annotations
 
@@ -179,8 +178,7 @@ def test_keys_are_told(browser: Any, world: World) -> None:
         assert page.url.endswith("#/")
 
 
-# --- a run that goes on
-# ------------------------------------------------------------------------------------------------
+# --- a run in progress
 
 
 class Gate:
@@ -267,8 +265,8 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_got(
         page = shown.open(f"{server.url}#/run/p0%2Fkilled.jsonl")
         page.locator(".turn").first.wait_for()
         assert "ends in the middle of a line" in text(page, ".problem")
-        assert text(page, ".status") == "cut off"
-        assert "was cut off here" in text(page, ".call-foot")
+        assert text(page, ".status") == "interrupted"
+        assert "was interrupted here" in text(page, ".call-foot")
         photograph(page, "killed-1280", tmp_path)
 
 

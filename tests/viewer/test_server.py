@@ -216,7 +216,7 @@ def test_training_has_curves_and_samples(world: World) -> None:
         depths = {(each["depth"], each["kind"]): each["calls"] for each in samples["depths"]}
         assert depths[0, "rlm"] == 3
         assert (await get("/api/samples", key="p0/base", step=7))["error"].endswith(
-            "says how often they are kept"
+            "sets how often they are saved"
         )
 
     asked([world.trainings], ask)
@@ -245,7 +245,7 @@ def bad_files(folder: Path) -> dict[str, str]:
         "torn.jsonl": "ends in the middle of a line",
         "damaged.jsonl": "line 10 is damaged",
         "newer.jsonl": "was written by a newer Ramify (schema 99; this one reads up to 2)",
-        "unknown.jsonl": "line 2 does not follow from those before it",
+        "unknown.jsonl": "line 2 is inconsistent with earlier lines",
         "notes.jsonl": "its first line is not JSON",
         "other.jsonl": "its first line is neither a RunStarted event, nor a trajectory",
         "empty.jsonl": "is empty",
@@ -321,8 +321,8 @@ def test_one_bad_line_of_thousands_is_named(tmp_path: Path, broken: bytes, words
 
 
 def test_what_would_hang_or_never_end_is_refused(tmp_path: Path) -> None:
-    """A pipe; a call that goes on from itself, and one that is its own parent; brackets without
-    end; a huge line."""
+    """A pipe; a call that continues itself, and one that is its own parent; endless brackets; a
+    huge line."""
     lines = JOURNAL.read_bytes().splitlines(keepends=True)
     os.mkfifo(tmp_path / "pipe.jsonl")
     call = b'{"type":"CallStarted","id":"0","kind":"rlm","model":"m","depth":0,"question":"q",%s}\n'
@@ -344,10 +344,10 @@ def test_what_would_hang_or_never_end_is_refused(tmp_path: Path) -> None:
     )
 
     async def ask(get: Get, _: ViewServer) -> None:
-        assert "is no regular file" in (await get("/api/runs"))["problems"][0]["text"]
-        assert "is no regular file" in (await get("/api/run", key="p0/pipe.jsonl"))["error"]
+        assert "is not a regular file" in (await get("/api/runs"))["problems"][0]["text"]
+        assert "is not a regular file" in (await get("/api/run", key="p0/pipe.jsonl"))["error"]
         assert (
-            "which is not before it"
+            "which does not precede it"
             in (await get("/api/call", key="p0/fork.jsonl", id="0"))["error"]
         )
         assert (await get("/api/run", key="p0/own.jsonl"))["columns"]["parent"] == -1
@@ -384,7 +384,7 @@ def test_an_evaluation_is_shown_as_far_as_it_can_be_read(world: World, tmp_path:
         assert {each["run"] for each in damaged["attempts"]} == {None}  # its store is elsewhere
         assert (await get("/api/evaluation", key="p0/begun.jsonl"))["report"] is None
         (problem,) = (await get("/api/run", key="p0/begun.jsonl"))["head"]["problems"]
-        assert "the page of evaluations shows it" in problem
+        assert "see the page of evaluations" in problem
         compared = await get("/api/evaluation", key="p0/damaged.jsonl", other="p0/begun.jsonl")
         assert "no scored item in common" in compared["compared"]["problem"]
 
@@ -405,11 +405,11 @@ def test_an_evaluation_is_shown_as_far_as_it_can_be_read(world: World, tmp_path:
 
 
 def test_what_is_not_there(tmp_path: Path, world: World) -> None:
-    with pytest.raises(ConfigError, match="there is no file or folder"):
+    with pytest.raises(ConfigError, match="is neither a file nor a folder"):
         RunLibrary([tmp_path / "nothing"])
     (tmp_path / "texts").mkdir()
     (problem,) = seen([tmp_path / "texts"], "/api/runs")["problems"]
-    assert "holds no runs" in problem["text"]
+    assert "contains no runs" in problem["text"]
 
     async def ask(get: Get, _: ViewServer) -> None:
         assert "there is no run 'nope'" in (await get("/api/run", key="nope"))["error"]
@@ -459,7 +459,7 @@ def test_kinds(tmp_path: Path) -> None:
 
 def test_another_address_needs_a_token() -> None:
     with pytest.raises(
-        ConfigError, match=r"0\.0\.0\.0 can be reached from other machines: give a token"
+        ConfigError, match=r"0\.0\.0\.0 is reachable from other machines: give a token"
     ):
         ViewServer(RunLibrary([JOURNAL]), host="0.0.0.0")
 
@@ -527,7 +527,8 @@ def test_nothing_beside_the_named_places_is_read(world: World, tmp_path: Path) -
             "../secret",
         ):
             for path in ("/api/run", "/api/journal", "/api/events"):
-                assert "there is no" in (await get(path, key=key))["error"]
+                error = (await get(path, key=key))["error"]
+                assert re.search("there is no| has no |unknown ", error)
         async with aiohttp.ClientSession() as http:
             for path in (
                 "/static/../server.py",

@@ -1,4 +1,4 @@
-// Where the page's data comes from: the server, or what an exported file holds.
+// Source of the page's data: the server, or the data inside an exported file.
 
 const holder = document.getElementById("ramify-data");
 export const offline = holder ? JSON.parse(holder.textContent) : null;
@@ -19,8 +19,8 @@ export async function get(path, parameters = {}) {
   return data;
 }
 
-// Calls tell(message) for every change, from the version that `version()` says; returns what stops it. While the page is
-// hidden nothing is followed, and what was missed comes when it is shown again.
+// Calls tell(message) for every change since `version()`, and returns a function that stops it. A
+// hidden page does not follow; it receives what it missed when it is shown again.
 export function follow(path, parameters, version, tell, ended) {
   if (offline) return () => {};
   let stream = null, done = false;

@@ -1,5 +1,5 @@
-// Code with its lines numbered, its words coloured and the line of an error marked. The highlighter's tree becomes
-// elements whose text is text; its HTML is not used.
+// Code with line numbers, syntax colors and a mark at the line of an error. The highlighter's tree is
+// converted to elements; its HTML is not used.
 
 import { h, copy } from "./dom.js";
 import hljs from "./vendor/highlight.js";
@@ -32,7 +32,7 @@ function scopeClass(scope) {
   return scope ? `c-${scope.split(".")[0].replace(/[^a-z_-]/gi, "")}` : "";
 }
 
-// The last line of the cell's own that a traceback names; 0 for none.
+// The last line of the cell that a traceback names; 0 for none.
 export function errorLine(error) {
   const frames = [...error.matchAll(/File "<cell (\d+)>", line (\d+)/g)];
   const own = frames.filter((frame) => frame[1] === frames[0][1]);
@@ -58,7 +58,8 @@ export function codeBlock(code, { error = "", died = false, label = "code" } = {
     h("pre", { tabindex: "0", "aria-label": label }, h("code", null, rows)));
 }
 
-// A text that may be cut by the server ({ text, chars }) and is folded where it is long. `whole` fetches all of it.
+// A text that the server may have cut ({ text, chars }), collapsed if it is long. `whole` fetches the
+// full text.
 export function textBlock(value, { kind = "text", lines = OUTPUT_LINES, whole = null, label = "text" } = {}) {
   const text = typeof value === "string" ? value : value.text;
   const chars = typeof value === "string" ? 0 : value.chars;

@@ -1,4 +1,4 @@
-// Two runs side by side, turn by turn, with the first turn marked at which they part.
+// Two runs side by side, turn by turn. The first turn that differs is marked.
 
 import { h, fill } from "./dom.js";
 import { get } from "./api.js";
@@ -89,7 +89,7 @@ function cellBlock(cell) {
     cell.has_value ? h("div.out", null, textBlock(cell.value, { kind: "output", lines: 4 })) : null);
 }
 
-// Why two turns are not the same; empty where they are. What was asked is compared before what was said.
+// Why two turns differ, or empty. Prompts are compared before replies.
 function difference(left, right) {
   if (!left || !right) return "only one of them goes on";
   const prompts = [left, right].map((turn) => JSON.stringify(turn.prompt.map((message) => [message.role, message.content])));

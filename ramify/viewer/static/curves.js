@@ -1,6 +1,6 @@
-// Which measured names make one chart, in what order the charts stand, and the lines of one as the plot wants them.
+// Groups the metrics into charts, orders the charts, and converts the lines of a chart for the plot.
 
-// What belongs together, in this order; what is in no group comes last.
+// Groups of metrics in this order; metrics without a group come last.
 const GROUPS = [
   ["reward", /^(reward|child_reward|groups_with_signal|.*\/reward)$/],
   ["pass@k and other evaluations", /pass[@_]|^(validation|test|train)\//],
@@ -15,7 +15,7 @@ const GROUPS = [
 const LAYER = /^depth(\d+)\.(\w+)\/(\w+)$/;  // as in depth1.rlm/reward
 const COLOURS = ["--rlm", "--lm", "--leaf", "--judge", "--live", "--bad"];
 
-// Chart -> [{ name, label }]: one line each, but what is measured at each depth is one chart of several.
+// Chart -> [{ name, label }]: one line per chart, but metrics of each depth share one chart.
 export function chartsOf(names) {
   const charts = new Map();
   for (const name of names) {
@@ -30,7 +30,7 @@ export function chartsOf(names) {
 // [[title, [chart, …]], …]
 export function inGroups(charts) {
   const left = new Set(charts), order = [];
-  // What is by depth stands with the depths, whatever else it is.
+  // Metrics by depth stay with the depths, even if they match another group.
   for (const [title, pattern] of GROUPS) {
     const members = [...left].filter((chart) => pattern.test(chart) && (title === "per depth and role" || !chart.endsWith(" by depth")));
     members.forEach((chart) => left.delete(chart));
@@ -39,7 +39,7 @@ export function inGroups(charts) {
   return order;
 }
 
-// Several [steps, values] over all steps that any has: [steps, values, values, …].
+// Merges several [steps, values] over the union of their steps: [steps, values, values, …].
 export function aligned(lines) {
   const known = lines.filter(Boolean), steps = known[0] ? known[0][0] : [];
   const same = lines.every((line) => line && line[0].length === steps.length && line[0].every((step, index) => step === steps[index]));

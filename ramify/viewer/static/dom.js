@@ -1,5 +1,5 @@
-// Elements from plain values. Text is always put in as text: nothing in these modules makes HTML of a string, and the
-// page's Content-Security-Policy (require-trusted-types-for) makes the browser refuse if something tried.
+// Creates elements from plain values. Text is always inserted as text: no module turns a string into
+// HTML, and the page's Content-Security-Policy (require-trusted-types-for) makes the browser refuse it.
 
 // h("button.small", { onclick, title: "x", "aria-label": "y" }, "text", node, [nodes], null)
 export function h(what, properties, ...children) {
@@ -25,7 +25,7 @@ function put(element, children) {
   }
 }
 
-// Addresses are our own: a fragment or a path of this server.
+// Allows only our own addresses: a fragment or a path of this server.
 function safeAddress(address) {
   return /^(#|\/(?!\/))/.test(address) ? address : "#";
 }
@@ -38,7 +38,7 @@ export function fill(element, ...children) {
 
 let idle = 0;
 
-// Say something to those who cannot see the page change, and shortly to those who can.
+// Announce a message to screen readers, and show it briefly.
 export function toast(text) {
   let box = document.getElementById("toast");
   if (!box) document.body.append((box = h("div", { id: "toast", role: "status" })));

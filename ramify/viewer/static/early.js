@@ -1,5 +1,6 @@
-// Asks for the run that the address names while the page's modules are still on their way; api.js takes the answer.
-// Not a module, and the server puts it into the page itself (answers.py), so that it runs at once.
+// Requests the run in the address while the page's modules are still loading; api.js uses the
+// answer.
+// It is not a module: the server puts it into the page itself (answers.py), so that it runs at once.
 
 {
   const key = /^#\/run\/([^/]+)/.exec(location.hash);

@@ -1,5 +1,5 @@
-// Evaluations: the list of records; and of one its score with the interval that it lies in, pass@k, the figures of each kind
-// of item, the difference to another evaluation, and its attempts as links to their runs.
+// Evaluations: the list of records; and for one record its score with interval, pass@k, the scores
+// of each kind of item, the difference from another evaluation, and links to the runs of its attempts.
 
 import { h, fill } from "./dom.js";
 import { get } from "./api.js";
@@ -7,7 +7,7 @@ import { VirtualList } from "./list.js";
 import { runAddress } from "./run.js";
 import { count, dollars, many, number, oneLine, seconds, stopWords } from "./format.js";
 
-const EVERY_MS = 2000;  // between looks at one that goes on
+const EVERY_MS = 2000;  // between requests while attempts are still being made
 
 export async function evaluationPage(page, keys) {
   const { evaluations } = await get("/api/runs");
@@ -24,8 +24,8 @@ function evaluationAddress(key, other = "") {
 
 function listed(page, evaluations) {
   if (!evaluations.length) {
-    fill(page, h("div.empty", null, h("h1", null, "Evaluations"), h("p", null, "No evaluation's record is among the paths that were given."),
-      h("p", null, "One is left by ", h("code", null, "ramify eval TASK --model MODEL"))));
+    fill(page, h("div.empty", null, h("h1", null, "Evaluations"), h("p", null, "The given paths contain no evaluation."),
+      h("p", null, "Create one with ", h("code", null, "ramify eval TASK --model MODEL"))));
     return null;
   }
   const heads = ["evaluation", "score", "model", "task", "items", "attempts", "made", "cost"], numbers = new Set(["score", ...heads.slice(4)]);
@@ -100,7 +100,7 @@ class EvaluationView {
     return h("p.parting", { role: "note" }, `${value >= 0 ? "+" : ""}${value.toFixed(3)} [${low.toFixed(3)} ${high.toFixed(3)}] against ${found.name}, over ${many(found.items, "item")}: ${sure ? (value > 0 ? "better" : "worse") : "no difference that is sure"}.`);
   }
 
-  // Bars of each kind of item, with the interval that each figure lies in; pass@k for every k beside them.
+  // Bars with intervals for each kind of item, and pass@k for each k.
   kinds(report) {
     const several = report.k > 1, heads = ["kind", "items", "mean reward", ...(several ? [`pass@${report.k}`, `majority@${report.k}`] : [])];
     const cell = (figure) => h("td", null, figure ? [h("span.num", null, shownFigure(figure)), bar(figure)] : h("span.quiet", null, "–"));
@@ -142,7 +142,7 @@ function interval({ low, high }) {
   return h("small.quiet", null, low === high ? "" : `${low.toFixed(3)} to ${high.toFixed(3)}`);
 }
 
-// A share of 1 as a bar; the interval as a band across its end.
+// A bar for a value from 0 to 1, with its interval as a band across the end.
 function bar({ value, low, high }) {
   const percent = (share) => `${(100 * Math.min(1, Math.max(0, share))).toFixed(1)}%`;
   const words = low === undefined || low === high ? "" : `between ${low.toFixed(3)} and ${high.toFixed(3)}`;

@@ -1,6 +1,6 @@
-// Numbers and texts as a person reads them; the same forms as the command line's (cli/text.py).
+// Formats numbers and texts in the same way as the command line (cli/terminal_text.py).
 
-// 1234567 -> "1,234,567". By hand: the first use of the browser's own costs tens of milliseconds.
+// 1234567 -> "1,234,567". Not toLocaleString: its first call takes tens of milliseconds.
 export function grouped(whole) {
   return String(whole).replace(/\B(?=(\d{3})+$)/g, ",");
 }
@@ -32,7 +32,7 @@ export function seconds(value) {
   return rest ? `${minutes} min ${rest} s` : `${minutes} min`;
 }
 
-// Of a steady width, for what is drawn again and again.
+// Has a stable width, for values that are redrawn often.
 export function ticking(value) {
   return value < 60 ? `${value.toFixed(1)} s` : seconds(value);
 }
@@ -65,7 +65,7 @@ const STOPS = {
   deadline: ["deadline", "warn"], max_calls: ["max calls", "warn"],
 };
 
-// [what it says, how it is coloured]
+// [text, color class]
 export function stopWords(stop, alive = false) {
-  return STOPS[stop] || (stop ? [stop, "warn"] : alive ? ["running", "live"] : ["cut off", "warn"]);
+  return STOPS[stop] || (stop ? [stop, "warn"] : alive ? ["running", "live"] : ["interrupted", "warn"]);
 }

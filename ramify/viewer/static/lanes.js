@@ -1,6 +1,6 @@
-// Where the bars of a picture lie: which lane of its band each call has, and how high the bands are.
+// Layout of the picture: the lane of each call in its band, and the height of the bands.
 
-// A heap of numbers, each with an order; the smallest order comes first. Two arrays of numbers, so that none is an object.
+// A heap of numbers by order, smallest first. It uses two arrays of numbers to avoid objects.
 class Heap {
   constructor() {
     this.orders = [];
@@ -42,13 +42,13 @@ class Heap {
   }
 }
 
-// Which lane of its band each call lies in: the first that was free when it began. Band 2d holds the sessions of depth d,
-// band 2d + 1 its plain calls.
+// Assigns each call the first lane of its band that is free when it begins. Band 2d holds the
+// sessions of depth d; band 2d + 1 holds its plain calls.
 export class Lanes {
   constructor() {
     this.of = [];     // call -> lane
     this.bands = [];  // band -> { num, free, ending, calls }
-    this.ended = [];  // call -> whether its end is known here
+    this.ended = [];  // call -> whether its end has been handled
   }
   update(calls) {
     for (let index = 0; index < calls.length; index++) {
@@ -83,7 +83,7 @@ function emptyBand() {
   return { num: 0, free: new Heap(), ending: new Heap(), calls: [] };
 }
 
-// Heights of bands: what each wants where there is room for all, else its least and by weight a share of the rest.
+// Heights of the bands: the wanted heights if all fit, else the minimum plus a weighted share.
 export function shared(wanted, least, weights, room) {
   if (wanted.reduce((a, b) => a + b, 0) <= room) return wanted;
   const heights = least.map((each, index) => Math.min(each, wanted[index]));

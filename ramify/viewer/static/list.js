@@ -1,13 +1,14 @@
-// A list of thousands of rows of one height, of which only those in sight exist as elements.
+// A list of thousands of rows of equal height; only visible rows exist as elements.
 //
-//   box (scrolls) > space (as high as all rows) > rows in sight, moved by transform and filled again as they come and go
+//   box (scrolls) > space (as high as all rows) > visible rows, moved by transform and reused
 
 import { h } from "./dom.js";
 
-const BEYOND = 6;  // rows above and below what is in sight
+const BEYOND = 6;  // extra rows above and below the visible ones
 
 export class VirtualList {
-  // make() -> element of a row; show(element, index) fills it. pick(index, how) is called for a click or Enter.
+  // make() creates the element of a row; show(element, index) fills it; pick(index, how) is called
+  // on a click or Enter.
   constructor({ rowHeight, make, show, pick, label, role = "listbox", rowRole = "option" }) {
     Object.assign(this, { rowHeight, make, show, pick, rowRole });
     this.length = 0;

@@ -1,4 +1,4 @@
-// Which page is shown, by the address after #; the bar above it; keys and colours that hold everywhere.
+// Routing by the address after #, the bar at the top, and the keys and colors of all pages.
 //
 //   #/                        runs          #/run/KEY[/call/ID[/turn/N]]    one run
 //   #/training[/KEY[/OTHER]]  training      #/compare[/KEY[/OTHER]]         two runs
@@ -83,7 +83,7 @@ function otherTheme() {
   try {
     localStorage.setItem("ramify-theme", dark ? "light" : "dark");
   } catch {
-    // a file, or a browser that keeps nothing: the choice holds for this page
+    // A local file, or a browser without storage: the choice lasts for this page only.
   }
 }
 

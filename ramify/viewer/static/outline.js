@@ -1,21 +1,21 @@
-// The calls of a run as a list: a parent before its children, many plain sub-calls of one cell as one row until they are
-// opened. Only the rows in sight are elements.
+// The calls of a run as a list, each parent before its children. Many plain sub-calls of one cell
+// form one row until it is opened. Only visible rows are elements.
 
 import { h, fill } from "./dom.js";
 import { VirtualList } from "./list.js";
 import { grouped, oneLine, seconds, stopWords } from "./format.js";
 
-const TOGETHER = 8;  // plain sub-calls of one cell; more are one row
+const TOGETHER = 8;  // maximum plain sub-calls of one cell with separate rows
 
 export class Outline {
-  // run: the page's model; pick(index): a call was chosen.
+  // run: the page's model; pick(index) is called when the user chooses a call.
   constructor(run, pick) {
     this.run = run;
     this.pick = pick;
     this.rows = [];       // { call } or { group: [calls], key }
     this.open = new Set();
     this.filter = "";
-    this.only = null;     // a Set of calls that alone are shown
+    this.only = null;     // Set of the only calls to show, or null
     this.list = new VirtualList({ rowHeight: 30, make, show: (row, index) => this.show(row, index), pick: (index) => this.chosen(index),
       label: "calls", role: "tree", rowRole: "treeitem" });
     this.input = h("input", { type: "search", placeholder: "filter calls", "aria-label": "filter calls", oninput: () => {
@@ -34,11 +34,11 @@ export class Outline {
     this.list.close();
   }
 
-  // Rows are made anew where there are new calls, else only drawn again.
+  // Rows are rebuilt if there are new calls, otherwise only redrawn.
   changed(all = false) {
     if (this.run.calls.length === this.known && !all) return this.list.later(true);
     this.known = this.run.calls.length;
-    this.children = new Map();  // of those that have any
+    this.children = new Map();  // only of calls with children
     const roots = [];
     this.run.calls.forEach((call, index) => {
       const siblings = call.parent < 0 ? roots : this.children.get(call.parent);
@@ -69,7 +69,7 @@ export class Outline {
     }
   }
 
-  // Runs of plain calls of one cell become one entry, unless they were opened.
+  // Consecutive plain calls of one cell become one entry, unless it is open.
   grouped(indices) {
     const found = [];
     let run = [];
@@ -101,7 +101,7 @@ export class Outline {
     return words.toLowerCase().includes(this.filter);
   }
 
-  // Show these calls alone, as of one cell.
+  // Show only these calls, for example those of one cell.
   showOnly(indices, words) {
     this.only = new Set(indices);
     this.filter = "";

@@ -1,4 +1,4 @@
-// What a picture does when it is pointed at, clicked, dragged, zoomed or given a key.
+// Mouse and keyboard handling of the picture: hover, click, drag, zoom and keys.
 
 import { h } from "./dom.js";
 import { count, many, number, oneLine, seconds, stopWords } from "./format.js";
@@ -75,7 +75,7 @@ function hover(picture, event) {
   picture.tip.style.top = `${Math.min(event.offsetY + 14, Math.max(4, box.clientHeight - picture.tip.offsetHeight - 4))}px`;
 }
 
-// What it was worth, and how many tools it used; empty for most calls.
+// Reward and number of tool calls; empty for most calls.
 function wordsOf(call) {
   const named = call.scores.filter(([turn]) => turn < 0).map(([, name, value]) => `${name} ${number(value)}`);
   const turns = call.scores.length - named.length, parts = [call.reward === null ? "" : `reward ${number(call.reward)}`, ...named,

@@ -1,4 +1,4 @@
-// The page of one run: its head and budget, the tree as a picture, the list of its calls, and the transcript of one.
+// Page of one run: head and budget, the picture of the tree, the list of calls, and a transcript.
 
 import { h, fill, toast, copy } from "./dom.js";
 import { get, follow, offline } from "./api.js";
@@ -9,21 +9,21 @@ import { marksOf } from "./turn.js";
 import { count, dollars, many, moment, number, oneLine, seconds, stopWords, ticking } from "./format.js";
 
 const NONE = [];
-const FIRST_TEXTS = 256;  // calls whose texts come with the picture, as early.js asks for it
+const FIRST_TEXTS = 256;  // calls whose texts come with the picture (early.js requests the same number)
 
-// What is known of a run, kept up to date by what the server sends.
+// State of a run, updated by the server's events.
 export class Run {
   constructor({ head, num, columns }) {
     this.calls = [];
     this.byId = new Map();
     this.below = new Map();  // "parent/turn/cell" -> indices
     this.setHead(head);
-    // A column of one value is that value alone.
+    // A column whose values are all the same is sent as one value.
     const whole = Object.fromEntries(Object.entries(columns).map(([name, each]) => [name, Array.isArray(each) ? each : new Array(num).fill(each)]));
     for (let index = 0; index < num; index++) this.add(index, callAt(whole, index));
   }
 
-  // Texts that came later, of the calls from `first` on; what was told of a call meanwhile is newer.
+  // Texts that arrive later, for the calls from `first`; updates received meanwhile are newer.
   addTexts(first, { question, answer }) {
     const changed = [];
     for (let at = 0; at < question.length && first + at < this.calls.length; at++) {
@@ -45,7 +45,7 @@ export class Run {
   add(index, call) {
     if (!this.calls[index]) {
       this.byId.set(call.id, index);
-      const last = this.last;  // most are made by the same cell as the one before
+      const last = this.last;  // most calls come from the same cell as the previous one
       if (last && last.parent === call.parent && last.turn === call.turn && last.cell === call.cell) last.indices.push(index);
       else {
         const place = `${call.parent}/${call.turn}/${call.cell}`, indices = this.below.get(place) || [];
@@ -75,13 +75,13 @@ export class Run {
     return this.head.at_s;
   }
 
-  // Seconds since the run began: of its last event, and while it goes on of the clock.
+  // Seconds since the run began: at its last event, or now while it is in progress.
   now() {
     return this.head.at_s + (this.alive && !this.head.stop ? (performance.now() - this.seenAt) / 1000 : 0);
   }
 }
 
-// Written out by name: ten thousand objects of one shape are made several times faster so.
+// Fields are written out, because it creates ten thousand objects several times faster.
 function callAt(of, at) {
   return {
     id: of.id[at], kind: of.kind[at], parent: of.parent[at], turn: of.turn[at], cell: of.cell[at], depth: of.depth[at], model: of.model[at],
@@ -96,7 +96,7 @@ export async function runPage(page, key, route) {
   const told = await get("/api/run", { key, texts: FIRST_TEXTS }), run = new Run(told);
   const view = new RunView(run, key);
   view.start(page, route);
-  if (told.texts < told.num) requestAnimationFrame(() => setTimeout(() => view.fetchTexts(told.texts)));  // what is in sight goes before
+  if (told.texts < told.num) requestAnimationFrame(() => setTimeout(() => view.fetchTexts(told.texts)));  // visible parts first
   return view;
 }
 
@@ -158,7 +158,7 @@ class RunView {
     this.ticking = setInterval(() => {
       if (!run.alive || document.hidden) return;
       this.tick();
-      this.outline.list.later(true);  // of what is under way the seconds go on
+      this.outline.list.later(true);  // the seconds of pending calls advance
     }, 100);
     if (run.head.is_journal && (run.alive || !run.head.stop)) {
       this.stop = follow("/api/events", { key: this.key }, () => run.head.version, (message) => this.apply(message), () => this.drawHead());
@@ -184,7 +184,7 @@ class RunView {
     }
   }
 
-  // The address changed, but not the run.
+  // The address changed, but the run is the same.
   show(route) {
     const run = this.run;
     const id = route.call ?? (run.calls.length ? run.calls[0].id : null);
@@ -198,7 +198,7 @@ class RunView {
   }
 
   apply(message) {
-    if (message.head.generation !== this.run.head.generation) return location.reload();  // the file was cut or replaced
+    if (message.head.generation !== this.run.head.generation) return location.reload();  // the file was truncated or replaced
     const fresh = !this.run.calls.length, changed = this.run.apply(message);
     this.picture.changed();
     this.outline.changed();
@@ -215,7 +215,7 @@ class RunView {
     if (on) this.followOn([]);
   }
 
-  // Stay with the session that works now, at the end of its transcript.
+  // Follow the session that is working now, at the end of its transcript.
   followOn() {
     const working = this.run.calls.filter((call) => call.kind === "rlm" && call.stop === null);
     const call = working[working.length - 1];
@@ -249,7 +249,7 @@ class RunView {
     this.tick();
   }
 
-  // "call 0.1, turn 0: …" leads there.
+  // "call 0.1, turn 0: …" becomes a link to that turn.
   linked(text) {
     const named = /^call ([\d.:]+)(?:, turn (\d+))?: /.exec(text);
     if (!named || this.run.indexOf(named[1]) < 0) return text;
@@ -285,7 +285,7 @@ class RunView {
       const rows = found.map((each) => h("a.hit", { href: this.address(each.call, each.turn < 0 ? null : each.turn), onclick: () => this.pointAt(each) },
         h("span.where", null, `${each.call}${each.turn < 0 ? "" : ` · turn ${each.turn + 1}`} · ${each.where}`),
         h("span.snippet", null, each.text.slice(0, each.at), h("mark", null, each.text.slice(each.at, each.at + wanted.length)), each.text.slice(each.at + wanted.length))));
-      fill(this.found, h("div.found-head", null, found.length ? `${many(found.length, "place")}${more ? ", and more" : ""}` : `nothing says “${wanted}”`,
+      fill(this.found, h("div.found-head", null, found.length ? `${many(found.length, "place")}${more ? ", and more" : ""}` : `no match for “${wanted}”`,
         h("button.small", { type: "button", onclick: () => this.closeFound() }, "close")), rows);
       this.found.hidden = false;
     } catch (error) {

@@ -1,4 +1,4 @@
-// The list of runs: filtered, sorted, thousands of rows of which only those in sight are elements.
+// The list of runs, with filter and sorting; of thousands of rows only visible ones are elements.
 
 import { h, fill } from "./dom.js";
 import { get } from "./api.js";
@@ -6,10 +6,10 @@ import { VirtualList } from "./list.js";
 import { runAddress } from "./run.js";
 import { count, dollars, grouped, moment, number, oneLine, seconds, stopWords } from "./format.js";
 
-const EVERY_MS = 2000;  // between looks at what is new
+const EVERY_MS = 2000;  // between updates
 const NARROW = matchMedia("(max-width: 800px)");
 
-// [name, whether it is a number, what it sorts by, what it says]
+// [name, whether it is a number, sort key, text]
 const COLUMNS = [
   ["when", false, (run) => run.started_at || 0, (run) => moment(run.started_at)],
   ["question", false, (run) => (run.question || "").toLowerCase(), (run) => run.problem ? shortened(run) : oneLine(run.question || run.id, 300)],
@@ -27,7 +27,7 @@ function standing(run) {
   return run.problem ? ["unreadable", "bad"] : stopWords(run.stop, run.alive);
 }
 
-// A problem from its file's name on; the folder is in the row's title.
+// A problem without the folder of its file, which the row's title shows.
 function shortened(run) {
   const name = (run.source || "").split("/").pop() || run.id;
   return run.problem.slice(Math.max(0, run.problem.indexOf(name)));
@@ -112,7 +112,7 @@ class RunsView {
 
   sayNone() {
     const trainings = this.data.trainings.length;
-    fill(this.none, h("p", null, `There is no run yet in ${this.data.places.join(", ")}.`), h("p", null, "One is left by ", h("code", null, "ramify ask QUESTION PATH…")),
+    fill(this.none, h("p", null, `No runs yet in ${this.data.places.join(", ")}.`), h("p", null, "Create one with ", h("code", null, "ramify ask QUESTION PATH…")),
       trainings ? h("p", null, h("a", { href: "#/training" }, `${trainings} training run${trainings === 1 ? "" : "s"}`)) : null);
   }
 

@@ -1,26 +1,26 @@
-// The rollouts that a training kept of a step: best and worst first, and what each depth did.
+// The saved rollouts of one training step: the best and the worst, and metrics for each depth.
 
 import { h, fill, toast } from "./dom.js";
 import { get } from "./api.js";
 import { runAddress } from "./run.js";
 import { count, many, number, oneLine, stopWords } from "./format.js";
 
-const MAX_ROWS = 5;  // of each end
+const MAX_ROWS = 5;  // best ones, and as many worst ones
 
 export class Samples {
-  // kept: the steps whose rollouts there are
+  // kept: the steps with saved rollouts
   constructor(key, kept) {
     Object.assign(this, { key, kept });
     this.element = h("section.samples", { hidden: true, "aria-label": "rollouts of a step" });
   }
 
-  // By one kept step earlier or later.
+  // Go to the previous or next step with saved rollouts.
   move(by) {
     const step = this.kept[this.kept.indexOf(this.step) + by];
     if (step !== undefined) this.showStep(step);
   }
 
-  // The kept step that is nearest.
+  // The nearest step with saved rollouts.
   showNear(step) {
     if (this.kept.length) this.showStep(this.kept.reduce((best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best)));
   }

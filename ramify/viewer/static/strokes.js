@@ -1,7 +1,8 @@
-// How a picture is drawn: its axis, a bar for each call with what happened in it, and the frames of what is pointed at.
+// Draws the picture: the axis, a bar with its events for each call, and frames around the hovered and
+// the chosen call.
 //
-// In a session's bar the bright parts are requests to its model, the dark ones its code at work; a light tick is a tool that
-// answered (a red one failed); a dot below is a turn that was scored, green above zero and red at or below it.
+// In a session's bar, bright parts are model requests and dark parts are running code. A light tick
+// is a tool's answer, a red one its failure. A dot below is a scored turn: green above zero, else red.
 
 import { bandOf } from "./lanes.js";
 import { oneLine } from "./format.js";
@@ -80,7 +81,7 @@ function drawScores(picture, pen, call, x, w, y) {
   }
 }
 
-// From the colour of the worst to that of the best; grey where there is no reward.
+// Color between those of the worst and the best reward; gray without a reward.
 export function worthColour(colours, reward, range) {
   if (reward === null || !range) return colours["line-2"];
   const share = (reward - range[0]) / (range[1] - range[0]);

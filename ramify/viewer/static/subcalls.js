@@ -1,9 +1,9 @@
-// The sub-calls of a cell, where they happened: sessions each, of many plain ones the first few and those that failed.
+// The sub-calls of a cell: every session, and the first few and the failed ones of many plain calls.
 
 import { h, fill } from "./dom.js";
 import { grouped, many, oneLine, seconds, stopWords } from "./format.js";
 
-const FEW = 4;  // plain sub-calls of a cell that are shown one by one
+const FEW = 4;  // maximum plain sub-calls of a cell that are listed one by one
 
 export function fillSubcalls(view, place, turn, cell) {
   const indices = view.run.made(view.row, turn, cell);

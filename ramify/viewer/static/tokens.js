@@ -1,5 +1,5 @@
-// The tokens of one turn as a strip: given ones plain, sampled ones coloured by log-probability, advantage or the version
-// of the policy that sampled them.
+// The tokens of one turn as a strip: prompt tokens are plain, sampled tokens are colored by
+// log-probability, advantage or policy version.
 
 import { h, fill } from "./dom.js";
 import { get } from "./api.js";
@@ -79,7 +79,7 @@ function token(found, id, at, mode) {
   return element;
 }
 
-// [tone, 0…1]: unlikely tokens are strong; advantages are good or bad by their size; versions alternate.
+// [tone, 0…1]: unlikely tokens are strong; advantages are good or bad by size; versions alternate.
 function colouring(found, index, mode) {
   if (mode === "logprob" && found.logprobs) return ["odd", Math.min(1, -found.logprobs[index] / 4)];
   const signed = mode === "advantage" ? found.advantages : found.scores[mode];

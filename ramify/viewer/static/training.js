@@ -1,4 +1,4 @@
-// Training: every measured name as a curve over the steps, a second run laid over it, and the rollouts that were kept.
+// Training page: a curve over the steps for each metric, an optional second run, and saved rollouts.
 
 import uPlot from "./vendor/uplot.js";
 import { h, fill } from "./dom.js";
@@ -11,8 +11,8 @@ export async function trainingPage(page, keys) {
   const { trainings } = await get("/api/runs");
   document.title = "Training · Ramify";
   if (!trainings.length) {
-    fill(page, h("div.empty", null, h("h1", null, "Training"), h("p", null, "No folder of ramify train is among the paths that were given."),
-      h("p", null, "One is shown by ", h("code", null, "ramify view runs/mine"))));
+    fill(page, h("div.empty", null, h("h1", null, "Training"), h("p", null, "The given paths contain no folder of ramify train."),
+      h("p", null, "Show one with ", h("code", null, "ramify view runs/mine"))));
     return null;
   }
   const view = new TrainingView(trainings, keys[0] || trainings[0].key, keys[1] || "");
@@ -114,7 +114,7 @@ class TrainingView {
     this.tiles.hidden = !found.length;
   }
 
-  // Of each line ours, then of each theirs.
+  // The lines of this run, then those of the other run.
   values(lines) {
     const of = (data) => lines.map(({ name }) => data.names[name]);
     return aligned([...of(this.data), ...(this.other ? of(this.other) : [])]);
@@ -149,7 +149,7 @@ class TrainingView {
     return plot;
   }
 
-  // The values under the pointer stand where the latest stood.
+  // The values under the pointer replace the latest ones.
   said(plot, chart) {
     const at = plot.cursor.idx;
     if (at === null || at === undefined || plot.cursor.left < 0) return this.sayLatest(chart);

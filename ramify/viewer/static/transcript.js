@@ -1,5 +1,5 @@
-// One call, turn by turn: what it was told, what it said, its code with output and errors, its sub-calls where they
-// happened. While the run goes on only what is new is fetched, and only what changed is made anew.
+// Transcript of one call, turn by turn: prompts, replies, code with output and errors, and sub-calls.
+// While the run is in progress, only new turns are fetched, and only changed elements are rebuilt.
 
 import { h, fill, copy } from "./dom.js";
 import { get, offline } from "./api.js";
@@ -18,7 +18,7 @@ export class Transcript {
     this.foot = h("div.call-foot");
     this.element = h("article.transcript", { tabindex: "-1", "aria-label": "transcript" }, this.head, this.turns, this.foot);
     this.id = null;
-    this.wanted = null;  // the first turn to fetch
+    this.wanted = null;  // first turn to fetch
     this.loading = null;
   }
 
@@ -39,8 +39,8 @@ export class Transcript {
     if (turn !== null) this.scrollTo(turn);
   }
 
-  // One request at a time. What is asked for meanwhile may be newer than the answer under way, so it is fetched after
-  // it, from the earliest turn that anyone asked for.
+  // One request at a time. A request made meanwhile may need newer data than the pending answer, so
+  // it is sent afterwards, from the earliest turn that was requested.
   load(from) {
     this.wanted = Math.min(from, this.wanted ?? from);
     this.loading ??= this.fetch();
@@ -61,14 +61,14 @@ export class Transcript {
     this.loading = null;
   }
 
-  // Rows of the run changed: this call's own, or those of its sub-calls.
+  // Calls of the run changed: this call, or its sub-calls.
   changed(indices) {
     if (this.id === null) return;
     if (!this.call) return void this.load(0);
     const children = new Set();
     for (const index of indices) {
       const call = this.run.calls[index];
-      if (index === this.row) this.load(call.stop === null ? Math.max(0, this.call.turns.length - 1) : 0);  // a score is of any turn
+      if (index === this.row) this.load(call.stop === null ? Math.max(0, this.call.turns.length - 1) : 0);  // a score may belong to any turn
       else if (call.parent === this.row) children.add(`${call.turn}/${call.cell}`);
     }
     if (children.size) this.drawSubcalls(children);
@@ -134,7 +134,7 @@ export class Transcript {
         h("button.copy", { type: "button", onclick: () => copy(text, "answer") }, "copy")),
         textBlock(call.answer, { kind: "answer-text", lines: 30, whole: this.full((it) => it.answer) })));
     } else if (call.stop && !call.error) parts.push(h("p.note", null, `ended without an answer: ${stopWords(call.stop)[0]}`));
-    else if (!call.stop && !this.run.alive) parts.push(h("p.note", null, "was cut off here: the run's process ended"));
+    else if (!call.stop && !this.run.alive) parts.push(h("p.note", null, "was interrupted here: the run's process ended"));
     fill(this.foot, parts);
   }
 
@@ -160,7 +160,7 @@ export class Transcript {
     const late = this.call.notes.filter((note) => note.turn === asked.turn);
     this.waiting = h("section.turn.pending", { id: `turn-${asked.turn}` },
       h("header.turn-head", null, h("span.turn-no", null, this.call.kind === "rlm" ? `turn ${asked.turn + 1}` : "request"),
-        h("span.turn-facts", null, this.run.alive ? h("span.live", null, "asking the model …") : "was asking the model when the run was cut off")),
+        h("span.turn-facts", null, this.run.alive ? h("span.live", null, "asking the model …") : "was asking the model when the run was interrupted")),
       late.map(noteLine), told(this, { index: asked.turn, prompt: asked.prompt }));
     this.turns.append(this.waiting);
   }
@@ -175,7 +175,7 @@ export class Transcript {
     }
   }
 
-  // Sub-calls of a cell that has not ended: it is not in the journal yet, but what it asked is.
+  // Sub-calls of a cell that is still running: the cell is not in the journal yet, but they are.
   drawEarly(turn, cell) {
     const part = this.parts[turn];
     const place = h("div.subcalls");
@@ -184,12 +184,12 @@ export class Transcript {
     part.element.append(h("div.cell.early", null, place));
   }
 
-  // --- moving about ---------------------------------------------------------------------------------------------
+  // --- navigation ---------------------------------------------------------------------------------------------
 
   scrollTo(turn) {
     const element = this.turns.querySelector(`[data-turn="${Number(turn)}"]`);
     if (!element) return;
-    // Turns out of sight have estimated heights, so the place moves as those on the way are laid out.
+    // Hidden turns have estimated heights, so the position shifts while they are laid out.
     let tries = 6;
     const settle = () => {
       element.scrollIntoView({ block: "start" });
@@ -200,7 +200,7 @@ export class Transcript {
     setTimeout(() => element.classList.remove("pointed"), 1500);
   }
 
-  // The turn at the top of what is in sight, by `step` further.
+  // Move by `step` turns from the topmost visible turn.
   step(step) {
     const turns = [...this.turns.querySelectorAll(".turn")];
     if (!turns.length) return;

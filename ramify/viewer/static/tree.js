@@ -1,8 +1,9 @@
-// The recursion tree as a picture: time from left to right, depth from top to bottom, a bar for each call.
+// The call tree as a picture: time from left to right, depth from top to bottom, a bar for each call.
 //
-// Each depth is two bands: its sessions, and below them its plain calls, which are many and thin. Calls of one band that
-// overlap get lanes; where there are more lanes than pixels, lanes lie on one another. What is under way grows with the clock.
-// Where bars lie is in lanes.js, how they look in strokes.js, what a pointer does in pointing.js.
+// Each depth has two bands: its sessions, and below them its plain calls, which are many and thin.
+// Overlapping calls of a band get separate lanes; if there are more lanes than pixels, lanes overlap.
+// Bars of running calls grow with the clock. Not here: layout (lanes.js), drawing (strokes.js), mouse
+// and keyboard (pointing.js).
 
 import { h } from "./dom.js";
 import { stopWords } from "./format.js";
@@ -11,12 +12,12 @@ import { listen } from "./pointing.js";
 import { AXIS, LEFT, RIGHT, drawAxis, drawCall, drawSelected, worthColour } from "./strokes.js";
 
 const GAP = 4;
-const LANES = [22, 9];  // most pixels of a lane: of sessions, of plain calls
-const LEAST = [14, 8];  // of a whole band
-const FRAME_MS = 33;  // between frames of a picture that grows
+const LANES = [22, 9];  // maximum pixels of a lane: sessions, plain calls
+const LEAST = [14, 8];  // minimum pixels of a band
+const FRAME_MS = 33;  // between frames of a growing picture
 
 export class Picture {
-  // run: the page's model (run.js); pick(index): a call was clicked.
+  // run: the page's model (run.js); pick(index) is called when a call is clicked.
   constructor(run, pick) {
     this.run = run;
     this.pick = pick;
@@ -118,7 +119,7 @@ export class Picture {
     });
   }
 
-  // --- where things are -----------------------------------------------------------------------------------------
+  // --- positions -----------------------------------------------------------------------------------------
 
   layout(width, height) {
     const bands = this.lanes.bands, used = bands.filter((band) => band.num).length;
@@ -139,7 +140,7 @@ export class Picture {
     return LEFT + (at - this.from) * this.scale;
   }
 
-  // The call at a place; of several the one that lies on top, else the nearest within a few pixels.
+  // The topmost call at a position, or the nearest one within a few pixels.
   at(x, y) {
     const number = (this.bands || []).findIndex((band) => band.height && y >= band.top && y < band.top + band.height + GAP);
     if (number < 0) return -1;
@@ -166,7 +167,7 @@ export class Picture {
     return (this.colours = Object.fromEntries(names.map((name) => [name, value(`--${name}`)])));
   }
 
-  // [least, most] of the rewards of calls; null where none has any.
+  // [minimum, maximum] reward of all calls, or null without rewards.
   range() {
     if (this.worth === null) {
       let least = Infinity, most = -Infinity;

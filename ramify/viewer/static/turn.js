@@ -1,5 +1,5 @@
-// One turn of a transcript as elements: what the model was told, what it said, its code with output, errors, what tools
-// answered and what sub-calls it made, and what it was scored. `view` is the Transcript that shows it.
+// One turn of a transcript as elements: prompt, reply, code with output and errors, tool answers,
+// sub-calls and scores. `view` is the Transcript that shows it.
 
 import { h } from "./dom.js";
 import { codeBlock, textBlock, errorLine } from "./code.js";
@@ -24,7 +24,7 @@ export function turnElement(view, turn, part) {
     kept(view, turn), told(view, turn), said(view, turn, part), marksOf(turn.marks), strip);
 }
 
-// What of the conversation so far this prompt begins with: folded away, since it stands above.
+// Earlier messages at the start of this prompt: collapsed, because they are shown above.
 function kept(view, turn) {
   if (!turn.reused) return null;
   const before = turn.index ? view.call.turns[turn.index - 1] : null;
@@ -52,7 +52,7 @@ export function told(view, turn) {
   return turn.prompt.map((message, index) => {
     const size = typeof message.content === "string" ? message.content.length : message.content.chars;
     const whole = view.full((it) => it.turns[turn.index].prompt[index].content);
-    const seen = before && before.cells.length && message.role !== "system";  // it repeats what the cells printed
+    const seen = before && before.cells.length && message.role !== "system";  // it repeats the output of the cells
     const open = message.role !== "system" && !seen;
     const words = seen ? "observation" : message.role;
     return h("details.message", { class: `r-${message.role}`, open },
@@ -72,7 +72,7 @@ function said(view, turn, part) {
     if (found) found.used = true;
     return found ? cellElement(view, turn, found.cell, found.index, part) : null;
   };
-  const raw = turn.cells.length ? place(textOf(reply.content)) : null;  // where replies are code and nothing else
+  const raw = turn.cells.length ? place(textOf(reply.content)) : null;  // if replies consist only of code
   if (raw) parts.push(raw);
   else if (typeof reply.content !== "string") parts.push(textBlock(reply.content, { kind: "reply", lines: 40, whole: view.full((it) => it.turns[turn.index].reply.content) }));
   else {
@@ -83,7 +83,7 @@ function said(view, turn, part) {
   }
   for (const tool of reply.tool_calls) parts.push(h("p.tool-call", null, h("b", null, `${tool.name}(`), oneLine(textOf(tool.arguments), 400), h("b", null, ")")));
   for (const each of cells) if (!each.used) parts.push(cellElement(view, turn, each.cell, each.index, part));
-  const early = turn.tools.filter((tool) => tool.cell >= turn.cells.length);  // of a cell that has not ended
+  const early = turn.tools.filter((tool) => tool.cell >= turn.cells.length);  // of a cell that is still running
   if (early.length) parts.push(h("div.cell.early", null, early.map((tool) => toolAnswer(view, turn, tool))));
   return parts;
 }

@@ -219,16 +219,16 @@ def test_one_whose_weights_were_dropped_answers_nobody_without_new_ones() -> Non
             status, told = await got(*asked)
             assert (status, told["error"]["message"]) == (
                 503,
-                "nobody was answered for 0.05 s: the server sleeps (kv_cache, scheduling, "
+                "the engine was not ready for 0.05 s: the server sleeps (kv_cache, scheduling, "
                 "weights): POST /wake_up",
             )
             status, told = await got(f"{made.url}/start_weight_update", {})
-            assert (status, "its weights sleep: wake them first" in told["error"]["message"]) == (
+            assert (status, "the weights are asleep: wake them first" in told["error"]["message"]) == (
                 400,
                 True,
             )
             await got(f"{made.url}/wake_up", {})
-            says = "the server gave its weights back while it slept, and 24 have not been brought since, as model.embed"
+            says = "the server dropped its weights while it slept, and 24 tensors have not been sent since (model.embed"
             for status, told in (await got(*asked), await got(f"{made.url}/fingerprint")):
                 assert status in (400, 503)
                 assert says in told["error"]["message"]
@@ -258,7 +258,7 @@ def test_a_difference_to_dropped_weights_is_refused_and_everything_sent() -> Non
         async with sleepers(weight_sync="delta") as made:
             await made.train(1)
             for version, says in (
-                (2, "gave its weights back while it slept"),
+                (2, "dropped its weights while it slept"),
                 (3, "and comes in part"),
             ):
                 await got(f"{made.url}/sleep?level=2", {})  # by somebody else

@@ -134,7 +134,7 @@ def test_a_run_is_that_of_one_process_and_after_a_lost_rank_the_same_to_the_bit(
     threading.Thread(target=kill_rank, daemon=True).start()
     assert supervise([str(recipe)], ["--plain"], killed, None, 1, said.append) == 0
     checkpoint = killed / "checkpoints/step-000001"
-    assert said == [f"the trainer ended with status 1 after step 1; it goes on from {checkpoint}"]
+    assert said == [f"the trainer ended with status 1 after step 1; restarting from {checkpoint}"]
     assert steady(killed) == steady(two)
     ours, theirs = (weights_of(out / "checkpoints/step-000002") for out in (killed, two))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs | ours)
@@ -206,7 +206,7 @@ def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path
             assert process.wait(timeout=280) == 0, log.read_text()
         finally:
             process.terminate()
-    assert log.read_text().count("holds the trained policy") == 1
+    assert log.read_text().count("trained policy in") == 1
     check_close(killed, one)
     assert max(values.get("ref_kl", 0.0) for _, _, values in steady(killed)) > 1e-6
     assert group_records.accounts(killed).balanced
