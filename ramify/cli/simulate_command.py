@@ -86,7 +86,7 @@ def simulate(
 
     rate = _calibrated(calibrate, max(given["slots"] or [64])) if calibrate else None
     found = measured(
-        Path(words[0]), last=last or 0, rate=rate, scaling=1.0 if scaling is None else scaling
+        Path(words[0]), last=last, rate=rate, scaling=1.0 if scaling is None else scaling
     )
     sizes = found.sizes
     pairs = [
@@ -100,9 +100,9 @@ def simulate(
             splits(devices, engine_devices or 1) if devices else pairs,
             slots=given["slots"],
             staleness=given["staleness"],
-            items=items or 0,
-            group=group or 0,
-            concurrency=concurrency or 0,
+            items=items,
+            group=group,
+            concurrency=concurrency,
             straggler_factor=straggler_factor,
             grace_steps=grace_steps,
         )

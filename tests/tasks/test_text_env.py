@@ -158,7 +158,7 @@ def test_what_is_no_environment() -> None:
 
     with pytest.raises(
         RamifyError,
-        match="the environment's step gave a str: it must be a mapping with observations",
+        match="the environment's step returned a str: it must be a mapping with observations",
     ):
         EnvEpisode(Odd(), ITEMS[0]).step("x")
 
