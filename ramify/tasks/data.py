@@ -145,7 +145,7 @@ class DatasetItems(Sequence[Item]):
         self._indices = range(len(rows)) if indices is None else indices
 
     def some(self, name: str, places: Sequence[int]) -> DatasetItems:
-        """Return the items at ``places`` under another name. Each item keeps its row number as id."""
+        """Return the items at ``places`` under another name. Ids keep the row numbers."""
         return DatasetItems(
             name, self._rows, self._make, [self._indices[place] for place in places]
         )

@@ -108,7 +108,7 @@ def _worth(task: Task, item: Item, answer: Any) -> float:
 
 
 def _check_once(task: Task, split: str, item: Item, seen: dict[bytes, str]) -> None:
-    """Raise ConfigError if ``item`` is also in another split. No learning curve shows this fault."""
+    """Raise ConfigError if ``item`` is also in another split, which no learning curve shows."""
     try:
         key = hashlib.sha256(msgspec.json.encode((item.question, item.context))).digest()
     except (TypeError, ValueError):

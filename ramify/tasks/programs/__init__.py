@@ -1,1 +1,1 @@
-"""Named-operation programs: tool-use problems for policies with a few hundred thousand parameters."""
+"""Named-operation programs: tool-use problems for policies with under a million parameters."""

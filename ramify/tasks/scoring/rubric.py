@@ -100,7 +100,7 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RubricScore(msgspec.Struct, frozen=True):
-    """Rubric as the score of a task. Each answer is graded on a new event loop with a new client."""
+    """Score of a task by a rubric. Each answer gets a new event loop and a new client."""
 
     rubric: Rubric
     connect: Callable[[], Client]

@@ -34,7 +34,7 @@ _MAX_OUTPUT = 200_000
 
 
 class UnitTestScore(msgspec.Struct, frozen=True):
-    """Score 1 if the program passes all tests; with ``share``, the share of tests that it passes."""
+    """Score 1 if the program passes all tests; with ``share``, the share that it passes."""
 
     timeout_s: float = 10.0
     """Time limit of one test, including the run of the program."""

@@ -93,7 +93,7 @@ def demonstrations(
 
 
 def conversation(row: Mapping[str, Any], rules: ToolMathScaffold) -> tuple[Message, ...]:
-    """Convert one row to messages. Raises ValueError that describes the fault of a malformed row."""
+    """Convert one row to messages. Raises ValueError that says what is wrong with the row."""
     contents = {message.get("role"): message.get("content") for message in _messages(row)}
     question, solution = contents.get("user"), contents.get("assistant")
     if not isinstance(question, str) or not isinstance(solution, str):
