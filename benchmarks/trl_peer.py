@@ -1,12 +1,14 @@
-"""Whole steps beside TRL's: the same model, lengths and group on both sides, step after step in
-turns.
+"""Comparison of whole steps with TRL: the same model, lengths and group, with the two sides
+alternating by step.
 
-    single turn    16 prompts of about 43 tokens, 8 replies of 64 tokens each: sampling, loss and AdamW
-    trees          8 siblings of 8 turns: TRL is given each turn as a row, in batches of 8; ours gets the paths. Without
-                   sampling on either side
+    single turn    16 prompts of about 43 tokens, 8 replies of 64 tokens each: sampling, loss and
+    AdamW
+    trees          8 siblings of 8 turns, without sampling: TRL gets each turn as a row, in batches
+    of
+                   8; ramify gets the paths
 
-TRL runs in a process of its own (``side_trl.py``) and makes a step when it is told to; both count
-CPU seconds of one thread.
+TRL runs in a separate process (``side_trl.py``) and makes a step on request. Both sides count CPU
+seconds of one thread.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ PROMPTS, SIBLINGS, REPLY = 16, 8, 64
 LOSS = LossSpec(policy=PpoClip())
 FP32 = ComputeSpec(precision="fp32")
 Step = Callable[[], float]
-"""Makes an optimizer step; its CPU seconds."""
+"""Makes an optimizer step and returns its CPU seconds."""
 
 
 def against_trl(policy_of: Callable[[], Policy], *, quick: bool) -> Iterator[Figure]:
@@ -99,7 +101,7 @@ def _whole_step(
     replies = loop.run_until_complete(_replies(client, prompts, step))
     rows = []
     for index, reply in enumerate(replies):
-        reward = (index * 7919 + step) % 5  # any; the mean of each group is taken off
+        reward = (index * 7919 + step) % 5  # arbitrary; the mean of each group is subtracted
         mean = (
             sum(
                 (other * 7919 + step) % 5
@@ -196,7 +198,8 @@ def ours(policy: Policy) -> Iterator[tuple[LocalClient, SingleBackend]]:
 
 @contextmanager
 def peer(*arguments: Any) -> Iterator[Step | None]:
-    """TRL's trainer, a step at a time; None where it is not installed or does not start."""
+    """Yield TRL's trainer as a function that makes a step; None if it is not installed or does not
+    start."""
     if not PYTHON.exists():
         yield None
         return

@@ -75,8 +75,8 @@ def main() -> int:
 
 
 def trained(out: Path, num: int, overrides: list[str]) -> Path:
-    """Train the recipe and return the folder of its policy. A finished policy is reused, and interrupted
-    training continues."""
+    """Train the recipe and return the folder of its policy. A finished policy is reused, and
+    interrupted training continues."""
     policy = out / "policy"
     if (policy / "config.json").is_file():
         print(f"{policy} was trained before; remove {out} to train again\n", flush=True)
@@ -139,8 +139,8 @@ def measured(out: Path, policy: Path, num: int) -> bool:
 
 
 def asked(model: str) -> int:
-    """Ask ``model`` about a ledger, show the tree, and compare with the right answer. Returns the exit
-    code."""
+    """Ask ``model`` about a ledger, show the tree, and compare with the right answer. Returns
+    the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         item = written(Path(folder, "ledger.txt"))
         place: dict[str, Any] = {"cwd": folder, "env": environment(folder)}

@@ -1,4 +1,4 @@
-"""Scores of single answers, by hand; and answers that nobody should give."""
+"""Scores of single answers, computed by hand, and of unreasonable answers."""
 
 from __future__ import annotations
 
