@@ -44,7 +44,8 @@ def model(messages: tuple[Message, ...]) -> str:
         return f"re: {messages[-1].content}"
     number = re.search(r"client (\d+)", messages[1].content)[1]  # type: ignore[index]
     if sum(message.role == "assistant" for message in messages) == 0:
-        return f"thought <{number}>\n```repl\nr = llm_query_batched(['sub <{number}> ' + str(i) for i in range(3)])\n```"
+        code = f"r = llm_query_batched(['sub <{number}> ' + str(i) for i in range(3)])"
+        return f"thought <{number}>\n```repl\n{code}\n```"
     return f"```repl\nFINAL('answer <{number}>')\n```"
 
 

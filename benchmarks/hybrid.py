@@ -338,7 +338,7 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
     return {name: fmean(values) for name, values in likely.items()}
 
 
-# --- what runs came to ----------------------------------------------------------------------------
+# --- results of runs ------------------------------------------------------------------------------
 
 
 def trained(folder: Path, arm: str, seed: int) -> Trained:
@@ -545,13 +545,15 @@ def picture(runs: Sequence[Trained]) -> str:
         "shuffled": "#888888",
     }
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for tenth in range(0, 11, 2):
         y = bottom - tenth / 10 * 290
         parts.append(
-            f'<path d="M{left} {y:.0f}H{width - 20}" stroke="#ddd"/><text x="14" y="{y + 4:.0f}">{tenth * 10}%</text>'
+            f'<path d="M{left} {y:.0f}H{width - 20}" stroke="#ddd"/>'
+            f'<text x="14" y="{y + 4:.0f}">{tenth * 10}%</text>'
         )
     for index, (name, colour) in enumerate(shown.items()):
         curves = [run.curve for run in runs if run.arm == name]

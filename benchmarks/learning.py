@@ -261,13 +261,15 @@ def picture(runs: Sequence[Trained]) -> str:
     longest = max((seconds for run in runs for seconds, _ in run.curve), default=1.0)
     colours = {"tiny": "#1f77b4", "per_role": "#2ca02c", "root": "#ff7f0e", "untrained": "#888888"}
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for tenth in range(0, 11, 2):
         y = bottom - tenth / 10 * 270
         parts.append(
-            f'<path d="M{left} {y:.0f}H{width - 20}" stroke="#ddd"/><text x="18" y="{y + 4:.0f}">{tenth * 10}%</text>'
+            f'<path d="M{left} {y:.0f}H{width - 20}" stroke="#ddd"/>'
+            f'<text x="18" y="{y + 4:.0f}">{tenth * 10}%</text>'
         )
     for run in runs:
         points = " ".join(

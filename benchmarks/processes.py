@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-INSTALL_PEERS = "python -m venv benchmarks/.venv && benchmarks/.venv/bin/pip install -r benchmarks/requirements.txt"
+INSTALL_PEERS = (
+    "python -m venv benchmarks/.venv && "
+    "benchmarks/.venv/bin/pip install -r benchmarks/requirements.txt"
+)
 
 
 class Server(NamedTuple):

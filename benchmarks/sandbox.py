@@ -320,8 +320,9 @@ async def children_share(b: Bench) -> Figures:
 def _private_mb(session: Session) -> float | None:
     """Return the memory of a session's process in pages that no other process shares."""
     try:
-        told = Path(f"/proc/self/fdinfo/{session.process}").read_text()  # type: ignore[attr-defined]
-        pid = next(int(line.split()[1]) for line in told.splitlines() if line.startswith("Pid:"))
+        info = Path(f"/proc/self/fdinfo/{session.process}")  # type: ignore[attr-defined]
+        fields = info.read_text().splitlines()
+        pid = next(int(line.split()[1]) for line in fields if line.startswith("Pid:"))
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return (
             sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / MB

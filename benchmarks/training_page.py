@@ -54,7 +54,8 @@ def picture(growths: Sequence[Figure]) -> str:
     every = [seconds for curve in curves.values() for seconds in curve.values()]
     low, high = math.log(min(every)) - 0.2, math.log(max(every)) + 0.2
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+        'font-family="sans-serif" font-size="11">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
     ]
     for index, (name, curve) in enumerate(curves.items()):

@@ -71,7 +71,8 @@ def _single_turn(policy: Policy, folder: Path, rounds: int) -> Iterator[Figure]:
     texts = ["".join(rng.choice(list("abcdefghij "), 90)) for _ in range(PROMPTS)]
     prompts = [policy.tokenizer(text)["input_ids"] for text in texts]
     (folder / "prompts").write_text("\n".join(map(json.dumps, texts)))
-    policy.renderer.stop_ids = ()  # type: ignore[misc]  # TRL's replies are forced to their length, too
+    # TRL's replies are forced to their length, too.
+    policy.renderer.stop_ids = ()  # type: ignore[misc]
     name = f"a step of {PROMPTS} × {SIBLINGS} replies, single turn: TRL to ours"
     with (
         ours(policy) as (client, backend),
@@ -166,7 +167,10 @@ def _trees(policy: Policy, folder: Path, ratio: int, rounds: int) -> Iterator[Fi
         backend.optim_step()
         return time.process_time() - started
 
-    name = f"a step of {SIBLINGS} siblings × 8 turns, prompt : response {ratio}:1: TRL, given rows, to ours"
+    name = (
+        f"a step of {SIBLINGS} siblings × 8 turns, prompt : response {ratio}:1: TRL, given rows, "
+        "to ours"
+    )
     with peer(folder / "model", "rows", folder / "rows", SIBLINGS) as theirs:
         yield _compared(name, rounds, step, theirs, 5)
 

@@ -1,4 +1,4 @@
-"""The workload of a trajectory, and what is not part of it."""
+"""The workload of a trajectory, and the calls that it excludes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Environment of the pages' examples: a folder with the files that they name, and a model that answers
-questions about them.
+"""Environment of the pages' examples: a folder with the files that they name, and a model that
+answers questions about them.
 
 The model is a script behind a real HTTP server; everything between it and the reader's code is
 real. Its answers are right, of the type that is asked for, and cite existing files.
@@ -100,8 +100,7 @@ def environment(folder: Path, url: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def scripted(script: object = model) -> Iterator[str]:
-    """Yield the base URL of a scripted server in a separate thread, so that synchronous code can use
-    it."""
+    """Yield the base URL of a scripted server in a separate thread, for synchronous clients."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -1,4 +1,4 @@
-"""Text environments as tasks: a small one here, SkyRL-gym's own where it is installed."""
+"""Text environments as tasks: a small one here, SkyRL-gym's if it is installed."""
 
 from __future__ import annotations
 

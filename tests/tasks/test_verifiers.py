@@ -1,4 +1,4 @@
-"""Tasksets of verifiers as tasks, with the real library where it is installed."""
+"""Tasksets of verifiers as tasks, with the real library if it is installed."""
 
 from __future__ import annotations
 
