@@ -1,16 +1,18 @@
-"""Figures of the engine, side by side with `rlms`, `droste` and a bare aiohttp loop, on one
-scripted HTTP server.
+"""Benchmarks of the engine against `rlms`, `droste` and a bare aiohttp loop, with one scripted HTTP
+server.
 
-    python benchmarks/engine.py            a table; figures are medians of interleaved rounds on this machine
+    python benchmarks/engine.py            print a table; figures are medians of interleaved rounds
     python benchmarks/engine.py --quick    fewer rounds, within five minutes on two cores
-    python benchmarks/engine.py --json     also prints, as its last line, {"figures": [{"name", "value", "unit", "against",
-                                           "floor", "least", "holds"}, …]}: "against" has the same figure of the others by
-                                           name, "floor" is the most that we promise and "least" the least; null where
-                                           nothing is
+    python benchmarks/engine.py --json     also print, as the last line, {"figures": [{"name",
+    "value",
+                                           "unit", "against", "floor", "least", "holds"}, …]}
 
-Absolute times belong to the machine and its load; quote ratios. The other libraries live in an
-environment of their own (``processes.INSTALL_PEERS``); without it their columns stay empty. Exits
-with 1 where a figure misses its floor.
+In JSON, "against" has the same figure of other libraries by name, "floor" is the promised maximum
+and "least" the promised minimum; null if nothing is promised.
+
+Absolute times depend on the machine and its load, so quote ratios. The other libraries need their
+own environment (``processes.INSTALL_PEERS``); without it their columns are empty. The exit code is
+1 if a figure misses its limit.
 """
 
 from __future__ import annotations
@@ -36,16 +38,16 @@ BIG = 50_000_000
 class Figure(NamedTuple):
     name: str
     value: float | None
-    """Ours; None where it could not be measured."""
+    """Measured value; None if it could not be measured."""
     unit: str
     against: dict[str, float | str]
-    """The same of others, by name."""
+    """The same figure of other libraries, by name."""
     floor: float | None = None
-    """The most that is promised."""
+    """Promised maximum."""
     valid: bool = True
-    """What else must be true for the figure to count."""
+    """A further condition for the figure to count."""
     least: float | None = None
-    """The least that is promised, for figures of which more is better."""
+    """Promised minimum, for figures of which more is better."""
 
     @property
     def holds(self) -> bool | None:
@@ -65,16 +67,16 @@ class Figure(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """What every figure needs."""
+    """Inputs that every figure needs."""
 
     peers: str | None
-    """The Python that has the other libraries."""
+    """Python interpreter that has the other libraries."""
     quick: bool
     instant: Server
     slow: Server
-    """Answers after 50 ms."""
+    """Server that answers after 50 ms."""
     patient: Server
-    """Answers after 5 s."""
+    """Server that answers after 5 s."""
 
     def ramify(self, task: str, server: Server, **options: Any) -> Measured:
         return told(run_side(sys.executable, "ramify", task, server.url, **options))
@@ -88,8 +90,8 @@ class Bench(NamedTuple):
     def rounds(
         self, sides: dict[str, Callable[[], Measured]], rounds: int = 3
     ) -> dict[str, list[Measured]]:
-        """What each side measured in each round; the sides take turns, so that the machine's load
-        meets them all."""
+        """Return the measurements of each side by round. The sides take turns, so that the
+        machine's load affects all of them."""
         found: dict[str, list[Measured]] = {name: [] for name in sides}
         for _ in range(1 if self.quick else rounds):
             for name, side in sides.items():
@@ -98,7 +100,7 @@ class Bench(NamedTuple):
 
 
 def told(measured: Measured) -> Measured:
-    """Without what failed, which is said on stderr."""
+    """Return ``measured``, or nothing if it failed; failures are printed to stderr."""
     if "error" in measured:
         print(measured["error"], file=sys.stderr)
         return {}
@@ -106,7 +108,7 @@ def told(measured: Measured) -> Measured:
 
 
 def middle(rounds: list[Measured], key: str = "seconds", skip: int = 0) -> float | None:
-    """Median over all rounds, each without its first ``skip``."""
+    """Return the median over all rounds, each without its first ``skip`` values."""
     values = [value for measured in rounds for value in measured[key][skip:]]
     return median(values) if values else None
 
@@ -119,8 +121,7 @@ def present(**values: float | None) -> dict[str, float | str]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-# --- one completion
-# ------------------------------------------------------------------------------------------------
+# --- one completion -------------------------------------------------------------------------------
 
 
 def three_turns(b: Bench) -> Iterator[Figure]:
@@ -182,8 +183,7 @@ def big_context(b: Bench) -> Iterator[Figure]:
     yield Figure("the same: written, in contexts", written, "×", present(rlms=peers), 1.01)
 
 
-# --- many calls
-# ----------------------------------------------------------------------------------------------------
+# --- many calls -----------------------------------------------------------------------------------
 
 
 def twenty_children(b: Bench) -> Iterator[Figure]:
@@ -232,8 +232,7 @@ def thousand_runs(b: Bench) -> Iterator[Figure]:
     )
 
 
-# --- the command
-# ---------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def ask_command(b: Bench) -> Iterator[Figure]:
@@ -292,7 +291,7 @@ def ask_command(b: Bench) -> Iterator[Figure]:
 
 
 def command() -> list[str]:
-    """Ours as it is installed, or where it is not, what the installed command does."""
+    """Return the installed command, or its equivalent if it is not installed."""
     installed = Path(sys.executable).with_name("ramify")
     return (
         [str(installed)]
@@ -322,8 +321,7 @@ def imports(b: Bench) -> Iterator[Figure]:
     yield Figure("import ramify; ramify.RLM", all_of_it, "s", present(**took))
 
 
-# --- promises
-# ------------------------------------------------------------------------------------------------------
+# --- promises -------------------------------------------------------------------------------------
 
 
 def endless_loop(b: Bench) -> Iterator[Figure]:
@@ -352,7 +350,7 @@ def endless_loop(b: Bench) -> Iterator[Figure]:
 
 
 def served_by(server: Server, work: Callable[[], Measured]) -> tuple[Measured, dict[str, int]]:
-    """What ``work`` reports, and what the server counted meanwhile."""
+    """Return the result of ``work``, and what the server counted meanwhile."""
     before = server.served()
     measured = work()
     after = server.served()
@@ -442,8 +440,7 @@ FIGURES = {
 }
 
 
-# --- the command line
-# ----------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 
 def show(figures: list[Figure]) -> None:

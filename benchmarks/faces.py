@@ -1,11 +1,12 @@
-"""Figures of the faces: the page (``faces_view.py``) and the server of runs (``faces_serve.py``),
-each in its own words.
+"""Benchmarks of the front ends: the page (``faces_view.py``) and the server of runs
+(``faces_serve.py``).
 
-    python benchmarks/faces.py            a table; --quick for fewer rounds, within five minutes
-    python benchmarks/faces.py --json     also prints, as its last line, {"figures": [{"name", "value", …}, …]}
+    python benchmarks/faces.py            print a table; --quick for fewer rounds, within five
+    minutes
+    python benchmarks/faces.py --json     also print, as the last line, {"figures": [{"name", …},
+    …]}
 
-Exits with 1 where a figure misses what is promised. Without a browser the page's figures stay
-empty.
+The exit code is 1 if a figure misses its limit. Without a browser the page's figures are empty.
 """
 
 from __future__ import annotations

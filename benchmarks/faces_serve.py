@@ -1,13 +1,15 @@
-"""Figures of ``ramify serve``: what it adds to the library, and what becomes of the events of two
-hundred streams at once.
+"""Benchmarks of ``ramify serve``: its overhead over the library, and the events of two hundred
+concurrent streams.
 
-    python benchmarks/faces_serve.py            a table; --quick for fewer rounds, --json for {"figures": […]} as last line
-    python benchmarks/faces_serve.py --server   the server that is measured, alone; it says its base URL
+    python benchmarks/faces_serve.py            print a table; --quick: fewer rounds; --json:
+    figures
+                                                as the last line
+    python benchmarks/faces_serve.py --server   only the measured server; it prints its base URL
 
-A model that answers at once, in the jail, without a store. What the server adds is measured over
-loopback with client, server and library on one event loop, which take turns: the client's own work
-counts against the server, and how soon a busy machine wakes a second process does not. The two
-hundred streams come from a process of the server's own.
+The model answers at once, in the jail, without a store. The overhead is measured over loopback with
+client, server and library taking turns on one event loop. The client's own work therefore counts
+against the server, and the time to wake up a second process does not. The two hundred streams come
+from a separate server process.
 """
 
 from __future__ import annotations
@@ -37,12 +39,13 @@ SYSTEM = "You drive a session."
 
 
 def model(messages: tuple[Message, ...]) -> str:
-    """Two turns in a session, in which the number that the question has is said again and again."""
+    """Two turns in a session that repeat the number in the question again and again."""
     if messages[0].content != SYSTEM:
         return f"re: {messages[-1].content}"
     number = re.search(r"client (\d+)", messages[1].content)[1]  # type: ignore[index]
     if sum(message.role == "assistant" for message in messages) == 0:
-        return f"thought <{number}>\n```repl\nr = llm_query_batched(['sub <{number}> ' + str(i) for i in range(3)])\n```"
+        code = f"r = llm_query_batched(['sub <{number}> ' + str(i) for i in range(3)])"
+        return f"thought <{number}>\n```repl\n{code}\n```"
     return f"```repl\nFINAL('answer <{number}>')\n```"
 
 
@@ -63,7 +66,7 @@ async def serve() -> None:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[str]:
-    """The base URL of a server in a process of its own."""
+    """Yield the base URL of a server in a separate process."""
     command = [sys.executable, __file__, "--server"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220 -- once, at the start
         assert process.stdout is not None
@@ -73,8 +76,7 @@ async def serving() -> AsyncIterator[str]:
             process.terminate()
 
 
-# --- what it adds
-# --------------------------------------------------------------------------------------------------
+# --- what it adds ---------------------------------------------------------------------------------
 
 
 def body(question: str, text: str | None, stream: bool = False) -> dict[str, Any]:
@@ -83,8 +85,8 @@ def body(question: str, text: str | None, stream: bool = False) -> dict[str, Any
 
 
 async def compare(text: str | None, rounds: int) -> tuple[float, float]:
-    """(seconds of the library, seconds of the server) around a run, whose own seconds are left out:
-    medians."""
+    """Return median (seconds of the library, seconds of the server) around a run, without the run's
+    own seconds."""
     ours, served = [], []
     server = RunServer(rlm(), name="bench", port=0)
     async with rlm() as library, server, aiohttp.ClientSession() as http:
@@ -120,12 +122,11 @@ async def overhead(quick: bool) -> AsyncIterator[Figure]:
         yield Figure(f"server over library, {name}", (served - library) * 1e3, "ms", against, 5)
 
 
-# --- many streams
-# --------------------------------------------------------------------------------------------------
+# --- many streams ---------------------------------------------------------------------------------
 
 
 class Told(NamedTuple):
-    """What one stream said."""
+    """Result of one stream."""
 
     reasoning: str
     content: str
@@ -157,8 +158,8 @@ async def streamed(http: aiohttp.ClientSession, url: str, number: int) -> Told:
 
 
 def is_whole(told: Told, number: int) -> bool:
-    """Whether every event of this client's run is there, in order, and none of another's.
-    Sub-calls, which run at once, may start and end in any order."""
+    """Return True if the stream has every event of this client's run in order, and none of another
+    run. Sub-calls are concurrent, so they may start and end in any order."""
     code = f"r = llm_query_batched(['sub <{number}> ' + str(i) for i in range(3)])"
     root = (
         f"turn 1\nthought <{number}>\n```repl\n{code}\n```\ncall 0 ran: (no output)\n"
@@ -209,7 +210,7 @@ async def _measured(quick: bool) -> list[Figure]:
 
 
 def figures(quick: bool) -> Iterator[Figure]:
-    """All figures of the server."""
+    """Yield all figures of the server."""
     yield from asyncio.run(_measured(quick))
 
 

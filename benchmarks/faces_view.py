@@ -1,11 +1,12 @@
-"""Figures of the viewer's page, in headless Chromium over a server in a process of its own.
+"""Benchmarks of the viewer's page in headless Chromium, with a server in a separate process.
 
-    first paint     from opening the address of a run with 10,000 calls to all of them drawn; tab and server are new, and
-                    nothing of the run was read before
-    scrolling       the median time between two frames, and the rows that exist, while the list of calls is scrolled
+    first paint     from opening the address of a run with 10,000 calls until all of them are drawn;
+                    tab and server are new, and the run has not been read before
+    scrolling       median time between two frames, and the number of existing rows, while the list
+                    of calls is scrolled
     live events     from an event's line in the journal to the change on the page
 
-``figures(quick)`` gives them one after the other. Without Chromium or Playwright they are not
+``figures(quick)`` yields them one after the other. Without Chromium or Playwright they are not
 measured.
 """
 
@@ -37,7 +38,7 @@ from tests.viewer.browser import FLAGS, executable, why_not  # noqa: E402
 NUM_CALLS = 10_000
 NAMES = (
     ("first paint of a run with 10,000 calls", "s", 1.0),
-    ("  processor time of its page and the server", "s", None),
+    ("  CPU time of its page and the server", "s", None),
     ("rows that exist while 10,000 calls are scrolled", "", 100),
     ("scrolling 10,000 calls: median time of a frame", "ms", 50.0),
     ("a live event on the page: median", "ms", 100.0),
@@ -67,8 +68,8 @@ window.painted = new Promise((done) => {{
   }}).observe(document, {{ subtree: true, attributeFilter: ["data-drawn"] }});
 }});
 """
-"""The page says itself when: a wait of Playwright looks 20, 70, 170, 270, 770, 1270 … milliseconds
-after it began."""
+"""The page records the time itself, because Playwright polls only after 20, 70, 170, 270, 770, 1270
+… milliseconds."""
 _WATCH = """
 () => {
   window.changes = [];
@@ -79,7 +80,7 @@ _WATCH = """
 
 
 def figures(quick: bool) -> Iterator[Figure]:
-    """Each figure; None where there is no browser to measure it in."""
+    """Yield each figure; None without a browser to measure it."""
     if why_not():
         print(f"the page is not measured: {why_not()}", file=sys.stderr)
         yield from (Figure(name, None, unit, {}) for name, unit, _ in NAMES)
@@ -94,8 +95,8 @@ def figures(quick: bool) -> Iterator[Figure]:
 
 
 def _big_run(browser: Any, folder: Path, rounds: int) -> list[float]:
-    """[seconds to the first paint, of processor time for it, most rows, milliseconds of a frame];
-    each round has a server that is new."""
+    """Return [seconds to the first paint, CPU seconds for it, most rows, milliseconds of a frame].
+    Each round has a new server."""
     golden.journal_of(NUM_CALLS, folder / "big" / "run.jsonl")
     paints, work = [], []
     for round in range(rounds):
@@ -121,8 +122,8 @@ def _big_run(browser: Any, folder: Path, rounds: int) -> list[float]:
 
 
 def _live(browser: Any, folder: Path, num_events: int) -> list[float]:
-    """[median, 95th percentile] of the milliseconds from the journal to the page, of events half a
-    tenth apart."""
+    """Return [median, 95th percentile] of the milliseconds from the journal to the page. Events are
+    0.05 s apart."""
     store = Store(folder / "store")
     journal = store.create("20260301-000000-live")
     journal.append(RunStarted(id=journal.id, question="live?", started_at=time.time()))
@@ -187,7 +188,7 @@ def _exchange(id: str, at_s: float) -> list[Any]:
 
 @contextmanager
 def _viewer(path: Path) -> Iterator[tuple[str, int]]:
-    """The address of a viewer in a process of its own, and that process."""
+    """Yield the address of a viewer in a separate process, and the id of that process."""
     command = [sys.executable, "-m", "ramify", "view", str(path), "--port", "0"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
@@ -203,7 +204,7 @@ def _viewer(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _processor_s(process: int) -> float:
-    """What a process has worked so far."""
+    """Return the CPU seconds that a process has used so far."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,11 +1,12 @@
-"""How the code reads, in numbers: names, prose, lines and size of the package.
+"""Readability of the code in numbers: names, prose, lines and size of the package.
 
-    python benchmarks/house.py            a table
-    python benchmarks/house.py --json     also prints, as its last line, {"figures": [{"name", "value", …}, …]}
+    python benchmarks/house.py            print a table
+    python benchmarks/house.py --json     also print, as the last line, {"figures": [{"name", …},
+    …]}
 
-Counts come from the syntax trees of `ramify/`, so each run gives the same numbers; `--quick`
-changes nothing. Decides what is counted. Not here: the rules themselves (`tests/test_names.py`,
-`scripts/check_prose.py`).
+Counts come from the syntax trees of `ramify/`, so every run gives the same numbers; `--quick`
+changes nothing. Decides what is counted. Not here: the rules themselves (see `tests/test_names.py`
+and `scripts/check_prose.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def repeated_names() -> int:
-    """Public class names that stand for more than one class."""
+    """Count the public class names that are used for more than one class."""
     names = Counter(
         node.name
         for _, text in sources()
@@ -45,7 +46,7 @@ def repeated_names() -> int:
 
 
 def statements() -> int:
-    """Statements of the package; a text that stands by itself is documentation and does not
+    """Count the statements of the package. Docstrings and other texts without an effect do not
     count."""
     return sum(
         isinstance(node, ast.stmt) and not _is_documentation(node)

@@ -1,18 +1,20 @@
-"""Does hindsight help? Demonstrations, outcome reward, and outcome reward with a teacher who saw
-what went wrong; and what of it does the work: variants, and controls that must not help. On
-named-operation programs (``recipes/programs.py``).
+"""Does hindsight help? A study of demonstrations, outcome reward, and outcome reward with a
+hindsight teacher, with variants and with controls that must not help, on named-operation programs
+(``recipes/programs.py``).
 
-    python benchmarks/hybrid.py                  trains all arms; writes docs/hybrid.md, docs/hybrid.svg, results/hybrid.json
-    python benchmarks/hybrid.py --quick          one seed of three arms, cut short; it shows that all of it runs
+    python benchmarks/hybrid.py            train all arms; write docs/hybrid.md, docs/hybrid.svg and
+                                           results/hybrid.json
+    python benchmarks/hybrid.py --quick    one seed of three arms, cut short, to test the study
+    itself
     python benchmarks/hybrid.py --arms outcome hybrid --seeds 0 1
-    python benchmarks/hybrid.py --report         makes no runs: tells of those that are over
-    python benchmarks/hybrid.py --json           also prints the figures as JSON, as benchmarks/engine.py does
+    python benchmarks/hybrid.py --report   train nothing; report the finished runs
+    python benchmarks/hybrid.py --json     also print the figures as JSON, like benchmarks/engine.py
 
-Every arm of a seed begins from the same demonstrations' policy and gets the same number of rollouts
-of the same problems. What is compared is the policy of the last step, at 256 problems that no
-training sees, 8 attempts each, at temperature 1; none is chosen by how it does. Each run is a
-process with one thread of torch. Runs that are there (``--runs``) are not made again. Exits with 1
-where a figure misses what is promised.
+All arms of a seed begin from the same policy, trained on demonstrations, and get the same number of
+rollouts of the same problems. The policy of the last step is compared, on 256 problems that
+training never sees, with 8 attempts each at temperature 1; no checkpoint is selected by its score.
+Each run is a process with one torch thread. Existing runs (``--runs``) are reused. The exit code is
+1 if a figure misses its limit.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ PAGE, PICTURE = ROOT / "docs" / "hybrid.md", ROOT / "docs" / "hybrid.svg"
 NUM_ITEMS, NUM_ATTEMPTS = 256, 8
 NUM_QUICK = 32
 MINUTES = 60.0
-"""Processor time that the study may take."""
+"""Limit on the study's CPU time in minutes."""
 DRAWS = 4000
 STEPS, ANNEALED = 30, 24
 SOURCE = {
@@ -53,7 +55,7 @@ FADING = {"start": 1.0, "end": 0.0, "steps": ANNEALED}
 
 
 def terms(**changes: Any) -> str:
-    """The override that sets the one term of the hybrid."""
+    """Return the override that sets the only term of the hybrid algorithm."""
     term = {"signal": "teacher", "weight": FADING, "clip": 2.0, "route": "hinted", **changes}
     return f"rl.algorithm.terms={json.dumps([term])}"
 
@@ -63,7 +65,7 @@ class Arm(NamedTuple):
     overrides: tuple[str, ...] = ()
     recipe: str = "recipes/programs_hybrid.py"
     num_seeds: int = 1
-    """How many seeds the whole study gives it."""
+    """Number of seeds in the full study."""
 
 
 ARMS = {
@@ -151,41 +153,42 @@ ARMS = {
 }
 CONTROLS = ("shuffled", "random", "kl")
 MAIN = ("sft", "outcome", "hybrid")
-"""Arms of all seeds; of the others the first seed belongs to the study, and further ones to who has
-the time."""
+"""Arms that run with all seeds. Other arms run with the first seed; their further seeds are
+optional."""
 EXPECTED = 3 / 8
-"""Share of rollouts that a judge is expected to hint: 35 to 40 %."""
+"""Share of rollouts for which a judge is expected to give a hint: 35 to 40 %."""
 QUICK = ("sft.num=3000", "rl.steps=3", "evaluate.validation=4")
 
 
 class Trained(NamedTuple):
-    """What one run came to."""
+    """Results of one run."""
 
     arm: str
-    """``sft`` for where all arms of a seed begin."""
+    """Name of the arm; ``sft`` for the common start of all arms of a seed."""
     seed: int
     rewards: dict[str, list[float]]
-    """Item -> reward of each attempt at it, of the policy of the last step."""
+    """Item -> reward of each attempt by the policy of the last step."""
     best: float
-    """Average of the checkpoint that is best on the validation stream, at the same problems."""
+    """Average reward, on the same problems, of the checkpoint that is best on the validation
+    stream."""
     best_step: int
     curve: list[tuple[int, float]]
-    """(step, average on the validation stream)"""
+    """(step, average on the validation stream)."""
     hint_rate: list[float]
-    """Of each step; empty without hints."""
+    """Hint rate of each step; empty without hints."""
     cpu_s: float
-    """Of training and evaluation, processes' whole lives."""
+    """CPU seconds of training and evaluation, over the processes' whole lives."""
     step_s: float
-    """Median processor time of a step of rollouts and learning; 0 for demonstrations."""
+    """Median CPU time of a step of rollouts and learning; 0 for demonstrations."""
     signal_share: float
-    """Of a step's time that went into signals; 0 without."""
+    """Share of a step's time that signals took; 0 without signals."""
     teacher_tokens: float
-    """Tokens that teachers added as a share of those that training packed, in the steps that they
-    read."""
+    """Tokens that teachers added, as a share of the tokens packed for training, in the steps in
+    which they scored."""
     teacher_expected: float
-    """The same for a hint rate of ``EXPECTED``."""
+    """The same share at a hint rate of ``EXPECTED``."""
     gates: dict[str, float]
-    """Of demonstrations; see ``gates``."""
+    """Probabilities in demonstrations; see ``gates``."""
 
     @property
     def average(self) -> float:
@@ -199,8 +202,7 @@ class Trained(NamedTuple):
         )
 
 
-# --- runs
-# ------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def is_over(folder: Path) -> bool:
@@ -208,14 +210,14 @@ def is_over(folder: Path) -> bool:
 
 
 def carried_out(folder: Path, recipe: str, *overrides: str, num_items: int = NUM_ITEMS) -> None:
-    """Train and evaluate, or go on where a kill left it."""
+    """Train and evaluate, or continue a run that was killed."""
     train(folder, recipe, *overrides)
     if not is_over(folder):
         python(str(Path(__file__).resolve()), "--attempts", str(folder), "--items", str(num_items))
 
 
 def begin(runs: Path, seed: int, quick: bool) -> Path:
-    """The folder of the policy that all arms of a seed begin with."""
+    """Return the folder of the policy from which all arms of a seed begin."""
     folder = runs / f"sft-{seed}"
     short = QUICK[:1] if quick else ()
     carried_out(
@@ -247,14 +249,12 @@ def carry_out(runs: Path, name: str, seed: int, quick: bool) -> None:
     )
 
 
-# --- evaluation
-# --------------------------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def attempts(folder: Path, num_items: int) -> None:
-    """Attempt the test problems with the policy of the last step, and with the one that is best on
-    the validation stream, where that is another; write down each reward. In a process of its
-    own."""
+    """Attempt the test problems, in a separate process, with the policy of the last step and with
+    the best one on the validation stream, if that is another. Store each reward."""
     last, best = CheckpointStore(folder).latest(), CheckpointStore(folder).best()
     assert last is not None, folder
     found = asyncio.run(
@@ -309,7 +309,8 @@ async def _attempted(policy: Path, num_items: int, is_start: bool) -> dict[str, 
 
 
 async def gates(client: Any, task: Any) -> dict[str, float]:
-    """How likely the right function is at its place, with a hint that names it and without."""
+    """Return the probability of the right function at its place, with a hint that names it and
+    without."""
     from ramify.tasks.programs.hints import HintRule, hint_text
     from ramify.tasks.programs.program_library import IMPORTED, ProgramProblem, library
     from ramify.tasks.programs.vocabulary import HINT
@@ -337,8 +338,7 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
     return {name: fmean(values) for name, values in likely.items()}
 
 
-# --- what runs came to
-# --------------------------------------------------------------------------------------------------
+# --- results of runs ------------------------------------------------------------------------------
 
 
 def trained(folder: Path, arm: str, seed: int) -> Trained:
@@ -383,7 +383,7 @@ def _average(rewards: Mapping[str, Sequence[float]]) -> float:
 
 
 def there(runs: Path, seeds: Sequence[int]) -> Iterator[Trained]:
-    """Runs that are over."""
+    """Yield the finished runs."""
     for name in ("sft", *ARMS):
         for seed in seeds:
             if is_over(runs / f"{name}-{seed}"):
@@ -391,9 +391,10 @@ def there(runs: Path, seeds: Sequence[int]) -> Iterator[Trained]:
 
 
 def paired(runs: Sequence[Trained], ours: str, theirs: str) -> tuple[float, float, float] | None:
-    """(mean difference of avg@8, and its 95 % interval) over the seeds that both have: seeds are
-    drawn with putting back, and problems within them, so that neither few seeds nor few problems
-    look like many."""
+    """Return (mean difference of avg@8, and its 95 % interval) over the seeds that both arms have.
+
+    Seeds are drawn with replacement, and problems within seeds, so that the interval reflects few
+    seeds as well as few problems."""
     a, b = ({run.seed: run for run in runs if run.arm == name} for name in (ours, theirs))
     seeds = sorted(a.keys() & b.keys())
     if not seeds:
@@ -469,12 +470,11 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
     yield Figure("further seeds of variants and controls", more, "CPU min", {})
 
 
-# --- what is written
-# -------------------------------------------------------------------------------------------------
+# --- what is written ------------------------------------------------------------------------------
 
 
 def table(runs: Sequence[Trained]) -> str:
-    """Markdown: a row per arm."""
+    """Return a Markdown table with a row per arm."""
     lines = [
         "| arm | what | seeds | avg@8 | pass@8 | best avg@8 | less outcome alone (95 %) | hints | "
         "s per step |",
@@ -509,7 +509,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def by_seed(runs: Sequence[Trained]) -> str:
-    """Markdown: seeds of the three arms that matter, and the gates of each."""
+    """Return a Markdown table of the three main arms by seed, with the gates of each."""
     seeds = sorted({run.seed for run in runs if run.arm == "sft"})
     lines = [
         "| seed | sft | outcome | hybrid | narrow | format errors | p(right function), hinted | "
@@ -535,7 +535,7 @@ def by_seed(runs: Sequence[Trained]) -> str:
 
 
 def picture(runs: Sequence[Trained]) -> str:
-    """Validation curves as SVG: the mean over seeds of each arm, against steps."""
+    """Return validation curves as SVG: the mean over the seeds of each arm by step."""
     width, height, left, bottom = 760, 380, 50, 320
     shown = {
         "outcome": "#1f77b4",
@@ -545,13 +545,15 @@ def picture(runs: Sequence[Trained]) -> str:
         "shuffled": "#888888",
     }
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for tenth in range(0, 11, 2):
         y = bottom - tenth / 10 * 290
         parts.append(
-            f'<path d="M{left} {y:.0f}H{width - 20}" stroke="#ddd"/><text x="14" y="{y + 4:.0f}">{tenth * 10}%</text>'
+            f'<path d="M{left} {y:.0f}H{width - 20}" stroke="#ddd"/>'
+            f'<text x="14" y="{y + 4:.0f}">{tenth * 10}%</text>'
         )
     for index, (name, colour) in enumerate(shown.items()):
         curves = [run.curve for run in runs if run.arm == name]

@@ -1,17 +1,18 @@
-"""Figures of the embedded engine beside transformers' ``generate``, on the same weights: the part
-of ``training.py`` about sampling, which also runs by itself.
+"""Benchmarks of the embedded engine against transformers' ``generate`` with the same weights. It is
+the part of ``training.py`` about sampling and can also run on its own.
 
     python benchmarks/inference_part.py [--quick] [--json] [--device cuda]
 
-    single turn    64 prompts of 64 tokens, 64 tokens each
-    multi turn     64 conversations of 8 turns: replies of 8 to 48 tokens, observations of 16; ``generate`` is given each
-                   turn's whole batch, padded, and waits for its longest reply; the engine goes on with each by itself
-    siblings       64 replies under one prompt of 384 tokens
+    single turn    64 prompts of 64 tokens, 64 new tokens each
+    multi turn     64 conversations of 8 turns: replies of 8 to 48 tokens, observations of 16.
+                   ``generate`` gets the padded batch of each turn and waits for its longest reply;
+                   the engine continues each conversation independently
+    siblings       64 replies to one prompt of 384 tokens
     agreement      largest difference of a log-probability to transformers' own forward pass
 
-Repeats are paired: each times both sides, one after the other, in CPU seconds of one thread (wall
-seconds on a GPU), and the figure is the median of the ratios. Both sample at temperature 1 and
-return log-probabilities of what they sampled.
+Repeats are paired: each times both sides in turn, in CPU seconds of one thread (wall seconds on a
+GPU). The figure is the median of the ratios. Both sides sample at temperature 1 and return the
+log-probabilities of their samples.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Figure(NamedTuple):
     value: float
     unit: str
     against: dict[str, float]
-    """What the ratio is made of."""
+    """Measurements from which the ratio is computed."""
     least: float | None = None
     floor: float | None = None
 
@@ -61,7 +62,7 @@ class Figure(NamedTuple):
 
 
 class Sides:
-    """The same weights under the engine and as transformers' module."""
+    """The same weights in the engine and in transformers' module."""
 
     def __init__(self, device: str, window: int = 512) -> None:
         self.device = device
@@ -82,7 +83,7 @@ class Sides:
             pad_token_id=0,
         )
         self.policy: Policy = from_config(config, train_tokenizer(texts, 512), 0, device=device)
-        # No token ends a reply: both sides are to sample as many as they are told.
+        # No token ends a reply: both sides must sample the given number of tokens.
         self.policy.renderer.stop_ids = ()  # type: ignore[misc]
         with tempfile.TemporaryDirectory() as folder:
             save(self.policy, folder)
@@ -99,7 +100,7 @@ class Sides:
     def generate(
         self, ids: torch.Tensor, mask: torch.Tensor, num: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the new ids, their log-probabilities)"""
+        """Return (new ids, their log-probabilities)."""
         with torch.inference_mode():
             out = self.module.generate(
                 ids,
@@ -128,17 +129,16 @@ def prompts(num: int, length: int, seed: int) -> list[list[int]]:
 
 
 def lengths(seed: int) -> list[list[int]]:
-    """[row][turn] tokens of each reply."""
+    """Return [row][turn] -> tokens of each reply."""
     pick = random.Random(seed)
     return [[pick.randint(*REPLY) for _ in range(TURNS)] for _ in range(ROWS)]
 
 
-# --- the engine
-# ------------------------------------------------------------------------------------------------------
+# --- the engine -----------------------------------------------------------------------------------
 
 
 async def reply(client: LocalClient, ids: list[int], num: int, call: str) -> list[int]:
-    """One reply to a prompt of exact ids, as the engine's caller gives them."""
+    """Request one reply to a prompt of exact ids, as the engine's caller does."""
     beginning = KnownPrefix(0, tuple(ids))
     request = Request((), Sampling(num, 1.0, seed=1, logprobs=True), affinity=call, known=beginning)
     done = await client.complete(request)
@@ -173,8 +173,7 @@ def engine_turns(sides: Sides, given: list[list[int]], replies: list[list[int]])
     asyncio.run(run())
 
 
-# --- transformers
-# ----------------------------------------------------------------------------------------------------
+# --- transformers ---------------------------------------------------------------------------------
 
 
 def generate_once(sides: Sides, given: list[list[int]], num: int) -> None:
@@ -199,8 +198,7 @@ def generate_turns(sides: Sides, given: list[list[int]], replies: list[list[int]
             )
 
 
-# --- figures
-# ---------------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def paired(
@@ -210,9 +208,9 @@ def paired(
     theirs: Callable[[int], None],
     num_tokens: Callable[[int], int],
 ) -> tuple[float, dict[str, float]]:
-    """(median of the ratios of their time to ours, tokens per second of both)"""
+    """Return (median ratio of the other side's time to the engine's, tokens per second of both)."""
     ratios, speeds = [], []
-    for repeat in range(-1, repeats):  # one to warm up
+    for repeat in range(-1, repeats):  # the first one warms up
         times = []
         for side in (ours, theirs) if repeat % 2 else (theirs, ours):
             started = sides.clock()
@@ -229,7 +227,7 @@ def paired(
 
 
 def measure(device: str = "cpu", *, quick: bool = False) -> list[Figure]:
-    """All figures of this part."""
+    """Return all figures of this part."""
     sides = Sides(device, window=1024)
     repeats = 3 if quick else 9
     single = paired(
@@ -270,8 +268,8 @@ def measure(device: str = "cpu", *, quick: bool = False) -> list[Figure]:
 
 
 def agreement(sides: Sides) -> float:
-    """Largest difference of a log-probability over conversations of four turns, through reused
-    slots."""
+    """Return the largest difference of a log-probability over conversations of four turns with
+    reused slots."""
     worst = 0.0
 
     async def run() -> None:

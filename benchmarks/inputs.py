@@ -1,5 +1,5 @@
-"""The input of the benchmarks. Standard library only: every side makes it for itself, outside of
-what is timed."""
+"""Input text of the benchmarks. It uses only the standard library, and every side generates it
+outside of the timed part."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ LINE = "2026-01-01 00:00:00 host-{:07d} INFO request served in 12 ms\n"
 
 
 def log_text(chars: int) -> str:
-    """A log of ``chars`` characters, each line different."""
+    """Return a log of ``chars`` characters in which every line is different."""
     return "".join(map(LINE.format, range(chars // len(LINE.format(0)) + 1)))[:chars]

@@ -1,14 +1,17 @@
-"""Does it learn? From nothing to a policy, three times; with children trained, untrained, and under
-credit of the root.
+"""Does training work? Three runs from scratch, and recursive runs with children trained, not
+trained, and with the root's credit.
 
-    python benchmarks/learning.py            trains, and writes docs/learning.md, docs/learning.svg, results/learning.json
-    python benchmarks/learning.py --quick    one seed of the single-document run, cut short; within five minutes
-    python benchmarks/learning.py --json     also prints the figures as JSON, as benchmarks/engine.py does
+    python benchmarks/learning.py            train; write docs/learning.md, docs/learning.svg and
+                                             results/learning.json
+    python benchmarks/learning.py --quick    one seed of the single-document run, cut short; within
+                                             five minutes
+    python benchmarks/learning.py --json     also print the figures as JSON, like
+    benchmarks/engine.py
 
-Each run is a process of its own with one thread of torch; what it used is processor time of that
-process (its sessions' is told apart), so that it depends less on what else the machine does. Runs
-that are there already (``--runs``) are not made again: after a kill, start it anew; ``--report``
-makes none, and tells of those that are over. Exits with 1 where a figure misses what is promised.
+Each run is a process with one torch thread. Its cost is the CPU time of that process (its sessions
+are reported separately), which depends less on other load of the machine. Existing runs
+(``--runs``) are reused: after a kill, start the command again. ``--report`` trains nothing and
+reports the finished runs. The exit code is 1 if a figure misses its limit.
 """
 
 from __future__ import annotations
@@ -29,33 +32,33 @@ from ramify.train.metrics import StepMetrics, read
 RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
 PAGE, PICTURE = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.svg"
 FIRST_ITEM = 20_000
-"""Of the rollouts that begin from demonstrations made before: far behind those."""
+"""Index of the first item of rollouts, far beyond the items of the demonstrations."""
 CREDITS = {
     "per_role": ("children trained, credit per_role", []),
     "root": ("children trained, credit of the root", ["rl.algorithm.credit=root"]),
     "untrained": ("children not trained", ["rl.algorithm.children=false"]),
 }
-"""Variant of the recursive run -> (what it is, overrides)."""
+"""Variant of the recursive run -> (description, overrides)."""
 
 
 class Trained(NamedTuple):
-    """What one run came to."""
+    """Results of one run."""
 
     name: str
     seed: int
     curve: list[tuple[float, float]]
-    """(seconds of processor time since rollouts began, reward on the validation stream)"""
+    """(CPU seconds since rollouts began, reward on the validation stream)."""
     rewards: dict[str, float]
     """``first test``, ``last test``, ``best test_formats count`` … -> reward."""
     cpu_s: float
-    """Of the process, from its start to the last step, validation included, reports of other splits
-    not."""
+    """CPU seconds of the process from its start to the last step, including validation but not
+    reports on other splits."""
     validation_s: float
-    """The part of it that went into validation."""
+    """CPU seconds of validation."""
 
 
 def trained(name: str, seed: int, folder: Path) -> Trained:
-    """What the metrics of ``folder`` say."""
+    """Read the results of a run from the metrics in ``folder``."""
     rows = list(read(folder))
     steps = [row for row in rows if row.stage not in ("first", "last", "best")]
     began = next((row.values["cpu_s"] for row in rows if row.stage == "first"), 0.0)
@@ -84,8 +87,8 @@ def trained(name: str, seed: int, folder: Path) -> Trained:
 
 
 def spent(rows: Sequence[StepMetrics], on: Callable[[StepMetrics], bool]) -> float:
-    """Seconds of processor time between the measurements that ``on`` names and those before
-    them."""
+    """Return the CPU seconds between the measurements for which ``on`` is true and their
+    predecessors."""
     return sum(
         after.values["cpu_s"] - before.values["cpu_s"]
         for before, after in pairwise(rows)
@@ -93,8 +96,7 @@ def spent(rows: Sequence[StepMetrics], on: Callable[[StepMetrics], bool]) -> flo
     )
 
 
-# --- runs
-# ------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def single(runs: Path, seed: int, quick: bool) -> Iterator[Trained]:
@@ -105,7 +107,7 @@ def single(runs: Path, seed: int, quick: bool) -> Iterator[Trained]:
 
 
 def recursive(runs: Path, seed: int, variants: Sequence[str]) -> Iterator[Trained]:
-    """The recursive run, and its variants from the same demonstrations on."""
+    """Yield the recursive run and its variants, which start from the same demonstrations."""
     name, recipe = f"tiny-recursive-{seed}", "recipes/tiny_recursive.py"
     start = train(runs / f"{name}-sft", recipe, f"seed={seed}", "rl=null", "evaluate.final=[]")
     for variant in variants:
@@ -129,7 +131,7 @@ def trained_recursively(folder: Path, start: Path, variant: str, seed: int) -> T
 
 
 def there(runs: Path, seed: int) -> Iterator[Trained]:
-    """Runs of ``seed`` that are over."""
+    """Yield the finished runs of ``seed``."""
     if is_trained(runs / f"tiny-{seed}"):
         yield trained("tiny", seed, runs / f"tiny-{seed}")
     for variant in CREDITS:
@@ -138,8 +140,7 @@ def there(runs: Path, seed: int) -> Iterator[Trained]:
             yield trained_recursively(folder, start, variant, seed)
 
 
-# --- figures
-# ---------------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def of(runs: Sequence[Trained], name: str, key: str) -> float | None:
@@ -152,7 +153,7 @@ def wrong(reward: float | None) -> float | None:
 
 
 def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
-    """Shares of held-out tasks that are answered wrong, so that less is better."""
+    """Yield figures as shares of held-out tasks answered wrong, so that less is better."""
 
     def figure(
         what: str, run: str, split: str, most: float | None, against: dict[str, float | None]
@@ -209,12 +210,11 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
     )
 
 
-# --- what is written
-# -------------------------------------------------------------------------------------------------
+# --- what is written ------------------------------------------------------------------------------
 
 
 def table(runs: Sequence[Trained]) -> str:
-    """Markdown: a row per run."""
+    """Return a Markdown table with a row per run."""
     lines = [
         "| run | seed | after SFT | after RL | held-out format | held-out names | CPU s | of it "
         "validation |",
@@ -234,7 +234,7 @@ def table(runs: Sequence[Trained]) -> str:
 
 
 def kinds(runs: Sequence[Trained]) -> str:
-    """Markdown: medians by kind of question."""
+    """Return a Markdown table of medians by kind of question."""
     names = list(dict.fromkeys(run.name for run in runs))
     found = sorted(
         {
@@ -256,18 +256,20 @@ def kinds(runs: Sequence[Trained]) -> str:
 
 
 def picture(runs: Sequence[Trained]) -> str:
-    """All curves as SVG: reward on the validation stream against processor time."""
+    """Return all curves as SVG: reward on the validation stream against CPU time."""
     width, height, left, bottom = 760, 340, 50, 300
     longest = max((seconds for run in runs for seconds, _ in run.curve), default=1.0)
     colours = {"tiny": "#1f77b4", "per_role": "#2ca02c", "root": "#ff7f0e", "untrained": "#888888"}
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for tenth in range(0, 11, 2):
         y = bottom - tenth / 10 * 270
         parts.append(
-            f'<path d="M{left} {y:.0f}H{width - 20}" stroke="#ddd"/><text x="18" y="{y + 4:.0f}">{tenth * 10}%</text>'
+            f'<path d="M{left} {y:.0f}H{width - 20}" stroke="#ddd"/>'
+            f'<text x="18" y="{y + 4:.0f}">{tenth * 10}%</text>'
         )
     for run in runs:
         points = " ".join(

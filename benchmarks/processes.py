@@ -1,8 +1,8 @@
-"""Processes that the benchmarks start: the scripted server, one side's task, a whole command with
-its bill.
+"""Processes that the benchmarks start: the scripted server, the task of one side, and whole
+commands with their cost.
 
-Every measurement of a side happens in a process of its own, so that no library's threads, imports
-or garbage weigh on another's figure.
+Every measurement runs in a separate process, so that no library's threads, imports or garbage
+affect another's figure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-INSTALL_PEERS = "python -m venv benchmarks/.venv && benchmarks/.venv/bin/pip install -r benchmarks/requirements.txt"
+INSTALL_PEERS = (
+    "python -m venv benchmarks/.venv && "
+    "benchmarks/.venv/bin/pip install -r benchmarks/requirements.txt"
+)
 
 
 class Server(NamedTuple):
@@ -28,7 +31,7 @@ class Server(NamedTuple):
     """Base URL, ending in ``/v1``."""
 
     def served(self) -> dict[str, int]:
-        """What the server counted so far: requests, the most of them at once, tokens in and out."""
+        """Return the server's counts so far: requests, maximum concurrency, tokens in and out."""
         with urllib.request.urlopen(self.url.removesuffix("/v1") + "/served") as response:
             counts = json.load(response)
         usage = counts["usage"]
@@ -52,8 +55,8 @@ def scripted_server(latency_s: float = 0.0) -> Iterator[Server]:
 
 
 def peers_python() -> str | None:
-    """The Python that has the other libraries: that of benchmarks/.venv, else this one if it
-    does."""
+    """Return the Python interpreter that has the other libraries: that of benchmarks/.venv, or this
+    one if it has them."""
     for python in (str(HERE / ".venv/bin/python"), sys.executable):
         if (
             Path(python).exists()
@@ -71,7 +74,7 @@ def peers_python() -> str | None:
 
 
 def quiet_env(**more: str) -> dict[str, str]:
-    """The environment of a side: no key, setting or store of this machine's user takes part."""
+    """Return an environment for a side without the user's keys and settings."""
     env = {
         name: value
         for name, value in os.environ.items()
@@ -95,7 +98,7 @@ def run_side(
     timeout_s: float = 240,
     **options: Any,
 ) -> dict[str, Any]:
-    """Run ``side_SIDE.py TASK`` in a process of its own and return what it measured, or ``{"error":
+    """Run ``side_SIDE.py TASK`` in a separate process and return its measurement, or ``{"error":
     …}``."""
     given = json.dumps({"url": url, **options})
     try:
@@ -117,7 +120,7 @@ def run_side(
 class Bill(NamedTuple):
     seconds: float
     peak_mb: float
-    """Of the largest single process of the command."""
+    """Peak memory of the largest single process of the command."""
     output: str
     code: int
 

@@ -1,13 +1,15 @@
-"""Figures of the jail, beside code in this process, a bare Python, bubblewrap around one, and an
-IPython kernel.
+"""Benchmarks of the jail against code in this process, a bare Python, bubblewrap, and an IPython
+kernel.
 
-    python benchmarks/sandbox.py            a table; medians of interleaved rounds on this machine
-    python benchmarks/sandbox.py --quick    fewer rounds and a short soak, within two minutes on two cores
-    python benchmarks/sandbox.py --json     also prints, as its last line, the figures as JSON; see engine.py
+    python benchmarks/sandbox.py            print a table; medians of interleaved rounds
+    python benchmarks/sandbox.py --quick    fewer rounds and a short soak, within two minutes on two
+    cores
+    python benchmarks/sandbox.py --json     also print the figures as JSON on the last line; see
+    engine.py
 
-Absolute times belong to the machine and its load; quote ratios. What is promised as a rate stands
-here as time per piece: 10,000 cells/s are 100 µs each. Exits with 1 where a figure misses its
-floor. `--provider process` measures the sessions without walls.
+Absolute times depend on the machine and its load, so quote ratios. Promised rates are shown as time
+per unit: 10,000 cells/s are 100 µs each. The exit code is 1 if a figure misses its limit.
+`--provider process` measures sessions without isolation.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ Figures = AsyncIterator[Figure]
 
 
 class Bench(NamedTuple):
-    """What every figure needs."""
+    """Inputs that every figure needs."""
 
     spec: SandboxSpec
     quick: bool
@@ -56,7 +58,7 @@ class Bench(NamedTuple):
 
     @asynccontextmanager
     async def sandbox(self, **changes: Any) -> AsyncIterator[Sandbox]:
-        """A sandbox whose first session has been."""
+        """Yield a sandbox that has already opened its first session."""
         fields = {name: getattr(self.spec, name) for name in self.spec.__struct_fields__}
         made = open_sandbox(SandboxSpec(**{**fields, **changes}))
         try:
@@ -91,8 +93,7 @@ def middle(values: Sequence[float | None], scale: float) -> float | None:
     return median(known) * scale if known else None
 
 
-# --- from nothing to the first cell
-# --------------------------------------------------------------------------------
+# --- from start to the first cell -----------------------------------------------------------------
 
 
 async def first_cell(b: Bench) -> Figures:
@@ -163,8 +164,7 @@ async def from_pool(b: Bench) -> float | None:
     return middle(laps, 1e3)
 
 
-# --- many
-# ----------------------------------------------------------------------------------------------------------
+# --- many -----------------------------------------------------------------------------------------
 
 
 async def many_sessions(b: Bench) -> Figures:
@@ -232,7 +232,8 @@ async def soak(b: Bench) -> Figures:
 
 
 async def settled() -> dict[str, int]:
-    """What this process has, once the pool is full and the dead are buried."""
+    """Return the resource counts of this process once the pool is full and dead processes are
+    reaped."""
     await asyncio.sleep(1)
     links = []
     for fd in os.listdir("/proc/self/fd"):
@@ -277,8 +278,7 @@ def _mounts(pid: int | str) -> int:
         return 0
 
 
-# --- forks and what is shared
-# --------------------------------------------------------------------------------------
+# --- forks and what is shared ---------------------------------------------------------------------
 
 
 async def forks(b: Bench) -> Figures:
@@ -318,10 +318,11 @@ async def children_share(b: Bench) -> Figures:
 
 
 def _private_mb(session: Session) -> float | None:
-    """Of the process behind a session: pages that no other shares."""
+    """Return the memory of a session's process in pages that no other process shares."""
     try:
-        told = Path(f"/proc/self/fdinfo/{session.process}").read_text()  # type: ignore[attr-defined]
-        pid = next(int(line.split()[1]) for line in told.splitlines() if line.startswith("Pid:"))
+        info = Path(f"/proc/self/fdinfo/{session.process}")  # type: ignore[attr-defined]
+        fields = info.read_text().splitlines()
+        pid = next(int(line.split()[1]) for line in fields if line.startswith("Pid:"))
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return (
             sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / MB
@@ -330,8 +331,7 @@ def _private_mb(session: Session) -> float | None:
         return None
 
 
-# --- calls
-# ---------------------------------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 
 CALLS = """
@@ -346,7 +346,7 @@ sorted(laps)[len(laps) // 2]
 
 
 async def call_s(session: Session, data: str, times: int) -> float:
-    """Median, as the session sees it."""
+    """Return the median seconds of a call as measured in the session."""
     return float(await run(session, CALLS.format(data=data, times=times)) or 0)
 
 

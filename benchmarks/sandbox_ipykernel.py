@@ -1,7 +1,7 @@
 """An IPython kernel as a session: start it, run one cell, then many. Prints JSON; needs ipykernel
 and jupyter_client.
 
-python benchmarks/sandbox_ipykernel.py STARTS CELLS
+    python benchmarks/sandbox_ipykernel.py STARTS CELLS
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What else could hold a session: code in this process, a bare Python, bubblewrap around one, an
-IPython kernel.
+"""Alternatives to a jailed session: code in this process, a bare Python, bubblewrap, an IPython
+kernel.
 
-Each is brought from nothing to the end of its first cell. A bare loop in a forked process, which
-does nothing but compile and run what a socket brings, is the least that any session in another
-process can cost on this machine. Decides how they are started; ``sandbox.py`` compares.
+Each is measured from its start to the end of its first cell. A bare loop in a forked process, which
+only compiles and runs code from a socket, is the lower bound for a session in another process on
+this machine. Decides how they are started; ``sandbox.py`` compares them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CODE = "exec(compile('x = 1', '<cell>', 'exec')); print('done')"
 
 
 def in_process() -> float:
-    """No walls at all."""
+    """Run a cell in this process, without any isolation."""
     began = time.perf_counter()
     namespace = {"__name__": "__main__"}
     exec(compile("x = 1", "<cell>", "exec"), namespace)
@@ -39,12 +39,12 @@ def python() -> str:
 
 
 def bare_subprocess() -> float:
-    """A fresh interpreter, without site packages: no walls."""
+    """Run a cell in a new interpreter without site packages, and without isolation."""
     return _run([python(), "-I", "-S", "-c", _CODE])
 
 
 def bubblewrap() -> float | None:
-    """The same in namespaces of its own, with nothing but the system to read."""
+    """Run the same interpreter in its own namespaces, with read access to the system only."""
     path = shutil.which("bwrap")
     if path is None:
         return None
@@ -78,7 +78,8 @@ def _run(command: list[str]) -> float:
 
 @contextlib.contextmanager
 def bare_loop() -> Iterator[Callable[[bytes], bytes]]:
-    """Code there, what its ``x`` is back: no walls, no frames, no event loop."""
+    """Yield a function that sends code and returns its ``x``: no isolation, framing or event
+    loop."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if not pid:
@@ -109,7 +110,8 @@ class Kernel(NamedTuple):
 
 
 def ipykernel(starts: int, cells: int) -> Kernel | None:
-    """In the environment of the peers, or in this one; None where it is not installed."""
+    """Measure an IPython kernel in the peers' environment or in this one; None if it is not
+    installed."""
     for candidate in (str(HERE / ".venv/bin/python"), sys.executable):
         if not Path(candidate).exists():
             continue

@@ -1,13 +1,14 @@
-"""Figures of training beyond one process.
+"""Benchmarks of training beyond one process.
 
-    python benchmarks/scale.py                 a table, in a quarter of an hour; --quick for fewer rounds, within five minutes
-    python benchmarks/scale.py --json          also prints, as its last line, {"figures": [{"name", "value", …}, …]}
-    python benchmarks/scale.py --part async    one part alone: ranks, weights, async, simulate
-    python benchmarks/scale.py --compile       also compiles layers, which takes minutes
+    python benchmarks/scale.py                 print a table, in 15 minutes; --quick: within five
+    python benchmarks/scale.py --json          also print, as the last line, {"figures": [{"name",
+    …}, …]}
+    python benchmarks/scale.py --part async    only one part: ranks, weights, async, simulate
+    python benchmarks/scale.py --compile       also compile layers, which takes minutes
 
-Times are ratios of what was measured in turns on this machine. Exits with 1 where a figure misses
-what is promised. What takes longer has a command of its own: `scale_soak.py`, half an hour and
-more, and `scale_async.py --reward`.
+Times are ratios of interleaved measurements on this machine. The exit code is 1 if a figure misses
+its limit. Longer benchmarks have their own commands: `scale_soak.py` (half an hour and more) and
+`scale_async.py --reward`.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from engine import Figure, show
 
 
 def ranks(quick: bool, compiled: bool) -> Iterable[Figure]:
-    """Two ranks against one process."""
+    """Compare two ranks with one process."""
     import scale_fsdp
 
     return scale_fsdp.figures(quick, compiled)
 
 
 def weights(quick: bool, compiled: bool) -> Iterable[Figure]:
-    """What a weight sync costs, by carrier."""
+    """Measure the cost of a weight sync for each transport."""
     import scale_weights
 
     return scale_weights.weights_figures(quick=quick)
 
 
 def asynchronous(quick: bool, compiled: bool) -> Iterable[Figure]:
-    """Rollouts that do not wait."""
+    """Compare asynchronous with synchronous rollouts."""
     import scale_async
 
     return scale_async.figures(quick)
 
 
 def simulated(quick: bool, compiled: bool) -> Iterable[Figure]:
-    """What the simulator predicts."""
+    """Compare predictions of the simulator with measurements."""
     import scale_simulate
 
     return scale_simulate.simulate_figures(quick=quick)

@@ -1,12 +1,14 @@
-"""Rollouts that do not wait against rollouts that do: wall time of a step, and the reward that is
-reached.
+"""Asynchronous against synchronous rollouts: wall time of a step, and the final reward.
 
-    python benchmarks/scale_async.py            wall per step over a scripted engine, a tenth of rollouts ten times as slow
-    python benchmarks/scale_async.py --reward   also the tiny recipe, synchronous and one step ahead, three seeds; minutes
+    python benchmarks/scale_async.py            wall time per step with a scripted engine; a tenth
+    of
+                                                the rollouts are ten times as slow
+    python benchmarks/scale_async.py --reward   also train the tiny recipe, synchronous and one step
+                                                ahead, with three seeds; takes minutes
 
-The engine answers after 50 ms, or 500, by the rollout's seed; everything else is real: the loop,
-the queue, rollouts of one turn without a session, the trainer over a policy of some thousand
-parameters. Rewards are of runs that begin from one policy.
+The engine answers after 50 or 500 ms, depending on the rollout's seed. Everything else is real: the
+loop, the queue, rollouts of one turn without a session, and the trainer with a policy of a few
+thousand parameters. Rewards are those of runs that begin from one policy.
 """
 
 from __future__ import annotations
@@ -90,13 +92,12 @@ def figures(quick: bool) -> Iterator[Figure]:
         yield Figure(figure, ratio, "×", about, least=2.0 if name == "staleness 1" else None)
 
 
-# --- wall time
-# ---------------------------------------------------------------------------------------------------------
+# --- wall time ------------------------------------------------------------------------------------
 
 
 class LongTailed(ScriptedClient):
-    """One rollout in ten takes ten times as long, whichever its seed says; so does what it
-    answers."""
+    """Client for which one rollout in ten, selected by its seed, takes ten times as long. Its
+    answer depends on the seed too."""
 
     async def complete(self, request: Request) -> Reply:
         await asyncio.sleep(
@@ -106,7 +107,7 @@ class LongTailed(ScriptedClient):
 
 
 class Published:
-    """What publishes the policy to the scripted engine: its version, which tokens carry."""
+    """Publisher of the policy to the scripted engine: it sets the version of sampled tokens."""
 
     def __init__(self, ids: ByteTokenIds) -> None:
         self._ids = ids
@@ -142,7 +143,7 @@ def measured(sample: StepSampleSpec, seed: int) -> dict[str, float]:
 
 
 async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetrics]:
-    """The steps of one run."""
+    """Return the metrics of each step of one run."""
     ids = ByteTokenIds()
     answers = iter(random.Random(seed).choices(("heads", "tails"), k=1_000_000))
     client = LongTailed(lambda messages: next(answers), ids=ids)
@@ -192,13 +193,12 @@ async def nothing(split: str) -> Mapping[str, float]:
     return {}
 
 
-# --- reward
-# ------------------------------------------------------------------------------------------------------------
+# --- reward ---------------------------------------------------------------------------------------
 
 
 def rewards(folder: Path, steps: int = 15) -> Iterator[Figure]:
-    """The test reward after ``steps`` steps of rollouts from one policy, which saw few
-    demonstrations. What ``folder`` holds already is not done again."""
+    """Yield the test reward after ``steps`` steps of rollouts from one policy that saw few
+    demonstrations. Runs that exist in ``folder`` are reused."""
     tiny = recipe(Path(__file__).parents[1] / "recipes/tiny.py")
     assert tiny.sft is not None
     if not (folder / "sft/policy").is_dir():
@@ -227,14 +227,13 @@ def rewards(folder: Path, steps: int = 15) -> Iterator[Figure]:
 
 
 DEMONSTRATIONS = 6500
-"""Enough for the language that the task is answered in: most of what is right, rollouts have to
-find."""
+"""Enough demonstrations to learn the form of answers; most of the skill must come from rollouts."""
 T95 = 4.303
-"""Of Student's distribution with two degrees of freedom: three seeds in pairs."""
+"""Quantile of Student's t-distribution with two degrees of freedom, for three paired seeds."""
 
 
 def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
-    """That of one run, on the first items of the test split."""
+    """Return the reward of one run on the first items of the test split."""
     assert tiny.rl is not None
     out = folder / f"ahead-{ahead}-seed-{seed}"
     if not (out / "policy").is_dir():
@@ -259,9 +258,7 @@ def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Rollouts that do not wait against rollouts that do."
-    )
+    parser = argparse.ArgumentParser(description="Asynchronous against synchronous rollouts.")
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--reward", action="store_true", help="the reward that is reached, too")
     parser.add_argument("--keep", type=Path, help="a folder for its runs, which are not done again")

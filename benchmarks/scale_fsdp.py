@@ -1,9 +1,9 @@
-"""Two ranks against one process: the same numbers, the same bits after a resume, and what a step
-takes.
+"""Two ranks against one process: equal numbers, identical bits after a resume, and the time of a
+step.
 
-Ranks are processes of this machine over gloo. The dense policy has half a million parameters; the
-checkpoint is one of transformers that runs as a module of its own (GPT-2). Gradients are compared
-by norm over the whole model, before each step.
+Ranks are processes on this machine that communicate by gloo. The dense policy has half a million
+parameters; the checkpoint is a transformers model that runs as its own module (GPT-2). Gradients
+are compared by norm over the whole model before each step.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from ramify.types.sequence import Batch
 STEPS = 20
 LOSS = LossSpec(entropy=0.01)
 OPTIM = OptimizerSpec(lr=2e-5, weight_decay=0.1)
-"""A rate of fine-tuning. At higher ones AdamW makes rounding grow, within one process too: see
-``rounding``."""
+"""A learning rate for fine-tuning. At higher rates AdamW amplifies rounding errors, also within one
+process: see ``rounding``."""
 FAST = OptimizerSpec(lr=1e-3, weight_decay=0.1)
 DENSE = Qwen3Config(
     vocab_size=trees.VOCAB,
@@ -101,8 +101,7 @@ def batches(max_tokens: int, prompt: int = 64) -> list[Batch]:
     return pack(rows, PackingSpec(max_tokens=max_tokens))
 
 
-# --- the same numbers
-# --------------------------------------------------------------------------------------------------
+# --- the same numbers -----------------------------------------------------------------------------
 
 
 def same_numbers(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
@@ -136,8 +135,8 @@ def same_numbers(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
 
 
 def rounding(ranks: FsdpRanks) -> Iterator[Figure]:
-    """At a rate of training from nothing: beside one process whose batches come in the opposite
-    order."""
+    """Compare, at a learning rate for training from scratch, with one process whose batches come in
+    reverse order."""
     _, gradient, _ = apart(
         ranks.spread(DENSE, dense().model.state_dict()),
         SingleBackend(dense(), FAST, computed(1)),
@@ -163,8 +162,8 @@ def rounding(ranks: FsdpRanks) -> Iterator[Figure]:
 def apart(
     model: FsdpModel, single: SingleBackend, optim: OptimizerSpec
 ) -> tuple[float, float, float]:
-    """Largest differences over the steps: of the loss, of the whole gradient by norm, of one
-    tensor's by norm."""
+    """Return the largest differences over the steps: of the loss, of the whole gradient by norm,
+    and of one tensor's gradient by norm."""
     fsdp, work = model.backend(optim), batches(300)
     work = work[: len(work) - 1 + len(work) % 2]  # an odd number: one rank has an idle round
     worst = [0.0, 0.0, 0.0]
@@ -188,19 +187,19 @@ def gradients(single: SingleBackend) -> dict[str, torch.Tensor]:
 
 
 def off_by(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """(of all together, of the one tensor that is off by most), each by norm and relative."""
+    """Return the relative differences by norm: (of all tensors together, of the worst tensor)."""
     off = {name: float((gradient - theirs[name]).norm()) for name, gradient in ours.items()}
     norms = {name: float(each.norm()) for name, each in theirs.items()}
     whole = math.hypot(*off.values()) / math.hypot(*norms.values())
     return whole, max(off[name] / norm for name, norm in norms.items() if norm)
 
 
-# --- the same bits
-# -----------------------------------------------------------------------------------------------------
+# --- the same bits --------------------------------------------------------------------------------
 
 
 def same_bits(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
-    """Five steps after a checkpoint that was written while they were made."""
+    """Compare five steps with the same steps after a resume from a checkpoint written during
+    them."""
     whole = ranks.spread(DENSE, dense().model.state_dict())
     backend = whole.backend(OPTIM)
     steps(backend, 5)
@@ -226,12 +225,11 @@ def steps(backend: FsdpBackend, num: int) -> None:
         backend.optim_step()
 
 
-# --- times
-# -------------------------------------------------------------------------------------------------------------
+# --- times ----------------------------------------------------------------------------------------
 
 
 def times(ranks: FsdpRanks, rounds: int) -> Iterator[Figure]:
-    """A step of two batches of some 3,000 tokens, in turns with the same by one process."""
+    """Time a step of two batches of about 3,000 tokens, in turns with one process."""
     work = pack(
         [row for seed in range(2) for row in trees.group(8, 8, 256, seed)],
         PackingSpec(max_tokens=1 << 20, fill_tokens=3000),
@@ -274,12 +272,12 @@ def compiling(ranks: FsdpRanks) -> Iterator[Figure]:
     )
 
 
-# --- failure
-# -----------------------------------------------------------------------------------------------------------
+# --- failure --------------------------------------------------------------------------------------
 
 
 def loss_of_a_rank(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
-    """From the kill of a rank to the error; and one rank goes on from what two had written."""
+    """Measure the time from the kill of a rank to the error, and resume with one rank from the
+    checkpoint of two."""
     model = ranks.spread(DENSE, dense().model.state_dict(), compute=computed(2, save_async=False))
     backend = model.backend(OPTIM)
     steps(backend, 2)

@@ -1,19 +1,22 @@
-"""Whether the simulator tells the truth: what it predicts of one run from the measurements of
-another, over what was measured.
+"""Accuracy of the simulator: predictions of one run from the measurements of another, over measured
+values.
 
-    python benchmarks/scale_simulate.py             some ten minutes, nearly all of it asleep
+    python benchmarks/scale_simulate.py             about ten minutes, mostly asleep
     python benchmarks/scale_simulate.py --quick     fewer steps and settings
-    python benchmarks/scale_simulate.py --json      also prints {"figures": […]} as engine.py does
-    python benchmarks/scale_simulate.py --embedded  also runs whose engine shares two cores with everything else
-    python benchmarks/scale_simulate.py --blind     only such runs, of settings that were drawn before any was measured
+    python benchmarks/scale_simulate.py --json      also print {"figures": […]} like engine.py
+    python benchmarks/scale_simulate.py --embedded  also runs whose engine shares two cores with
+                                                    everything else
+    python benchmarks/scale_simulate.py --blind     only such runs, with settings that were drawn
+                                                    before any was measured
 
-Runs of the real loop with engines, a trainer and a publication that take time by sleeping
-(``scale_stepped.py``), so that a busy machine changes little. The first is synchronous, on one
-engine; every other has another number of engines, of rollouts at once, or another staleness, and is
-predicted from the first alone. Figures are predicted over measured seconds of a step. The embedded
-engine's steps are bound on a quiet machine alone: on a busy one they wait for others. Processor
-seconds (engine, loop and sessions of a step's rollouts) are counted without that wait, though a
-busy machine's caches make them more; they are told beside.
+These are runs of the real loop whose engines, trainer and publication take time by sleeping
+(``scale_stepped.py``), so a busy machine changes little. The first run is synchronous with one
+engine. The others differ in the number of engines, concurrent rollouts or staleness, and are
+predicted from the first run only. Figures are predicted over measured seconds of a step.
+
+Figures of the embedded engine are only limited on a quiet machine, because its steps wait for other
+work on a busy one. CPU seconds (of engine, loop and sessions in a step's rollouts) exclude that
+wait, although a busy machine's caches increase them; they are reported alongside.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from ramify.cluster.simulate import SimulationResult, SimulationSetting, simulat
 from ramify.cluster.simulation_inputs import SimulationInputs, measured
 
 MOST_OFF = 0.15
-"""Of a step's seconds, either way."""
+"""Tolerance of a step's seconds in either direction."""
 FIRST = Shape()
 OTHERS = {
     "a third of the rollouts at once": Shape(concurrency=12),
@@ -64,13 +67,13 @@ EMBEDDED = {
     "the embedded engine, 4 slots": (*_FULL, "policy.slots=4"),
 }
 BLIND_SEED = 20_261_122
-"""Of settings that nothing was tuned on; the model was settled before the first of them was run."""
+"""Settings for which nothing was tuned. The model was final before the first of them was run."""
 _STEPS = 60
 """That are simulated."""
 
 
 def simulate_figures(*, quick: bool = False, embedded: bool = False) -> Iterator[Figure]:
-    """The figures of this file; ``scale.py`` joins them to its own."""
+    """Yield the figures of this file; ``scale.py`` includes them."""
     with tempfile.TemporaryDirectory() as name:
         folder, steps = Path(name), 6 if quick else 16
         found = ran(folder / "first", FIRST._replace(steps=steps))
@@ -93,7 +96,8 @@ def ran(out: Path, shape: Shape) -> SimulationInputs:
 def figure(
     what: str, by: SimulationInputs, other: SimulationInputs, *, floor: bool = True
 ) -> Figure:
-    """The mean seconds of a step of ``other`` as ``by`` predicts them, over those measured."""
+    """Return the mean seconds of a step of ``other`` as predicted from ``by``, over the measured
+    ones."""
     predicted = at(by, other)
     stale = other.sizes.staleness
     took = fmean(other.step_s[stale : len(other.step_s) - stale or None])
@@ -114,7 +118,7 @@ def figure(
 
 
 def freshness(what: str, by: SimulationInputs, other: SimulationInputs, out: Path) -> Figure:
-    """The mean staleness of tokens, in versions."""
+    """Return the mean staleness of tokens in versions, predicted and measured."""
     from ramify.train.metrics import read
 
     stale = other.sizes.staleness
@@ -131,7 +135,7 @@ def freshness(what: str, by: SimulationInputs, other: SimulationInputs, out: Pat
 
 
 def at(by: SimulationInputs, other: SimulationInputs) -> SimulationResult:
-    """What ``by`` predicts for the setting of ``other``."""
+    """Return the prediction from ``by`` for the setting of ``other``."""
     sizes = other.sizes
     setting = SimulationSetting(
         engines=sizes.engines,
@@ -153,7 +157,7 @@ def at(by: SimulationInputs, other: SimulationInputs) -> SimulationResult:
 
 
 def drawn() -> dict[str, tuple[str, ...]]:
-    """The settings of the blind test."""
+    """Return the settings of the blind test."""
     draw = random.Random(BLIND_SEED)
     found = {}
     for _ in range(2):
@@ -170,15 +174,15 @@ def drawn() -> dict[str, tuple[str, ...]]:
 
 
 def blind_figures(*, steps: int = 4) -> Iterator[Figure]:
-    """Each predicted from the first of ``EMBEDDED``, once."""
+    """Yield a figure for each setting, predicted once from the first of ``EMBEDDED``."""
     with tempfile.TemporaryDirectory() as name:
         first = next(iter(EMBEDDED.items()))
         yield from _embedded(Path(name), dict([first, *drawn().items()]), steps)
 
 
 def _embedded(folder: Path, runs: dict[str, tuple[str, ...]], steps: int) -> Iterator[Figure]:
-    """The packaged policy on its recursive task, in processes of their own, each predicted from the
-    first."""
+    """Yield figures of the packaged policy on its recursive task, in separate processes, each
+    predicted from the first run."""
     first: SimulationInputs | None = None
     for index, (what, fields) in enumerate(runs.items()):
         out = folder / f"embedded-{index}"

@@ -1,19 +1,21 @@
-"""A soak: asynchronous training of a small policy while parts of it are killed, over and over, and
-what is left at the end.
+"""Soak test: asynchronous training of a small policy while parts of it are killed repeatedly.
 
-    python benchmarks/scale_soak.py                  30 minutes, a kill every 20 s; then five undisturbed runs to compare with
-    python benchmarks/scale_soak.py --quick          three minutes
-    python benchmarks/scale_soak.py --json           also prints {"figures": […]} as engine.py does
-    python benchmarks/scale_soak.py --steps 60 --every 40 --keep runs/soak     another length, and everything stays there
+    python benchmarks/scale_soak.py           30 minutes with a kill every 20 s, then five
+    undisturbed
+                                              runs for comparison
+    python benchmarks/scale_soak.py --quick   three minutes
+    python benchmarks/scale_soak.py --json    also print {"figures": […]} like engine.py
+    python benchmarks/scale_soak.py --steps 60 --every 40 --keep runs/soak
+                                              another length; all files are kept
 
-Trained is the packaged policy, spoilt by noise, on questions over one document, with rollouts one
-step off, sessions in the default sandbox and an engine in a process of its own, by ``ramify train
-THIS-FILE --restarts``. Killed (SIGKILL) is one of: the engine, a session, the sandbox's supervisor,
-the trainer; which one follows from ``--seed``. A step takes about a second; what is being started
-is not killed before it is there.
+The packaged policy, degraded by noise, is trained on questions about one document, with rollouts
+one step ahead, sessions in the default sandbox and an engine in a separate process, by ``ramify
+train THIS-FILE --restarts``. Each kill (SIGKILL) hits the engine, a session, the sandbox's
+supervisor or the trainer, selected by ``--seed``. A step takes about a second; a part that is being
+started is not killed before it is ready.
 
-A single run is one more draw of what five undisturbed ones are draws of: its score is to lie in
-their 95 % prediction interval, mean ± t(4) · s · √(1 + 1/5). They are made in this process, one
+The score of the soak must lie in the 95 % prediction interval of the five undisturbed runs, mean ±
+t(4) · s · √(1 + 1/5), since it is one more draw of the same kind. Those run in this process, one
 after the other, with the engine in it. Groups are counted in OUT/groups.jsonl.
 """
 
@@ -44,13 +46,13 @@ from ramify.train.stages import StepSampleSpec
 from ramify.train.training_loop import Schedule
 
 NOISE = 0.15
-"""Standard deviation of what is added to each matrix, of its own."""
+"""Standard deviation of the added noise, relative to that of each matrix."""
 ITEMS = 8
 UNDISTURBED = 5
 T_4 = 2.776
-"""97.5th percentile of Student's t with four degrees of freedom."""
+"""97.5th percentile of Student's t-distribution with four degrees of freedom."""
 STEPS_PER_MINUTE = 16
-"""That the soak gets through, kills included."""
+"""Steps per minute that the soak completes, including kills."""
 PARTS = ("engine", "session", "supervisor", "trainer")
 
 
@@ -79,8 +81,7 @@ def run() -> Run:
     )
 
 
-# --- the soak
-# ------------------------------------------------------------------------------------------------------------
+# --- the soak -------------------------------------------------------------------------------------
 
 
 class Soaked(NamedTuple):
@@ -90,7 +91,7 @@ class Soaked(NamedTuple):
 
 
 def soak(out: Path, policy: Path, steps: int, every_s: float, seed: int) -> Soaked:
-    """Train with a kill every ``every_s`` seconds, until it is done."""
+    """Train with a kill every ``every_s`` seconds until the run is finished."""
     rng, kills = random.Random(seed), Counter[str]()
     started = time.monotonic()
     process = _started(out, policy, steps, seed, "--restarts", "1000")
@@ -101,7 +102,7 @@ def soak(out: Path, policy: Path, steps: int, every_s: float, seed: int) -> Soak
                 time.sleep(0.2)
             wanted = rng.choice(PARTS)
             while process.poll() is None and not kill(process.pid, wanted, rng):
-                time.sleep(0.2)  # it is being started
+                time.sleep(0.2)  # the part is being started
             if process.poll() is None:
                 kills[wanted] += 1
                 print(
@@ -117,7 +118,7 @@ def soak(out: Path, policy: Path, steps: int, every_s: float, seed: int) -> Soak
 
 
 def kill(above: int, part: str, rng: random.Random) -> bool:
-    """Kill a part of the run that the process ``above`` looks after; whether it was there."""
+    """Kill a part of the run supervised by process ``above``. Returns True if the part existed."""
     below = children()
     trainers = [pid for pid in below.get(above, ()) if " train " in command_of(pid)]
     found: dict[str, list[int]] = {
@@ -136,13 +137,13 @@ def kill(above: int, part: str, rng: random.Random) -> bool:
                 found["session"] += list(_under(pid, below))
     if not found[part]:
         return False
-    with contextlib.suppress(ProcessLookupError):  # a session that has ended meanwhile
+    with contextlib.suppress(ProcessLookupError):  # the session may have ended meanwhile
         os.kill(rng.choice(found[part]), signal.SIGKILL)
     return True
 
 
 def children() -> dict[int, list[int]]:
-    """Process -> those that it started."""
+    """Return process id -> ids of its child processes."""
     found: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -168,8 +169,7 @@ def _under(pid: int, below: dict[int, list[int]]) -> Iterator[int]:
         yield from _under(child, below)
 
 
-# --- what is compared
-# ----------------------------------------------------------------------------------------------------
+# --- what is compared -----------------------------------------------------------------------------
 
 
 def _started(out: Path, policy: Path, steps: int, seed: int, *more: str) -> subprocess.Popen[bytes]:
@@ -185,7 +185,7 @@ def _overrides(policy: Path, steps: int, seed: int) -> list[str]:
 
 
 def score(out: Path) -> float | None:
-    """On the validation stream, at the end."""
+    """Return the final score on the validation stream."""
     from ramify.train.metrics import read
 
     found = [
@@ -195,7 +195,7 @@ def score(out: Path) -> float | None:
 
 
 def spoilt(folder: Path) -> Path:
-    """The packaged policy with noise on its matrices."""
+    """Create a copy of the packaged policy with noise in its matrices."""
     import torch
 
     from ramify.inference.base import TINY
@@ -211,7 +211,7 @@ def spoilt(folder: Path) -> Path:
 
 
 def undisturbed(folder: Path, policy: Path, steps: int, seed: int) -> list[float]:
-    """The scores of runs that nothing happened to."""
+    """Return the scores of undisturbed runs."""
     from ramify.build.execute import train
     from ramify.train.override import override
 
@@ -290,7 +290,7 @@ def main() -> int:
         "--json", action="store_true", help="print the figures as JSON on the last line"
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the started processes
     steps = options.steps or round(STEPS_PER_MINUTE * (3 if options.quick else options.minutes))
     with contextlib.ExitStack() as stack:
         folder = Path(options.keep or stack.enter_context(tempfile.TemporaryDirectory()))

@@ -1,12 +1,12 @@
-"""A training run whose engines, trainer and publication take time by sleeping alone: what a
-simulation is checked against.
+"""Training run whose engines, trainer and publication take time only by sleeping, as the reference
+for the simulator.
 
-    items ── the real loop, its rollouts, sessions in this process ── replies by ``Stepped`` engines, token by token
-                      └── a trainer that sleeps for each token that it is given
+    items ── the real loop, its rollouts, sessions in this process ── replies by ``Stepped`` engines
+                      └── a trainer that sleeps for each token
 
-So the order of things is the package's own, waits are real, and the machine's load hardly counts. A
-rollout looks, asks plain questions or children, and answers; how long its replies are is drawn from
-its seed, one in ten many times longer.
+The order of events is therefore that of the package, waits are real, and the machine's load has
+little effect. A rollout looks at its context, asks plain questions or children, and answers. The
+lengths of its replies are drawn from its seed; one in ten is many times longer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ramify.train.training_loop import Schedule, TrainingLoop
 from ramify.types.message import Message, Reply, Usage, VersionSpan
 
 BASE_S, EACH_S, PROMPT_TOKEN_S = 8e-3, 5e-4, 5e-5
-"""Of an engine's step: alone, for each sequence, for each prompt token."""
+"""Seconds of an engine's step: fixed, per sequence, per prompt token."""
 LEARN_S, LEARN_TOKEN_S, PUBLISH_S = 0.3, 2e-4, 0.1
 
 
@@ -64,8 +64,8 @@ class _Sequence:
 
 
 class Engine:
-    """One engine: every tick gives each sequence in a slot one token, and takes as long as it has
-    work. Ticks are timed from the one before, not from when it was noticed."""
+    """One engine. Every tick gives each sequence in a slot one token and takes time according to
+    its work. Ticks are scheduled relative to the previous one, so that delays do not accumulate."""
 
     def __init__(self, slots: int, version: Callable[[], int]) -> None:
         self.in_flight = self.trees = 0
@@ -78,7 +78,7 @@ class Engine:
         self._ticking: asyncio.Task[None] | None = None
 
     async def sample(self, new: int, tokens: int) -> list[int]:
-        """The version that sampled each token."""
+        """Return the version of the weights that sampled each token."""
         sequence = _Sequence(new, tokens)
         self._waiting.append(sequence)
         if self._ticking is None or self._ticking.done():
@@ -110,14 +110,14 @@ class Engine:
         self._paused.clear()
 
     def renewed(self) -> None:
-        """New weights: what runs is read again."""
+        """Handle new weights: running sequences are read again."""
         self._debt += sum(each.new + len(each.versions) for each in self._running)
         self._paused.set()
 
 
 class Stepped:
-    """A client over such engines: a tree's calls at one of them, a new tree at the one with least
-    to do."""
+    """Client for such engines: all calls of a tree use one engine, and a new tree the least busy
+    one."""
 
     name, window = "stepped:test", 100_000
     price: Price | None = Price(0.0, 0.0)
@@ -172,7 +172,7 @@ def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
 
 
 def said(request: Request) -> str:
-    """The reply: code, and a comment that makes it as long as was drawn."""
+    """Return the reply: code with a comment that extends it to the drawn length."""
     turn = sum(message.role == "assistant" for message in request.messages)
     draw = random.Random(
         f"{request.sampling.seed}/{request.affinity}/{turn}/{len(request.messages[0].content)}"
@@ -196,7 +196,7 @@ def said(request: Request) -> str:
 
 
 class Sleeper:
-    """A trainer's backend that takes time and learns nothing."""
+    """Trainer backend that takes time and learns nothing."""
 
     packing = PackingSpec()
     version = 0
@@ -214,7 +214,7 @@ class Sleeper:
 
 
 class Publisher:
-    """Gives the client a new version, for which engines stand still."""
+    """Gives the client a new version, during which engines pause."""
 
     def __init__(self, client: Stepped) -> None:
         self._client = client
@@ -241,11 +241,11 @@ class Publisher:
         folder.mkdir(exist_ok=True)
 
     def load(self, folder: Path) -> None:
-        """There is nothing to load."""
+        """Do nothing: a publisher has nothing to load."""
 
 
 def carry_out(out: Path, shape: Shape, seed: int = 0) -> None:
-    """A run of ``shape`` in the folder ``out``, with all rollouts kept."""
+    """Run ``shape`` in the folder ``out`` and keep all rollouts."""
     asyncio.run(_run(out, shape, seed))
 
 
@@ -301,5 +301,5 @@ def _item(rng: random.Random) -> Item:
 
 
 def _worth(item: Item, trajectory: Any) -> float:
-    """Of no meaning, and never the same for a whole group."""
+    """Return an arbitrary reward that differs within every group."""
     return random.Random(trajectory.id).random()

@@ -1,15 +1,16 @@
-"""What a weight sync costs: a model of 100M parameters from a trainer to an engine in a process of
-its own, by each carrier.
+"""Cost of a weight sync: a model of 100M parameters from a trainer to an engine in a separate
+process, by each transport.
 
-    python benchmarks/scale_weights.py            a table; medians of rounds, as ratios to a plain copy of the same bytes
-    python benchmarks/scale_weights.py --quick    three rounds of five
-    python benchmarks/scale_weights.py --json     also prints {"figures": […]} as engine.py does
+    python benchmarks/scale_weights.py            print a table; medians, as ratios to a plain copy
+    of
+                                                  the same bytes
+    python benchmarks/scale_weights.py --quick    three rounds instead of five
+    python benchmarks/scale_weights.py --json     also print {"figures": […]} like engine.py
 
-The engine is `ramify serve-policy`'s own server over a model without attention to speak of; timed
-is the whole update as the trainer sees it: pause, chunks, end, resume. Copies and syncs take turns,
-so that both meet the same load of the machine, and a sync finds the caches as a step of training
-leaves them. The fingerprint that follows every sync is a figure of its own. One thread on each
-side.
+The engine is the server of `ramify serve-policy` with a model that has almost no attention. The
+whole update is timed from the trainer's side: pause, chunks, end, resume. Copies and syncs
+alternate, so that the machine's load affects both, and a sync finds the caches in the state after a
+training step. The fingerprint after every sync is a separate figure. Each side uses one thread.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ROUNDS = 5
 
 
 def weights_figures(*, quick: bool = False) -> list[Figure]:
-    """The figures of this file; ``scale.py`` joins them to its own."""
+    """Return the figures of this file; ``scale.py`` includes them."""
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(_measured(Path(folder), 3 if quick else ROUNDS))
 
@@ -121,8 +122,8 @@ async def _of_carrier(
 async def _deltas(
     engines: Any, policy: Any, copy: Callable[[], float], rounds: int
 ) -> list[Figure]:
-    """A step that moves 1 % of the parameters while the rest is held still; one that moves 1 % of
-    all values."""
+    """Yield figures of deltas: a step that changes 1 % of the parameters with the others frozen,
+    and one that changes 1 % of all values."""
     import torch
 
     parameters = list(policy.model.parameters())
@@ -135,7 +136,7 @@ async def _deltas(
     for parameter in parameters:
         parameter.requires_grad_(any(parameter is each for each in moved))
     version = 1
-    await _sync(engines, policy, version)  # what is held still is known from here on
+    await _sync(engines, policy, version)  # from here on, the frozen parameters are known
 
     def step() -> None:
         with torch.no_grad():
@@ -241,7 +242,7 @@ def _server(folder: Path) -> Iterator[str]:
 
 
 def _ratio(pairs: list[tuple[float, float]]) -> float:
-    """Of medians: of the syncs, and of the copies beside them."""
+    """Return the ratio of the medians of the syncs and of the copies between them."""
     return median(synced for _, synced in pairs) / median(copied for copied, _ in pairs)
 
 

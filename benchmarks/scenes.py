@@ -1,12 +1,13 @@
-"""What the scripted model says in each benchmark, and the server process that says it.
+"""Replies of the scripted model in each benchmark, and the server process that sends them.
 
-A request carries the marker ``<<scene:NAME>>`` in its question; the reply is the scene's next line,
-by the number of replies that the conversation already has. So one server serves any engine, any
-number of times, side by side, and the work is the same for all: the same code in the same order.
-All three engines take an answer by ``answer``; they differ in the fence they read, which a scene
-name's suffix chooses (``three.python``). A request without a marker is a child's.
+A request has the marker ``<<scene:NAME>>`` in its question. The reply is the next line of that
+scene, according to the number of replies in the conversation. One server can therefore serve any
+engine, repeatedly and concurrently, and all engines run the same code in the same order. All three
+engines accept an answer by ``answer``; they differ in their code fence, which the suffix of a
+scene's name selects (``three.python``). A request without a marker comes from a child.
 
-    python benchmarks/scenes.py --latency 0.05        prints the base URL; GET /served has the server's own counts
+    python benchmarks/scenes.py --latency 0.05        prints the base URL; GET /served has the
+    counts
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ LONG_WORDS = "[f'<<scene:word>> {i} ' + 'x' * 4000 for i in range(200)]"
 
 
 def calls(count: int) -> tuple[str, ...]:
-    """``count`` plain calls in one batch; the answer is the batch's seconds, or -1 where a reply is
-    wrong."""
+    """Return a scene with ``count`` plain calls in one batch. Its answer is the seconds of the
+    batch, or -1 if a reply is wrong."""
     batch = (
         "import time\nstarted = time.perf_counter()\n"
         f"replies = llm_query_batched({WORDS.format(count)})\n"
@@ -59,7 +60,7 @@ SCENES: dict[str, tuple[str, ...]] = {
     "loop": ("kept = 41\nwhile True:\n    pass", FINISH.format("str(kept + 1)")),
     "lost": ("reply = llm_query('<<scene:dropped>>')\nprint(reply)", FINISH.format("reply")),
 }
-"""Name -> the cells of its turns; the last one is repeated."""
+"""Name -> cells of its turns; the last one is repeated."""
 
 
 def teller() -> Callable[[tuple[Message, ...]], str | ScriptedFailure]:

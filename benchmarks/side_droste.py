@@ -1,8 +1,8 @@
-"""`droste` as a library, doing the one piece of work that it can take part in. It runs in the
-peers' environment.
+"""`droste` as a library, for the one task that it can take part in. It runs in the peers'
+environment.
 
-Its batches are limited to 50 prompts and started 50 ms apart, and its children take no batch, so
-the rest is left out.
+Its batches are limited to 50 prompts, started 50 ms apart, and its children do not accept batches,
+so the other tasks are omitted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ramify doing the work that the other sides do, through its public face."""
+"""Ramify doing the same tasks as the other sides, through its public API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ramify.sandbox.base import open_sandbox
 
 Result = dict[str, Any]
 SESSIONS_ONLY = ramify.Scaffold(direct_chars=0)
-"""A short context, too, is looked at in a session, as the others do."""
+"""A short context is also read in a session, as on the other sides."""
 
 
 def engine(limits: ramify.Limits | None = None, **more: Any) -> ramify.RLM:
@@ -53,7 +53,7 @@ def calls(url: str, repeats: int, limit: int) -> Result:
 
 
 def cell(url: str, repeats: int) -> Result:
-    """Seconds of ``x = 1`` in the child process, there and back."""
+    """Return the seconds of a round trip of ``x = 1`` to the child process."""
 
     async def answer(name: str, args: Any, kwargs: Any) -> None:
         return None
@@ -73,7 +73,7 @@ def cell(url: str, repeats: int) -> Result:
 
 
 def big(url: str, repeats: int, chars: int) -> Result:
-    """A new store each time, so that the context has to be written."""
+    """Use a new store each time, so that the context must be written."""
     context, seconds, written = log_text(chars), [], []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder, engine(store=ramify.Store(folder)) as rlm:
@@ -85,7 +85,7 @@ def big(url: str, repeats: int, chars: int) -> Result:
 
 
 def loop(url: str, limit_s: float) -> Result:
-    """How long the endless cell ran, and whether its variable was there afterwards."""
+    """Return how long the endless cell ran, and whether its variable existed afterwards."""
     with engine(sandbox=ramify.SandboxSpec(cell_s=limit_s)) as rlm:
         result = rlm.completion("c", "<<scene:loop>>")
     return {
@@ -95,7 +95,7 @@ def loop(url: str, limit_s: float) -> Result:
 
 
 def deadline(url: str, limit_s: float) -> Result:
-    """A whole run whose time is up while a cell loops."""
+    """Measure a whole run whose deadline passes during an endless cell."""
     with engine(ramify.Limits(max_seconds=limit_s)) as rlm:
         rlm.completion("c", "<<scene:three>>")  # warm
         done = timed(rlm, "<<scene:loop>>", "c", 1)
@@ -131,8 +131,8 @@ def counted(result: Any) -> Result:
 
 
 def many(url: str, count: int) -> Result:
-    """Resident memory of this process while ``count`` runs are under way at once, over what it was
-    after one run."""
+    """Return the resident memory of this process with ``count`` concurrent runs, minus that after
+    one run."""
 
     async def measure() -> Result:
         async with engine(ramify.Limits(max_concurrency=count)) as rlm:

@@ -1,4 +1,5 @@
-"""The floor under everybody: the same requests in a bare aiohttp loop, with nothing around them."""
+"""Lower bound for all sides: the same requests in a bare aiohttp loop, with no engine around
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ async def ask(
 
 
 async def in_a_row(url: str, count: int, repeats: int) -> list[float]:
-    """Seconds of ``count`` requests, one after the other."""
+    """Return the seconds of ``count`` sequential requests."""
     gate = asyncio.Semaphore(1)
     seconds = []
     async with aiohttp.ClientSession() as session:
@@ -36,7 +37,7 @@ async def in_a_row(url: str, count: int, repeats: int) -> list[float]:
 
 
 async def at_once(url: str, count: int, limit: int, repeats: int) -> list[float]:
-    """Seconds of ``count`` requests, at most ``limit`` on the wire."""
+    """Return the seconds of ``count`` requests, at most ``limit`` of them concurrent."""
     gate = asyncio.Semaphore(limit)
     seconds = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=limit)) as session:

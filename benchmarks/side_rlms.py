@@ -1,5 +1,5 @@
-"""The reference library, `rlms`, doing the same work. Standard library and `rlm` only: it runs in
-the peers' environment."""
+"""The reference library, `rlms`, doing the same tasks. It uses only the standard library and `rlm`,
+and runs in the peers' environment."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def children(url: str, repeats: int) -> Result:
 
 
 def calls(url: str, repeats: int, limit: int) -> Result:
-    """``limit`` is not settable: sixteen are in flight."""
+    """``limit`` cannot be set: sixteen requests are concurrent."""
     responses = timed(engine(url), "<<scene:calls>>", "c", repeats)["responses"]
     return {"seconds": [float(each) for each in responses]}
 
 
 def cell(url: str, repeats: int) -> Result:
-    """Seconds of ``x = 1``; its session is a dict in this process."""
+    """Return the seconds of ``x = 1``; the session is a dict in this process."""
     with LocalREPL(context_payload="c") as session:
         seconds = []
         for _ in range(repeats):
@@ -71,7 +71,7 @@ def big(url: str, repeats: int, chars: int) -> Result:
 
 
 def loop(url: str, limit_s: float) -> Result:
-    """Ends only because the caller ends it."""
+    """Ends only because the caller stops it."""
     started = time.perf_counter()
     engine(url, max_timeout=limit_s).completion("c", root_prompt="<<scene:loop>>")
     return {"seconds": [time.perf_counter() - started]}

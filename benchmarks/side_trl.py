@@ -1,13 +1,14 @@
-"""TRL's ``GRPOTrainer`` as a side of ``training.py``, in an environment of its own
+"""TRL's ``GRPOTrainer`` as a side of ``training.py``, in a separate environment
 (``requirements-trl.txt``).
 
-    side_trl.py MODEL once FILE SIBLINGS REPLY    it generates SIBLINGS replies of REPLY tokens to each prompt, a line of
-                                                  JSON each, and learns from them
-    side_trl.py MODEL rows FILE SIBLINGS          it learns from given rows, a line of JSON each: {"prompt": [ids],
-                                                  "reply": [ids], "logprobs": [numbers]}
+    side_trl.py MODEL once FILE SIBLINGS REPLY    generate SIBLINGS replies of REPLY tokens to each
+                                                  prompt (one JSON line each), and learn from them
+    side_trl.py MODEL rows FILE SIBLINGS          learn from given rows, one JSON line each:
+                                                  {"prompt": [ids], "reply": [ids],
+                                                  "logprobs": [numbers]}
 
-Makes one optimizer step for each line on its standard input, and answers with its CPU seconds; says
-"ready" before the first. fp32, no KL, no gradient checkpointing, batches of 32 replies or of 8
+Makes one optimizer step for each line of standard input and prints its CPU seconds; prints "ready"
+before the first. It uses fp32, no KL, no gradient checkpointing, and batches of 32 replies or of 8
 rows, as many as fill the step.
 """
 
@@ -39,7 +40,7 @@ STEPS = 1000
 
 
 class OnDemand(TrainerCallback):
-    """Waits for a line before each step and tells what the step took."""
+    """Waits for a line before each step and reports the time of the step."""
 
     def __init__(self, out: Any) -> None:
         self.out, self.started = out, 0.0
@@ -50,7 +51,7 @@ class OnDemand(TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         if not sys.stdin.readline():
             sys.stdout.flush()
-            os._exit(0)  # the trainer would go on to its end
+            os._exit(0)  # otherwise the trainer would run to its end
         self.started = time.process_time()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +82,7 @@ def options(rows: int, batch: int, siblings: int, **more: Any) -> GRPOConfig:
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed goes to stderr
+    os.dup2(2, 1)  # all other output goes to stderr
     torch.set_num_threads(1)
     folder, kind, file, *rest = sys.argv[1:]
     siblings, given = (

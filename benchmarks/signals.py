@@ -1,16 +1,16 @@
-"""What a hindsight teacher adds to a step: its scoring as a share of one forward pass over the
-step's rollouts.
+"""Cost of a hindsight teacher: its scoring as a share of one forward pass over a step's rollouts.
 
-    python benchmarks/signals.py            a table: rollouts of the study, and longer ones by length of the prompt
-    python benchmarks/signals.py --json     also prints {"figures": […]} as its last line, in the form of engine.py
+    python benchmarks/signals.py            print a table: rollouts of the study, and longer ones by
+                                            length of the prompt
+    python benchmarks/signals.py --json     also print {"figures": […]} as the last line, like
+    engine.py
 
-Groups of eight rollouts, three of them hinted (35 to 40 % is what a judge hints), through the
-scorer that training uses. A group is scored in one pass with what training compares its rollouts
-with (the reference, for a KL), of which a teacher's rows share the prompt; what the teacher adds is
-that pass less the pass without it. Beside it stands the teacher by itself, as where no KL is asked
-for. Processor time of the thread that computes, so that other work on the machine does not count;
-tokens are those that were computed. Shapes of policies are those of `recipes/programs.py` and
-`recipes/tiny.py`.
+Groups of eight rollouts, three of them with hints (judges give hints for 35 to 40 %), go through
+the scorer that training uses. A group is scored in one pass together with the reference of a KL
+term, whose rows share the prompt with the teacher's. The teacher's cost is that pass minus the pass
+without it. The cost of the teacher alone, as in a run without a KL term, is shown for comparison.
+Times are CPU times of the computing thread, so that other load does not count; tokens are those
+that were computed. The policies have the shapes of `recipes/programs.py` and `recipes/tiny.py`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ FLOOR = 0.5
 
 
 class Case(NamedTuple):
-    """What rollouts are like, in tokens."""
+    """Shape of rollouts, in tokens."""
 
     name: str
     prompt: int
     turns: int
     sampled: int
-    """Of a turn."""
+    """Sampled tokens per turn."""
     observed: int
     hint: int
     shape: dict[str, Any]
@@ -105,7 +105,7 @@ def scorer(shape: dict[str, Any]) -> PolicyScorer:
 
 
 def rows(case: Case) -> list[tuple[list[ScoringRow], list[ScoringRow]]]:
-    """Of each group the rollouts as they were sampled, and the teacher's rows."""
+    """Return, for each group, the rollouts as sampled and the teacher's rows."""
     found = []
     for group in range(GROUPS):
         draw = random.Random(group)

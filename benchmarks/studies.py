@@ -1,8 +1,8 @@
-"""What studies of many training runs have in common: runs that are made once, a page that is filled
-in, and what is told.
+"""Code shared by studies of many training runs: reusable runs, a page that is filled in, and a
+report.
 
-A run is a process of its own with one thread of torch. One that is over is not made again; one that
-was cut short goes on.
+A run is a separate process with one torch thread. A finished run is reused, and an interrupted one
+continues.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(*arguments: str) -> None:
-    """Run a command of this Python with one thread. Raises where it fails."""
+    """Run a Python command with one thread. Raises SystemExit if it fails."""
     command = [sys.executable, *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL
@@ -37,7 +37,7 @@ def is_trained(folder: Path) -> bool:
 
 
 def train(folder: Path, recipe: str, *overrides: str) -> Path:
-    """The folder of a run that is over; carried out, or gone on with, where it is not."""
+    """Train a run to its end, or continue it, unless it is finished. Returns its folder."""
     if not is_trained(folder):
         path = (
             ["--resume", str(folder)]
@@ -49,7 +49,7 @@ def train(folder: Path, recipe: str, *overrides: str) -> Path:
 
 
 def parser(question: str, quick: str, name: str, num_seeds: int) -> argparse.ArgumentParser:
-    """The options of a study called ``name``."""
+    """Return the option parser of the study ``name``."""
     found = argparse.ArgumentParser(description=question)
     found.add_argument("--quick", action="store_true", help=quick)
     found.add_argument(
@@ -57,7 +57,7 @@ def parser(question: str, quick: str, name: str, num_seeds: int) -> argparse.Arg
     )
     found.add_argument("--seeds", type=int, nargs="+", default=list(range(num_seeds)))
     found.add_argument(
-        "--report", action="store_true", help="make no runs: write what those say that are over"
+        "--report", action="store_true", help="train nothing; report the finished runs"
     )
     found.add_argument(
         "--runs", type=Path, default=ROOT / "runs" / name, help="where runs are kept"
@@ -66,14 +66,15 @@ def parser(question: str, quick: str, name: str, num_seeds: int) -> argparse.Arg
 
 
 def folder_of(options: argparse.Namespace) -> Path:
-    """Where the runs of a study are, which is made."""
+    """Create and return the folder of a study's runs."""
     folder: Path = options.runs.resolve() / ("quick" if options.quick else "whole")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def fill(page: Path, parts: Mapping[str, str]) -> None:
-    """Put each text between the marks of its name. Raises where the page has no place for it."""
+    """Insert each text between the marks of its name. Raises SystemExit if the page lacks the
+    marks."""
     text = page.read_text(encoding="utf-8")
     for name, part in parts.items():
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
@@ -85,7 +86,7 @@ def fill(page: Path, parts: Mapping[str, str]) -> None:
 
 
 def tell(found: Sequence[Figure], as_json: bool) -> int:
-    """Show the figures; the exit code: 1 where one misses what is promised."""
+    """Print the figures. Returns the exit code: 1 if one misses its limit."""
     show(list(found))
     if as_json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))

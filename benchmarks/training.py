@@ -1,22 +1,22 @@
-"""Figures of the trainer: trees against rows, against TRL, its growth; and of the engine that it
-samples with.
+"""Benchmarks of the trainer: forests against rows, against TRL, growth of a step; and of its
+sampling engine.
 
-    python benchmarks/training.py            a table; every figure comes from paired repeats in this run
+    python benchmarks/training.py            print a table; every figure comes from paired repeats
     python benchmarks/training.py --quick    fewer repeats, within five minutes on two cores
-    python benchmarks/training.py --json     also prints, as its last line, {"figures": [{"name", "value", "unit", "against",
-                                             "floor", "least", "holds"}, …]}, as benchmarks/engine.py does
-    python benchmarks/training.py --write    also puts them into docs/training.md and docs/training.svg
-    python benchmarks/training.py --device cuda    a model of half a billion parameters in bf16 on a GPU, alone
+    python benchmarks/training.py --json     also print {"figures": […]} as the last line, like
+    engine.py
+    python benchmarks/training.py --write    also update docs/training.md and docs/training.svg
+    python benchmarks/training.py --device cuda    only a model of half a billion parameters in bf16
 
-    step-wise rows   each turn a row of its own, everything before it given again, nothing shared
-    merged rows      each path a row of its own, nothing shared
-    forest           what the trainer does: shared tokens once, where that pays
+    step-wise rows   each turn is a row that repeats everything before it; nothing is shared
+    merged rows      each path is a row; nothing is shared
+    forest           the trainer's form: shared tokens occur once if that is cheaper
 
-All three go through the same trainer on the same model (0.5M parameters), in CPU seconds of one
-thread. Replies have 16 tokens, observations 8; prompt : response 16 : 1 means a prompt of 16 times
-the sampled tokens of one sibling. A step is packing, forward and backward. Exits with 1 where a
-figure misses its bound. TRL lives in an environment of its own (requirements-trl.txt); without it
-its figures stay empty.
+All three use the same trainer with the same model (0.5M parameters), in CPU seconds of one thread.
+Replies have 16 tokens and observations 8. Prompt : response 16 : 1 means a prompt with 16 times the
+sampled tokens of one sibling. A step is packing, forward and backward. The exit code is 1 if a
+figure misses its limit. TRL needs its own environment (requirements-trl.txt); without it its
+figures are empty.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from ramify.types.sequence import Batch, TokenSequence
 
 LOSS = LossSpec(policy=PpoClip())
 FP32 = ComputeSpec(precision="fp32")
-"""Both the forest and the rows compute in it, so that they differ by rounding alone."""
+"""Dtype in which both the forest and the rows compute, so that they differ only by rounding."""
 GROUP = 8
 
 
 def small_policy(window: int = 8192) -> Policy:
-    """The model of half a million parameters that the recipes begin with, its weights random."""
+    """Return the model of half a million parameters of the recipes, with random weights."""
     config = Qwen3Config(
         vocab_size=trees.VOCAB,
         hidden_size=128,
@@ -77,7 +77,7 @@ def small_policy(window: int = 8192) -> Policy:
 
 
 class Bench(NamedTuple):
-    """What every figure needs."""
+    """Inputs that every figure needs."""
 
     backend: SingleBackend
     quick: bool
@@ -98,7 +98,8 @@ class Bench(NamedTuple):
     def ratios(
         self, rounds: int, ours: Callable[[], Any], *others: Callable[[], Any]
     ) -> list[list[float]]:
-        """For each of ``others`` its time over ours, by round; first and last take turns."""
+        """Return, for each of ``others``, the ratio of its time to the forest's by round. The order
+        alternates."""
         found: list[list[float]] = [[] for _ in others]
         for round in range(rounds):
             times = {}
@@ -116,13 +117,12 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
     return time.process_time() - started
 
 
-# --- trees against rows
-# ----------------------------------------------------------------------------------------------
+# --- trees against rows ---------------------------------------------------------------------------
 
 
 def sixteen_turns(b: Bench) -> Iterator[Figure]:
-    """Siblings under one prompt. The step-wise side is timed on as many siblings as the run has
-    time for, and counted for all; rows fill their batches either way."""
+    """Measure siblings under one prompt. The step-wise side is timed on as many siblings as time
+    allows, and scaled to all; rows fill their batches in any case."""
     for ratio, least, timed, rounds in ((1, 10, 8, 2), (4, 25, 2, 2), (16, 50, 1, 1)):
         rows = trees.group(16, GROUP, 16 * 16 * ratio)
         timed = timed if b.quick else GROUP
@@ -157,8 +157,8 @@ def sixteen_turns(b: Bench) -> Iterator[Figure]:
 
 
 def differences(b: Bench, left: list[Batch], right: list[Batch]) -> tuple[float, float]:
-    """(largest difference of a log-probability; of a parameter's gradient, by norms: |one - other|
-    / |other|)"""
+    """Return the largest differences: (of a log-probability; of a parameter's gradient by norms,
+    |one - other| / |other|)."""
     logprobs = [_logprobs(b, side) for side in (left, right)]
     off = max(
         abs(logprobs[0][key] - logprobs[1][key]) for key in logprobs[0].keys() | logprobs[1].keys()
@@ -186,8 +186,7 @@ def _gradient(b: Bench, batches: list[Batch]) -> list[torch.Tensor]:
 
 
 def anywhere(b: Bench) -> Iterator[Figure]:
-    """Forests where there is little to share, down to nothing: what is decided by cost must never
-    lose much."""
+    """Measure forests with little or nothing to share. The choice by cost must never lose much."""
     shapes = [
         (8, 2, 1, 12),
         (16, 4, 1, 12),
@@ -219,7 +218,7 @@ def anywhere(b: Bench) -> Iterator[Figure]:
 
 
 def two_levels(b: Bench) -> Iterator[Figure]:
-    """Siblings that fork again half way, and a child under each fork, all in one pass."""
+    """Measure siblings that fork again half way, with a child under each fork, in one pass."""
     for prompt in (256,) if b.quick else (256, 1024):
         rows = trees.two_level(16, 4, prompt)
         whole = PackingSpec(1 << 20, True, b.backend.packing.cost)
@@ -247,8 +246,8 @@ def two_levels(b: Bench) -> Iterator[Figure]:
 
 
 def growth(b: Bench) -> Iterator[Figure]:
-    """Exponents of the step's time, fitted over all points: 1 is linear. Attention to a prompt is
-    quadratic in it."""
+    """Fit exponents of the step's time over all points; 1 is linear. Attention to a prompt is
+    quadratic in its length."""
     sweeps: dict[str, tuple[list[int], Callable[[int], list[TokenSequence]], float | None]] = {
         "siblings": ([4, 8, 16, 32], lambda num: trees.group(4, num, 256), 1.1),
         "turns": ([4, 8, 16, 32], lambda num: trees.group(num, 8, 256), 1.4),
@@ -267,7 +266,7 @@ def growth(b: Bench) -> Iterator[Figure]:
 
 
 def speed(b: Bench) -> Iterator[Figure]:
-    """Plain rows of 128 tokens, half of which learn: forward, backward and AdamW."""
+    """Measure plain rows of 128 tokens, half of them trained: forward, backward and AdamW."""
     rng = np.random.default_rng(0)
     rows = []
     for index in range(32):
@@ -290,8 +289,7 @@ def speed(b: Bench) -> Iterator[Figure]:
     )
 
 
-# --- others
-# ----------------------------------------------------------------------------------------------------------
+# --- others ---------------------------------------------------------------------------------------
 
 
 def trl(b: Bench) -> Iterator[Figure]:
@@ -311,13 +309,12 @@ FIGURES = {
 }
 
 
-# --- on a GPU
-# --------------------------------------------------------------------------------------------------------
+# --- on a GPU -------------------------------------------------------------------------------------
 
 
 def on_gpu(quick: bool) -> Iterator[Figure]:
-    """Half a billion parameters in bf16: speed, share of the device's peak, memory, and what the
-    forest gains."""
+    """Measure half a billion parameters in bf16: speed, share of the device's peak, memory, and the
+    gain of the forest."""
     config = Qwen3Config(
         vocab_size=32768,
         hidden_size=1024,
@@ -377,12 +374,11 @@ def on_gpu(quick: bool) -> Iterator[Figure]:
 
 
 def pairs(batches: list[Batch]) -> int:
-    """Tokens that see tokens."""
+    """Count the pairs of tokens in which one attends to the other."""
     return sum(int((batch.positions + 1).sum()) for batch in batches)
 
 
-# --- the command line
-# ------------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 
 def main() -> int:

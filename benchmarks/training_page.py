@@ -1,4 +1,4 @@
-"""What ``training.py`` measured, as the table and the picture of docs/training.md."""
+"""Table and picture of docs/training.md from the figures of ``training.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, HEIGHT, PANEL, TOP, BOTTOM = 760, 300, 240, 30, 250
 
 
 def write(figures: Sequence[Figure]) -> None:
-    """Into the page, between its marks, and beside it."""
+    """Write the table between the page's marks, and the picture beside the page."""
     (DOCS / "training.svg").write_text(
         picture([figure for figure in figures if figure.name.startswith(GROWTH)])
     )
@@ -42,8 +42,8 @@ def short(value: float | str) -> str:
 
 
 def picture(growths: Sequence[Figure]) -> str:
-    """Seconds of a step against siblings, turns and length of the prompt, all on logarithmic
-    scales."""
+    """Return an SVG of the seconds of a step by siblings, turns and length of the prompt, on
+    logarithmic scales."""
     curves = {
         figure.name.removeprefix(GROWTH).partition(",")[0]: {
             int(place): float(str(seconds).removesuffix(" s"))
@@ -54,7 +54,8 @@ def picture(growths: Sequence[Figure]) -> str:
     every = [seconds for curve in curves.values() for seconds in curve.values()]
     low, high = math.log(min(every)) - 0.2, math.log(max(every)) + 0.2
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+        'font-family="sans-serif" font-size="11">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
     ]
     for index, (name, curve) in enumerate(curves.items()):

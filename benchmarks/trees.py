@@ -1,12 +1,15 @@
-"""Trees of token sequences with given shapes, and the rows that trainers without a tree make of
+"""Trees of token sequences with given shapes, and the rows that trainers without trees make of
 them.
 
-    group      siblings under one prompt, each of several turns:  prompt [reply observation] [reply observation] … [reply]
-    two_level  siblings that fork again half way; a child call under each, which begins with the system prompt of its parent
-    stepwise   each turn a row of its own: all before it is given again
+    group      siblings under one prompt, with several turns each:
+               prompt [reply observation] [reply observation] … [reply]
+    two_level  siblings that fork again half way; under each, a child call that begins with the
+    system
+               prompt of its parent
+    stepwise   each turn is a row that repeats everything before it
 
-Ids are random, so that siblings share nothing by chance. Replies are sampled and carry loss, all
-else is given.
+Ids are random, so that siblings share nothing by chance. Replies are sampled and carry loss; all
+other tokens are given.
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ def group(turns: int, siblings: int, prompt: int, seed: int = 0) -> list[TokenSe
 def two_level(
     turns: int, siblings: int, prompt: int, forks: int = 3, seed: int = 0
 ) -> list[TokenSequence]:
-    """Each sibling's first half of turns is shared by ``forks`` continuations; each continuation
-    has a child whose prompt begins with the first half of the root's and goes on with its own task,
-    and which runs half as many turns."""
+    """Build siblings whose first half of turns is shared by ``forks`` continuations.
+
+    Each continuation has a child, whose prompt begins with the first half of the root's and
+    continues with its own task, and which has half as many turns."""
     rng = np.random.default_rng(seed)
     given = _ids(rng, prompt)
     rows = []
@@ -44,7 +48,7 @@ def two_level(
                 turns - turns // 2,
                 rng,
             )
-            if fork == 0:  # the turns that all forks share are learnt from once
+            if fork == 0:  # turns that all forks share are trained once
                 whole.rl[: len(trunk)], whole.mask[: len(trunk)] = trunk.rl, trunk.mask
                 whole.sampler_logprobs[: len(trunk)] = trunk.sampler_logprobs
                 whole.advantages[: len(trunk)] = trunk.advantages
@@ -57,7 +61,8 @@ def two_level(
 
 
 def stepwise(rows: list[TokenSequence]) -> list[list[TokenSequence]]:
-    """For each turn, the rows that end with it; none of them begins another of the same turn."""
+    """Return, for each turn, the rows that end with it. No row is a prefix of another of the same
+    turn."""
     turns: list[list[TokenSequence]] = []
     for row in rows:
         weighs = np.flatnonzero(row.rl)
@@ -79,7 +84,7 @@ def stepwise(rows: list[TokenSequence]) -> list[list[TokenSequence]]:
 
 
 def stepwise_batches(rows: list[TokenSequence], packing: PackingSpec) -> list[Batch]:
-    """Rows of one turn together, as many as fit; nothing shared."""
+    """Pack rows of one turn together, as many as fit, without sharing."""
     total = {"rl": float(sum(row.rl.sum() for row in rows))}
     alone = msgspec.structs.replace(packing, share=False)
     return [batch for turn in stepwise(rows) for batch in pack(turn, alone, total)]
@@ -94,7 +99,7 @@ def _ids(rng: np.random.Generator, num: int) -> Ints:
 
 
 def _row(name: str, given: list[Ints], turns: int, rng: np.random.Generator) -> TokenSequence:
-    """``given``, then ``turns`` replies with observations between them."""
+    """Build a row of ``given`` and ``turns`` replies with observations between them."""
     start, between = sum(map(len, given)), REPLY + OBSERVATION
     length = start + turns * between - OBSERVATION
     places = np.arange(length) - start

@@ -1,12 +1,14 @@
-"""Whole steps beside TRL's: the same model, lengths and group on both sides, step after step in
-turns.
+"""Comparison of whole steps with TRL: the same model, lengths and group, with the two sides
+alternating by step.
 
-    single turn    16 prompts of about 43 tokens, 8 replies of 64 tokens each: sampling, loss and AdamW
-    trees          8 siblings of 8 turns: TRL is given each turn as a row, in batches of 8; ours gets the paths. Without
-                   sampling on either side
+    single turn    16 prompts of about 43 tokens, 8 replies of 64 tokens each: sampling, loss and
+    AdamW
+    trees          8 siblings of 8 turns, without sampling: TRL gets each turn as a row, in batches
+    of
+                   8; ramify gets the paths
 
-TRL runs in a process of its own (``side_trl.py``) and makes a step when it is told to; both count
-CPU seconds of one thread.
+TRL runs in a separate process (``side_trl.py``) and makes a step on request. Both sides count CPU
+seconds of one thread.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ PROMPTS, SIBLINGS, REPLY = 16, 8, 64
 LOSS = LossSpec(policy=PpoClip())
 FP32 = ComputeSpec(precision="fp32")
 Step = Callable[[], float]
-"""Makes an optimizer step; its CPU seconds."""
+"""Makes an optimizer step and returns its CPU seconds."""
 
 
 def against_trl(policy_of: Callable[[], Policy], *, quick: bool) -> Iterator[Figure]:
@@ -69,7 +71,8 @@ def _single_turn(policy: Policy, folder: Path, rounds: int) -> Iterator[Figure]:
     texts = ["".join(rng.choice(list("abcdefghij "), 90)) for _ in range(PROMPTS)]
     prompts = [policy.tokenizer(text)["input_ids"] for text in texts]
     (folder / "prompts").write_text("\n".join(map(json.dumps, texts)))
-    policy.renderer.stop_ids = ()  # type: ignore[misc]  # TRL's replies are forced to their length, too
+    # TRL's replies are forced to their length, too.
+    policy.renderer.stop_ids = ()  # type: ignore[misc]
     name = f"a step of {PROMPTS} × {SIBLINGS} replies, single turn: TRL to ours"
     with (
         ours(policy) as (client, backend),
@@ -99,7 +102,7 @@ def _whole_step(
     replies = loop.run_until_complete(_replies(client, prompts, step))
     rows = []
     for index, reply in enumerate(replies):
-        reward = (index * 7919 + step) % 5  # any; the mean of each group is taken off
+        reward = (index * 7919 + step) % 5  # arbitrary; the mean of each group is subtracted
         mean = (
             sum(
                 (other * 7919 + step) % 5
@@ -164,7 +167,10 @@ def _trees(policy: Policy, folder: Path, ratio: int, rounds: int) -> Iterator[Fi
         backend.optim_step()
         return time.process_time() - started
 
-    name = f"a step of {SIBLINGS} siblings × 8 turns, prompt : response {ratio}:1: TRL, given rows, to ours"
+    name = (
+        f"a step of {SIBLINGS} siblings × 8 turns, prompt : response {ratio}:1: TRL, given rows, "
+        "to ours"
+    )
     with peer(folder / "model", "rows", folder / "rows", SIBLINGS) as theirs:
         yield _compared(name, rounds, step, theirs, 5)
 
@@ -196,7 +202,8 @@ def ours(policy: Policy) -> Iterator[tuple[LocalClient, SingleBackend]]:
 
 @contextmanager
 def peer(*arguments: Any) -> Iterator[Step | None]:
-    """TRL's trainer, a step at a time; None where it is not installed or does not start."""
+    """Yield TRL's trainer as a function that makes a step; None if it is not installed or does not
+    start."""
     if not PYTHON.exists():
         yield None
         return

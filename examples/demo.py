@@ -1,15 +1,17 @@
 """Ask a recursive language model about ten million characters: no key, no network, no GPU.
 
-    python examples/demo.py                    asks the policy that comes with the package: seconds
-    python examples/demo.py --train            trains one from scratch into runs/demo first: about ten minutes of one core;
-                                               continues there after Ctrl-C
-    python examples/demo.py --train rl.steps=20       the same, with fields of the recipe overridden
-    python examples/demo.py --model local:DIR         asks another policy
+    python examples/demo.py                       ask the policy of the package, within seconds
+    python examples/demo.py --train               first train a policy from scratch into runs/demo,
+    in
+                                                  about ten minutes on one core; Ctrl-C and repeat
+                                                  the command to continue
+    python examples/demo.py --train rl.steps=20   the same, with fields of the recipe overridden
+    python examples/demo.py --model local:DIR     ask another policy
 
-The ledger is several documents in one file, each in its own format, far longer than the policy's
-window of 512 tokens: it looks, splits them, and hands each to a child. The right answer is known
-from the rows that the ledger was made of; another answer, or none, is an exit code other than 0. So
-is a policy that answers fewer than nine in ten held-out questions.
+The ledger is several documents in one file, each in its own format, and far longer than the
+policy's window of 512 tokens. The policy looks at it, splits it, and gives each document to a
+child. The right answer follows from the generated rows. The exit code is 0 only if the answer is
+right and, with --train, the policy answers at least nine in ten held-out questions.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ CHARS = 10_000_000
 FLOOR = 0.9
 """Share of the held-out questions that a trained policy must answer right."""
 ENDED = (0, 3, 4)
-"""Exit codes of ``ramify ask`` that leave a run to look at: answered, cut short, no answer."""
+"""Exit codes of ``ramify ask`` that leave a run to show: answered, cut short, no answer."""
 
 
 def main() -> int:
@@ -68,13 +70,13 @@ def main() -> int:
         os.chdir(ROOT)
         policy = trained(out, options.questions, options.overrides)
         return asked(f"local:{policy}") if measured(out, policy, options.questions) else 1
-    except subprocess.CalledProcessError as error:  # the command has said what is wrong
+    except subprocess.CalledProcessError as error:  # the command has printed the reason
         return error.returncode
 
 
 def trained(out: Path, num: int, overrides: list[str]) -> Path:
-    """The policy that the recipe leaves. A finished one is used again; training that was cut off
-    continues."""
+    """Train the recipe and return the folder of its policy. A finished policy is reused, and
+    interrupted training continues."""
     policy = out / "policy"
     if (policy / "config.json").is_file():
         print(f"{policy} was trained before; remove {out} to train again\n", flush=True)
@@ -103,8 +105,8 @@ def trained(out: Path, num: int, overrides: list[str]) -> Path:
 
 
 def measured(out: Path, policy: Path, num: int) -> bool:
-    """Say how many held-out questions were answered right before and after reinforcement learning;
-    whether enough are."""
+    """Print the share of held-out questions answered right before and after reinforcement learning.
+    Returns True if it is large enough."""
     rows = [row for row in read(out) if "test/reward" in row.values]
     with tempfile.TemporaryDirectory() as folder:
         place: dict[str, Any] = {
@@ -137,8 +139,8 @@ def measured(out: Path, policy: Path, num: int) -> bool:
 
 
 def asked(model: str) -> int:
-    """Ask ``model`` over a ledger, show the tree, and compare with the right answer; the exit
-    code."""
+    """Ask ``model`` about a ledger, show the tree, and compare with the right answer. Returns
+    the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         item = written(Path(folder, "ledger.txt"))
         place: dict[str, Any] = {"cwd": folder, "env": environment(folder)}
@@ -158,32 +160,35 @@ def asked(model: str) -> int:
         "you know better:"
     )
     print(
-        '  export OPENAI_API_KEY=…\n  .venv/bin/ramify ask "Which host failed first, and why?" logs/ --model openai:gpt-5-mini'
+        "  export OPENAI_API_KEY=…\n"
+        '  .venv/bin/ramify ask "Which host failed first, and why?" logs/ --model openai:gpt-5-mini'
     )
     return int(done.returncode)
 
 
 def written(path: Path) -> Item:
-    """A question; its ledger is in the file ``path``."""
+    """Write a ledger to the file ``path`` and return the question about it."""
     item = ledger(multi=1.0, docs=(3, 3), chars=CHARS).splits["test"][0]
     path.write_text(item.context, encoding="utf-8")
     return item
 
 
 def ramify(*words: str, check: bool = True, **place: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user would, after showing it. Raises CalledProcessError if it fails and
+    """Print the command and run it as a user would. Raises CalledProcessError if it fails and
     ``check`` is set."""
     print(f"$ ramify {shlex.join(words)}", flush=True)
     return subprocess.run([sys.executable, "-m", "ramify", *words], check=check, **place)
 
 
 def environment(folder: str) -> dict[str, str]:
-    """This process's environment without a user's settings and runs: the demo neither reads nor
-    adds any."""
+    """Return this process's environment without the user's settings and runs, so that the demo does
+    not read or add any."""
     settings = Path(folder, "config.toml")
     settings.touch()
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAMIFY_")}
-    return {**kept, "RAMIFY_HOME": f"{folder}/runs", "RAMIFY_CONFIG": str(settings)}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("RAMIFY_")
+    }
+    return {**inherited, "RAMIFY_HOME": f"{folder}/runs", "RAMIFY_CONFIG": str(settings)}
 
 
 if __name__ == "__main__":

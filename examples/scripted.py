@@ -1,10 +1,10 @@
-"""Ask a recursive language model about Python's own standard library: tens of megabytes, no key, no
-network.
+"""Ask a recursive language model about Python's standard library: tens of megabytes, without a key
+or a network.
 
-The model is a script behind a real HTTP server on this machine that speaks the OpenAI API, so
-everything else is what a real model would meet: the folder is read, sessions run its code,
-sub-calls and children go over the wire, and the run is recorded. Only the thinking is canned; the
-numbers are computed by the code that it writes.
+The model is a script behind a real HTTP server on this machine that speaks the OpenAI API.
+Everything else is as with a real model: the folder is read, sessions run the model's code,
+sub-calls and child calls use HTTP, and the run is recorded. Only the replies are scripted; the
+numbers are computed by the code in them.
 
     python examples/scripted.py
 """
@@ -68,14 +68,16 @@ FINAL(f"{total} public functions in asyncio have no docstring; most of them, {le
 
 
 GOODBYE = """
-The model was a script; the files, the code, its results and the counts were real. With a model of your own:
+The model was a script. The files, the code, its results and the counts were real.
+With your own model:
   export OPENAI_API_KEY=…
   ramify ask "Which host failed first, and why?" logs/ --model openai:gpt-5-mini"""
 
 
 def model(messages: tuple[Message, ...]) -> str:
-    """The canned thinking: what to do depends on where in the conversation the request is."""
-    if messages[0].role != "system":  # a plain call: the first line of what it was given
+    """Return the scripted reply for this point of the conversation."""
+    # A request without a system message is a plain sub-call: reply with its first line.
+    if messages[0].role != "system":
         return messages[-1].content.partition("\n")[2].strip().split("\n")[0]
     if "What is this module for?" in messages[1].content:
         return CHILD
@@ -90,12 +92,12 @@ NOT_SOURCE = shutil.ignore_patterns(
 async def main() -> int:
     stdlib = Path(sysconfig.get_path("stdlib"))
     with tempfile.TemporaryDirectory() as folder:
-        # A copy, without the packages that are installed beside it: the figures are then those of
-        # Python alone.
+        # Copy the library without the installed packages beside it, so that the figures are
+        # those of Python only.
         shutil.copytree(
             stdlib, Path(folder, stdlib.name), ignore=NOT_SOURCE, ignore_dangling_symlinks=True
         )
-        # A reply takes a moment, as a model's would, so that there is something to watch.
+        # Delay each reply as a real model would, so that there is something to watch.
         async with ScriptedServer(model, latency_s=0.3) as server:
             shell = functools.partial(
                 ramify, folder=folder, environment=environment(folder, server.url)
@@ -110,7 +112,7 @@ async def main() -> int:
 
 
 async def ramify(*words: str, folder: str, environment: dict[str, str]) -> int:
-    """Run the command as a user would, after showing it."""
+    """Print the command and run it as a user would."""
     print(f"$ ramify {shlex.join(words)}", flush=True)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "ramify", *words, cwd=folder, env=environment
@@ -119,17 +121,18 @@ async def ramify(*words: str, folder: str, environment: dict[str, str]) -> int:
 
 
 def environment(folder: str, url: str) -> dict[str, str]:
-    """This process's, but for a user's settings, proxies and runs: a demonstration neither depends
-    on them nor adds any."""
+    """Return this process's environment without the user's settings, proxies and runs, so that the
+    example does not depend on them or add to them."""
     settings = Path(folder, "config.toml")
     settings.touch()
-    kept = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("RAMIFY_", "OPENAI_"))
     }
     own = {"RAMIFY_HOME": f"{folder}/runs", "RAMIFY_CONFIG": str(settings)}
-    return kept | own | {"OPENAI_BASE_URL": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    network = {"OPENAI_BASE_URL": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    return inherited | own | network
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""Reinforcement learning of any Hugging Face checkpoint, children included; made for a GPU.
+"""Reinforcement learning of any Hugging Face checkpoint, including child calls, on a GPU.
 
     ramify train recipes/hf_grpo.py policy.path=Qwen/Qwen3-0.6B --out runs/qwen
-    ramify train recipes/hf_grpo.py policy.path=Qwen/Qwen3-8B 'policy.lora={"rank": 32, "alpha": 64}'
+    ramify train recipes/hf_grpo.py policy.path=Qwen/Qwen3-8B 'policy.lora={"rank": 32, "alpha":
+    64}'
     ramify train recipes/hf_grpo.py policy.path=… task.name=my_task.py:task rl.algorithm.credit=root
 
-The checkpoint must be on disk (``hf download NAME``); its own chat template is used. On a GPU the
-engine answers in the checkpoint's precision from a copy of the weights, and the trainer keeps them
-in fp32 and multiplies in bf16. Sizes to look at first: ``policy.cache_bytes`` (keys and values of
-the engine), ``compute.max_tokens`` (activations of a batch), ``rl.rollout.concurrency``,
-``limits.max_reply_tokens``.
+The checkpoint must be on disk (``hf download NAME``); its own chat template is used. On a GPU, the
+engine samples in the checkpoint's precision from a copy of the weights, and the trainer keeps the
+weights in fp32 and multiplies in bf16. Sizes to check first: ``policy.cache_bytes`` (keys and
+values of the engine), ``compute.max_tokens`` (activations of a batch), ``rl.rollout.concurrency``
+and ``limits.max_reply_tokens``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,17 @@
-"""The math agent in small: from nothing to a policy that writes programs, calls its tool, and mends
-what an error names.
+"""A small math agent, trained from scratch to write programs, call its tool and correct what an
+error names.
 
-    ramify train recipes/programs.py --out runs/programs                          demonstrations, then outcome reward alone
-    ramify train recipes/programs.py rl=null --out runs/programs-sft              demonstrations alone
-    ramify train recipes/programs.py policy.path=runs/programs-sft/policy sft=null --out runs/programs-outcome
+    ramify train recipes/programs.py --out runs/programs          demonstrations, then outcome
+    reward
+    ramify train recipes/programs.py rl=null --out runs/programs-sft              demonstrations
+    only
+    ramify train recipes/programs.py policy.path=runs/programs-sft/policy sft=null \\
+        --out runs/programs-outcome                                               outcome reward
+        only
 
-A transformer of 170,000 parameters imitates a demonstrator that half knows what 24 words mean, and
-then finds out by itself. See ``docs/hybrid.md`` for what other signals add, and
-``benchmarks/hybrid.py``, which compares them.
+A transformer of 170,000 parameters imitates a demonstrator that knows about half of 24 words, and
+learns the others by reinforcement learning. See ``docs/hybrid.md`` for the effect of other signals,
+and ``benchmarks/hybrid.py``, which compares them.
 """
 
 from __future__ import annotations
@@ -45,8 +49,13 @@ def run() -> Run:
         policy=PolicySpec(shape=SHAPE, words=WORDS, slots=256),
         task=TaskSpec(name="programs"),
         sft=SftSpec(
-            demos="programs", num=60_000, batch_tokens=6_000, options={"knows": 0.45},
-            optim=OptimizerSpec(kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30, schedule="linear"),
+            demos="programs",
+            num=60_000,
+            batch_tokens=6_000,
+            options={"knows": 0.45},
+            optim=OptimizerSpec(
+                kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30, schedule="linear"
+            ),
         ),
         rl=RlSpec(
             steps=30,
@@ -57,10 +66,16 @@ def run() -> Run:
             optim=OptimizerSpec(lr=2e-4),
         ),
         scaffold="bare",
-        limits=Limits(max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=86_400, max_concurrency=512),
+        limits=Limits(
+            max_turns=3,
+            max_depth=0,
+            max_reply_tokens=32,
+            max_seconds=86_400,
+            max_concurrency=512,
+        ),
         sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
         evaluate=EvaluateSpec(num=256, validation=32, attempts=8, final=("test",)),
         schedule=Schedule(evaluate_every=10),
         compute=ComputeSpec(precision="fp32"),
         threads=1,
-    )  # fmt: skip
+    )

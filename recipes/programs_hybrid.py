@@ -1,15 +1,16 @@
-"""The math agent in small, taught by hindsight: outcome reward says whether, a teacher shown a
-short hint says how.
+"""The small math agent with a hindsight teacher: outcome reward says whether an attempt was right,
+and a teacher with a short hint says how to improve it.
 
-    ramify train recipes/programs_hybrid.py policy.path=runs/programs-sft/policy --out runs/programs-hybrid
-    … rl.signals.teacher.hints.judge=ramify.train.signals.programs:OracleJudge      hints from facts: an upper bound
-    … rl.signals.teacher.source=ema                                                 a teacher that follows the policy
+    ramify train recipes/programs_hybrid.py policy.path=runs/programs-sft/policy --out runs/hybrid
+    … rl.signals.teacher.hints.judge=ramify.train.signals.programs:OracleJudge
+                                                  hints from facts: an upper bound
+    … rl.signals.teacher.source=ema               a teacher that follows the policy
 
-After each rollout a rule reads the errors that the policy was shown and says in one sentence what
-would have helped. The frozen policy that rollouts began with reads the same tokens again, with that
-sentence in the prompt; where it finds a token likelier than the policy did, the token's advantage
-rises. Its weight goes to zero: what it can teach is limited by what it was itself.
-``benchmarks/hybrid.py`` compares this with its variants and controls.
+After each rollout, a rule reads the errors that the policy saw and states in one sentence what
+would have helped. The frozen initial policy reads the same tokens again, with that sentence in the
+prompt. If it finds a token likelier than the policy did, the token's advantage rises. The weight of
+this term is annealed to zero, because the teacher is limited by what it has learnt itself.
+``benchmarks/hybrid.py`` compares this recipe with variants and controls.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""A math agent with a Python tool, by outcome alone: GRPO on DAPO-Math-17k, from the checkpoint
-that ``retool_sft`` left.
+"""GRPO for a math agent with a Python tool, with outcome reward only, on DAPO-Math-17k.
 
-    ramify train recipes/retool_grpo.py policy.path=runs/retool-sft/policy task.options.train=dapo-math-17k.parquet \\
-        task.options.validation=aime-2025.parquet task.options.test=aime-2024.parquet --out runs/retool-grpo
+It continues from the checkpoint of ``retool_sft``:
 
-Settings are those of the tool-calling study at 4B: an outcome of 1 where it is right, and where it
-is wrong of -1.1 to -0.6 by how often the tool was used; 32 problems with 8 rollouts each in two
-optimizer steps, learning rate 1e-6, clip 0.2 and 0.28, a KL of 0.01 to where it began, 16 turns,
-AIME with 16 samples every 20 steps.
+    ramify train recipes/retool_grpo.py policy.path=runs/retool-sft/policy \\
+        task.options.train=dapo-math-17k.parquet task.options.validation=aime-2025.parquet \\
+        task.options.test=aime-2024.parquet --out runs/retool-grpo
+
+The settings are those of the tool-calling study at 4B. A correct answer has reward 1, a wrong one
+-1.1 to -0.6, depending on how often the tool was used. A step has 32 problems with 8 rollouts each,
+in two optimizer steps. Learning rate 1e-6, clip 0.2 and 0.28, a KL of 0.01 to the initial policy,
+16 turns, and AIME with 16 samples every 20 steps.
 """
 
 from __future__ import annotations

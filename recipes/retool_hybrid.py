@@ -1,16 +1,18 @@
-"""A math agent with a Python tool, by outcome, by step, and by hindsight: as ``retool_grpo``, with
-two more signals.
+"""``retool_grpo`` with two more signals: rewards of single turns, and a hindsight teacher.
 
-    ramify train recipes/retool_hybrid.py policy.path=runs/retool-sft/policy task.options.train=dapo-math-17k.parquet \\
-        task.options.validation=aime-2025.parquet task.options.test=aime-2024.parquet --out runs/retool-hybrid
-    … rl.signals.process.judge.model=vllm:Qwen/Qwen3-4B@http://127.0.0.1:8001/v1
-      rl.signals.teacher.hints.judge.model=vllm:Qwen/Qwen3-4B@http://127.0.0.1:8001/v1       judges of their own
+    ramify train recipes/retool_hybrid.py policy.path=runs/retool-sft/policy \\
+        task.options.train=dapo-math-17k.parquet task.options.validation=aime-2025.parquet \\
+        task.options.test=aime-2024.parquet --out runs/retool-hybrid
+    … rl.signals.process.judge.model=vllm:Qwen/Qwen3-4B@http://127.0.0.1:8001/v1 \\
+        rl.signals.teacher.hints.judge.model=vllm:Qwen/Qwen3-4B@http://127.0.0.1:8001/v1
+                                                                                   separate judges
 
-A judge marks each turn from what came back for it (``process``); another reads the finished attempt
-and says in a sentence what would have helped, or abstains; the frozen policy that rollouts began
-with, shown that sentence, says token by token how (``teacher``). Judges are the policy itself
-unless others are named. The gap of the teacher is clipped at 2, and its weight goes to zero in the
-first four fifths of the run: constant weights held the tiny analogue back (``docs/hybrid.md``).
+One judge grades each turn by the tool's response to it (``process``). Another reads the finished
+attempt and says in a sentence what would have helped, or abstains; the frozen initial policy, with
+that sentence in its prompt, then scores every token (``teacher``). The policy itself is the judge
+unless another model is named. The teacher's gap is clipped at 2, and its weight is annealed to zero
+over the first four fifths of the run: a constant weight slowed learning in the small version of
+this experiment (``docs/hybrid.md``).
 """
 
 from __future__ import annotations

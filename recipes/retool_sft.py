@@ -1,13 +1,15 @@
-"""A math agent with a Python tool, by imitation: ReTool's demonstrations, for any checkpoint that
-can call tools.
+"""Imitation of ReTool's demonstrations by any checkpoint that can call tools: a math agent with a
+Python tool.
 
-    ramify train recipes/retool_sft.py sft.options.source=ReTool-SFT.parquet task.options.test=aime-2024.parquet \\
-        task.options.validation=aime-2025.parquet policy.path=Qwen/Qwen3-4B-Instruct-2507 --out runs/retool-sft
+    ramify train recipes/retool_sft.py sft.options.source=ReTool-SFT.parquet \\
+        task.options.test=aime-2024.parquet task.options.validation=aime-2025.parquet \\
+        policy.path=Qwen/Qwen3-4B-Instruct-2507 --out runs/retool-sft
 
-Files are the public sets as they are published (JoeYing/ReTool-SFT, BytedTsinghua-SIA/AIME-2024,
-…), on disk. Settings are those of the published recipe: 3 epochs, 1e-5 with a cosine to a tenth,
-some 128 demonstrations a step; what came back from the tool is context, and never learnt. Without
-native calls in the template: ``scaffold=retool``, which writes tags.
+The files are public datasets in their published form (JoeYing/ReTool-SFT,
+BytedTsinghua-SIA/AIME-2024, …), on disk. The settings are those of the published recipe: 3 epochs,
+learning rate 1e-5 with a cosine schedule to a tenth, about 128 demonstrations per step. The tool's
+output is context and not trained on. For a chat template without native tool calls, use
+``scaffold=retool``, which writes tags.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ LIMITS = Limits(
     max_concurrency=256,
 )
 SANDBOX = SandboxSpec(cell_s=120.0, memory_bytes=4 << 30, pool=8)
-"""Whole Python in the jail; ``sandbox.packages=["sympy", "numpy"]`` where they are installed."""
+"""Full Python in the jail; add ``sandbox.packages=["sympy", "numpy"]`` if they are installed."""
 
 
 def run() -> Run:
@@ -37,9 +39,18 @@ def run() -> Run:
         policy=PolicySpec(path="Qwen/Qwen3-4B-Instruct-2507"),
         task=TaskSpec(name="toolmath", options={**DATA, "train": "data/dapo-math-17k.parquet"}),
         sft=SftSpec(
-            demos="retool", num=10_000, options={"source": "data/ReTool-SFT.parquet"}, epochs=3, batch_tokens=300_000,
+            demos="retool",
+            num=10_000,
+            options={"source": "data/ReTool-SFT.parquet"},
+            epochs=3,
+            batch_tokens=300_000,
             optim=OptimizerSpec(
-                lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, schedule="cosine", warmup_steps=5, final_fraction=0.1
+                lr=1e-5,
+                betas=(0.9, 0.95),
+                weight_decay=0.1,
+                schedule="cosine",
+                warmup_steps=5,
+                final_fraction=0.1,
             ),
         ),
         scaffold="retool_native",
@@ -48,4 +59,4 @@ def run() -> Run:
         evaluate=EvaluateSpec(num=30, attempts=16),
         schedule=Schedule(checkpoint_every=16),
         compute=ComputeSpec(max_tokens=16_384, recompute=True),
-    )  # fmt: skip
+    )

@@ -1,10 +1,13 @@
-"""Reinforcement learning on a tree in one file, with the library's verbs and without its loop.
+"""Reinforcement learning on call trees in one file, with the library's functions but without its
+training loop.
 
-    python recipes/rl_loop.py CHECKPOINT [STEPS [ITEMS]]    a Hugging Face folder; the last of `ramify train recipes/tiny.py
-                                                            rl=null`, say
+    python recipes/rl_loop.py CHECKPOINT [STEPS [ITEMS]]
 
-What ``ramify train`` does besides, step for step, is in ``ramify/train/training_loop.py``:
-checkpoints and resuming, validation, self-checks, work that is begun ahead of its turn.
+CHECKPOINT is a Hugging Face folder, such as the last one of ``ramify train recipes/tiny.py
+rl=null``.
+
+``ramify/train/training_loop.py`` has what ``ramify train`` does in addition: checkpoints and
+resuming, validation, self-checks, and rollouts that begin before the previous step has ended.
 """
 
 from __future__ import annotations
@@ -37,28 +40,29 @@ async def main(checkpoint: str, num_steps: int = 45, num_items: int = 24) -> Non
     task, algorithm, loss = task_of("ledger"), DrGRPO(), LossSpec()
     limits = Limits(max_turns=6, max_reply_tokens=100, max_seconds=86_400, max_concurrency=512)
 
-    async with RLM(
-        client, scaffold="tiny", limits=limits
-    ) as rlm:  # jailed sessions, children, the tree
+    # The RLM runs jailed sessions and child calls, and records the tree.
+    async with RLM(client, scaffold="tiny", limits=limits) as rlm:
         rollouts = Rollouter(rlm, task, RolloutOptions(group=8))
         for step in range(num_steps):
-            # Ask. Each rollout is a tree of calls with every token id that was given and sampled,
-            # and its rewards.
+            # Sample. A rollout is a tree of calls with its rewards and the ids of all prompt and
+            # sampled tokens.
             groups = await rollouts.groups(
                 task.splits["train"][step * num_items : (step + 1) * num_items], step
             )
 
-            # Judge. Rewards of a tree become an advantage and a weight for each sampled token.
+            # Assign credit. The rewards of a tree become an advantage and a weight for each
+            # sampled token.
             assigned = algorithm.assign_advantages(groups, task.weights)
             if assigned.no_signal:
                 print(f"step {step}: nothing to learn, {assigned.no_signal}")
                 continue
 
-            # Learn. Trees become sequences, sequences a forest in which shared tokens stand once.
+            # Learn. Trees become sequences, and sequences a forest in which shared tokens occur
+            # once.
             batches = pack(sequences(assigned.rollouts), backend.packing, assigned.denominators)
             measured = backend.forward_backward(batches, loss) | backend.optim_step()
 
-            # Publish. The engine forgets what it had cached of the old weights.
+            # Publish. The engine discards what it had cached for the old weights.
             await client.update(policy.model, backend.version)
             print(
                 f"step {step}: reward {assigned.metrics['reward']:.3f}  loss {measured['loss']:.4f}"

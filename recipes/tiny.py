@@ -1,12 +1,12 @@
-"""From nothing to a policy that answers questions over one document, in about five minutes of one
-thread.
+"""A small policy, trained from scratch to answer questions about one document, in about five
+minutes on one thread.
 
     ramify train recipes/tiny.py --out runs/tiny
     ramify ask --model local:runs/tiny/policy "sum qty of 'red'" ledger.txt
 
 A transformer of half a million parameters learns to copy (``warmup``), imitates demonstrations of
-which a third are right (``sft``), and finds out by itself which of the habits in them were right
-(``rl``). See ``docs/learning.md`` for curves.
+which a third are right (``sft``), and finds out by reinforcement learning which of their habits are
+right (``rl``). See ``docs/learning.md`` for curves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPE = {
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-6,
 }
-"""0.5M parameters. Four times as many take three and a half times as long."""
+"""A model of 0.5M parameters. Four times as many take three and a half times as long."""
 IMITATE = OptimizerSpec(
     kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30, schedule="linear", max_grad_norm=1.0
 )

@@ -1,14 +1,15 @@
-"""From nothing to a policy that splits a question over several documents among children of its own.
+"""A small policy, trained from scratch to divide a question over several documents among child
+calls.
 
     ramify train recipes/tiny_recursive.py --out runs/tiny-recursive
 
-Each document has a format of its own, so that no single piece of code reads them all. Half of the
-demonstrations are about one document: that is what a child has to do. Rollouts ask about several
-alone, so that whatever is learnt of single documents there, children learn. Their tokens are
-trained, with credit for what they answered themselves and for what their parent made of it.
+Each document has its own format, so no single piece of code reads them all. Half of the
+demonstrations are about one document, which is the task of a child. Rollouts ask only about several
+documents, so single documents are learnt from children's calls. The children's tokens are trained,
+with credit for their own answers and for what their parent makes of them.
 
 One training item in twenty has 10,000 to 3,000,000 characters. A policy that has only seen short
-contexts may fail where its first message gives a length of seven digits.
+contexts may fail if its first message gives a length of seven digits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Writes the tables of `docs/algorithms.md` from what is registered: `scripts/algorithms_page.py
+"""Write the tables of `docs/algorithms.md` from the registries: `scripts/algorithms_page.py
 [--check]`.
 
-Each row says what one estimator, loss, correction, KL or reduction does to the same small batch, by
-running it. With `--check` nothing is written, and a page that is not current is an error. Decides
-the batch and what a row shows; the text around the tables is the page's own.
+Each row runs one estimator, loss, correction, KL or reduction on the same small batch and shows the
+result. With `--check` nothing is written, and an outdated page is an error. Decides the batch and
+the contents of a row; the text around the tables is written by hand.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
 PAGE = Path(__file__).parents[1] / "docs/algorithms.md"
 
-# --- the batch: two items, four and two rollouts of one call each
-# ----------------------------------------------------
+# --- the batch: two items with four and two rollouts of one call each -----------------------------
 
 REWARDS, LENGTHS = ((1.0, 0.5, 0.0, 0.0), (1.0, 1.0)), ((2, 1, 3, 2), (1, 1))
 GREEDY, VALUE, MEMORY = 0.25, 0.25, 0.4
-"""The greedy rollouts' reward, what the critic says of every token, RAE's running mean."""
+"""Reward of the greedy rollouts, the critic's value of every token, and RAE's running mean."""
 
 P_NOW = (0.9, 0.3, 0.5, 0.1, 0.4)
 P_OLD = (0.5, 0.5, 0.45, 0.02, 0.4)
@@ -47,7 +46,7 @@ ADVANTAGES = (1.0, -2.0, 0.5, -1.0, 3.0)
 OWNERS = (0, 0, 0, 1, 1)
 LAGS = (0.0, 1.0, 3.0, 0.0, 1.0)
 OTHERS = ("sft", "hybrid")
-"""What imitates has no advantages; what wraps another has its."""
+"""Algorithms without a row: imitation has no advantages, and a wrapper has those of another."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "gspo": {"clip_low": 0.2, "clip_high": 0.3},
     "clip_cov": {"share": 0.4, "cov_low": 0.0},
@@ -58,7 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "opsm": {"delta": 0.0},
     "icepop": {"low": 0.85},
 }
-"""Bounds that these few tokens meet; defaults are made for thousands."""
+"""Bounds that these few tokens reach; the defaults are made for thousands of tokens."""
 
 
 def groups() -> list[Group]:
@@ -88,7 +87,7 @@ def _trajectory(id: str, reward: float, num: int) -> Trajectory:
 
 
 def advantages_of(name: str) -> list[float]:
-    """One number per rollout: its tokens' advantages are equal here."""
+    """Return one number per rollout, because all of its tokens have the same advantage here."""
     algorithm = ALGORITHMS.of(name)()
     if name == "rae":
         algorithm = msgspec.structs.replace(algorithm, memory={"rlm@0": MEMORY})
@@ -97,11 +96,11 @@ def advantages_of(name: str) -> list[float]:
         for row in rows:
             row.streams["values"] = np.full(len(row), VALUE, np.float32)
     finish(algorithm, rows)
-    found = {row.name.partition("/")[0]: float(row.advantages[row.rl != 0][0]) for row in rows}
+    advantages = {row.name.partition("/")[0]: float(row.advantages[row.rl != 0][0]) for row in rows}
     return [
-        found.get(f"{item}{n}", 0.0)
-        for item, each in zip("ab", REWARDS, strict=True)
-        for n in range(len(each))
+        advantages.get(f"{item}{n}", 0.0)
+        for item, rewards in zip("ab", REWARDS, strict=True)
+        for n in range(len(rewards))
     ]
 
 
@@ -109,32 +108,31 @@ def tokens(chosen: Any = None) -> LossTokens:
     now, old, sampler = (
         torch.tensor(p, dtype=torch.float64).log() for p in (P_NOW, P_OLD, P_SAMPLER)
     )
-    advantages, lag = (torch.tensor(each, dtype=torch.float64) for each in (ADVANTAGES, LAGS))
-    whole = SequenceSums(torch.tensor(OWNERS), 2, torch.ones(5) > 0)
-    return LossTokens(now.requires_grad_(), old, sampler, advantages, whole, chosen, lag)
+    advantages, lag = (torch.tensor(values, dtype=torch.float64) for values in (ADVANTAGES, LAGS))
+    sums = SequenceSums(torch.tensor(OWNERS), 2, torch.ones(5) > 0)
+    return LossTokens(now.requires_grad_(), old, sampler, advantages, sums, chosen, lag)
 
 
 def loss_of(name: str) -> tuple[list[float], list[float]]:
-    """(value, derivative by l) of each token."""
-    loss, given = POLICY_LOSSES.of(name)(**OPTIONS.get(name, {})), tokens()
+    """Return (value, derivative by l) of each token."""
+    loss, batch = POLICY_LOSSES.of(name)(**OPTIONS.get(name, {})), tokens()
     if isinstance(loss, TokenSelectingLoss):
         now, old, advantages = (
-            each.detach().numpy() for each in (given.now, given.old, given.advantages)
+            values.detach().numpy() for values in (batch.now, batch.old, batch.advantages)
         )
         chosen = loss.choose(LossStep(now, old, advantages, np.arange(5, dtype=np.uint64)))
-        given = given._replace(chosen=torch.from_numpy(chosen))
-    value = loss.per_token(given)
-    (slope,) = torch.autograd.grad(value.sum(), given.now)
+        batch = batch._replace(chosen=torch.from_numpy(chosen))
+    value = loss.per_token(batch)
+    (slope,) = torch.autograd.grad(value.sum(), batch.now)
     return value.tolist(), slope.tolist()
 
 
 def factors_of(name: str) -> list[float]:
-    found: list[float] = CORRECTIONS.of(name)(**OPTIONS.get(name, {})).factor(tokens()).tolist()
-    return found
+    factors: list[float] = CORRECTIONS.of(name)(**OPTIONS.get(name, {})).factor(tokens()).tolist()
+    return factors
 
 
-# --- tables
-# ----------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def estimators() -> Iterator[Sequence[str]]:
@@ -171,19 +169,19 @@ def corrections() -> Iterator[Sequence[str]]:
 def kls() -> Iterator[Sequence[str]]:
     yield "name", "estimate of each token", "its derivative by l"
     for name in ("k1", "k2", "k3", "k3+"):
-        given = tokens()
-        value = kl_estimate(name, given.now, given.old)  # type: ignore[arg-type]
-        (slope,) = torch.autograd.grad(value.sum(), given.now)
+        batch = tokens()
+        value = kl_estimate(name, batch.now, batch.old)  # type: ignore[arg-type]
+        (slope,) = torch.autograd.grad(value.sum(), batch.now)
         yield f"`{name}`", _numbers(value.tolist()), _numbers(slope.tolist())
 
 
 def values() -> Iterator[Sequence[str]]:
     yield "V", "V at the step's start", "return", "½ max((V - R)², (clip(V, V_old ± 0.2) - R)²)"
     for now, old, returns in ((0.5, 0.0, 1.0), (0.5, 0.0, 0.0), (0.1, 0.0, 1.0)):
-        given = CriticTokens(
-            *(torch.tensor([each], dtype=torch.float64) for each in (now, old, returns))
+        batch = CriticTokens(
+            *(torch.tensor([number], dtype=torch.float64) for number in (now, old, returns))
         )
-        yield str(now), str(old), str(returns), _numbers(ValueLoss().per_token(given).tolist(), 4)
+        yield str(now), str(old), str(returns), _numbers(ValueLoss().per_token(batch).tolist(), 4)
 
 
 def reductions() -> Iterator[Sequence[str]]:
@@ -191,8 +189,8 @@ def reductions() -> Iterator[Sequence[str]]:
     counts = [[{"0": num} for num in lengths] for lengths in LENGTHS]
     others = {ours: theirs for theirs, ours in ALSO.items()}
     for name in ("rollout", "token", "constant", "group", "prompt", "sum"):
-        found, denominator = weights(counts, name, max_tokens=10)  # type: ignore[arg-type]
-        column = [each["0"] for group in found for each in group]
+        per_group, denominator = weights(counts, name, max_tokens=10)  # type: ignore[arg-type]
+        column = [rollout["0"] for group in per_group for rollout in group]
         yield (
             f"`{name}`",
             f"`{others[name]}`" if name in others else "",
@@ -212,15 +210,15 @@ TABLES: dict[str, Callable[[], Iterator[Sequence[str]]]] = {
 
 
 def written(text: str) -> str:
-    """``text`` with its tables as they should be."""
+    """Return ``text`` with current tables."""
     for name, rows in TABLES.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if begin not in text or end not in text:
             raise SystemExit(
-                f"{PAGE.name} has no place for the table '{name}': put {begin} and {end} there"
+                f"{PAGE.name} has no place for the table '{name}': add {begin} and {end} to it"
             )
-        head, _, rest = text.partition(begin)
-        text = f"{head}{begin}\n{_table(list(rows()))}\n{end}{rest.partition(end)[2]}"
+        head, _, tail = text.partition(begin)
+        text = f"{head}{begin}\n{_table(list(rows()))}\n{end}{tail.partition(end)[2]}"
     return text
 
 
@@ -237,7 +235,7 @@ def _numbers(values: Sequence[float], split_after: int = 0) -> str:
 
 
 def _options(kind: Any) -> str:
-    return ", ".join(f"`{each.name}={each.default!r}`" for each in msgspec.structs.fields(kind))
+    return ", ".join(f"`{field.name}={field.default!r}`" for field in msgspec.structs.fields(kind))
 
 
 def _module_doc(entry: Any) -> str:
@@ -246,8 +244,7 @@ def _module_doc(entry: Any) -> str:
 
 
 def _first_sentence(doc: str | None) -> str:
-    """The first paragraph up to its first full stop at a line's or sentence's end, safe within a
-    table."""
+    """Return the first sentence of the first paragraph of ``doc``, escaped for a table."""
     paragraph = " ".join((doc or "").strip().split("\n\n")[0].split())
     sentence = re.split(r"(?<=[^.])\.(?:\s|$)", paragraph)[0]
     return sentence.replace("``", "`").replace("|", "\\|").rstrip(".:")
@@ -255,15 +252,15 @@ def _first_sentence(doc: str | None) -> str:
 
 def main() -> int:
     text = PAGE.read_text(encoding="utf-8")
-    fresh = written(text)
+    current = written(text)
     if "--check" in sys.argv[1:]:
-        if fresh != text:
+        if current != text:
             print(
-                f"{PAGE.name} is not current: run python scripts/algorithms_page.py",
+                f"{PAGE.name} is outdated: run python scripts/algorithms_page.py",
                 file=sys.stderr,
             )
-        return int(fresh != text)
-    PAGE.write_text(fresh, encoding="utf-8")
+        return int(current != text)
+    PAGE.write_text(current, encoding="utf-8")
     return 0
 
 

@@ -1,10 +1,9 @@
-"""Checks the Markdown pages: links lead somewhere, code parses, commands have the options shown,
-CONTRIBUTING is short.
+"""Check the Markdown pages: links exist, code parses, options exist, and CONTRIBUTING is short.
 
-Decides nothing about what the pages say. Blocks marked ``python`` are compiled, ``json`` and
-``toml`` are parsed, and ``bash`` or ``sh`` blocks are given to ``bash -n``; each line of code that
-calls ``ramify`` is read by the command's own parser. Nothing is run, and links to the web are not
-followed.
+Blocks marked ``python`` are compiled, ``json`` and ``toml`` are parsed, and ``bash`` or ``sh``
+blocks are checked by ``bash -n``. Each line of code that calls ``ramify`` is read by the command's
+own parser. Nothing is executed, and links to the web are not followed. Not here: what the pages
+say.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def main() -> int:
 
 
 def check_page(page: Path) -> list[str]:
-    """What is wrong with one page, one line each."""
+    """Return the faults of one page, one line each."""
     text = page.read_text(encoding="utf-8")
     name = page.relative_to(ROOT).as_posix()
     faults = [
@@ -66,7 +65,7 @@ def check_page(page: Path) -> list[str]:
 
 
 def parse_error(language: str, code: str) -> str:
-    """Why ``code`` does not parse; empty where it does, or where the language is not checked."""
+    """Return why ``code`` does not parse; empty if it does, or if the language is not checked."""
     try:
         match language:
             case "python" | "py":
@@ -87,8 +86,8 @@ def parse_error(language: str, code: str) -> str:
 
 
 def call_error(call: str) -> str:
-    """Why the command line would refuse ``call``, whose words are not looked at; empty where it
-    would not."""
+    """Return why the command line would reject the options of ``call``; empty if it accepts them.
+    Positional arguments are not checked."""
     try:
         lexer = shlex.shlex(call, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
@@ -102,7 +101,7 @@ def call_error(call: str) -> str:
             command = cli.command(name)
             command.parser().read(rest, {option.long for option in command.options})
         elif name not in ("", "--version", "COMMAND"):
-            return f"there is no command '{name}'"
+            return f"unknown command '{name}'"
     except (UsageError, ValueError) as error:
         return str(error)
     return ""

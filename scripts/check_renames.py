@@ -1,9 +1,9 @@
 """Check that a commit only renamed: `scripts/check_renames.py BEFORE AFTER`, two commits.
 
-Every Python file of BEFORE must be in AFTER, under the name that ``docs/renames.tsv`` gives it,
-with the same syntax tree: docstrings are left out, imports may be in another order, and an
-identifier or text may differ only as the table says. Prints each difference that the table does not
-explain, and the number of names that were mapped.
+Every Python file of BEFORE must exist in AFTER, under the name in ``docs/renames.tsv``, with the
+same syntax tree. Docstrings are ignored, imports may be reordered, and identifiers and texts may
+differ only as the table says. Prints each difference that the table does not explain, and the
+number of renamed identifiers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def git(*arguments: str) -> str:
 
 
 def table() -> tuple[dict[str, str], Pairs]:
-    """Old module -> new module, and every other (old, new) pair."""
+    """Return old module -> new module, and every other (old, new) pair of names."""
     modules: dict[str, str] = {}
     pairs: Pairs = set()
     for line in TABLE.read_text("utf-8").splitlines():
@@ -42,7 +42,7 @@ def table() -> tuple[dict[str, str], Pairs]:
 
 
 def moved(module: str, modules: dict[str, str]) -> str:
-    """``module`` under its new name: the longest entry that it begins with decides."""
+    """Return the new name of ``module``. The longest matching entry of the table decides."""
     for old in sorted(modules, key=len, reverse=True):
         if module == old or module.startswith(old + "."):
             return modules[old] + module[len(old) :]
@@ -50,12 +50,13 @@ def moved(module: str, modules: dict[str, str]) -> str:
 
 
 def statements(source: str) -> ast.Module:
-    """The tree of ``source`` without docstrings, its imports sorted."""
+    """Return the syntax tree of ``source`` without docstrings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [each for each in body if not _is_text(each)] or [ast.Pass()]  # type: ignore[attr-defined]
+            statements = [child for child in body if not _is_text(child)]
+            node.body = statements or [ast.Pass()]  # type: ignore[attr-defined]
     return tree
 
 
@@ -68,10 +69,12 @@ def _is_text(node: ast.AST) -> bool:
 
 
 class Comparison:
-    """One file against its new version."""
+    """Comparison of one file with its new version."""
 
     def __init__(self, path: str, modules: dict[str, str], pairs: Pairs) -> None:
-        self.path, self.modules, self.pairs = path, modules, pairs
+        self.path = path
+        self.modules = modules
+        self.pairs = pairs
         self.faults: list[str] = []
         self.num_mapped = 0
 
@@ -104,7 +107,7 @@ class Comparison:
             self.faults.append(f"{self.path}:{line}: {old!r} became {new!r}")
 
     def _same_words(self, before: list[str], after: list[str]) -> bool:
-        """Whether texts differ by names alone: dotted modules and classes within them."""
+        """Return True if the texts differ only by names of modules and classes in them."""
         if len(before) != len(after):
             return False
         return all(
@@ -156,7 +159,7 @@ def main(before: str, after: str) -> int:
         if path == "ramify/__init__.py" or not path.startswith("ramify/"):
             target = path
         if target not in new_files:
-            faults.append(f"{path}: there is no {target}")
+            faults.append(f"{path}: {target} does not exist")
             continue
         comparison = Comparison(target, modules, pairs)
         comparison.compare(

@@ -1,5 +1,5 @@
-"""What holds for all tests: their order, and that rooms whose sessions live in the default sandbox
-are skipped, aloud, where there is none."""
+"""Rules for all tests: their order, and a visible skip of the folders that need the default sandbox on
+machines without one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ os.environ.setdefault(
 
 @functools.cache
 def why_not() -> str:
-    """Why this machine has no default sandbox; empty where it has."""
+    """Return why this machine has no default sandbox; empty if it has one."""
     try:
         open_sandbox(SandboxSpec())
     except SandboxError as error:

@@ -81,7 +81,7 @@ def test_one_that_does_not_end_by_itself_is_killed_with_what_it_started(tmp_path
     while _is_running(int(started)):
         time.sleep(0.01)
     child.end(10.0)
-    child.signal(signal.SIGTERM)  # its number may be another's by now: nobody gets it
+    child.signal(signal.SIGTERM)  # its id may be reused by now: no process gets the signal
 
 
 def test_what_a_child_left_behind_is_ended_after_it(tmp_path: Path) -> None:

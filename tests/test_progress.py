@@ -30,7 +30,7 @@ def test_work_is_told_from_beginning_to_end() -> None:
     ]
     assert {(each.what, each.total, each.unit) for each in told} == {("counting", 3, "items")}
     work.more()
-    assert len(told) == 4  # nobody listens any more
+    assert len(told) == 4  # no subscriber is left
 
 
 def test_every_thread_is_heard_and_pieces_are_told_apart() -> None:

@@ -35,7 +35,7 @@ def plan(
         raise UsageError(f"--mfu {mfu:g}: give a fraction above 0 and at most 1")
     options = PlanOptions(
         device=device or "",
-        nodes=nodes or 0,
+        nodes=nodes,
         shares=DeviceEfficiency(train=mfu) if mfu is not None else DeviceEfficiency(),
         measured=Path(measured) if measured else None,
     )

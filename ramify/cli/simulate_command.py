@@ -91,7 +91,7 @@ def simulate(
 
     rate = _calibrated(calibrate, max(choices_of["slots"] or [64])) if calibrate else None
     inputs = measured(
-        Path(words[0]), last=last or 0, rate=rate, scaling=1.0 if scaling is None else scaling
+        Path(words[0]), last=last, rate=rate, scaling=1.0 if scaling is None else scaling
     )
     sizes = inputs.sizes
     pairs = [
@@ -105,9 +105,9 @@ def simulate(
             splits(devices, engine_devices or 1) if devices else pairs,
             slots=choices_of["slots"],
             staleness=choices_of["staleness"],
-            items=items or 0,
-            group=group or 0,
-            concurrency=concurrency or 0,
+            items=items,
+            group=group,
+            concurrency=concurrency,
             straggler_factor=straggler_factor,
             grace_steps=grace_steps,
         )

@@ -1,19 +1,24 @@
-"""Before a run starts on many machines: who would go where, what each process would hold, and how
-long a step would take.
+"""Estimates for runs on many machines: placement, memory of each process, and time of a step.
 
-devices.py   GPUs by name: memory, speed, bandwidth
-shape.py     what of a model decides memory and time
-memory.py    bytes of each kind of process
-steps.py     seconds of each part of a step, from speeds or from a run's measurements
-plan.py      all of it for a recipe
+Before a run starts:
 
-and of a run that was measured: how it would do on other devices.
+    devices.py              GPUs by name: memory, speed, bandwidth
+    shape.py                the sizes of a model that determine memory and time
+    memory.py               bytes of each kind of process
+    steps.py                seconds of each part of a step, from device speeds or measurements
+    plan.py                 the whole plan of a recipe
 
-rollout_shapes.py      what a rollout asks for: tokens, seconds of code, what waits for what rate.py
-how fast an engine is, by how many sequences it decodes at once; calibrate.py asks the engine itself
-simulation_inputs.py   all that a run's folder says cores.py      processors that engine, loop and
-sessions share, where the engine is in the trainer's process simulated_cache.py       what an
-engine's slots still hold of earlier requests simulated_engine.py, simulated_rollout.py, simulate.py
-an engine, a rollout and a whole run in simulated time search_settings.py     which settings are
-tried, and the best of them
+From a measured run, a prediction for other devices and settings:
+
+    rollout_shapes.py       a rollout as a workload: tokens, seconds of code, dependencies
+    rate.py                 speed of an engine by the number of concurrent sequences
+    calibrate.py            the same, measured on a live engine
+    simulation_inputs.py    measurements read from a run's folder
+    cores.py                CPU cores shared by an embedded engine, the event loop and sessions
+    simulated_cache.py      what an engine's slots hold of earlier requests
+    simulated_engine.py     an engine in simulated time
+    simulated_rollout.py    a rollout in simulated time
+    simulated_queue.py      the queue of groups in simulated time
+    simulate.py             a whole run in simulated time
+    search_settings.py      the settings to simulate, and the best of them
 """

@@ -1,11 +1,11 @@
-"""How fast an engine is, asked of the engine itself: one request of one token, a long prompt, and
-1, 2, 4 … at once.
+"""Measurement of a live engine's rate: requests of one token, a long prompt, and 1, 2, 4 … requests
+at once.
 
     rate = await calibrate(client, slots=64)
 
-For engines that a run says too little of: one that was never full, or a model that no run has been
-made with. Prompts are random words, so that no cache has them. It takes some minutes where an
-engine is slow, and tokens where it is paid for.
+It is meant for engines about which a run says too little: one that was never full, or a model
+without a run. Prompts are random words, which no cache holds. It takes a few minutes on a slow
+engine, and costs tokens on a paid one.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ramify.types.message import Message, Reply
 
 ROUNDS = 3
 _SHORT, _LONG = 8, 64
-"""Words of a prompt."""
+"""Number of words in a prompt."""
 
 
 async def calibrate(client: Client, *, slots: int, tokens: int = 64, seed: int = 0) -> EngineRate:
-    """The rate of the engine behind ``client`` with up to ``slots`` sequences, by replies of up to
-    ``tokens`` tokens. Raises ConfigError where its replies are too short to go by."""
+    """Measure the rate of the engine behind ``client`` with up to ``slots`` sequences and replies
+    of up to ``tokens`` tokens. Raises ConfigError if its replies are too short."""
     draw = random.Random(seed)
-    await _asked(client, draw, _SHORT, 1)  # what is built at the first request
-    short = [await _asked(client, draw, _SHORT, 1) for _ in range(ROUNDS)]
-    long = [await _asked(client, draw, _LONG, 1) for _ in range(ROUNDS)]
+    await _timed(client, draw, _SHORT, 1)  # warm up: the first request includes initialization
+    short = [await _timed(client, draw, _SHORT, 1) for _ in range(ROUNDS)]
+    long = [await _timed(client, draw, _LONG, 1) for _ in range(ROUNDS)]
     more = median(each.usage.input_tokens for _, each in long) - median(
         each.usage.input_tokens for _, each in short
     )
@@ -50,29 +50,29 @@ async def calibrate(client: Client, *, slots: int, tokens: int = 64, seed: int =
 async def _step_s(
     client: Client, draw: random.Random, at_once: int, tokens: int, prompt_s: float
 ) -> float:
-    """Seconds of a step with ``at_once`` sequences."""
-    asked = await asyncio.gather(*(_asked(client, draw, _SHORT, tokens) for _ in range(at_once)))
-    read_s = prompt_s * sum(reply.usage.input_tokens for _, reply in asked)
-    steps = [max((took - read_s) / (reply.usage.output_tokens or 1), 0.0) for took, reply in asked]
-    whole = [
-        each
-        for each, (_, reply) in zip(steps, asked, strict=True)
+    """Return the seconds of a step with ``at_once`` sequences."""
+    timed = await asyncio.gather(*(_timed(client, draw, _SHORT, tokens) for _ in range(at_once)))
+    read_s = prompt_s * sum(reply.usage.input_tokens for _, reply in timed)
+    steps = [max((took - read_s) / (reply.usage.output_tokens or 1), 0.0) for took, reply in timed]
+    # Replies that ended early would measure fewer concurrent sequences.
+    long_enough = [
+        seconds
+        for seconds, (_, reply) in zip(steps, timed, strict=True)
         if 2 * reply.usage.output_tokens >= tokens
     ]
-    if not whole:
-        longest = max(reply.usage.output_tokens for _, reply in asked)
+    if not long_enough:
+        longest = max(reply.usage.output_tokens for _, reply in timed)
         raise ConfigError(
             f"{client.name} ends its replies after {longest} of {tokens} tokens: too short to "
-            "measure how fast it is; give "
-            "another model of the same size"
+            "measure how fast it is; give another model of the same size"
         )
-    return median(whole)
+    return median(long_enough)
 
 
-async def _asked(
+async def _timed(
     client: Client, draw: random.Random, words: int, tokens: int
 ) -> tuple[float, Reply]:
-    """(seconds, reply)"""
+    """Make a request and return (seconds, reply)."""
     text = " ".join(str(draw.randrange(10**4)) for _ in range(words))
     sampling = Sampling(max_tokens=tokens, temperature=1.0, seed=draw.randrange(2**31))
     started = time.perf_counter()

@@ -1,13 +1,12 @@
-"""Processors that parts of a run share, in simulated time: sessions, the trainer's process, and who
-waits in it for whom.
+"""CPU cores that the parts of a run share in simulated time.
 
-    sessions    ── each a process: computes whenever it has a core
-    the process ── loop ┐ one interpreter, so that one of them computes at a time; where both want to, they take turns
-                   engine┘
+    sessions      ── one process each; a session computes whenever it has a core
+    the process   ── event loop ┐ one Python interpreter: only one computes at a time,
+                     engine     ┘ and they take turns if both want to
 
-With n that want a core, and C cores, each gets min(1, C / n) of one. Everybody's pace changes
-whenever somebody begins or ends. Leaves out what each has to do, which is given in seconds of a
-core (``simulation_inputs.py``), and caches, memory and turbo.
+If n processes want a core and there are C cores, each runs at a pace of min(1, C / n). All paces
+change whenever a process begins or ends. Not here: the amount of work, which is given in CPU
+seconds (see ``simulation_inputs.py``); and caches, memory bandwidth and turbo clocks.
 """
 
 from __future__ import annotations
@@ -22,52 +21,55 @@ from ramify.cluster.simulated_engine import SimulatedEngine
 
 
 class SimulatedCores:
-    """``num`` cores, and what wants them."""
+    """``num`` cores and the work that shares them."""
 
     def __init__(self, env: Environment, num: float, engine: SimulatedEngine | None) -> None:
-        """``engine``: the one in the trainer's process; None where engines have devices of their
-        own."""
-        self._env, self._num, self._engine = env, num, engine
-        self._at, self._alarm, self._ids = env.now, 0, count()
+        """``engine`` is the engine in the trainer's process; None if engines have their own
+        devices."""
+        self._env = env
+        self._num = num
+        self._engine = engine
+        self._at = env.now
+        self._alarm = 0
+        self._ids = count()
         self._done_s = 0.0
-        """Seconds of a core that each session has had since the beginning, had it been there all
-        along."""
+        """CPU seconds that a session would have had if it had run since the beginning."""
         self._sessions: list[tuple[float, int, Event]] = []
-        """By the ``_done_s`` at which they end."""
+        """Sessions, ordered by the ``_done_s`` at which they end."""
         self._loop: deque[tuple[float, Event]] = deque()
-        """Work of the loop, one after the other: seconds of a core that are left, and its end."""
+        """Work of the event loop in order: remaining CPU seconds and the event of its end."""
         self._pace = self._loop_pace = 0.0
         self.used_s = 0.0
-        """Seconds of all cores together that something was computed."""
+        """CPU seconds used on all cores together."""
         self._wanting = 0
         if engine is not None:
-            engine.told = self._changed
+            engine.on_wants_changed = self._changed
 
     def session(self, seconds: float) -> Event:
-        """Compute so long in a process of one's own."""
+        """Compute for ``seconds`` of CPU time in a separate process."""
         done = self._env.event()
         self._catch_up()
         heapq.heappush(self._sessions, (self._done_s + seconds, next(self._ids), done))
-        self._go_on()
+        self._reschedule()
         return done
 
     def loop(self, seconds: float) -> Event:
-        """Compute so long in the event loop, after what is there already."""
+        """Compute for ``seconds`` of CPU time in the event loop, after the work already queued."""
         done = self._env.event()
         self._catch_up()
         self._loop.append((seconds, done))
-        self._go_on()
+        self._reschedule()
         return done
 
     def settle(self) -> None:
-        """Bring what is counted up to now."""
+        """Bring all counters up to the current time."""
         self._catch_up()
-        self._go_on()
+        self._reschedule()
 
     def _changed(self) -> None:
-        """The engine has begun or ended to want a core."""
+        """Handle a change of whether the engine wants a core."""
         self._catch_up()
-        self._go_on()
+        self._reschedule()
 
     def _catch_up(self) -> None:
         passed, self._at = self._env.now - self._at, self._env.now
@@ -79,8 +81,8 @@ class SimulatedCores:
             left, done = self._loop[0]
             self._loop[0] = (left - passed * self._loop_pace, done)
 
-    def _go_on(self) -> None:
-        """Give everybody their pace, and wake up when the first of them ends."""
+    def _reschedule(self) -> None:
+        """Set the pace of all work, and schedule a wake-up for when the first of it ends."""
         engine_wants, loop_wants = self._engine is not None and self._engine.wants, bool(self._loop)
         wanting = self._wanting = len(self._sessions) + (engine_wants or loop_wants)
         self._pace = min(1.0, self._num / wanting) if wanting else 0.0
@@ -104,7 +106,7 @@ class SimulatedCores:
             heapq.heappop(self._sessions)[2].succeed()
         if self._loop and self._loop[0][0] <= _ROUNDING_S:
             self._loop.popleft()[1].succeed()
-        self._go_on()
+        self._reschedule()
 
 
 _ROUNDING_S = 1e-9

@@ -1,8 +1,8 @@
-"""What a process computes on, by name: memory and the two speeds that bound training and decoding.
+"""Devices by name: memory, and the two speeds that bound training and decoding.
 
-Figures of makers' data sheets, dense bf16 without sparsity; what a program gets of them is a share
-(``DeviceEfficiency``), which is stated beside each estimate. A core of a CPU is what this package
-measured (``backends/single.py``).
+Figures are from data sheets, for dense bf16 without sparsity. A program achieves a share of them
+(``DeviceEfficiency``), which is stated with each estimate. The figures of a CPU core were measured
+for this package (``backends/single.py``).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class DeviceSpec(msgspec.Struct, frozen=True):
 
     name: str
     memory_gb: float
-    """10^9 bytes; 0 where it has none of its own."""
+    """Memory in 10^9 bytes; 0 for a device without its own memory."""
     tflops: float
-    """10^12 FLOP per second of matrix products."""
+    """Matrix products in 10^12 FLOP per second."""
     gb_per_s: float
-    """10^9 bytes per second from its memory."""
+    """Memory bandwidth in 10^9 bytes per second."""
 
     @property
     def is_cpu(self) -> bool:
@@ -29,14 +29,14 @@ class DeviceSpec(msgspec.Struct, frozen=True):
 
 
 class DeviceEfficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What of a device's speed is got."""
+    """Share of a device's peak speed that a program achieves."""
 
     train: float = 0.35
-    """MFU: of products, forward and backward."""
+    """Share of FLOP/s in forward and backward passes (MFU)."""
     prefill: float = 0.4
-    """Of products, while prompts are read."""
+    """Share of FLOP/s while prompts are read."""
     decode: float = 0.6
-    """Of bandwidth, while tokens are sampled."""
+    """Share of bandwidth while tokens are sampled."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -46,8 +46,8 @@ class DeviceEfficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 DEVICES = {
-    each.name: each
-    for each in (
+    device.name: device
+    for device in (
         DeviceSpec("cpu", 0, 0.05, 10),
         DeviceSpec("l4", 24, 121, 300),
         DeviceSpec("rtx4090", 24, 165, 1008),
@@ -62,7 +62,7 @@ DEVICES = {
 
 
 def device_of(name: str) -> DeviceSpec:
-    """Raises ConfigError for a name that is not known."""
+    """Return the device called ``name``. Raises ConfigError for an unknown name."""
     if name not in DEVICES:
-        raise ConfigError(f"there is no device '{name}': {nearest(name, DEVICES)}")
+        raise ConfigError(f"unknown device '{name}': {nearest(name, DEVICES)}")
     return DEVICES[name]

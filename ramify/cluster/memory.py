@@ -1,15 +1,17 @@
-"""Bytes that a process of each role holds, part by part, from the shape of the model and the knobs
-of the run.
+"""Memory of a process of each role, part by part, from the model's shape and the run's settings.
 
-    trainer rank      weights, gradients, optimizer: its share of each (fp32); whole layers while they are computed; a second
-                      model for a KL, or a critic; activations of a batch, logits of some of its entries
-    engine            weights; keys and values of its slots
-    sessions          what they take in main memory before they hold anything, where rollouts are; limits are said beside it
-    rank 0 besides    the copy of the policy that engines are made of, and the engine itself where it is in this process
+    trainer rank    its shard of weights, gradients and optimizer state (fp32); gathered layers
+    while
+                    they are computed; a second model for a KL term or a critic; activations of a
+                    batch; logits of some of its entries
+    engine          weights; keys and values of its slots
+    sessions        main memory of empty sessions, on the machine of the rollouts; limits are
+                    listed separately
+    rank 0, also    the copy of the policy that is sent to engines, and the engine if it is embedded
 
-Exact where bytes follow from sizes (weights, gradients, optimizer, keys and values: tests compare
-them with real ones); activations are the budget that batches are packed by. Leaves out what
-libraries take for themselves (CUDA contexts, NCCL buffers: a gigabyte or two on a GPU).
+Figures are exact if bytes follow from sizes (weights, gradients, optimizer state, keys and values;
+tests compare them with real ones). Activations are the budget by which batches are packed. Not
+here: memory that libraries reserve (CUDA contexts and NCCL buffers, one or two gigabytes on a GPU).
 """
 
 from __future__ import annotations
@@ -26,27 +28,28 @@ from ramify.train.config import Run
 
 FP32 = 4
 _ADAMW, _MUON = 2 * FP32, FP32
-"""Bytes of state for each parameter that is trained."""
+"""Bytes of optimizer state per trained parameter."""
 _SLOTS = {True: 128, False: 256}
-"""By default, on a CPU and on a GPU (``inference/local/local_client.py``)."""
+"""Default slots on a CPU and on a GPU (``inference/local/local_client.py``)."""
 _CPU_CACHE_BYTES = 2 << 30
 _SHARE_OF_VLLM = 0.9
-"""Of a GPU that vLLM and SGLang take by default: what weights leave is for keys and values."""
+"""Share of a GPU that vLLM and SGLang reserve by default. Memory beyond the weights holds keys and
+values."""
 _SHARE_OPTIONS = ("--gpu-memory-utilization", "--mem-fraction-static")
 _SESSION_BYTES = 2_500_000
-"""Of a session's own, before it holds anything (``docs/log.md``)."""
+"""Memory of an empty session (``docs/log.md``)."""
 _ACTIVATIONS, _LOGITS = "activations, at most", "logits"
 _LEARNING = ("gradients", "gathered", _ACTIVATIONS, _LOGITS)
-"""Parts that are there while the trainer learns, and not while it waits for rollouts."""
+"""Parts that exist only while the trainer learns, not while it waits for rollouts."""
 
 
 class MemoryEstimate(msgspec.Struct, frozen=True):
-    """Of one process."""
+    """Memory of one process."""
 
     parts: dict[str, int]
-    """What -> bytes."""
+    """Name of a part -> bytes."""
     room: int
-    """Bytes of its device; 0 where that is not known."""
+    """Memory of its device in bytes; 0 if unknown."""
 
     @property
     def total(self) -> int:
@@ -54,7 +57,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
 
     @property
     def between(self) -> int:
-        """What a trainer keeps while it does not learn."""
+        """Return the bytes that a trainer holds while it does not learn."""
         return sum(num_bytes for name, num_bytes in self.parts.items() if name not in _LEARNING)
 
     @property
@@ -65,7 +68,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
 def of_rank(
     run: Run, shape: ModelShape, device: DeviceSpec, ranks: int, rank: int = 0
 ) -> MemoryEstimate:
-    """A rank of the trainer, or the trainer where it is one process."""
+    """Estimate the memory of one trainer rank, or of a single-process trainer."""
     shards = max(1, ranks // run.compute.shard.replicas)
     parts = {
         "weights": _share((shape.parameters + shape.adapters) * FP32, shards),
@@ -83,23 +86,25 @@ def of_rank(
 
 
 def of_engine(run: Run, shape: ModelShape, device: DeviceSpec) -> MemoryEstimate:
-    """An engine that is a process of its own."""
+    """Estimate the memory of an engine in its own process."""
     itemsize = itemsize_of(run, device)
     weights = shape.parameters * itemsize
     spec = run.inference
     if spec is not None and spec.engine != "ramify" and not device.is_cpu:
-        kept = max(0, int(_share_of_gpu(spec.args) * device.memory_gb * 1e9) - weights)
+        cache = max(0, int(_share_of_gpu(spec.args) * device.memory_gb * 1e9) - weights)
     else:
-        kept = cache_bytes(shape, device, itemsize, _slots_of(run, device), None)
+        cache = cache_bytes(shape, device, itemsize, _slots_of(run, device), None)
     return MemoryEstimate(
-        {"weights": weights, "keys and values": kept}, int(device.memory_gb * 1e9)
+        {"weights": weights, "keys and values": cache}, int(device.memory_gb * 1e9)
     )
 
 
 def of_sessions(run: Run, rollout_workers: int, room_gb: float) -> MemoryEstimate:
-    """The sessions of the rollouts that one runner, or the run where there is none, has at once;
-    those of children come on top, and what code makes of its context, which nobody knows before.
-    Main memory."""
+    """Estimate the main memory of the empty sessions of one rollout worker, or of the run without
+    rollout workers.
+
+    Sessions of child calls and the data that code creates are extra, because their size is
+    unknown."""
     at_once = _at_once(run, rollout_workers)
     return MemoryEstimate(
         {f"{at_once} sessions, empty": at_once * _SESSION_BYTES}, int(room_gb * 1e9)
@@ -107,7 +112,8 @@ def of_sessions(run: Run, rollout_workers: int, room_gb: float) -> MemoryEstimat
 
 
 def limits_of_sessions(run: Run, rollout_workers: int) -> Iterator[tuple[str, int]]:
-    """(what, bytes; 0 where it is of the machine) that ends sessions which take more."""
+    """Yield (name of a limit, bytes) for each limit that ends a session; 0 for a share of the
+    machine."""
     one = run.sandbox.memory_bytes
     yield "one session (sandbox.memory_bytes)", one
     if run.sandbox.provider != "jail":
@@ -122,8 +128,8 @@ def _at_once(run: Run, rollout_workers: int) -> int:
 
 
 def itemsize_of(run: Run, device: DeviceSpec) -> int:
-    """Bytes of a number of the policy as engines have it: fp32 on a CPU, and where the model is
-    made from nothing."""
+    """Return the bytes per parameter in engines: fp32 on a CPU and for a model trained from
+    scratch."""
     dtype = run.policy.dtype
     if dtype == "auto":
         return FP32 if device.is_cpu or not run.policy.path else 2
@@ -133,7 +139,7 @@ def itemsize_of(run: Run, device: DeviceSpec) -> int:
 def cache_bytes(
     shape: ModelShape, device: DeviceSpec, itemsize: int, slots: int, limit: int | None
 ) -> int:
-    """Keys and values when as many sequences as there are slots fill the window, or the limit."""
+    """Return the bytes of keys and values if every slot fills the window, up to ``limit``."""
     limit = limit or (_CPU_CACHE_BYTES if device.is_cpu else int(device.memory_gb * 1e9) // 3)
     token = shape.cache_bytes_per_token(itemsize)
     longest = min(shape.window, max(1, limit // token))
@@ -141,7 +147,7 @@ def cache_bytes(
 
 
 def max_tokens(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
-    """Tokens of a batch, at most."""
+    """Return the maximum number of tokens in a batch."""
     from ramify.train.backends.single import LEAST_TOKENS, activation_room
 
     room = activation_room(int(device.memory_gb * 1e9))
@@ -149,7 +155,7 @@ def max_tokens(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
 
 
 def slots(run: Run, device: DeviceSpec) -> int:
-    """Sequences that an engine decodes at once."""
+    """Return the number of sequences that an engine decodes at once."""
     return (
         _slots_of(run, device)
         if run.inference is not None
@@ -164,61 +170,62 @@ def _share(num_bytes: int, shards: int) -> int:
 def _optimizer(run: Run, shape: ModelShape) -> int:
     kinds = [stage.optim.kind for stage in (run.warmup, run.sft, run.rl) if stage is not None]
     by_muon = 0 if shape.adapters else shape.inside
-    each = [
+    states = [
         by_muon * _MUON + (shape.trained - by_muon) * _ADAMW
         if k == "muon"
         else shape.trained * _ADAMW
         for k in kinds
     ]
-    return max(each)
+    return max(states)
 
 
 def _gathered(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
-    """Whole weights while they are computed with, and whole gradients until they are added up."""
+    """Return the bytes of gathered weights during computation, and of full gradients until they are
+    reduced."""
     precision = run.compute.precision
     itemsize = {"fp32": FP32, "bf16": 2, "auto": itemsize_of(run, device)}[precision]
     if run.compute.shard.gather == "step":
         return shape.parameters * itemsize + shape.trained * FP32
-    two_layers = 2 * shape.largest_layer  # one is computed while the next is on its way
+    two_layers = 2 * shape.largest_layer  # one is computed while the next is gathered
     return (two_layers + shape.outside) * itemsize + (
         shape.largest_layer + shape.outside
     ) * itemsize
 
 
 def _second(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
-    """Models beside the one that is trained."""
+    """Return the bytes of models other than the trained one."""
     if run.rl is None:
         return {}
-    found = {}
+    models = {}
     needs = needs_of(run.rl.algorithm)
     if (run.rl.loss.kl_beta or "ref_logprobs" in needs.streams) and not (
         shape.adapters and run.compute.backend == "fsdp"
     ):
-        found["reference"] = _share(shape.parameters * FP32, shards)
+        models["reference"] = _share(shape.parameters * FP32, shards)
     if needs.values and run.rl.critic.model == "own":
-        found["critic"] = shape.parameters * (2 * FP32 + _ADAMW)
-    return found
+        models["critic"] = shape.parameters * (2 * FP32 + _ADAMW)
+    return models
 
 
 def _of_run(run: Run, shape: ModelShape, device: DeviceSpec) -> Mapping[str, int]:
-    """What rank 0's process holds because it is the run."""
+    """Return the bytes that rank 0 holds in addition, because it controls the run."""
     itemsize = itemsize_of(run, device)
-    found = {}
+    parts = {}
     waits = run.rl is None or not run.rl.sample.max_staleness
     shares = (
         run.compute.backend == "single" and run.policy.lora is None and itemsize == FP32 and waits
     )
     if not shares:
-        found["the engine's weights"] = shape.parameters * itemsize
+        parts["the engine's weights"] = shape.parameters * itemsize
     if run.inference is None:
-        found["keys and values"] = cache_bytes(
+        parts["keys and values"] = cache_bytes(
             shape, device, itemsize, slots(run, device), run.policy.cache_bytes
         )
-    return found
+    return parts
 
 
 def _slots_of(run: Run, device: DeviceSpec) -> int:
-    """As ``--slots`` of ``inference.args`` says."""
+    """Return the number of slots according to ``inference.args``."""
     args = run.inference.args if run.inference is not None else ()
     for name, value in pairwise(args):
         if name in ("--slots", "--max-num-seqs", "--max-running-requests") and value.isdigit():
@@ -227,7 +234,7 @@ def _slots_of(run: Run, device: DeviceSpec) -> int:
 
 
 def _share_of_gpu(args: Sequence[str]) -> float:
-    """That vLLM or SGLang takes, as its options say."""
+    """Return the share of a GPU that vLLM or SGLang reserves according to its options."""
     for name, value in pairwise(" ".join(args).replace("=", " ").split()):
         if name in _SHARE_OPTIONS and value.replace(".", "", 1).isdigit():
             return float(value)

@@ -1,7 +1,8 @@
-"""The plan of a recipe on a cluster: seats, memory of each kind of process, seconds of a step.
-Nothing is started.
+"""Plan of a recipe on a cluster: placement slots, memory of each kind of process, time of a step.
 
-plan(run, options)  ->  Plan  ->  lines(plan), or msgspec.json.encode(plan)
+    plan(run, options)  ->  ClusterPlan  ->  lines(plan), or msgspec.json.encode(plan)
+
+Nothing is started.
 """
 
 from __future__ import annotations
@@ -24,56 +25,57 @@ from ramify.train.placement.placement_spec import NodePool, PlacementSpec
 from ramify.train.placement.resource_counts import counted
 from ramify.train.placement.sharing import shared, sleeping
 
-_MACHINES = "three quarters of the machine's"
+_THREE_QUARTERS = "three quarters of the machine's"
 _ROLES = {"rank 0": "trainer", "engine": "inference"}
+"""Names of processes that differ from the name of their role."""
 
 
 class PlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a plan supposes of the machines."""
+    """Assumptions of a plan about the machines."""
 
     device: str = ""
-    """Of trainer ranks and engines: a name of ``DEVICES``; empty: h100 where roles ask for GPUs,
-    else cpu."""
-    nodes: int = 0
-    """Of the only pool, in place of what the recipe says; 0: as it says."""
+    """Device of trainer ranks and engines, a name in ``DEVICES``. Empty: h100 if the roles request
+    GPUs, otherwise cpu."""
+    nodes: int | None = None
+    """Number of nodes of the only pool. None: as in the recipe."""
     shares: DeviceEfficiency = DeviceEfficiency()
     tokens: StepTokens | None = None
-    """Of a step; None: measured, or assumed."""
+    """Tokens of a step. None: measured or assumed."""
     measured: Path | None = None
-    """A run's folder, whose speeds and tokens are taken."""
+    """Folder of a run from which speeds and tokens are taken."""
 
 
 class RoleProcesses(msgspec.Struct, frozen=True):
-    """The processes of one role."""
+    """Processes of one role."""
 
     role: str
     count: int
     device: str
     memory: MemoryEstimate
-    """Of each, the first of them where they differ."""
+    """Memory of each process; of the first one if they differ."""
     limits: dict[str, int] = {}
-    """What may not take more -> bytes; 0: three quarters of what the machine has. What is expected
-    is in ``memory``."""
+    """Name of a limit -> bytes; 0 for three quarters of the machine's memory. Expected use is in
+    ``memory``."""
 
 
 class ColocatedProcesses(msgspec.Struct, frozen=True):
-    """Processes of trainer and engines on one device."""
+    """Trainer and engine processes that share a device."""
 
     roles: tuple[str, ...]
     sleeps: bool
-    """Whether engines give their memory back while the trainer learns."""
+    """True if engines release their memory while the trainer learns."""
     bytes: dict[str, int]
-    """While what goes on -> what all of them hold."""
+    """Phase -> bytes that all processes hold during it."""
     room: int
 
     @property
     def most(self) -> tuple[str, int]:
-        """(while what goes on, bytes) where they hold most."""
-        return max(self.bytes.items(), key=lambda each: each[1])
+        """Return the phase with the largest use of memory, and that use in bytes."""
+        return max(self.bytes.items(), key=lambda phase: phase[1])
 
 
 class ClusterPlan(msgspec.Struct, frozen=True):
-    """Who goes where, what each holds, and how long a step takes."""
+    """Placement of all processes, the memory of each, and the time of a step."""
 
     name: str
     shape: ModelShape
@@ -83,18 +85,20 @@ class ClusterPlan(msgspec.Struct, frozen=True):
     together: list[ColocatedProcesses]
     tokens: StepTokens
     seconds: StepSeconds | None
-    """None without reinforcement learning."""
+    """Time of a step; None without reinforcement learning."""
     too_large: list[str]
-    """What does not fit its device, in sentences."""
+    """A sentence for each process that does not fit its device."""
 
 
 def plan(run: Run, options: PlanOptions | None = None) -> ClusterPlan:
-    """Raises ConfigError for roles that do not fit their pools, with the sums, and for what the run
-    lacks."""
+    """Plan ``run`` on the machines of its placement.
+
+    Raises ConfigError if the roles do not fit their pools, with the sums, and if the run lacks
+    required settings."""
     options = options or PlanOptions()
     spec = _on_nodes(run.placement or PlacementSpec(), options.nodes)
     num = counted(run, spec)
-    found = placement_slots(spec, num)
+    assigned = placement_slots(spec, num)
     shape = shape_of(config_of(run), run.policy.lora)
     devices = (
         _device(spec, options, "trainer"),
@@ -109,7 +113,7 @@ def plan(run: Run, options: PlanOptions | None = None) -> ClusterPlan:
     engines = max(
         1, num["inference"] or len(run.inference.urls if run.inference is not None else ())
     )
-    took = (
+    step_seconds = (
         steps.seconds(
             run,
             shape,
@@ -124,11 +128,13 @@ def plan(run: Run, options: PlanOptions | None = None) -> ClusterPlan:
         else None
     )
     too_large = list(_too_large(parts, together))
-    return ClusterPlan(run.name, shape, spec.pools, found, parts, together, tokens, took, too_large)
+    return ClusterPlan(
+        run.name, shape, spec.pools, assigned, parts, together, tokens, step_seconds, too_large
+    )
 
 
 def lines(plan: ClusterPlan) -> Iterator[str]:
-    """For people."""
+    """Format the plan as text."""
     shape = plan.shape
     yield (
         f"{plan.name}: {shape.parameters:,} parameters, {shape.layers} layers of width "
@@ -144,35 +150,40 @@ def lines(plan: ClusterPlan) -> Iterator[str]:
             yield f"    {name:<21} {_size(num_bytes):>10}"
         if part.limits:
             limits = [
-                f"{what} {_size(most) if most else _MACHINES}" for what, most in part.limits.items()
+                f"{name} {_size(limit) if limit else _THREE_QUARTERS}"
+                for name, limit in part.limits.items()
             ]
-            yield f"    what they hold comes on top; limits: {', '.join(limits)}"
-    for each in plan.together:
-        told = ", ".join(
-            f"{_size(num_bytes)} while {name}" for name, num_bytes in each.bytes.items()
+            yield f"    contents of sessions are extra; limits: {', '.join(limits)}"
+    for group in plan.together:
+        phases = ", ".join(
+            f"{_size(num_bytes)} while {name}" for name, num_bytes in group.bytes.items()
         )
-        yield f"  {' and '.join(each.roles)} on one device: {told}, of {_size(each.room)}"
+        yield f"  {' and '.join(group.roles)} on one device: {phases}, of {_size(group.room)}"
     if plan.seconds is not None:
         yield ""
         yield f"seconds of a step ({plan.tokens.why})"
         for name in ("sampling", "learning", "sync", "step"):
             yield f"  {name:<9} {getattr(plan.seconds, name):>9.3g}  {plan.seconds.why[name]}"
-    yield from (f"too large: {each}" for each in plan.too_large)
+    yield from (f"too large: {sentence}" for sentence in plan.too_large)
 
 
 def _where(plan: ClusterPlan) -> Iterator[str]:
+    """Describe the placement slots, node by node."""
     places: dict[tuple[str, int], list[tuple[int, PlacementSlot]]] = {}
     for index, placement_slot in enumerate(plan.placement_slots):
         places.setdefault((placement_slot.pool, placement_slot.node), []).append(
             (index, placement_slot)
         )
-    for (name, node), found in sorted(places.items()):
+    for (name, node), slots in sorted(places.items()):
         pool = plan.pools.get(name)
-        has = f" ({pool.gpus:g} GPUs, {pool.cpus:g} CPUs)" if pool else " (wherever there is room)"
-        yield f"pool {name} node {node}{has}" if name else f"any node{has}"
-        for index, placement_slot in found:
-            who = ", ".join(f"{role} {number}" for role, number in placement_slot.members)
-            yield f"  seat {index}: {placement_slot.needs.gpus:g} GPUs, {placement_slot.needs.cpus:g} CPUs: {who}"
+        size = f" ({pool.gpus:g} GPUs, {pool.cpus:g} CPUs)" if pool else " (wherever there is room)"
+        yield f"pool {name} node {node}{size}" if name else f"any node{size}"
+        for index, slot in slots:
+            members = ", ".join(f"{role} {number}" for role, number in slot.members)
+            yield (
+                f"  placement slot {index}: {slot.needs.gpus:g} GPUs, {slot.needs.cpus:g} CPUs: "
+                f"{members}"
+            )
 
 
 def _parts(
@@ -192,11 +203,10 @@ def _parts(
         )
     if num["inference"]:
         gpus = run.placement.inference.gpus if run.placement is not None else 0.0
-        over = msgspec.structs.replace(
-            engine, memory_gb=engine.memory_gb * max(1.0, gpus)
-        )  # it lies over its GPUs
+        # An engine is spread over all of its GPUs.
+        combined = msgspec.structs.replace(engine, memory_gb=engine.memory_gb * max(1.0, gpus))
         yield RoleProcesses(
-            "engine", num["inference"], engine.name, memory.of_engine(run, shape, over)
+            "engine", num["inference"], engine.name, memory.of_engine(run, shape, combined)
         )
     if run.rl is not None:
         room = run.placement.rollouts.memory_gb if run.placement is not None else 0.0
@@ -217,8 +227,10 @@ def _together(
     num: dict[str, int],
     devices: tuple[DeviceSpec, DeviceSpec],
 ) -> Iterator[ColocatedProcesses]:
-    """What trainer and engines that share a device hold: where engines sleep, never both at once.
-    Raises ConfigError where engines would have to sleep and to answer at the same time."""
+    """Return the memory of trainer and engines on a shared device. Engines that sleep never hold
+    memory at the same time as the trainer.
+
+    Raises ConfigError if engines would have to sleep and to answer at the same time."""
     kind = "cpu" if devices[0].is_cpu else "cuda"
     engines = sleeping(run, kind)
     colocated = any(
@@ -231,47 +243,51 @@ def _together(
     for part in parts:
         by_role.setdefault(_ROLES.get(part.role, part.role), part)
     spec = run.placement or PlacementSpec()
-    over, under = (
-        max(1.0, spec.role(role).gpus) for role in ("trainer", "inference")
-    )  # GPUs that each lies over
+    # Number of GPUs over which one process of the role is spread.
+    trainer_gpus = max(1.0, spec.role("trainer").gpus)
+    engine_gpus = max(1.0, spec.role("inference").gpus)
     trainer, engine = by_role["trainer"].memory, by_role["inference"].memory
-    learning, between = int(trainer.total / over), int(trainer.between / over)
-    awake = int(engine.total / under) * (1 if colocated or engines.gpus else num["inference"])
-    held = {"engines answer": between + awake, "the trainer learns": learning}
+    learning, between = int(trainer.total / trainer_gpus), int(trainer.between / trainer_gpus)
+    num_engines = 1 if colocated or engines.gpus else num["inference"]
+    awake = int(engine.total / engine_gpus) * num_engines
+    phases = {"engines answer": between + awake, "the trainer learns": learning}
     if not engines.level:
-        held = {"both go on": learning + awake}
-    elif engines.level == 1 and kind == "cpu":  # main memory is where they would go
-        held["the trainer learns"] += engine.parts["weights"]
-    room = min(int(trainer.room / over), int(engine.room / under))
-    yield ColocatedProcesses(("trainer", "inference"), bool(engines.level), held, room)
+        phases = {"both run": learning + awake}
+    elif engines.level == 1 and kind == "cpu":  # sleeping weights stay in main memory
+        phases["the trainer learns"] += engine.parts["weights"]
+    room = min(int(trainer.room / trainer_gpus), int(engine.room / engine_gpus))
+    yield ColocatedProcesses(("trainer", "inference"), bool(engines.level), phases, room)
 
 
 def _too_large(parts: list[RoleProcesses], together: list[ColocatedProcesses]) -> Iterator[str]:
+    """Yield a sentence for each process or group of processes that exceeds its device."""
     for part in parts:
         if not part.memory.fits:
-            yield f"{part.role} holds {_size(part.memory.total)} and a {part.device} has {_size(part.memory.room)}"
-    for each in together:
-        when, total = each.most
-        if each.room and total > each.room:
+            yield (
+                f"{part.role} holds {_size(part.memory.total)} and a {part.device} has "
+                f"{_size(part.memory.room)}"
+            )
+    for group in together:
+        phase, total = group.most
+        if group.room and total > group.room:
             advice = (
                 "give engines less (inference.args)"
-                if each.sleeps
+                if group.sleeps
                 else "let engines sleep (inference.sleep=learn)"
             )
             yield (
-                f"{' and '.join(each.roles)} share a device of {_size(each.room)} and hold "
-                f"{_size(total)} together while "
-                f"{when}: {advice}, or devices of their own"
+                f"{' and '.join(group.roles)} share a device of {_size(group.room)} and hold "
+                f"{_size(total)} together while {phase}: {advice}, or give them separate devices"
             )
 
 
-def _on_nodes(spec: PlacementSpec, nodes: int) -> PlacementSpec:
-    if not nodes:
+def _on_nodes(spec: PlacementSpec, nodes: int | None) -> PlacementSpec:
+    if nodes is None:
         return spec
     if len(spec.pools) != 1:
         raise ConfigError(
-            f"--nodes is for a placement of one pool, and the recipe's has {len(spec.pools)}: set "
-            "their nodes"
+            f"--nodes needs a placement with one pool, and the recipe's has {len(spec.pools)}: set "
+            "the nodes of each pool in the recipe"
         )
     pools = {name: msgspec.structs.replace(pool, nodes=nodes) for name, pool in spec.pools.items()}
     return msgspec.structs.replace(spec, pools=pools)
@@ -293,14 +309,14 @@ def _from_run(folder: Path | None) -> steps.MeasuredSpeeds | None:
     from ramify.build.recipe import stored
 
     if not (folder / FILE).is_file():
-        raise ConfigError(f"--measured {folder} is no run's folder: it has no {FILE}")
+        raise ConfigError(f"--measured {folder} is not a run's folder: it has no {FILE}")
     run = stored(folder)
     num = counted(run, run.placement or PlacementSpec())
     return steps.measured(folder, num["trainer"], max(1, num["inference"]))
 
 
 def _size(num_bytes: int) -> str:
-    """Powers of ten, as GPUs are sold."""
+    """Format bytes with decimal units, as GPU memory is sold."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"

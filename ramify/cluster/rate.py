@@ -1,17 +1,18 @@
-"""How fast one engine is, as a function of how many sequences it decodes at once; and how that is
-read off requests.
+"""Speed of one engine as a function of the number of sequences that it decodes at once.
 
-    step(b) seconds   one token for each of b sequences
-    + prompt_token_s  for each prompt token that is read beside them, which all of them wait for
-    request_s         for each request, outside the engine: rendering, the wire
+    step(b) seconds   time of one token for each of b sequences
+    + prompt_token_s  for each prompt token that is read; all sequences wait for it
+    + request_s       for each request, outside the engine: rendering and transport
 
-Requests say it, from when each had a slot: in a stretch of time in which an engine went n steps
-with b sequences and read P prompt tokens, it was busy for ``n·base + n·b·each + P·prompt_token_s``;
-three numbers, none negative, found by least differences over many such stretches. A prompt token
-goes through the model with those that are decoded, so it takes no longer than one of them,
-``prompt_token_s <= each``. (Left free, the two are hard to tell apart: where an engine is always
-full, prompts come as steadily as tokens. And requests one by one say little: who of those that wait
-has the next slot is not written down.)
+The rate is fitted to measured requests. In a time window in which an engine ran n steps with b
+sequences and read P prompt tokens, it was busy for ``n·base + n·b·per_sequence + P·prompt_token_s``
+seconds. These three non-negative numbers minimize the absolute deviations over many windows. A
+prompt token passes through the model together with decoded ones, so ``prompt_token_s <=
+per_sequence``.
+
+Two reasons for this form: without the bound, the two terms are hard to separate, because prompts
+arrive as steadily as tokens at an engine that is always full. And single requests carry little
+information, because the order in which waiting requests get slots is not recorded.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 _ROUNDS = 20
-"""Of finding the least sum of differences."""
+"""Iterations of reweighted least squares."""
 
 
 class EngineRate(msgspec.Struct, frozen=True):
-    """Of one engine."""
+    """Speed of one engine."""
 
     points: tuple[tuple[float, float], ...]
-    """(sequences at once, seconds of a step), by sequences; between two a line, beyond the last on
-    along it."""
+    """(concurrent sequences, seconds per step), sorted by sequences. Values between points are
+    interpolated linearly, and the last segment is extrapolated."""
     prompt_token_s: float = 0.0
     request_s: float = 0.0
 
     def step_s(self, sequences: float) -> float:
-        """Seconds of one step with so many sequences."""
+        """Return the seconds of one step with this many sequences."""
         points = self.points
         if len(points) == 1 or sequences <= points[0][0]:
             return points[0][1]
@@ -54,36 +55,38 @@ class EngineRate(msgspec.Struct, frozen=True):
         return y0 + (y1 - y0) * (sequences - x0) / (x1 - x0)
 
     def tokens_per_s(self, sequences: float) -> float:
-        """That all of them get together."""
+        """Return the total tokens per second of all sequences."""
         return sequences / self.step_s(sequences)
 
 
 class MeasuredRequest(NamedTuple):
-    """One request as it was measured, at one engine or at several that share the load evenly."""
+    """One measured request to an engine, or to several that share the load evenly."""
 
     begun_s: float
     ended_s: float
     new: int
-    """Prompt tokens that were read."""
+    """Prompt tokens that were read, not cached."""
     sampled: int
 
 
 def fit(
-    asked: Sequence[MeasuredRequest],
+    requests: Sequence[MeasuredRequest],
     engines: int = 1,
     slots: int | None = None,
     *,
     hidden: float = 1.0,
 ) -> EngineRate:
-    """The rate of one of ``engines`` that explains ``asked`` best. ``hidden``: for each request
-    that is known, so many ran. Raises ConfigError where there is nothing to go by."""
-    asked_first = [each for each in asked if each.sampled and each.ended_s > each.begun_s]
-    served = admitted(asked_first, None if slots is None else slots * engines / hidden)
+    """Fit the rate of one of ``engines`` engines to ``requests``.
+
+    ``hidden`` is the number of requests that ran for each recorded one. Raises ConfigError if there
+    are too few requests."""
+    usable = [each for each in requests if each.sampled and each.ended_s > each.begun_s]
+    served = admitted(usable, None if slots is None else slots * engines / hidden)
     if len(served) < 4:
         raise ConfigError(
-            f"{len(served)} of {len(asked)} requests say how fast an engine is: keep more rollouts "
-            "(schedule.save_rollouts_every=1), or "
-            "measure the engine itself with --calibrate MODEL"
+            f"{len(served)} of {len(requests)} requests tell how fast an engine is: keep more "
+            "rollouts (schedule.save_rollouts_every=1), or measure the engine itself with "
+            "--calibrate MODEL"
         )
     share = hidden / engines
     took, steps, tokens, read = _windows(served, share)
@@ -91,13 +94,12 @@ def fit(
     each_s = more_s + prompt_s
     most = float(slots or 2)
     beyond = [0.0]
-    for request, came, beside, meanwhile in zip(
-        served, asked_first, *_beside(served, share), strict=True
+    for request, arrival, beside, meanwhile in zip(
+        served, usable, *_beside(served, share), strict=True
     ):
         most = most if slots else max(most, beside)
-        if request.begun_s == came.begun_s and 2 * beside <= (
-            slots or math.inf
-        ):  # nobody can have waited
+        # Only requests that cannot have waited for a slot show the time outside the engine.
+        if request.begun_s == arrival.begun_s and 2 * beside <= (slots or math.inf):
             model_s = request.sampled * (base_s + each_s * beside) + prompt_s * max(
                 float(request.new), meanwhile
             )
@@ -109,8 +111,9 @@ def fit(
 
 
 def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, ...]:
-    """For each of many stretches of time: busy seconds, steps of an engine, tokens that one
-    sampled, prompt tokens that one read. A request's tokens are spread evenly over its time."""
+    """Divide the time into windows. Returns, for each: busy seconds, steps of one engine, tokens
+    that it sampled and prompt tokens that it read. A request's tokens are spread evenly over its
+    time."""
     at, running, pace = _events(served)
     passed = np.where(running > 0, np.diff(at), 0.0)
     steps = passed * pace / np.maximum(running, 1)
@@ -135,13 +138,13 @@ def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, .
 
 
 def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
-    """(times at which a request began or ended; how many run after each; the tokens a second that
-    they get together)."""
+    """Return the times at which a request began or ended, the number of running requests after
+    each, and their total tokens per second."""
     begins = np.array([each.begun_s for each in served])
     ends = np.maximum(np.array([each.ended_s for each in served]), begins + 1e-9)
     pace = np.array([each.sampled for each in served]) / (ends - begins)
     times = np.concatenate([ends, begins])
-    order = np.argsort(times, kind="stable")  # at one moment ends come first
+    order = np.argsort(times, kind="stable")  # at equal times, ends come first
     ones = np.ones(len(served))
     running = np.cumsum(np.concatenate([-ones, ones])[order])[:-1]
     return (
@@ -151,15 +154,15 @@ def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
     )
 
 
-def admitted(asked: Sequence[MeasuredRequest], room: float | None) -> list[MeasuredRequest]:
-    """``asked`` from when each had a slot, where there are ``room`` of them: who came first had the
-    first that was free."""
+def admitted(requests: Sequence[MeasuredRequest], room: float | None) -> list[MeasuredRequest]:
+    """Shift the beginning of each request to when it got one of ``room`` slots, first come, first
+    served."""
     if room is None:
-        return list(asked)
-    begins = [each.begun_s for each in asked]
+        return list(requests)
+    begins = [each.begun_s for each in requests]
     events = sorted(
-        [(each.ended_s, 0, index) for index, each in enumerate(asked)]
-        + [(each.begun_s, 1, index) for index, each in enumerate(asked)]
+        [(each.ended_s, 0, index) for index, each in enumerate(requests)]
+        + [(each.begun_s, 1, index) for index, each in enumerate(requests)]
     )
     waiting: dict[int, None] = {}
     inside: set[int] = set()
@@ -174,12 +177,12 @@ def admitted(asked: Sequence[MeasuredRequest], room: float | None) -> list[Measu
             del waiting[first]
             inside.add(first)
             begins[first] = at_s
-    return [each._replace(begun_s=begin) for each, begin in zip(asked, begins, strict=True)]
+    return [each._replace(begun_s=begin) for each, begin in zip(requests, begins, strict=True)]
 
 
 def _beside(served: Sequence[MeasuredRequest], share: float) -> tuple[list[float], list[float]]:
-    """For each request: how many ran in its engine on average while it did, itself included; and
-    the prompt tokens that were read there meanwhile."""
+    """Return, for each request, the mean number of sequences in its engine while it ran (itself
+    included) and the prompt tokens that the engine read meanwhile."""
     at, running, _ = _events(served)
     area = np.concatenate([[0.0], np.cumsum(np.maximum(running * share, 1.0) * np.diff(at))])
     begins = np.array([each.begun_s for each in served])
@@ -198,36 +201,38 @@ def _beside(served: Sequence[MeasuredRequest], share: float) -> tuple[list[float
 
 
 def _typical(rows: Floats, took: Floats) -> list[float]:
-    """As ``non_negative``, by sums of differences in place of squares, so that a stretch in which
-    the machine was at something else says as much as any other; then by as much more as all of it
-    took more."""
-    found = non_negative(rows, took)
+    """Like ``non_negative``, but minimize absolute instead of squared deviations, so that windows
+    in which the machine was busy otherwise have no undue influence. The result is scaled to the
+    total time."""
+    coefficients = non_negative(rows, took)
     least = 0.02 * float(took.mean())
     for _ in range(_ROUNDS):
-        weights = 1 / np.sqrt(np.maximum(np.abs(took - rows @ found), least))
-        found = non_negative(rows * weights[:, None], took * weights)
-    total = float((rows @ found).sum())
-    return [each * float(took.sum()) / total for each in found] if total > 0 else found
+        weights = 1 / np.sqrt(np.maximum(np.abs(took - rows @ coefficients), least))
+        coefficients = non_negative(rows * weights[:, None], took * weights)
+    total = float((rows @ coefficients).sum())
+    if total <= 0:
+        return coefficients
+    return [each * float(took.sum()) / total for each in coefficients]
 
 
 def non_negative(
-    given: Sequence[Sequence[float]] | Floats, took: Sequence[float] | Floats
+    matrix: Sequence[Sequence[float]] | Floats, took: Sequence[float] | Floats
 ) -> list[float]:
-    """Least squares with no number below zero: the best of all choices of which are zero; there are
-    few."""
-    rows, seconds = np.array(given, dtype=float), np.array(took, dtype=float)
+    """Solve least squares with non-negative coefficients by trying every subset of non-zero ones;
+    there are few."""
+    rows, seconds = np.array(matrix, dtype=float), np.array(took, dtype=float)
     num = rows.shape[1]
     best, least = [0.0] * num, float(seconds @ seconds)
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
     for size in range(1, num + 1):
         for chosen in map(list, itertools.combinations(range(num), size)):
-            found, *_ = np.linalg.lstsq(rows[:, chosen] / scale[chosen], seconds, rcond=None)
-            off = seconds - rows[:, chosen] / scale[chosen] @ found
-            if (found >= 0).all() and float(off @ off) < least * (1 - 1e-9):
+            solution, *_ = np.linalg.lstsq(rows[:, chosen] / scale[chosen], seconds, rcond=None)
+            off = seconds - rows[:, chosen] / scale[chosen] @ solution
+            if (solution >= 0).all() and float(off @ off) < least * (1 - 1e-9):
                 least = float(off @ off)
                 best = [0.0] * num
-                for index, value in zip(chosen, found / scale[chosen], strict=True):
+                for index, value in zip(chosen, solution / scale[chosen], strict=True):
                     best[index] = float(value)
     return best
 
@@ -235,8 +240,8 @@ def non_negative(
 def from_steps(
     measured: Iterable[tuple[int, float]], prompt_token_s: float, request_s: float = 0.0
 ) -> EngineRate:
-    """Of (sequences at once, seconds of a step) that were measured one by one; a step with more
-    sequences is not faster."""
+    """Return the rate from (concurrent sequences, seconds per step). A step with more sequences is
+    never faster."""
     points: list[tuple[float, float]] = []
     for sequences, step_s in sorted(measured):
         points.append((float(sequences), max(step_s, points[-1][1] if points else 0.0)))

@@ -1,14 +1,15 @@
-"""What a rollout asks of machines, without what it says: how many tokens, how many seconds of code,
-what waits for what.
+"""A rollout as a workload, without its contents: tokens, seconds of code, and dependencies.
 
-    Trajectory (ids, texts, seconds)  ──>  Rollout
-                                           └── CallShape ── TurnShape(new=120, sampled=31) ── CellShape(seconds=0.02)
-                                                                                              └── wave: [CallShape, CallShape]
-                                                                                              └── wave: [CallShape]
+    Trajectory (ids, texts, seconds)  ──>  RolloutShape
+                                           └── CallShape
+                                               └── TurnShape(new=120, sampled=31)
+                                                   └── CellShape(seconds=0.02)
+                                                       ├── wave: [CallShape, CallShape]
+                                                       └── wave: [CallShape]
 
-Calls of one cell that were under way together are one wave and begin together; a call that began
-after all of them had ended waited for them, and is the next. Leaves out how long an engine takes
-(``rate.py``) and who plays it (``simulated_rollout.py``).
+Calls of one cell that overlapped in time are one wave and begin together. A call that began after
+all of them had ended waited for them, so it belongs to the next wave. Not here: the speed of an
+engine (see ``rate.py``) and the simulation (see ``simulated_rollout.py``).
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ class CellShape(msgspec.Struct, frozen=True):
     """One execution of code."""
 
     seconds: float
-    """Of the session's own work."""
+    """Seconds of the session's own work."""
     waves: tuple[tuple[CallShape, ...], ...] = ()
-    """Calls that it makes; those of one wave at once, wave after wave."""
+    """Calls that the cell makes. Calls of one wave run concurrently, and waves run in sequence."""
 
 
 class TurnShape(msgspec.Struct, frozen=True):
-    """One request and what was done with its reply."""
+    """One request and the cells of its reply."""
 
     new: int
-    """Prompt tokens that no cache held: what an engine has to read."""
+    """Prompt tokens that no cache held, which the engine has to read."""
     context: int
-    """Tokens of the whole prompt: what it has to read once its cache is lost, as after new
-    weights."""
+    """Tokens of the whole prompt, which the engine has to read if its cache is lost, as after a
+    weight update."""
     sampled: int
     """Tokens of the reply."""
     seconds: float = 0.0
-    """That the request took where it was measured, waiting at the engine included."""
+    """Measured seconds of the request, including waiting at the engine."""
     cells: tuple[CellShape, ...] = ()
     ids: bytes = b""
-    """Of what its prompt adds to the path, and of the reply, four bytes each; empty where they are
-    not known."""
+    """Ids that the prompt adds to the path, and those of the reply, four bytes each; empty if
+    unknown."""
 
     def path(self, before: Ids) -> Ids | None:
-        """All ids of prompt and reply, where those up to the end of the reply before are
-        ``before``; None where they are not known."""
+        """Return all ids of prompt and reply, given the ids up to the end of the previous reply.
+        None if they are unknown."""
         reused = self.context + self.sampled - len(self.ids) // 4
         if not self.ids or reused > len(before):
             return None
@@ -58,21 +59,21 @@ class TurnShape(msgspec.Struct, frozen=True):
 
 
 class CallShape(msgspec.Struct, frozen=True):
-    """One call."""
+    """One call as a sequence of turns."""
 
     turns: tuple[TurnShape, ...]
     host_s: float = 0.0
-    """What it took besides requests and cells, as opening its session; spent after its first
-    reply."""
+    """Seconds apart from requests and cells, such as opening its session. They are spent after the
+    first reply."""
 
     def walk(self) -> Iterator[CallShape]:
-        """It and every call below it."""
+        """Yield this call and all its descendants."""
         yield self
         for child in self.children():
             yield from child.walk()
 
     def children(self) -> Iterator[CallShape]:
-        """The calls that its cells make, in the order of their waves."""
+        """Yield the calls that its cells make, in the order of their waves."""
         for turn in self.turns:
             for cell in turn.cells:
                 for wave in cell.waves:
@@ -80,10 +81,10 @@ class CallShape(msgspec.Struct, frozen=True):
 
 
 class RolloutShape(msgspec.Struct, frozen=True):
-    """One attempt at an item."""
+    """One rollout of an item."""
 
     roots: tuple[CallShape, ...]
-    """The root call, and its branches where there are any: all begin together."""
+    """The root call and its branches, which all begin together."""
 
     def calls(self) -> Iterator[CallShape]:
         for root in self.roots:
@@ -91,12 +92,12 @@ class RolloutShape(msgspec.Struct, frozen=True):
 
     @property
     def sampled(self) -> int:
-        """Tokens of all its replies."""
+        """Number of tokens in all replies."""
         return sum(turn.sampled for call in self.calls() for turn in call.turns)
 
     @property
     def learnt(self) -> int:
-        """Tokens that a trainer computes of it: each prompt token once, and the replies."""
+        """Number of tokens that a trainer computes: each prompt token once, and the replies."""
         return sum(_path(call) for call in self.calls())
 
 
@@ -105,7 +106,8 @@ def _path(call: CallShape) -> int:
 
 
 def shape_of(trajectory: Trajectory) -> RolloutShape:
-    """What ``trajectory`` asked for. Judges' calls, which came after its end, are left out."""
+    """Return the workload of ``trajectory``. Calls of judges, which come after its end, are
+    excluded."""
     calls = [call for call in trajectory.calls if call.kind != "judge"]
     below: dict[tuple[str, int, int], list[Call]] = {}
     for call in calls:
@@ -134,7 +136,7 @@ def shape_of(trajectory: Trajectory) -> RolloutShape:
 
 
 def waves_of(calls: list[Call], end_s: float) -> list[list[Call]]:
-    """``calls`` of one cell by who waited for whom. ``end_s`` is when one ended that has no end."""
+    """Divide the calls of one cell into waves. ``end_s`` is used for a call without an end."""
     waves: list[list[Call]] = []
     over = float("-inf")
     for call in sorted(calls, key=lambda each: each.started_s):
@@ -146,7 +148,7 @@ def waves_of(calls: list[Call], end_s: float) -> list[list[Call]]:
 
 
 def _until(wave: list[Call], end_s: float) -> float:
-    """Seconds from the beginning of a wave to the end of its last call."""
+    """Return the seconds from the beginning of a wave to the end of its last call."""
     ends = [end_s if call.ended_s is None else call.ended_s for call in wave]
     return max(ends) - min(call.started_s for call in wave)
 

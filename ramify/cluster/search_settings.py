@@ -1,10 +1,11 @@
-"""Which settings are simulated, and which of them gets most steps out of an hour.
+"""The settings to simulate, and the one with the most steps per hour.
 
     choices(…, engines=[1, 2], staleness=[0, 1])    every combination
-    splits(8)                                       1 + 7, 2 + 6, …, 7 + 1 devices for engines and trainer; and all 8 for both
+    splits(8)                                       8 devices as 1 + 7, 2 + 6, …, 7 + 1 for engines
+                                                    and trainer, or all 8 for both
 
-A device is what one engine or one rank of the trainer has to itself. On shared devices engines
-stand still while the trainer learns; what handing memory over takes is not counted.
+One engine or one trainer rank has a device to itself. On shared devices, engines pause while the
+trainer learns. Not included: the time to release and reload memory on shared devices.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from ramify.errors import ConfigError
 from ramify.progress import report_progress
 
 MOST_ROLLOUTS = 300_000
-"""Of all that is simulated at once; some hundred are played in a second."""
+"""Limit on the rollouts of all simulations together. A few hundred are simulated per second."""
 
 
 class DeviceSplit(NamedTuple):
-    """Who has the devices."""
+    """Devices of engines and of trainer ranks."""
 
     engines: int
     ranks: int
@@ -31,12 +32,12 @@ class DeviceSplit(NamedTuple):
 
 
 def splits(devices: int, engine_devices: int = 1) -> list[DeviceSplit]:
-    """All ways to share ``devices`` out, where an engine takes ``engine_devices``. Raises
-    ConfigError where there are too few."""
+    """Return all ways to divide ``devices`` if an engine takes ``engine_devices``. Raises
+    ConfigError if there are too few."""
     if devices < engine_devices or min(devices, engine_devices) < 1:
         raise ConfigError(
             f"{devices} devices have no room for an engine of {engine_devices}: give at least as "
-            "many, or an engine fewer"
+            "many, or give an engine fewer"
         )
     most = devices // engine_devices
     apart = [DeviceSplit(num, devices - num * engine_devices) for num in range(1, most + 1)]
@@ -45,20 +46,21 @@ def splits(devices: int, engine_devices: int = 1) -> list[DeviceSplit]:
 
 def choices(
     measured: SimulationInputs,
-    found: Sequence[DeviceSplit],
+    device_splits: Sequence[DeviceSplit],
     *,
     slots: Sequence[int] = (),
     staleness: Sequence[int] = (),
-    items: int = 0,
-    group: int = 0,
-    concurrency: int = 0,
+    items: int | None = None,
+    group: int | None = None,
+    concurrency: int | None = None,
     straggler_factor: float | None = None,
     grace_steps: int | None = None,
 ) -> Iterator[SimulationSetting]:
-    """Every combination; what is empty or 0 is as it was in the run."""
+    """Yield every combination of the given values. A value that is empty or None is that of the
+    run."""
     sizes = measured.sizes
     for split, num_slots, most in itertools.product(
-        found, slots or [sizes.slots], staleness or [sizes.staleness]
+        device_splits, slots or [sizes.slots], staleness or [sizes.staleness]
     ):
         yield SimulationSetting(
             engines=split.engines,
@@ -70,7 +72,7 @@ def choices(
             group=group or sizes.group,
             concurrency=concurrency or sizes.concurrency,
             on_wire=sizes.on_wire,
-            max_items=max(sizes.max_items, items) if sizes.max_items else 0,
+            max_items=max(sizes.max_items, items or 0) if sizes.max_items else 0,
             straggler_factor=sizes.straggler_factor
             if straggler_factor is None
             else straggler_factor,
@@ -89,29 +91,28 @@ def predict(
     steps: int = 20,
     seed: int = 0,
 ) -> list[SimulationResult]:
-    """What each comes to, over the same work. Raises ConfigError for more than is done in an hour
-    or so."""
+    """Simulate each setting with the same work. Raises ConfigError if that would take more than
+    about an hour."""
     num = sum(each.items * each.group * (steps + 2 * each.staleness + 1) for each in settings)
     if num > MOST_ROLLOUTS:
         raise ConfigError(
-            f"{len(settings)} settings over {steps} steps are {num} rollouts, and {MOST_ROLLOUTS} "
-            "at most are played: try "
-            "fewer settings at once (engines, slots, ranks, staleness, devices), fewer steps, or "
-            "fewer items and groups"
+            f"{len(settings)} settings over {steps} steps are {num} rollouts, and at most "
+            f"{MOST_ROLLOUTS} are simulated: try fewer settings at once (engines, slots, ranks, "
+            "staleness, devices), fewer steps, or fewer items and groups"
         )
-    found = []
-    with report_progress("simulating", len(settings), "settings") as told:
+    results = []
+    with report_progress("simulating", len(settings), "settings") as progress:
         for setting in settings:
-            found.append(simulate(measured, setting, steps=steps, seed=seed))
-            told.at(len(found))
-    return found
+            results.append(simulate(measured, setting, steps=steps, seed=seed))
+            progress.at(len(results))
+    return results
 
 
-def best(found: Sequence[SimulationResult]) -> SimulationResult:
-    """The one with most steps per hour; of those within a hundredth of it the one whose tokens are
-    freshest, then that on fewest devices."""
-    most = max(each.steps_per_hour for each in found)
-    near = [each for each in found if each.steps_per_hour >= 0.99 * most]
+def best(results: Sequence[SimulationResult]) -> SimulationResult:
+    """Return the result with the most steps per hour. Among those within one percent, prefer the
+    lowest staleness, then the fewest devices."""
+    most = max(each.steps_per_hour for each in results)
+    near = [each for each in results if each.steps_per_hour >= 0.99 * most]
     return min(
         near,
         key=lambda each: (

@@ -1,8 +1,8 @@
-"""What of a model decides memory and time: how many parameters of which kind, and how wide its
-layers are.
+"""The sizes of a model that determine memory and time: numbers of parameters and widths of layers.
 
-Counted on the model itself, made without memory for its weights (PyTorch's meta device), so that
-every architecture that trains here is counted right, tied matrices once.
+Parameters are counted on the model itself, which is created without memory for its weights
+(PyTorch's meta device). The count is therefore right for every supported architecture, and tied
+matrices count once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """Sizes of one model."""
+    """Sizes of one model. Counts are numbers of parameters unless stated otherwise."""
 
     parameters: int
     inside: int
-    """Of them in matrices inside layers: what Muon moves."""
+    """Parameters in matrices inside layers, which Muon optimizes."""
     products: int
-    """Of them in matrices that every token is multiplied by: those inside layers and the output
+    """Parameters in matrices that multiply every token: those inside layers and the output
     matrix."""
     largest_layer: int
-    """Parameters."""
+    """Parameters of the largest layer."""
     outside: int
     """Parameters outside layers."""
     layers: int
@@ -41,31 +41,31 @@ class ModelShape(msgspec.Struct, frozen=True):
     kv_heads: int
     vocabulary: int
     window: int
-    """Tokens."""
+    """Context window in tokens."""
     adapters: int = 0
-    """Parameters of adapters, where only these are trained."""
+    """Parameters of adapters, if only adapters are trained."""
 
     @property
     def trained(self) -> int:
         return self.adapters or self.parameters
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
-        """Keys and values of one position."""
+        """Return the bytes of the keys and values of one position."""
         return 2 * self.layers * self.kv_heads * self.head_size * itemsize
 
 
 def shape_of(config: Any, lora: LoraSpec | None = None) -> ModelShape:
-    """Of a Hugging Face configuration."""
+    """Return the sizes of the model that a Hugging Face configuration describes."""
     from ramify.models.load import window_of
     from ramify.train.backends.optimizers import is_inside
     from ramify.train.backends.sharding import on_meta
     from ramify.train.backends.single import layers_of
 
     model = on_meta(config)
-    named = dict(model.named_parameters())
+    params = dict(model.named_parameters())
     layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
-    parameters = sum(p.numel() for p in named.values())
-    inside = sum(p.numel() for name, p in named.items() if is_inside(name, p))
+    parameters = sum(p.numel() for p in params.values())
+    inside = sum(p.numel() for name, p in params.items() if is_inside(name, p))
     text = config.get_text_config()
     heads = text.num_attention_heads
     return ModelShape(
@@ -87,8 +87,10 @@ def shape_of(config: Any, lora: LoraSpec | None = None) -> ModelShape:
 
 
 def config_of(run: Run) -> Any:
-    """The configuration of the run's policy, without its weights. Of one whose tokenizer is trained
-    on demonstrations the vocabulary is that asked for, which is the most it can have."""
+    """Return the configuration of the run's policy without loading its weights.
+
+    If the tokenizer is trained on demonstrations, the vocabulary has its maximum size,
+    ``vocab_size``."""
     from transformers import AutoConfig
 
     from ramify.models.load import load_tokenizer, read_config
@@ -106,18 +108,21 @@ def config_of(run: Run) -> Any:
             **{"vocab_size": vocabulary, "bos_token_id": None, **spec.shape}
         )
     except (KeyError, ValueError, TypeError) as error:
-        raise ConfigError(f"policy.shape is no configuration: {error}") from None
+        raise ConfigError(f"policy.shape is not a valid configuration: {error}") from None
 
 
 def _adapters(model: nn.Module, lora: LoraSpec) -> int:
-    """A [r, columns] and B [rows, r] of each chosen matrix."""
+    """Count the parameters of LoRA adapters: A [r, columns] and B [rows, r] of each chosen
+    matrix."""
     from torch import nn
 
     from ramify.train.lora import is_chosen
 
-    chosen = [each for name, each in model.named_modules() if is_chosen(name, each, lora.targets)]
+    chosen = [
+        module for name, module in model.named_modules() if is_chosen(name, module, lora.targets)
+    ]
     return sum(
-        lora.rank * (each.in_features + each.out_features)
-        for each in chosen
-        if isinstance(each, nn.Linear)
+        lora.rank * (module.in_features + module.out_features)
+        for module in chosen
+        if isinstance(module, nn.Linear)
     )

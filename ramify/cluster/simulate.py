@@ -1,14 +1,14 @@
-"""A run in simulated time: groups begin as their staleness allows, engines and a trainer work,
-weights are published.
+"""A run in simulated time: groups begin when their staleness allows it, engines and a trainer work,
+and weights are published.
 
-    queue (simulated_queue.py) ──▶ rollouts (simulated_rollout.py) on engines (simulated_engine.py) ──▶ a step's groups
-          ▲                                                                   ▼
-          └────────── version + 1 ◀── publish ◀── learn ◀── prepare ◀─────────┘
+    queue (simulated_queue.py) ──▶ rollouts (simulated_rollout.py) on engines ──▶ a step's groups
+          ▲                                       (simulated_engine.py)                 │
+          └──────── version + 1 ◀── publish ◀── learn ◀── prepare ◀─────────────────────┘
 
-Work is drawn from whole measured groups, by the group's number and the seed alone, so that every
-setting has the same work. An evaluation takes what it took; in an asynchronous run rollouts go on
-meanwhile. Checkpoints are in what a step took besides its work and its learning. Leaves out
-failures and the network.
+Work is drawn from whole measured groups, by the group's number and the seed only, so that every
+setting has the same work. An evaluation takes its measured time; in an asynchronous run, rollouts
+continue meanwhile. Checkpoints are part of the time of publishing. Not here: failures and the
+network.
 """
 
 from __future__ import annotations
@@ -32,36 +32,37 @@ from ramify.errors import ConfigError
 
 
 class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated."""
+    """Settings of one simulation."""
 
     engines: int = 1
     slots: int = 128
-    """Sequences at once, of each engine."""
+    """Slots of each engine."""
     ranks: int = 1
-    """Of the trainer."""
+    """Ranks of the trainer."""
     shared: bool = False
-    """Engines and trainer are on the same devices: engines stand still while it learns."""
+    """Engines and trainer share devices: engines pause while the trainer learns."""
     staleness: int = 0
-    """As ``rl.sample.max_staleness``; so are the next four of ``rl.sample``."""
+    """``rl.sample.max_staleness``. The next four fields are also those of ``rl.sample``."""
     grace_steps: int = 4
     items: int
     max_items: int = 0
     straggler_factor: float = 0.0
     group: int
-    """Rollouts of each item."""
+    """Rollouts per item."""
     concurrency: int
-    """Rollouts at once."""
+    """Concurrent rollouts."""
     on_wire: int = 1_000_000
-    """Requests at once, of all rollouts together (``limits.max_concurrency``)."""
+    """Concurrent requests of all rollouts (``limits.max_concurrency``)."""
     keeps: bool = False
-    """What engines computed for a call stays in its slot, and is lost where others need that."""
+    """An engine's cache is its slots: what it computed for a call is lost when another takes the
+    slot."""
     cache_tokens: int = 0
-    """That an engine's cache has room for; 0: for whatever is in its slots."""
+    """Capacity of an engine's cache in tokens; 0: unlimited."""
     evaluate: int = 0
-    """Steps between evaluations; 0: none."""
+    """Steps between evaluations; 0: never."""
     embedded: bool = False
-    """The engine is in the trainer's process, and shares its processors where it is known what each
-    part takes of them."""
+    """The engine is in the trainer's process. It shares CPU cores with the other parts if their use
+    of them is known."""
 
     @property
     def max_staleness(self) -> int:
@@ -69,7 +70,7 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_token_staleness(self) -> int:
-        """Versions that the weights have gone on, at most, when a token is learnt from."""
+        """Return the maximum number of versions between sampling a token and learning from it."""
         return self.staleness + self.grace_steps if self.staleness else 0
 
     def __post_init__(self) -> None:
@@ -85,52 +86,51 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not (self.straggler_factor == 0 or 1 <= self.straggler_factor < float("inf")):
             raise ConfigError(
-                f"straggler_factor={self.straggler_factor:g} is times the median: at least 1, or 0 "
-                "for never"
+                f"straggler_factor={self.straggler_factor:g} is a multiple of the median: give at "
+                "least 1, or 0 for never"
             )
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a setting comes to. The first and the last ``staleness + 1`` steps, in which fewer
-    groups are open, are left out."""
+    """Predicted figures of a setting. The first and the last ``staleness + 1`` steps, in which
+    fewer groups are open, are excluded."""
 
     setting: SimulationSetting
     steps: int
-    """That were counted."""
+    """Number of steps counted."""
     step_s: float
-    """Median seconds from the end of a step to the end of the next."""
+    """Median seconds from the end of one step to the end of the next."""
     step_90_s: float
-    """Nine steps of ten take at most so long."""
+    """90th percentile of these seconds."""
     step_mean_s: float
     engine_busy: float
-    """Share of time in which an engine steps; of all engines."""
+    """Share of time in which an engine decodes, averaged over engines."""
     at_once: float
-    """Sequences in slots, of each engine, on average."""
+    """Mean number of sequences in the slots of an engine."""
     trainer_busy: float
     """Share of time in which the trainer learns or publishes."""
     staleness: float
-    """Versions between sampling and learning, mean over tokens."""
+    """Mean number of versions between sampling and learning, over tokens."""
     staleness_max: int
     sampled_per_s: float
-    """Tokens, of all engines."""
+    """Tokens per second sampled by all engines."""
     learnt_per_s: float
-    """Tokens that the trainer computes."""
+    """Tokens per second processed by the trainer."""
     stragglers: float
-    """Rollouts that were given up, per step."""
+    """Rollouts given up per step."""
     computed_s: float = 0.0
-    """Processor seconds of a step's rollouts, where these are known: of the embedded engine, the
-    loop and sessions."""
+    """CPU seconds of a step's rollouts (embedded engine, event loop and sessions), if known."""
     evaluating_s: float = 0.0
-    """Per step, which are no part of the step's seconds."""
+    """Seconds of evaluation per step, which are not part of ``step_s``."""
 
     @property
     def steps_per_hour(self) -> float:
-        """Evaluations counted."""
+        """Return the steps per hour, including the time of evaluations."""
         return 3600 / (self.step_mean_s + self.evaluating_s)
 
 
 class _StepCounts(msgspec.Struct):
-    """Counts at the end of one step."""
+    """Cumulative counts at the end of one step."""
 
     at_s: float
     evaluating_s: float
@@ -142,7 +142,7 @@ class _StepCounts(msgspec.Struct):
     computed_s: float = 0.0
     learnt: int = 0
     behind: list[tuple[int, float]] = []
-    """(versions, tokens) of what this step learnt from."""
+    """(staleness in versions, tokens) of the spans that this step learns from."""
 
 
 def simulate(
@@ -153,32 +153,32 @@ def simulate(
     seed: int = 0,
     in_order: bool = False,
 ) -> SimulationResult:
-    """What ``setting`` comes to over ``steps`` steps. ``in_order``: groups come as they were
-    measured, one after the other, in place of being drawn."""
+    """Simulate ``steps`` steps with ``setting``. ``in_order``: use the groups in their measured
+    order instead of drawing them."""
     if steps < 1:
         raise ConfigError(f"steps={steps} must be at least 1")
     return _Simulation(measured, setting, seed, in_order).run(steps)
 
 
 class _Simulation:
+    """State of one simulation."""
+
     def __init__(
         self, measured: SimulationInputs, setting: SimulationSetting, seed: int, in_order: bool
     ) -> None:
-        self._measured, self._setting, self._seed, self._in_order = (
-            measured,
-            setting,
-            seed,
-            in_order,
-        )
+        self._measured = measured
+        self._setting = setting
+        self._seed = seed
+        self._in_order = in_order
         self._env = Environment()
         rate = measured.rate
-        kept = [
+        caches = [
             SimulatedCache(setting.slots, measured.longest) if setting.keeps else None
             for _ in range(setting.engines)
         ]
         self._engines = [
-            SimulatedEngine(self._env, rate, setting.slots, each, setting.cache_tokens)
-            for each in kept
+            SimulatedEngine(self._env, rate, setting.slots, cache, setting.cache_tokens)
+            for cache in caches
         ]
         self._stage = SimulatedStage(
             self._env,
@@ -190,7 +190,7 @@ class _Simulation:
             embedded=setting.embedded,
         )
         self._trainer_busy_s = self._evaluating_s = self._learnt_s = 0.0
-        self._seen: list[_StepCounts] = []
+        self._counts: list[_StepCounts] = []
 
     def run(self, steps: int) -> SimulationResult:
         around = self._setting.staleness + 1
@@ -199,9 +199,10 @@ class _Simulation:
             self._env, self._stage, self._setting, self._drawn, self._setting.group, num_steps
         )
         self._env.run(until=self._env.process(self._train(queue, num_steps)))
-        return self._predicted(around, steps)
+        return self._result(around, steps)
 
     def _drawn(self, number: int) -> tuple[Sequence[RolloutShape], bool]:
+        """Return the rollouts of group ``number``, and whether it has no signal."""
         draw = random.Random(f"{self._seed}/group/{number}")
         of = number % len(self._measured.groups) if self._in_order else None
         rollouts = self._measured.group(draw, self._setting.group, of)
@@ -209,59 +210,59 @@ class _Simulation:
 
     def _train(self, queue: SimulatedQueue, num_steps: int) -> Generator[Event, Any, None]:
         for step in range(num_steps):
-            taken = yield from queue.take(step)
+            groups = yield from queue.take(step)
             draw = random.Random(f"{self._seed}/step/{step}")
-            whole = [
-                attempt for group in taken for attempt in group.attempts if not attempt.is_given_up
+            completed = [
+                attempt for group in groups for attempt in group.attempts if not attempt.is_given_up
             ]
-            num_learnt = sum(attempt.rollout.learnt for attempt in whole)
+            num_learnt = sum(attempt.rollout.learnt for attempt in completed)
             yield self._env.timeout(self._measured.prepare(draw))
             learn_s, publish_s = self._measured.learn(draw, num_learnt, self._setting.ranks)
             yield from self._learn(learn_s)
-            yield from self._held(publish_s, True)
+            yield from self._wait(publish_s, True)
             for engine in self._engines:
                 engine.take(step + 1)
             queue.newer(step + 1)
             self._trainer_busy_s += learn_s + publish_s
-            self._note(step, num_learnt, taken, queue.num_stragglers)
+            self._note(step, num_learnt, groups, queue.num_stragglers)
             if self._setting.evaluate and (step + 1) % self._setting.evaluate == 0:
                 yield self._env.timeout(self._measured.evaluate_s)
                 self._evaluating_s += self._measured.evaluate_s
 
     def _learn(self, seconds: float) -> Generator[Event, Any, None]:
-        """On the engine's devices, on the processors that all share, or on others."""
+        """Spend ``seconds`` learning: on the engines' devices, on shared CPU cores, or on separate
+        devices."""
         cores = self._stage.cores
         if self._setting.embedded and cores is not None:
             yield cores.session(seconds)
             self._learnt_s += seconds
         else:
-            yield from self._held(seconds, self._setting.shared)
+            yield from self._wait(seconds, self._setting.shared)
 
-    def _held(self, seconds: float, holds_engines: bool) -> Generator[Event, Any, None]:
-        """Let ``seconds`` pass, in which engines stand still or not."""
-        held = self._engines if holds_engines else []
-        for engine in held:
+    def _wait(self, seconds: float, pauses_engines: bool) -> Generator[Event, Any, None]:
+        """Let ``seconds`` pass, optionally with the engines paused."""
+        paused = self._engines if pauses_engines else []
+        for engine in paused:
             engine.pause()
         yield self._env.timeout(seconds)
-        for engine in held:
+        for engine in paused:
             engine.resume()
 
-    # --- what is seen
-    # --------------------------------------------------------------------------------------------
+    # --- counts -----------------------------------------------------------------------------------
 
     def _note(
-        self, step: int, num_learnt: int, taken: Sequence[SimulatedGroup], stragglers: int
+        self, step: int, num_learnt: int, groups: Sequence[SimulatedGroup], stragglers: int
     ) -> None:
         for engine in self._engines:
             engine.settle()
         spans = [
             span
-            for group in taken
+            for group in groups
             for attempt in group.attempts
             if not attempt.is_given_up
             for span in attempt.spans
         ]
-        self._seen.append(
+        self._counts.append(
             _StepCounts(
                 self._env.now,
                 self._evaluating_s,
@@ -277,22 +278,23 @@ class _Simulation:
         )
 
     def _computed(self) -> float:
+        """Return the CPU seconds used so far, without learning."""
         cores = self._stage.cores
         if cores is None:
             return 0.0
         cores.settle()
         return cores.used_s - self._learnt_s
 
-    def _predicted(self, first: int, num: int) -> SimulationResult:
-        before, seen = self._seen[first - 1], self._seen[first : first + num]
-        last, engines = seen[-1], self._setting.engines
+    def _result(self, first: int, num: int) -> SimulationResult:
+        before, counted = self._counts[first - 1], self._counts[first : first + num]
+        last, engines = counted[-1], self._setting.engines
         took = last.at_s - before.at_s
         step_s = [
             now.at_s - then.at_s - (now.evaluating_s - then.evaluating_s)
-            for then, now in itertools.pairwise([before, *seen])
+            for then, now in itertools.pairwise([before, *counted])
         ]
-        behind = [each for step in seen for each in step.behind]
-        tokens = sum(each for _, each in behind)
+        behind = [span for step in counted for span in step.behind]
+        tokens = sum(num_tokens for _, num_tokens in behind)
         return SimulationResult(
             setting=self._setting,
             steps=num,
@@ -305,7 +307,7 @@ class _Simulation:
             staleness=sum(age * each for age, each in behind) / tokens if tokens else 0.0,
             staleness_max=max((age for age, _ in behind), default=0),
             sampled_per_s=(last.sampled - before.sampled) / took,
-            learnt_per_s=sum(each.learnt for each in seen) / took,
+            learnt_per_s=sum(step.learnt for step in counted) / took,
             stragglers=(last.stragglers - before.stragglers) / num,
             computed_s=(last.computed_s - before.computed_s) / num,
             evaluating_s=self._measured.evaluate_s / self._setting.evaluate
@@ -315,7 +317,7 @@ class _Simulation:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of ``values`` do not exceed.
+    """Return the smallest value that at least ``share`` of ``values`` do not exceed.
 
     >>> quantile([4.0, 1.0, 3.0, 2.0], 0.5)
     2.0

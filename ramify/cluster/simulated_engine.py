@@ -1,16 +1,16 @@
-"""An engine in simulated time: slots, one pace for all that decode, prompts that everybody waits
-for.
+"""An engine in simulated time: slots, one pace for all sequences that decode, and prompts for which
+all of them wait.
 
-    asked ──▶ waiting ── a slot is free ──▶ prompt is read (the others stand still) ──▶ decoding ──▶ event with its spans
+    request ──▶ waiting ── slot is free ──▶ prompt is read ──▶ decoding ──▶ event with its spans
+                                            (others pause)
 
-All sequences in an engine get a token per step, and a step takes ``rate.step_s(how many there
-are)``. So one number, the steps that have gone by, says how far each of them is; it is brought up
-to date where something changes, and the next to end is the one with the smallest number of steps at
-its end.
+All sequences of an engine get one token per step, and a step takes ``rate.step_s(sequences)``. A
+single number, the steps so far, therefore gives the progress of every sequence. It is updated when
+something changes. The next sequence to end is the one with the fewest steps at its end.
 
-What of a prompt has to be read is what it was where it was measured, or what its ``kept`` slots
-say. Sequences that the cache has no room for wait; the real engine lets some begin, and throws them
-out again when they grow.
+The number of prompt tokens to read is the measured one, or follows from the contents of the slots
+(``cache``). Sequences that do not fit the cache wait. (The real engine lets some of them begin, and
+evicts them when they grow.)
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ramify.cluster.rate import EngineRate
 from ramify.cluster.simulated_cache import Ids, SimulatedCache
 
 Spans = list[tuple[int, float]]
-"""(version of the weights, tokens that they sampled), in order."""
+"""(version of the weights, tokens sampled with it), in order."""
 
 
 class SimulatedPrefix(NamedTuple):
-    """A request's ids, where they are known."""
+    """Token ids of a request, if they are known."""
 
     ids: Ids
-    """Prompt and reply."""
+    """Ids of prompt and reply."""
     affinity: str
-    """The call's id."""
+    """Id of the call."""
 
 
 class _RunningSequence:
-    """One sequence in a slot."""
+    """One sequence that waits for a slot or decodes in one."""
 
     def __init__(
         self,
@@ -51,63 +51,68 @@ class _RunningSequence:
         owner: object,
         known: SimulatedPrefix | None,
     ) -> None:
-        self.new, self.context, self.sampled, self.done, self.owner = (
-            new,
-            context,
-            sampled,
-            done,
-            owner,
-        )
+        self.new = new
+        self.context = context
+        self.sampled = sampled
+        self.done = done
+        self.owner = owner
         self.known = known
         self.slot: int | None = None
-        """Where ``kept`` has it."""
+        """Its slot in the cache."""
         self.begun: float | None = None
-        """Steps of the engine when it got its slot; None while it waits for one."""
+        """Steps of the engine when it got its slot; None while it waits."""
         self.spans: Spans = []
-        self.told = 0.0
-        """Tokens that ``spans`` hold."""
+        self.num_recorded = 0.0
+        """Number of tokens in ``spans``."""
 
 
 class SimulatedEngine:
-    """One engine."""
+    """One engine that serves requests of rollouts."""
 
     def __init__(
         self,
         env: Environment,
         rate: EngineRate,
         slots: int,
-        kept: SimulatedCache | None = None,
+        cache: SimulatedCache | None = None,
         cache_tokens: int = 0,
     ) -> None:
-        """``kept``: what slots hold, where a cache is nothing but its slots. ``cache_tokens``: that
-        all slots together have room for; 0: no bound."""
+        """``cache`` models the contents of the slots, if they are the only cache. ``cache_tokens``
+        is the capacity of all slots together; 0: unlimited."""
         self.version = 0
         self.in_flight = 0
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         self.trees = 0
-        """Rollouts that were sent here."""
+        """Number of rollouts assigned to this engine."""
         self.busy_s = 0.0
         self.sequence_s = 0.0
-        """Sequences in slots, summed over time."""
+        """Number of sequences in slots, integrated over time."""
         self.sampled = 0.0
         self.read = 0.0
-        """Prompt tokens."""
-        self.told: Callable[[], None] = lambda: None
-        """To be called when ``wants`` changes."""
+        """Number of prompt tokens read."""
+        self.on_wants_changed: Callable[[], None] = lambda: None
+        """Called when ``wants`` changes."""
         self.wants = False
-        """Whether there is something to compute."""
+        """True if there is something to compute."""
         self._pace = 1.0
-        self._kept, self._cache_tokens = kept, cache_tokens
-        self._env, self._rate, self._slots = env, rate, slots
-        self._steps, self._debt_s, self._at = 0.0, 0.0, env.now
+        self._cache = cache
+        self._cache_tokens = cache_tokens
+        self._env = env
+        self._rate = rate
+        self._slots = slots
+        self._steps = 0.0
+        self._debt_s = 0.0
+        """Seconds of prompts that are still to be read."""
+        self._at = env.now
         self._running: list[tuple[float, int, _RunningSequence]] = []
         self._waiting: deque[_RunningSequence] = deque()
-        self._ids, self._alarm = itertools.count(), 0
+        self._ids = itertools.count()
+        self._alarm = 0
         self._paused = 0
 
     @property
     def pace(self) -> float:
-        """Seconds of its own that pass in one of all others'."""
+        """Seconds of engine time that pass per second of simulated time."""
         return self._pace
 
     @pace.setter
@@ -125,59 +130,60 @@ class SimulatedEngine:
         owner: object = None,
         known: SimulatedPrefix | None = None,
     ) -> Event:
-        """Ask for ``sampled`` tokens after a prompt of ``context``, of which ``new`` are in no
-        cache. The event's value are the spans. ``owner`` may ``cancel`` it."""
+        """Request ``sampled`` tokens after a prompt of ``context`` tokens, of which ``new`` are in
+        no cache. The value of the returned event is the spans. ``owner`` may ``cancel`` the
+        request."""
         done = self._env.event()
         self.in_flight += 1
         self._catch_up()
         self._waiting.append(_RunningSequence(new, context, sampled, done, owner, known))
-        self._go_on()
+        self._reschedule()
         return done
 
     def cancel(self, owner: object) -> None:
-        """End all that ``owner`` has here, as far as it is."""
+        """End all requests of ``owner`` at their current length."""
         self._catch_up()
-        gone = [each for _, _, each in self._running if each.owner is owner]
-        gone += [each for each in self._waiting if each.owner is owner]
+        cancelled = [each for _, _, each in self._running if each.owner is owner]
+        cancelled += [each for each in self._waiting if each.owner is owner]
         self._running = [entry for entry in self._running if entry[2].owner is not owner]
         heapq.heapify(self._running)
         self._waiting = deque(each for each in self._waiting if each.owner is not owner)
-        for each in gone:
+        for each in cancelled:
             self._end(each)
-        self._go_on()
+        self._reschedule()
 
     def pause(self) -> None:
-        """Stand still until as many ``resume``."""
+        """Stop until ``resume`` has been called as often as ``pause``."""
         self._catch_up()
         self._paused += 1
-        self._go_on()
+        self._reschedule()
 
     def resume(self) -> None:
         self._catch_up()
         self._paused -= 1
-        self._go_on()
+        self._reschedule()
 
     def take(self, version: int) -> None:
-        """New weights: what was computed is lost, and what runs is read again as far as it is."""
+        """Load new weights. Caches are lost, so running sequences are read again up to their
+        current length."""
         self._catch_up()
         for _, _, each in self._running:
-            self._tell(each)
-            self._reads(each.context + each.told)
-        if self._kept is not None:
-            self._kept.forget()
+            self._record(each)
+            self._reads(each.context + each.num_recorded)
+        if self._cache is not None:
+            self._cache.forget()
         self.version = version
-        self._go_on()
+        self._reschedule()
 
     def settle(self) -> None:
-        """Bring what is counted up to now."""
+        """Bring all counters up to the current time."""
         self._catch_up()
-        self._go_on()
+        self._reschedule()
 
-    # --- time
-    # ----------------------------------------------------------------------------------------------------
+    # --- time -------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Let the time since the last change have been."""
+        """Account for the time since the last change."""
         passed, self._at = self._env.now - self._at, self._env.now
         if self._paused or not self._running or passed <= 0:
             return
@@ -188,8 +194,8 @@ class SimulatedEngine:
         self._debt_s -= read_s
         self._steps += (own_s - read_s) / self._rate.step_s(len(self._running))
 
-    def _go_on(self) -> None:
-        """Fill free slots, and wake up when the next sequence ends."""
+    def _reschedule(self) -> None:
+        """Fill free slots, and schedule a wake-up for when the next sequence ends."""
         while self._waiting and len(self._running) < self._room() and not self._paused:
             each = self._waiting.popleft()
             each.begun = self._steps
@@ -198,12 +204,12 @@ class SimulatedEngine:
         wants = bool(self._running) and not self._paused
         if wants != self.wants:
             self.wants = wants
-            self.told()
+            self.on_wants_changed()
         self._ring()
 
     def _room(self) -> int:
-        """Slots that there may be: all are as long as the longest sequence inside, and the next,
-        will need, a power of two."""
+        """Return the number of slots that fit the cache. All slots have the length of the longest
+        sequence, running or next, rounded up to a power of two."""
         if not self._cache_tokens:
             return self._slots
         inside = itertools.chain((entry[2] for entry in self._running), [self._waiting[0]])
@@ -213,7 +219,7 @@ class SimulatedEngine:
         )
 
     def _ring(self) -> None:
-        """Wake up when the next sequence ends."""
+        """Schedule a wake-up for when the next sequence ends."""
         self._alarm += 1
         if self._running and not self._paused and self._pace > 0:
             left = max(self._running[0][0] - self._steps, 0.0)
@@ -226,10 +232,10 @@ class SimulatedEngine:
         self._debt_s += self._rate.prompt_token_s * tokens
 
     def _to_read(self, each: _RunningSequence) -> int:
-        """Prompt tokens of what has just got a slot that have to be computed."""
-        if self._kept is None or each.known is None:
+        """Return the number of prompt tokens to compute for a sequence that has just got a slot."""
+        if self._cache is None or each.known is None:
             return each.new
-        admitted = self._kept.admit(each.known.ids[: each.context], each.known.affinity)
+        admitted = self._cache.admit(each.known.ids[: each.context], each.known.affinity)
         if admitted is None:
             return each.new
         each.slot, read = admitted
@@ -240,32 +246,33 @@ class SimulatedEngine:
             return
         self._catch_up()
         next_end = self._running[0][0]
-        self._steps, self._debt_s = max(self._steps, next_end), 0.0  # what is off is rounding
+        self._steps, self._debt_s = max(self._steps, next_end), 0.0  # remove rounding errors
         while self._running and self._running[0][0] <= self._steps:
             self._end(heapq.heappop(self._running)[2])
-        self._go_on()
+        self._reschedule()
 
     def _end(self, each: _RunningSequence) -> None:
-        self._tell(each)
+        self._record(each)
         self.in_flight -= 1
-        self.sampled += each.told
-        if self._kept is not None and each.known is not None and each.slot is not None:
-            self._kept.release(each.slot, each.known.ids[: each.context + max(1, int(each.told))])
+        self.sampled += each.num_recorded
+        if self._cache is not None and each.known is not None and each.slot is not None:
+            length = each.context + max(1, int(each.num_recorded))
+            self._cache.release(each.slot, each.known.ids[:length])
         each.done.succeed(each.spans)
 
-    def _tell(self, each: _RunningSequence) -> None:
-        """Write down which weights sampled what ``each`` has got since the last time."""
+    def _record(self, each: _RunningSequence) -> None:
+        """Record which weights sampled the tokens since the last record."""
         if each.begun is None:
             return
-        tokens = min(self._steps - each.begun, each.sampled) - each.told
+        tokens = min(self._steps - each.begun, each.sampled) - each.num_recorded
         if tokens > 0:
             each.spans.append((self.version, tokens))
-            each.told += tokens
+            each.num_recorded += tokens
 
 
 def pick(engines: list[SimulatedEngine]) -> SimulatedEngine:
-    """For a new tree: the engine with least to do, of equals the one with fewest trees, as
-    ``inference/http/fleet.py``."""
-    found = min(engines, key=lambda each: (each.in_flight, each.trees))
-    found.trees += 1
-    return found
+    """Choose the engine of a new tree: the least busy one, and among equals the one with the fewest
+    trees, as in ``inference/http/fleet.py``."""
+    engine = min(engines, key=lambda each: (each.in_flight, each.trees))
+    engine.trees += 1
+    return engine

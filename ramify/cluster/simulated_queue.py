@@ -1,8 +1,8 @@
-"""A run's queue of groups in simulated time, by the rules of the real one
+"""The queue of groups in simulated time, with the rules of the real one
 (``train/admission_rules.py``).
 
-A test has both of them decide the same. Leaves out what a rollout is (``simulated_rollout.py``) and
-what learning takes.
+A test checks that both make the same decisions. Not here: the course of a rollout (see
+``simulated_rollout.py``) and the time of learning (see ``simulate.py``).
 """
 
 from __future__ import annotations
@@ -20,34 +20,36 @@ from ramify.cluster.simulated_rollout import SimulatedRollout, SimulatedStage
 from ramify.train.admission_rules import AdmissionRules, room, suffice, too_slow
 
 Draw = Callable[[int], tuple[Sequence[RolloutShape], bool]]
-"""A group's number -> its rollouts, and whether nothing can be learnt from it."""
+"""Group number -> its rollouts, and whether the group has no signal."""
 
 
 class StragglerRules(AdmissionRules, Protocol):
-    """What of a setting decides here; see ``simulate.SimulationSetting``."""
+    """The part of a setting that the queue uses; see ``simulate.SimulationSetting``."""
 
     @property
     def straggler_factor(self) -> float: ...
 
 
 class SimulatedGroup:
-    """A group that was begun and not taken yet."""
+    """A group that has begun and has not been taken by a step."""
 
     def __init__(
         self, number: int, attempts: Sequence[SimulatedRollout], has_no_signal: bool
     ) -> None:
-        self.number, self.attempts, self.is_silent_then = number, attempts, has_no_signal
+        self.number = number
+        self.attempts = attempts
+        self.will_have_no_signal = has_no_signal
         self.step: int | None = None
-        """Steps that had made the weights when its first rollout began; None while none has."""
+        """Version of the weights when its first rollout began; None before."""
         self.is_whole = False
 
     @property
     def has_no_signal(self) -> bool:
-        return self.is_whole and self.is_silent_then
+        return self.is_whole and self.will_have_no_signal
 
 
 class SimulatedQueue:
-    """The groups of one run of ``num_steps`` steps."""
+    """Groups of one run of ``num_steps`` steps."""
 
     def __init__(
         self,
@@ -59,26 +61,24 @@ class SimulatedQueue:
         num_steps: int,
     ) -> None:
         self.num_stragglers = 0
-        self._env, self._stage, self._rules, self._draw, self._num_steps = (
-            env,
-            stage,
-            rules,
-            draw,
-            num_steps,
-        )
+        self._env = env
+        self._stage = stage
+        self._rules = rules
+        self._draw = draw
+        self._num_steps = num_steps
         self._step = self._next = 0
         self._open: list[SimulatedGroup] = []
         self._took_s: deque[float] = deque(maxlen=rules.items * per_item)
         self._news = env.event()
 
     def take(self, step: int) -> Generator[Event, Any, list[SimulatedGroup]]:
-        """The groups of step ``step``, once they are there."""
+        """Wait for and return the groups of step ``step``."""
         self._at(step)
         while True:
             self._note_begun()
             self._begin()
             if suffice(self._rules, self._open, self._whole(), self._step):
-                return self._taken()
+                return self._take_groups()
             wait_s = self._give_up_slow_ones()
             yield (
                 self._news
@@ -87,13 +87,12 @@ class SimulatedQueue:
             )
 
     def newer(self, step: int) -> None:
-        """The weights are those that ``step`` steps made."""
+        """Handle the weights of step ``step``: more groups may begin."""
         if self._rules.max_staleness:
             self._at(step)
             self._begin()
 
-    # --- what begins
-    # ---------------------------------------------------------------------------------------------
+    # --- begin groups -----------------------------------------------------------------------------
 
     def _at(self, step: int) -> None:
         self._note_begun()
@@ -111,9 +110,9 @@ class SimulatedQueue:
             group = SimulatedGroup(self._next, attempts, has_no_signal)
             self._next += 1
             self._open.append(group)
-            self._env.process(self._played(group))
+            self._env.process(self._play(group))
 
-    def _played(self, group: SimulatedGroup) -> Generator[Event, Any, None]:
+    def _play(self, group: SimulatedGroup) -> Generator[Event, Any, None]:
         for attempt in group.attempts:
             self._env.process(self._stage.play(attempt))
             attempt.over.callbacks.append(partial(self._over, attempt))
@@ -126,15 +125,14 @@ class SimulatedQueue:
         if attempt.took_s is not None:
             self._took_s.append(attempt.took_s)
 
-    # --- what is waited for
-    # --------------------------------------------------------------------------------------
+    # --- wait for groups --------------------------------------------------------------------------
 
     def _whole(self) -> list[SimulatedGroup]:
         return [each for each in self._open if each.is_whole]
 
     def _give_up_slow_ones(self) -> float | None:
-        """Give up the rollouts that alone hold the step up, if any do; else seconds until some
-        might."""
+        """Give up the rollouts that alone hold up the step. If there are none, return the seconds
+        until there may be."""
         straggler_factor = self._rules.straggler_factor
         if not straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None
@@ -147,24 +145,24 @@ class SimulatedQueue:
                 attempt.give_up()
         return wait_s
 
-    def _time_left(self, each: SimulatedGroup, bound: float) -> float | None:
-        began = [attempt.began_at for attempt in _unfinished(each)]
+    def _time_left(self, group: SimulatedGroup, bound: float) -> float | None:
+        began = [attempt.began_at for attempt in _unfinished(group)]
         known = [at for at in began if at is not None]
         return None if not known or len(known) < len(began) else max(known) + bound - self._env.now
 
-    def _taken(self) -> list[SimulatedGroup]:
+    def _take_groups(self) -> list[SimulatedGroup]:
+        """Remove and return the groups of a step; those with signal come first."""
         rules = self._rules
         whole = self._whole()
-        zero_variance, with_signal = (
-            [each for each in whole if each.has_no_signal],
-            [each for each in whole if not each.has_no_signal],
-        )
-        taken = with_signal[: rules.items]
-        taken += zero_variance[: rules.items - len(taken)]
-        gone = whole if not rules.max_staleness else [*taken, *zero_variance]
-        self._open = [each for each in self._open if each not in gone]
-        return taken
+        zero_variance = [group for group in whole if group.has_no_signal]
+        with_signal = [group for group in whole if not group.has_no_signal]
+        groups = with_signal[: rules.items]
+        groups += zero_variance[: rules.items - len(groups)]
+        # A synchronous run also drops complete groups that the step does not need.
+        closed = whole if not rules.max_staleness else [*groups, *zero_variance]
+        self._open = [group for group in self._open if group not in closed]
+        return groups
 
 
-def _unfinished(each: SimulatedGroup) -> list[SimulatedRollout]:
-    return [attempt for attempt in each.attempts if not attempt.over.triggered]
+def _unfinished(group: SimulatedGroup) -> list[SimulatedRollout]:
+    return [attempt for attempt in group.attempts if not attempt.over.triggered]

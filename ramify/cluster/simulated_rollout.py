@@ -1,10 +1,10 @@
-"""A rollout in simulated time: its calls in their order, on engines, cells and what the host takes.
+"""A rollout in simulated time: its calls in order, on engines, in sessions and in the host.
 
-    call:  request ──▶ host_s ──▶ cell ──▶ wave of calls, all at once ──▶ next wave … ──▶ next request
+    call:  request ──▶ host_s ──▶ cell ──▶ wave of concurrent calls ──▶ next wave … ──▶ next request
 
-A tree's calls all go to one engine. A call that waits for its children holds no slot, and no place
-on the wire. Where processors are shared (``cores.py``) a request takes its share of the loop, a
-cell and what the host takes of theirs; else both take as long as they were measured.
+All calls of a tree go to one engine. A call that waits for its children holds neither a slot nor a
+connection. If CPU cores are shared (``cores.py``), requests use the event loop, and cells and host
+time use cores. Otherwise both take their measured time.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _NOTHING = np.empty(0, np.int32)
 
 
 class SimulatedRollout:
-    """One rollout, from when it was asked for to its end."""
+    """One rollout from its request to its end."""
 
     def __init__(self, rollout: RolloutShape, over: Event) -> None:
         self.rollout = rollout
         self.over = over
-        """Happens when it has ended, or was given up."""
+        """Succeeds when the rollout has ended or was given up."""
         self.began_at: float | None = None
         """None while it waits for a place."""
         self.took_s: float | None = None
-        """None while it goes on, and where it was given up."""
+        """None until it has ended, and if it was given up."""
         self.is_given_up = False
         self.engine: SimulatedEngine | None = None
         self.spans: Spans = []
 
     def give_up(self) -> None:
-        """Let its group go on without it; what it has on its engine ends."""
+        """Let its group continue without it, and cancel its requests."""
         self.is_given_up = True
         if self.engine is not None:
             self.engine.cancel(self)
@@ -51,18 +51,17 @@ class SimulatedRollout:
 
 
 class TrainerHost(msgspec.Struct, frozen=True):
-    """What the machine with the trainer computes besides engine and learning."""
+    """CPU use of the trainer's machine other than engine and learning."""
 
     cores: int
     request_s: float
-    """Of a core, that the event loop computes for one request."""
+    """CPU seconds of the event loop per request."""
     session_share: float
-    """Of the seconds that sessions were measured to work, what they computed; the rest they waited
-    for a core."""
+    """Share of the measured session time that was computing; the rest was waiting for a core."""
 
 
 class SimulatedStage:
-    """Where rollouts are played."""
+    """Runs rollouts on engines and CPU cores."""
 
     def __init__(
         self,
@@ -75,19 +74,23 @@ class SimulatedStage:
         *,
         embedded: bool = False,
     ) -> None:
-        """``at_once``: rollouts; ``on_wire``: requests, of all rollouts together. ``host``: whose
-        processors are shared, by the first engine, too, where it is ``embedded``."""
-        self.env, self.engines = env, engines
+        """``at_once`` limits concurrent rollouts, and ``on_wire`` the concurrent requests of all of
+        them. ``host`` describes the shared CPU cores, which the first engine uses too if it is
+        ``embedded``."""
+        self.env = env
+        self.engines = engines
         self.cores = (
             None
             if host is None
             else SimulatedCores(env, host.cores, engines[0] if embedded else None)
         )
-        self._rate, self._host = rate, host
-        self._room, self._wire = Resource(env, at_once), Resource(env, on_wire)
+        self._rate = rate
+        self._host = host
+        self._room = Resource(env, at_once)
+        self._wire = Resource(env, on_wire)
 
     def play(self, attempt: SimulatedRollout) -> Process:
-        """From when it waits for a place until its end."""
+        """Wait for a place and run the rollout to its end."""
         with self._room.request() as place:
             yield place
             attempt.began_at = self.env.now
@@ -101,7 +104,7 @@ class SimulatedStage:
             attempt.over.succeed()
 
     def session(self, seconds: float) -> Event:
-        """What was measured to take a session so long."""
+        """Spend the time that a session was measured to take."""
         if self.cores is None or self._host is None:
             return self.env.timeout(seconds)
         return self.cores.session(seconds * self._host.session_share)
@@ -126,10 +129,10 @@ class SimulatedStage:
                 for wave in cell.waves:
                     if attempt.is_given_up:
                         return
-                    begun = [
+                    calls = [
                         self._call(child, attempt, f"{name}.{next(children)}") for child in wave
                     ]
-                    yield self.env.all_of([self.env.process(each) for each in begun])
+                    yield self.env.all_of([self.env.process(call_steps) for call_steps in calls])
             if attempt.is_given_up:
                 return
         if not call.turns and call.host_s:

@@ -1,13 +1,16 @@
-"""What a finished run's folder says of how long things take: the material of a simulation.
+"""Measurements of a finished run, read from its folder, as the inputs of a simulation.
 
-    OUT/rollouts/step-*.jsonl    whole trees, by groups: what a rollout asks for; requests with their seconds: the engine's rate
-    OUT/metrics.jsonl            work_s, learn_s and when each step ended: learning, publishing, what comes between
-    OUT/processors.jsonl         where engine, loop and sessions share processors: what each of them computed
-    OUT/checkpoints/*/state.json the run's own sizes: items, group, concurrency, slots, ranks
+    OUT/rollouts/step-*.jsonl     whole call trees by group: the workload of a rollout; requests
+    with
+                                  their seconds: the engine's rate
+    OUT/metrics.jsonl             work_s, learn_s and the end of each step: time of learning,
+                                  publishing and what lies between
+    OUT/processors.jsonl          CPU time of engine, event loop and sessions, if they share cores
+    OUT/checkpoints/*/state.json  sizes of the run: items, group, concurrency, slots, ranks
 
-Nothing is averaged that can be drawn again: groups are drawn whole, so that items that are long
-stay long in all their rollouts and a tree's calls stay together; learning takes what the fitted
-line says times one of the measured deviations.
+Measurements are drawn again rather than averaged. Groups are drawn whole, so that long items stay
+long in all of their rollouts and the calls of a tree stay together. The time of learning is the
+value on the fitted line times one of the measured deviations.
 """
 
 from __future__ import annotations
@@ -33,15 +36,15 @@ from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.cpu_seconds import CpuSeconds
 from ramify.types.trajectory import Trajectory
 
-HOW = "train with schedule.save_rollouts_every=1, which keeps every step's rollouts in OUT/rollouts"
+HOW = "train with schedule.save_rollouts_every=1, which saves every step's rollouts in OUT/rollouts"
 DEFAULT_SLOTS = 128
-"""Of the embedded engine on a CPU, where the run does not say."""
+"""Default slots of the embedded engine on a CPU."""
 CPU_CACHE_BYTES = 2 << 30
-"""Likewise."""
+"""Default cache size of the embedded engine on a CPU."""
 
 
 class RunSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the run itself was: the setting that a simulation begins with."""
+    """Sizes and settings of the measured run: the setting from which a simulation starts."""
 
     items: int
     group: int
@@ -57,51 +60,52 @@ class RunSizes(msgspec.Struct, frozen=True, kw_only=True):
     keeps: bool = False
     embedded: bool = False
     evaluate: int = 0
-    """Steps between evaluations; 0: none but at the end."""
+    """Steps between evaluations; 0: only at the end."""
     cache_tokens: int = 0
-    """Of one engine; 0 where that is not known."""
+    """Capacity of one engine's cache in tokens; 0 if unknown."""
 
 
 class SimulationInputs(msgspec.Struct, kw_only=True):
-    """All that a simulation draws from."""
+    """Measurements from which a simulation draws."""
 
     groups: list[list[RolloutShape]]
     rate: EngineRate
     sizes: RunSizes
     learn_base_s: float
-    """Of a step's learning, however much there is."""
+    """Seconds of learning per step, independent of the number of tokens."""
     learn_token_s: float
-    """Per token that is learnt from, on ``sizes.ranks`` ranks."""
+    """Seconds per trained token, on ``sizes.ranks`` ranks."""
     learn_off: list[float] = msgspec.field(default_factory=lambda: [1.0])
-    """Measured over fitted, of each step."""
+    """Ratio of measured to fitted learning time, for each step."""
     publish_s: list[float] = msgspec.field(default_factory=lambda: [0.0])
-    """From the end of learning to the beginning of the next step's rollouts."""
+    """Seconds from the end of learning to the beginning of the next step's rollouts."""
     prepare_s: list[float] = msgspec.field(default_factory=lambda: [0.0])
-    """From the last rollout's end to the beginning of learning."""
+    """Seconds from the end of the last rollout to the beginning of learning."""
     zero_variance: float = 0.0
-    """Share of groups that dynamic sampling gave up."""
+    """Share of groups that dynamic sampling discarded because they had no signal."""
     evaluate_s: float = 0.0
-    """That an evaluation takes, on average."""
+    """Mean seconds of an evaluation."""
     scaling: float = 1.0
-    """How much of twice the speed twice the ranks give."""
+    """Parallel efficiency: the speed-up of doubling the ranks, divided by two."""
     host: TrainerHost | None = None
-    """What the trainer's machine computes besides; None where that is not known, and nothing waits
-    for a processor."""
+    """CPU use of the trainer's machine other than learning. None if unknown; no work then waits for
+    a core."""
     computed_s: list[float] = msgspec.field(default_factory=list)
-    """Processor seconds of each step's rollouts, where they were measured."""
+    """CPU seconds of each step's rollouts, if they were measured."""
     step_s: list[float] = msgspec.field(default_factory=list)
-    """Of each step as it was measured, evaluations left out."""
+    """Measured seconds of each step, without evaluations."""
 
     def group(self, draw: random.Random, num: int, of: int | None = None) -> list[RolloutShape]:
-        """``num`` rollouts of one measured group, the one with index ``of`` where that is given:
-        those that it had, and further ones drawn from them."""
-        found = draw.choice(self.groups) if of is None else self.groups[of]
-        if num <= len(found):
-            return draw.sample(found, num)
-        return [*found, *draw.choices(found, k=num - len(found))]
+        """Return ``num`` rollouts of one measured group, drawn at random or the one with index
+        ``of``. If the group has fewer, some are repeated."""
+        rollouts = draw.choice(self.groups) if of is None else self.groups[of]
+        if num <= len(rollouts):
+            return draw.sample(rollouts, num)
+        return [*rollouts, *draw.choices(rollouts, k=num - len(rollouts))]
 
     def learn(self, draw: random.Random, tokens: int, ranks: int) -> tuple[float, float]:
-        """Seconds that a step on ``ranks`` ranks learns, and that it publishes."""
+        """Return the seconds that a step on ``ranks`` ranks learns, and that it publishes
+        weights."""
         times = ranks / self.sizes.ranks
         faster = times * self.scaling ** math.log2(times) if times > 1 else times
         learn_s = (self.learn_base_s + self.learn_token_s * tokens / faster) * draw.choice(
@@ -111,26 +115,34 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Return the length of the longest sequence in tokens."""
         rollouts = (rollout for group in self.groups for rollout in group)
         turns = (turn for rollout in rollouts for call in rollout.calls() for turn in call.turns)
         return max((turn.context + turn.sampled for turn in turns), default=1)
 
     def prepare(self, draw: random.Random) -> float:
+        """Draw the seconds between a step's rollouts and its learning."""
         return draw.choice(self.prepare_s)
 
 
 def measured(
-    run: Path, *, last: int = 0, rate: EngineRate | None = None, scaling: float = 1.0
+    run: Path, *, last: int | None = None, rate: EngineRate | None = None, scaling: float = 1.0
 ) -> SimulationInputs:
-    """What the run in folder ``run`` says. ``last``: by its last kept steps alone (0: all).
-    ``rate`` of an engine that was measured otherwise. Raises ConfigError, with what to do, where
-    the folder does not hold enough."""
+    """Read the measurements of the run in folder ``run``.
+
+    Args:
+        run: The ``--out`` of ``ramify train``.
+        last: Use only this many of the last saved steps; None for all.
+        rate: Rate of the engine, if it was measured in another way.
+        scaling: See ``SimulationInputs.scaling``.
+
+    Raises ConfigError that says what to do if the folder does not contain enough."""
     if not run.is_dir():
         raise ConfigError(f"{run} is not a run's folder: give the --out of ramify train")
     if not 0 < scaling <= 1:
         raise ConfigError(
-            f"scaling={scaling} is the share of linear speed-up that is kept: above 0 and at most 1"
+            f"scaling={scaling} is the share of linear speed-up that is achieved: give a value "
+            "above 0 and at most 1"
         )
     lines = [each for each in metric_file.read(run) if each.stage == "rl"]
     done = {
@@ -143,15 +155,16 @@ def measured(
         )
     if len(done) < 2:
         raise ConfigError(
-            f"{run} has one step of reinforcement learning, which does not say what passes between "
-            "two: give a run of at "
-            f"least two; {HOW}"
+            f"{run} has one step of reinforcement learning, which does not show the time between "
+            f"two steps: give a run of at least two; {HOW}"
         )
-    kept = dict(list(_kept(run))[-last:])
-    steps = [step for step in kept if step in done]
+    saved = dict(_saved(run))
+    if last is not None:
+        saved = dict(list(saved.items())[-last:])
+    steps = [step for step in saved if step in done]
     if not steps:
-        raise ConfigError(f"{run} has no kept rollouts of its {len(done)} steps: {HOW}")
-    groups = {step: _groups(kept[step]) for step in steps}
+        raise ConfigError(f"{run} has no saved rollouts of its {len(done)} steps: {HOW}")
+    groups = {step: _groups(saved[step]) for step in steps}
     shaped = {
         step: [[shape_of(tree) for tree in group] for group in groups[step]] for step in steps
     }
@@ -161,7 +174,7 @@ def measured(
         [sum(rollout.learnt for group in shaped[step] for rollout in group) for step in steps],
         [done[step].values["learn_s"] for step in steps],
     )
-    took = _took(lines)
+    step_seconds = _step_seconds(lines)
     trees = [tree for step in steps for group in groups[step] for tree in group]
     hidden = max(1.0, tried / sizes.items)
     spent = (
@@ -184,44 +197,44 @@ def measured(
         learn_token_s=token_s,
         learn_off=off,
         scaling=scaling,
-        publish_s=_publishing(done, took),
-        prepare_s=_preparing(done, kept, steps, sizes),
+        publish_s=_publishing(done, step_seconds),
+        prepare_s=_preparing(done, saved, steps, sizes),
         zero_variance=_zero_variance(run, max(0.0, 1 - sizes.items / tried)),
         evaluate_s=_evaluating(lines),
         computed_s=[
             each.loop_s + each.sessions_s + sum(pace.cpu_s for pace in each.engine)
             for each in spent
         ],
-        step_s=[took[step] for step in sorted(took)],
+        step_s=[step_seconds[step] for step in sorted(step_seconds)],
     )
 
 
-# --- trees
-# ---------------------------------------------------------------------------------------------------------------
+# --- trees ----------------------------------------------------------------------------------------
 
 
-def _kept(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
-    """(step, its trajectories) of each step whose rollouts were kept."""
+def _saved(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
+    """Yield (step, its trajectories) for each step with saved rollouts."""
     decoder = msgspec.json.Decoder(Trajectory)
     for path in sorted((run / "rollouts").glob("step-*.jsonl")):
         try:
             trees = [decoder.decode(line) for line in path.read_bytes().splitlines()]
             yield int(path.stem.removeprefix("step-")), [tree for tree in trees if tree.calls]
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} holds something else than trajectories: {error}") from error
+            raise ConfigError(f"{path} does not contain trajectories: {error}") from error
 
 
 def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """By the name that a rollout has, ``…/rollout=3``; where it has none, by item."""
-    found: dict[str, list[Trajectory]] = defaultdict(list)
+    """Group trajectories by their names, ``…/rollout=3``, or by item if they have none."""
+    groups: dict[str, list[Trajectory]] = defaultdict(list)
     for tree in trees:
         name, is_named, _ = tree.id.rpartition("/rollout=")
-        found[name if is_named else tree.task].append(tree)
-    return list(found.values())
+        groups[name if is_named else tree.task].append(tree)
+    return list(groups.values())
 
 
 def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> RunSizes:
-    """As the run was configured; what its checkpoint does not say is counted."""
+    """Return the sizes from the run's configuration. Sizes that its checkpoint lacks are
+    counted."""
     checkpoint = CheckpointStore(run).latest()
     config: dict[str, Any] = read_state(checkpoint).config if checkpoint is not None else {}
     rl, policy = config.get("rl") or {}, config.get("policy") or {}
@@ -253,8 +266,8 @@ def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> RunSiz
 
 
 def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
-    """That the cache of an embedded engine has room for; 0 where its size or the model's is not
-    known."""
+    """Return the capacity in tokens of an embedded engine's cache; 0 if its size or the model's is
+    unknown."""
     num_bytes = policy.get("cache_bytes") or (
         CPU_CACHE_BYTES if policy.get("device") == "cpu" else 0
     )
@@ -268,19 +281,18 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
         return 0
 
 
-# --- times
-# ---------------------------------------------------------------------------------------------------------------
+# --- times ----------------------------------------------------------------------------------------
 
 
 def _rate(trees: Sequence[Trajectory], sizes: RunSizes, hidden: float) -> EngineRate:
-    """What their requests say. Rollouts that were given up ran beside them and are not there: they
-    count by their share."""
-    asked = [each for tree in trees for root in _roots(tree) for each in _asked(*root)]
-    return fit(asked, sizes.engines, sizes.slots, hidden=hidden)
+    """Fit the engine's rate to the recorded requests. Discarded rollouts ran at the same time but
+    are not recorded; ``hidden`` accounts for them."""
+    requests = [each for tree in trees for root in _roots(tree) for each in _requests(*root)]
+    return fit(requests, sizes.engines, sizes.slots, hidden=hidden)
 
 
 def _computed(spent: Sequence[CpuSeconds], slots: int) -> EngineRate | None:
-    """Of an engine by what its steps computed, seconds of a core; None where it made none."""
+    """Fit the rate to the CPU time of the engine's steps. None if there were no steps."""
     paces = [pace for each in spent for pace in each.engine]
     weights = [1 / math.sqrt(pace.steps) for pace in paces]
     rows = [
@@ -301,8 +313,8 @@ def _computed(spent: Sequence[CpuSeconds], slots: int) -> EngineRate | None:
 def _host(
     spent: Sequence[CpuSeconds], rollouts: Sequence[RolloutShape], hidden: float, num_steps: int
 ) -> TrainerHost | None:
-    """What loop and sessions computed, spread over the requests that were made and the seconds that
-    sessions worked."""
+    """Divide the CPU time of the event loop by the number of requests, and that of sessions by the
+    seconds that they worked."""
     if not spent or not any(each.engine for each in spent):
         return None
     calls = [call for rollout in rollouts for call in rollout.calls()]
@@ -319,35 +331,35 @@ def _host(
 
 
 def _roots(tree: Trajectory) -> Iterator[tuple[CallShape, float]]:
-    """Each root call with the time at which it began."""
+    """Yield each root call with the time at which it began."""
     begins = [call.started_s for call in tree.calls if call.parent is None and call.kind != "judge"]
     for root, started_s in zip(shape_of(tree).roots, begins, strict=True):
         yield root, tree.started_at + started_s
 
 
-def _asked(call: CallShape, at_s: float) -> Iterator[MeasuredRequest]:
-    """The requests of ``call`` and below, with their times as its order has them."""
-    yield from _played(call, at_s)[0]
+def _requests(call: CallShape, at_s: float) -> Iterator[MeasuredRequest]:
+    """Yield the requests of ``call`` and its descendants, timed according to their order."""
+    yield from _replayed(call, at_s)[0]
 
 
-def _played(call: CallShape, at_s: float) -> tuple[list[MeasuredRequest], float]:
-    """(requests of ``call``, which began at ``at_s``, and of all below it; when it ended)."""
-    found: list[MeasuredRequest] = []
+def _replayed(call: CallShape, at_s: float) -> tuple[list[MeasuredRequest], float]:
+    """Return the requests of ``call``, which began at ``at_s``, and of its descendants, and when
+    the call ended."""
+    requests: list[MeasuredRequest] = []
     for index, turn in enumerate(call.turns):
-        found.append(MeasuredRequest(at_s, at_s + turn.seconds, turn.new, turn.sampled))
+        requests.append(MeasuredRequest(at_s, at_s + turn.seconds, turn.new, turn.sampled))
         at_s += turn.seconds + (0.0 if index else call.host_s)
         for cell in turn.cells:
             at_s += cell.seconds
             for wave in cell.waves:
-                played = [_played(child, at_s) for child in wave]
-                found += [each for requests, _ in played for each in requests]
-                at_s = max(end for _, end in played)
-    return found, at_s
+                replays = [_replayed(child, at_s) for child in wave]
+                requests += [each for part, _ in replays for each in part]
+                at_s = max(end for _, end in replays)
+    return requests, at_s
 
 
 def _zero_variance(run: Path, otherwise: float) -> float:
-    """Share of groups that nothing could be learnt from, of those that were tried until a step had
-    enough."""
+    """Return the share of groups without signal among those completed until a step had enough."""
     if not otherwise:
         return 0.0
     outcomes = [each.outcome for each in group_file.read(run)]
@@ -356,7 +368,7 @@ def _zero_variance(run: Path, otherwise: float) -> float:
 
 
 def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, list[float]]:
-    """(seconds however many tokens, seconds per token, measured over fitted)."""
+    """Fit the time of learning: (seconds per step, seconds per token, measured over fitted)."""
     if len(set(tokens)) > 2:
         base_s, token_s = non_negative([(1.0, float(each)) for each in tokens], seconds)
     else:
@@ -366,10 +378,10 @@ def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, f
     return base_s, token_s, off or [1.0]
 
 
-def _took(lines: Sequence[metric_file.StepMetrics]) -> dict[int, float]:
-    """Step -> seconds from the end of the one before to its own, for those that directly follow
-    one; what was evaluated between them left out."""
-    found: dict[int, float] = {}
+def _step_seconds(lines: Sequence[metric_file.StepMetrics]) -> dict[int, float]:
+    """Return step -> seconds since the end of the previous step, without evaluations. Steps whose
+    predecessor was not logged are omitted."""
+    seconds: dict[int, float] = {}
     before: metric_file.StepMetrics | None = None
     between_s = 0.0
     for each in lines:
@@ -377,40 +389,43 @@ def _took(lines: Sequence[metric_file.StepMetrics]) -> dict[int, float]:
             between_s += each.values.get("evaluate_s", 0.0)
             continue
         if before is not None and each.step == before.step + 1 and each.at_s > before.at_s:
-            found[each.step] = each.at_s - before.at_s - between_s
+            seconds[each.step] = each.at_s - before.at_s - between_s
         before, between_s = each, 0.0
-    return found
+    return seconds
 
 
 def _evaluating(lines: Sequence[metric_file.StepMetrics]) -> float:
-    """Of those between steps."""
+    """Return the mean seconds of an evaluation between steps."""
     first = min(each.step for each in lines if "learn_s" in each.values)
     last = max(each.step for each in lines if "learn_s" in each.values)
     between = [each for each in lines if first <= each.step < last] or lines
-    found = [each.values["evaluate_s"] for each in between if "evaluate_s" in each.values]
-    return fmean(found) if found else 0.0
+    seconds = [each.values["evaluate_s"] for each in between if "evaluate_s" in each.values]
+    return fmean(seconds) if seconds else 0.0
 
 
-def _publishing(done: dict[int, metric_file.StepMetrics], took: dict[int, float]) -> list[float]:
-    """What a step took besides waiting for its work and learning."""
-    rest = [
-        took[step] - done[step].values["work_s"] - done[step].values["learn_s"] for step in took
+def _publishing(
+    done: dict[int, metric_file.StepMetrics], step_seconds: dict[int, float]
+) -> list[float]:
+    """Return the seconds of each step apart from waiting for its rollouts and learning."""
+    remaining = [
+        step_seconds[step] - done[step].values["work_s"] - done[step].values["learn_s"]
+        for step in step_seconds
     ]
-    return [max(0.0, each) for each in rest] or [0.0]
+    return [max(0.0, each) for each in remaining] or [0.0]
 
 
 def _preparing(
     done: dict[int, metric_file.StepMetrics],
-    kept: dict[int, list[Trajectory]],
+    saved: dict[int, list[Trajectory]],
     steps: Sequence[int],
     sizes: RunSizes,
 ) -> list[float]:
-    """What a synchronous step's work took besides its rollouts."""
+    """Return the seconds of each synchronous step's work apart from its rollouts."""
     if sizes.staleness:
         return [0.0]
-    found = []
+    seconds = []
     for step in steps:
-        begun = min(tree.started_at for tree in kept[step])
-        ended = max(tree.started_at + tree.seconds for tree in kept[step])
-        found.append(max(0.0, done[step].values["work_s"] - (ended - begun)))
-    return found
+        begun = min(tree.started_at for tree in saved[step])
+        ended = max(tree.started_at + tree.seconds for tree in saved[step])
+        seconds.append(max(0.0, done[step].values["work_s"] - (ended - begun)))
+    return seconds

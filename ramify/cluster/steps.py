@@ -1,19 +1,19 @@
-"""Seconds of each part of a step: from speeds that a device's name stands for, or from what a run
-measured.
+"""Seconds of each part of a step, from the speeds of named devices or from a run's measurements.
 
     sampling    prompts read and tokens sampled, by all engines together
     learning    the passes of the trainer, by all ranks together
-    sync        the weights on their way to the engines
+    sync        sending the weights to the engines
 
-    step = sampling + learning + sync                    max_staleness = 0: one after the other
-    step = max(sampling, learning) + sync                else: side by side
+    step = sampling + learning + sync                    max_staleness = 0: sequential
+    step = max(sampling, learning) + sync                otherwise: concurrent
 
-A token costs 2 FLOP per weight that it is multiplied by and 4 per pair of tokens and element of the
-heads, forward; twice that again backward, and once more forward where layers are recomputed.
-Sampling reads all weights and what is cached for every token of all slots. What a step samples is
-measured (``StepTokens.of_run``) or assumed, and said to be (``StepTokens.assumed``). Leaves out
-waiting: for the slowest rollout of a step, for tools and for other models. ``ramify cluster
-simulate`` has that.
+A token costs, in a forward pass, 2 FLOP per weight that multiplies it and 4 per pair of tokens and
+element of the heads. A backward pass costs twice that, and recomputation of layers costs another
+forward pass. Sampling reads all weights, and the cache of all slots, for every token. The tokens of
+a step are measured, or assumed and reported as such (``StepTokens.assumed``).
+
+Not here: waiting for the slowest rollout of a step, for tools and for other models (see
+``simulate.py``, ``ramify cluster simulate``).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from ramify.train.config import Run
 from ramify.train.metrics import read
 
 LINK_GB_PER_S = 10.0
-"""Between trainer and engines."""
+"""Bandwidth between trainer and engines in 10^9 bytes per second."""
 
 
 class StepTokens(msgspec.Struct, frozen=True):
-    """What one step has of them, all rollouts together."""
+    """Tokens of one step, over all rollouts."""
 
     sampled: float
     given: float
-    """In prompts, what a turn has in common with the one before counted once."""
+    """Prompt tokens. A turn's common prefix with the previous turn counts once."""
     rollouts: float
     why: str
-    """Where the numbers are from."""
+    """Origin of the numbers."""
 
     @property
     def learnt(self) -> float:
@@ -55,43 +55,46 @@ class StepTokens(msgspec.Struct, frozen=True):
 
     @classmethod
     def assumed(cls, run: Run, window: int) -> StepTokens:
-        """Half of the turns that a rollout may take, each of half the longest reply and given as
-        much; within the window."""
+        """Assume half of the turns that a rollout may take, each with half of the longest reply and
+        a prompt of the same size, within the window."""
         rl = run.rl
         if rl is None:
             return cls(0, 0, 0, "no reinforcement learning")
         rollouts = rl.sample.items * (rl.rollout.group + needs_of(rl.algorithm).greedy)
         turns = max(1.0, run.limits.max_turns / 2)
         reply = min(run.limits.max_reply_tokens / 2, window / (2 * turns))
-        why = f"assumed: {rollouts} rollouts of {turns:g} turns, each of {reply:g} tokens after as many that are given"
+        why = (
+            f"assumed: {rollouts} rollouts of {turns:g} turns, each of {reply:g} tokens after as "
+            "many prompt tokens"
+        )
         return cls(rollouts * turns * reply, rollouts * turns * reply, rollouts, why)
 
 
 class MeasuredSpeeds(msgspec.Struct, frozen=True):
-    """Speeds of a run that was."""
+    """Speeds of a measured run."""
 
     tokens: StepTokens
     learnt_per_s: float
-    """Tokens that one rank learns from."""
+    """Tokens per second that one rank learns from."""
     sampled_per_s: float
-    """Tokens that one engine samples, with all that a rollout waits for."""
+    """Tokens per second that one engine samples, including all that a rollout waits for."""
     why: str
 
 
 class StepSeconds(msgspec.Struct, frozen=True):
-    """Of one step."""
+    """Seconds of the parts of one step."""
 
     sampling: float
     learning: float
     sync: float
     step: float
     why: dict[str, str]
-    """Part -> where its number is from."""
+    """Part -> origin of its number."""
 
 
 def measured(folder: Path, ranks: int, engines: int) -> MeasuredSpeeds:
-    """Of the reinforcement learning of a run that had so many of both, without its first step.
-    Raises ConfigError."""
+    """Return the speeds of a run's reinforcement learning with ``ranks`` ranks and ``engines``
+    engines. The first step is excluded. Raises ConfigError without measured steps."""
     rows = [
         row.values
         for row in read(folder)
@@ -100,8 +103,8 @@ def measured(folder: Path, ranks: int, engines: int) -> MeasuredSpeeds:
     rows = rows[1:] or rows
     if not rows:
         raise ConfigError(
-            f"{folder} has no step of reinforcement learning in its metrics.jsonl: give a run that "
-            "has"
+            f"{folder} has no step of reinforcement learning in its metrics.jsonl: give the folder "
+            "of a run that has one"
         )
 
     def mean(name: str) -> float:
@@ -110,8 +113,8 @@ def measured(folder: Path, ranks: int, engines: int) -> MeasuredSpeeds:
     sampled, learnt = mean("sampled_tokens"), mean("packed_tokens")
     if not learnt:
         raise ConfigError(
-            f"in no step that counts of {folder} was anything learnt (its first does not): give a "
-            "longer run"
+            f"no step of {folder} that counts learnt anything (the first step does not count): "
+            "give a longer run"
         )
     why = f"measured over {len(rows)} {'step' if len(rows) == 1 else 'steps'} of {folder}"
     tokens = StepTokens(
@@ -140,7 +143,8 @@ def seconds(
     link_gb_per_s: float = LINK_GB_PER_S,
     from_run: MeasuredSpeeds | None = None,
 ) -> StepSeconds:
-    """Of a step of reinforcement learning; ``devices``: of the trainer and of the engines."""
+    """Estimate a step of reinforcement learning. ``devices``: that of the trainer and that of the
+    engines."""
     trainer, engine = devices
     if from_run is not None:
         learning = tokens.learnt / (from_run.learnt_per_s * ranks) if from_run.learnt_per_s else 0.0
@@ -149,9 +153,9 @@ def seconds(
         )
         why = dict.fromkeys(("learning", "sampling"), from_run.why)
     else:
-        learning, told = _learning(run, shape, ranks, trainer, tokens, shares)
-        sampling, also = _sampling(run, shape, engines, engine, tokens, shares)
-        why = {"learning": told, "sampling": also}
+        learning, why_learning = _learning(run, shape, ranks, trainer, tokens, shares)
+        sampling, why_sampling = _sampling(run, shape, engines, engine, tokens, shares)
+        why = {"learning": why_learning, "sampling": why_sampling}
     num_bytes = shape.parameters * itemsize_of(run, engine)
     sync = num_bytes / (link_gb_per_s * 1e9)
     why["sync"] = f"{num_bytes / 1e9:.3g} GB at {link_gb_per_s:g} GB/s"
@@ -180,7 +184,7 @@ def _learning(
 
 
 def _more_passes(run: Run) -> int:
-    """Forward passes for log-probabilities that are needed first."""
+    """Return the number of additional forward passes for reference and old log-probabilities."""
     if run.rl is None:
         return 0
     streams = needs_of(run.rl.algorithm).streams
@@ -195,8 +199,8 @@ def _sampling(
     tokens: StepTokens,
     shares: DeviceEfficiency,
 ) -> tuple[float, str]:
-    """Reading prompts is bound by products, sampling by whichever of bandwidth and products is
-    slower."""
+    """Reading prompts is limited by FLOP/s. Sampling is limited by bandwidth or FLOP/s, whichever
+    is slower."""
     products = device.tflops * 1e12 * shares.prefill
     reading = tokens.given * _forward(shape, tokens.mean_length / 2) / (engines * products)
     concurrency = run.rl.rollout.concurrency if run.rl is not None else 1
@@ -209,13 +213,13 @@ def _sampling(
     drawing = tokens.sampled / engines / at_once * token_s
     return reading + drawing, (
         f"{tokens.sampled:.3g} tokens, {at_once:g} at once in each of {engines} x {device.name}: "
-        f"{at_once / token_s:.3g} "
-        f"tokens/s, bound by {'bandwidth' if by_bandwidth >= by_products else 'products'}; "
+        f"{at_once / token_s:.3g} tokens/s, bound by "
+        f"{'bandwidth' if by_bandwidth >= by_products else 'products'}; "
         f"{tokens.given:.3g} read before"
     )
 
 
 def _forward(shape: ModelShape, length: float) -> float:
-    """FLOP of one token's forward pass where ``length`` tokens stand before and after it: half of
-    them are before."""
+    """Return the FLOP of one token's forward pass in a sequence of ``length`` tokens, half of which
+    precede it on average."""
     return 2 * shape.products + 4 * shape.layers * shape.heads * shape.head_size * length / 2

@@ -1,8 +1,8 @@
-"""What zip and tar share: bounds against bombs, names of members, and what becomes of each member.
+"""Code shared by zip and tar: limits against decompression bombs, and names of members.
 
-Nothing is ever written, so a member's name can do no harm; it is tidied all the same. Bounds: the
-bytes of the whole load (``SourceLoader.spend``), a ratio that no honest text reaches, and a number
-of members.
+Nothing is written to disk, so a member's name cannot do harm; it is normalized anyway. Limits: the
+bytes of the whole load (``SourceLoader.spend``), a compression ratio that ordinary text does not
+reach, and the number of members.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ramify.sources.file_kinds import SourceFile, read_file
 
 MAX_MEMBERS = 100_000
 MAX_RATIO = 250
-"""Unpacked over packed, where more than ``RATIO_FROM_BYTES`` come out. Deflate reaches 1,032."""
+"""Maximum ratio of unpacked to packed size beyond ``RATIO_FROM_BYTES``. Deflate can reach 1,032."""
 RATIO_FROM_BYTES = 64 << 20
 
 
 def member_name(archive: str, member: str) -> str:
-    """``("a.zip", "/../etc/x")`` -> ``"a.zip/etc/x"``"""
+    """Return the name of a member: ``("a.zip", "/../etc/x")`` -> ``"a.zip/etc/x"``."""
     return f"{archive}/{posixpath.normpath('/' + member.replace(chr(92), '/')).lstrip('/')}"
 
 
@@ -31,7 +31,7 @@ def is_hidden(member: str) -> bool:
 
 
 def read_member(name: str, data: bytes, loading: SourceLoader) -> None:
-    """One unpacked member; its bytes have been counted."""
+    """Read one unpacked member, whose bytes have already been counted."""
     try:
         read_file(SourceFile(name, data, inside=True), loading)
     except UnreadableSource as error:

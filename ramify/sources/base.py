@@ -1,8 +1,12 @@
-"""What loading yields, and what every kind of source reports to while it is read.
+"""Types of loaded sources, and the loader object that readers report to.
 
-    paths ──load_sources.py──> a reader per kind (file_kinds.py) ──> Loading: texts, items, problems ──> Loaded
-A reader raises ``UnreadableSource`` for a thing that it cannot read: for a path that the user named this becomes the error,
-for a file found in a folder or an archive a ``SourceProblem``, so that nothing is passed over in silence.
+    paths ──load_sources.py──> reader of each kind (file_kinds.py) ──> SourceLoader ──>
+    LoadedContext
+                                                                       texts, items, problems
+
+A reader raises ``UnreadableSource`` for a file that it cannot read. If the user named the path,
+this becomes an error. For a file in a folder or an archive it becomes a ``SourceProblem``, so that
+no file is skipped silently.
 """
 
 from __future__ import annotations
@@ -18,14 +22,14 @@ from ramify.errors import SourceError
 from ramify.progress import ProgressTask
 
 MAX_FILE_S = 60.0
-"""To parse one file of a kind that can be made to take for ever."""
+"""Time limit for parsing one file of a kind that can take arbitrarily long."""
 _SHOWN = 6
-"""Names in a list, before "and 12 more"."""
+"""Maximum number of names in a list before "and 12 more"."""
 
 
 class UnreadableSource(Exception):
-    """Why one source cannot be read, as the end of a sentence that begins with its name; and what
-    to do."""
+    """A source cannot be read. ``reason`` completes a sentence that begins with its name;
+    ``remedy`` says what to do."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(f"{reason}: {remedy}" if remedy else reason)
@@ -34,22 +38,22 @@ class UnreadableSource(Exception):
 
 
 class SourceItem(msgspec.Struct, frozen=True):
-    """One thing that was loaded."""
+    """One loaded text and where it came from."""
 
     name: str
-    """Its key in the context, where that is a dict."""
+    """Key of the text in the context, if the context is a dict."""
     kind: str
     """``text``, ``csv``, ``jsonl``, ``json``, ``pdf`` or ``sqlite``."""
     chars: int
-    """In the context."""
+    """Length of the text in the context."""
     num_bytes: int
-    """On disk, or in its archive once unpacked."""
+    """Size on disk, or unpacked size of an archive member."""
     detail: str = ""
-    """``CSV: 3 columns a, b, c; 1,200 rows``"""
+    """Description of the contents: ``CSV: 3 columns a, b, c; 1,200 rows``."""
 
 
 class SourceProblem(msgspec.Struct, frozen=True):
-    """One thing that was found and could not be read."""
+    """One file that was found but could not be read."""
 
     name: str
     reason: str
@@ -59,23 +63,24 @@ class SourceProblem(msgspec.Struct, frozen=True):
 
 
 class LoadedContext(msgspec.Struct, frozen=True):
-    """A context, what it is made of, and what is missing from it."""
+    """A context with its items, the files that could not be read, and those that were skipped."""
 
     context: str | dict[str, str]
-    """The text of a single file; otherwise name -> text, in order of names."""
+    """Text of a single file; otherwise name -> text, sorted by name."""
     items: list[SourceItem]
     problems: list[SourceProblem]
     left_out: dict[str, list[str]]
-    """Reason -> what a folder's own rules leave out: ignored, hidden, linked."""
+    """Reason -> names that a folder's rules exclude: ignored, hidden or linked files."""
     tools: dict[str, Callable[..., Any]]
-    """Functions for the session, run on the host: ``sql`` where there is a database."""
+    """Functions for the session that run in the host: ``sql`` if there is a database."""
 
     def manifest(self) -> str:
-        """The context in a few lines for a model's prompt."""
+        """Describe the context for a model's prompt in a few lines."""
         chars = sum(item.chars for item in self.items)
         if isinstance(self.context, str):
             item = self.items[0]
-            head = f"the text of {item.name!r}: {chars:,} characters, {self.context.count(chr(10)):,} lines"
+            num_lines = self.context.count("\n")
+            head = f"the text of {item.name!r}: {chars:,} characters, {num_lines:,} lines"
             lines = [f"{head}. {item.detail}" if item.detail else head]
         else:
             names = listing([repr(item.name) for item in self.items])
@@ -90,7 +95,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
     def describe(self) -> list[str]:
-        """What was loaded, what could not be, and what was left out, a line each, for a person."""
+        """Describe loaded, unreadable and skipped files for the user, one per line."""
         chars = sum(item.chars for item in self.items)
         if len(self.items) <= _SHOWN:
             lines = [
@@ -119,14 +124,17 @@ class LoadedContext(msgspec.Struct, frozen=True):
 
 
 class SourceLoader:
-    """Collects what the readers find; refuses more than ``max_bytes`` of text and unpacked data in
-    all, and a file that takes more than ``max_file_s`` to parse."""
+    """Collects the results of the readers and enforces limits on size and time.
+
+    ``max_bytes`` bounds all text and unpacked data together, and ``max_file_s`` bounds the parsing
+    of one file."""
 
     def __init__(
         self, max_bytes: int, max_file_s: float = MAX_FILE_S, work: ProgressTask | None = None
     ) -> None:
-        """``work`` is told how much was read."""
-        self.max_bytes, self.max_file_s = max_bytes, max_file_s
+        """``work`` reports the number of bytes read."""
+        self.max_bytes = max_bytes
+        self.max_file_s = max_file_s
         self._work = work
         self.texts: dict[str, str] = {}
         self.items: list[SourceItem] = []
@@ -134,15 +142,16 @@ class SourceLoader:
         self.left_out: dict[str, list[str]] = {}
         self.databases: dict[str, Path] = {}
         self.seen: set[str] = set()
-        """Real paths read so far: what is named twice is loaded once."""
+        """Real paths read so far. A file that is named twice is loaded once."""
         self._spent = 0
 
     @property
     def room(self) -> int:
-        """Bytes that may still be read."""
+        """Number of bytes that may still be read."""
         return self.max_bytes - self._spent
 
     def spend(self, num_bytes: int, name: str) -> None:
+        """Count bytes that were read. Raises SourceError above the limit."""
         self._spent += num_bytes
         if self._work is not None:
             self._work.at(self._spent, name)
@@ -153,7 +162,7 @@ class SourceLoader:
             )
 
     def add(self, name: str, text: str, kind: str, num_bytes: int, detail: str = "") -> None:
-        """One text of the context, under ``name`` or, where that is taken, ``name (2)``."""
+        """Add one text to the context as ``name``, or as ``name (2)`` if that name exists."""
         number, unique = 2, name
         while unique in self.texts:
             unique, number = f"{name} ({number})", number + 1
@@ -168,13 +177,14 @@ class SourceLoader:
 
 
 def listing(names: list[str]) -> str:
-    """``a, b, c and 12 more``"""
+    """Join names, at most ``_SHOWN`` of them: ``a, b, c and 12 more``."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
 
 
 def _printable(line: str) -> str:
-    """Names come from anywhere; a terminal must not obey them."""
+    """Replace unprintable characters. File names are untrusted and must not control the
+    terminal."""
     return (
         line
         if line.isprintable()
@@ -183,7 +193,7 @@ def _printable(line: str) -> str:
 
 
 def _by_suffix(items: Sequence[SourceItem | SourceProblem]) -> str:
-    """``1,204 .py, 30 .txt, 2 other``"""
+    """Count names by suffix: ``1,204 .py, 30 .txt, 2 other``."""
     names = [item.name.rpartition("/")[2].rpartition(".") for item in items]
     counts = Counter(f".{suffix}" if stem else "other" for stem, _, suffix in names)
     return listing([f"{count:,} {suffix}" for suffix, count in counts.most_common()])

@@ -1,8 +1,8 @@
-"""Bytes to text, and one line on what a table or a list of records holds.
+"""Decoding of bytes to text, and a one-line description of tables and records.
 
-Encodings: UTF-8, UTF-16 and UTF-32 by their byte order mark, else UTF-8, else Windows-1252 (said in
-the detail). A file with a NUL byte near its start, or many control characters, is binary. Line ends
-stay as they are.
+Encodings: UTF-8, UTF-16 and UTF-32 by their byte order mark, otherwise UTF-8, otherwise
+Windows-1252 (stated in the detail). A file with a NUL byte near its start, or with many control
+characters, is binary. Line endings are preserved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ramify.sources.file_kinds import HEAD_BYTES, SourceFile
 
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF32_LE, "utf-32-le"),  # begins like the UTF-16 mark, so it is asked for first
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # checked first: it begins with the UTF-16 mark
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
@@ -24,7 +24,7 @@ _MARKS = (
 _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b\b"))
 _MAX_CONTROLS = 0.02
 _MAX_PARSED_CHARS = 20_000_000
-"""A larger table or JSON is described by its first line alone."""
+"""Larger tables and JSON files are described by their first line only."""
 _MAX_NAMES = 12
 
 
@@ -35,7 +35,8 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
 
 
 def decode(data: bytes) -> tuple[str, str]:
-    """The text, and a note where its encoding was not UTF-8. Unreadable where it is not text."""
+    """Return the text, and a note if its encoding is not UTF-8. Raises UnreadableSource for binary
+    data."""
     for mark, encoding in _MARKS:
         if data.startswith(mark):
             try:
@@ -56,7 +57,8 @@ def decode(data: bytes) -> tuple[str, str]:
 
 
 def describe(name: str, text: str) -> tuple[str, str]:
-    """Kind and detail: ``("csv", "CSV: 3 columns a, b, c; 1,200 rows")``, ``("text", "")``"""
+    """Return kind and detail: ``("csv", "CSV: 3 columns a, b, c; 1,200 rows")``, ``("text",
+    "")``."""
     suffix = name.lower().rpartition(".")[2]
     if suffix in ("csv", "tsv", "tab"):
         return "csv", _csv(text, "\t" if suffix != "csv" else None)
@@ -122,7 +124,7 @@ def _count_lines(text: str) -> int:
 
 
 def _names(names: list[str], what: str) -> str:
-    """``3 columns a, b, c``"""
+    """Format a count and names: ``3 columns a, b, c``."""
     shown = ", ".join(" ".join(str(name).split())[:40] for name in names[:_MAX_NAMES]) + (
         " …" if len(names) > _MAX_NAMES else ""
     )

@@ -1,7 +1,7 @@
-"""Which kind a file is, by its first bytes and then by its name; and who reads that kind.
+"""Detection of a file's kind, by its first bytes and then by its name, and the reader of each kind.
 
-A reader is a function ``(file, loading) -> None`` in a module of its own, imported when its kind is
-first met.
+A reader is a function ``(file, loading) -> None`` in its own module, which is imported on first
+use.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import msgspec
 from ramify.sources.base import SourceLoader, UnreadableSource
 
 HEAD_BYTES = 8192
-"""Enough of a file to tell its kind."""
+"""Number of first bytes that determine the kind of a file."""
 
 
 class SourceFile(msgspec.Struct):
-    """One file's bytes, wherever they came from."""
+    """Bytes of one file from any source."""
 
     name: str
     data: bytes
     path: Path | None = None
-    """Where it stands by itself on disk; None for standard input and members of archives."""
+    """Path of the file on disk; None for standard input and archive members."""
     inside: bool = False
-    """Whether it came out of an archive: archives in archives are not opened."""
+    """True for an archive member. Archives within archives are not opened."""
 
 
 Reader = Callable[[SourceFile, SourceLoader], None]
@@ -39,9 +39,9 @@ READERS: dict[str, str] = {
     "sqlite": "ramify.sources.sqlite",
     "zip": "ramify.sources.zip",
     "tar": "ramify.sources.tar",
-    "packed": "ramify.sources.tar",  # gzip, bzip2, xz: of a tar or of one file
+    "packed": "ramify.sources.tar",  # gzip, bzip2, xz: a tar or a single file
 }
-"""Kind -> the module whose ``read`` reads it."""
+"""Kind -> module whose ``read`` function reads it."""
 
 _MAGIC = {
     b"SQLite format 3\0": "sqlite",
@@ -72,11 +72,11 @@ BINARY_SUFFIXES = frozenset(
     )
     for suffix in group.split()
 )
-"""Not worth opening where a folder is full of them."""
+"""Suffixes of binary files, which are not opened when a folder is read."""
 
 
 def read_file(file: SourceFile, loading: SourceLoader) -> None:
-    """Read ``file`` as the kind that it is; Unreadable where it is none of ours."""
+    """Read ``file`` according to its kind. Raises UnreadableSource for an unsupported kind."""
     kind = kind_of(file.name, file.data[:HEAD_BYTES])
     if file.inside and kind in ("zip", "tar", "packed"):
         raise UnreadableSource("is an archive within an archive", "unpack the outer one first")
@@ -85,15 +85,15 @@ def read_file(file: SourceFile, loading: SourceLoader) -> None:
 
 
 def kind_of(name: str, head: bytes) -> str:
-    """``("a.csv.gz", b"\\x1f\\x8b…")`` -> ``"packed"``"""
+    """Return the kind of a file: ``("a.csv.gz", b"\\x1f\\x8b…")`` -> ``"packed"``."""
     if name.lower().endswith(_OFFICE) and head[:2] == b"PK":
         raise UnreadableSource("is an office document", "save it as text or PDF")
     for magic, kind in _MAGIC.items():
         if head.startswith(magic):
             return kind
-    for magic, what in _FOREIGN.items():
+    for magic, description in _FOREIGN.items():
         if head.startswith(magic):
-            raise UnreadableSource(f"is {what}")
+            raise UnreadableSource(f"is {description}")
     if head[:3] == b"BZh" and head[4:10] == b"1AY&SY":
         return "packed"
     if head[257:262] == b"ustar":
@@ -102,17 +102,18 @@ def kind_of(name: str, head: bytes) -> str:
 
 
 def read_regular(path: str, name: str, loading: SourceLoader, flags: int = os.O_NOFOLLOW) -> bytes:
-    """The bytes of a regular file; only the first of a database, which is asked and not loaded."""
+    """Return the bytes of a regular file. For a database, return only its first bytes, because it
+    is queried and not loaded."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise UnreadableSource("is a pipe, a socket or a device")
         with open(fd, "rb", buffering=0, closefd=False) as file:
             head = file.read(16)
             if head == b"SQLite format 3\0":
                 return head
-            loading.spend(found.st_size, name)
+            loading.spend(status.st_size, name)
             return head + file.read()
     finally:
         os.close(fd)

@@ -1,8 +1,8 @@
-"""Every readable file below a folder.
+"""All readable files below a folder.
 
-Left out, and said so: what ``.gitignore`` files exclude, hidden files (they hold settings and keys
-more often than content; name one to have it), and links to what is in the folder anyway. Links that
-lead out of it are refused.
+Skipped and reported: files that ``.gitignore`` excludes, hidden files (they usually hold settings
+and keys; name one to load it), and links to files that are in the folder anyway. Links that lead
+out of the folder are refused.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ _SQLITE_TAILS = ("-wal", "-shm", "-journal")
 
 
 def read_folder(folder: Path, prefix: str, loading: SourceLoader) -> None:
-    """Load what is below ``folder``; names begin with ``prefix`` (empty, or with a slash at its
-    end)."""
+    """Load the files below ``folder``. Their names begin with ``prefix``, which is empty or ends
+    with a slash."""
     _Walk(folder, prefix, loading).run()
 
 
 class _Walk:
+    """State of one traversal of a folder."""
+
     def __init__(self, folder: Path, prefix: str, loading: SourceLoader) -> None:
         self._root = folder.resolve()
         self._prefix = prefix
@@ -41,7 +43,8 @@ class _Walk:
             pending += reversed(self._read_one(below, layers))
 
     def _read_one(self, below: str, layers: Layers) -> list[tuple[str, Layers]]:
-        """Load the files of the folder ``below`` (``""`` or ``"a/b/"``); the folders in it."""
+        """Load the files of the folder ``below`` (``""`` or ``"a/b/"``) and return its
+        subfolders."""
         try:
             entries = sorted(os.scandir(self._root / below), key=lambda entry: entry.name)
         except OSError as error:
@@ -68,6 +71,7 @@ class _Walk:
         return folders
 
     def _reason(self, entry: os.DirEntry[str], name: str, layers: Layers) -> str | None:
+        """Return the reason to skip ``entry``, or None."""
         if entry.name.startswith("."):
             return "hidden"
         if layers and is_ignored(self._top + name, layers):
@@ -81,14 +85,12 @@ class _Walk:
     def _link(self, entry: os.DirEntry[str], name: str) -> None:
         target = os.path.realpath(entry.path)
         if not os.path.exists(target):
-            self._loading.problem(self._prefix + name, "is a link to nothing")
+            self._loading.problem(self._prefix + name, "is a broken link")
         elif os.path.commonpath([target, self._root]) == str(self._root):
-            self._loading.leave_out(
-                self._prefix + name, "a link to what is here under its own name"
-            )
+            self._loading.leave_out(self._prefix + name, "a link to a file in the same folder")
         else:
             self._loading.problem(
-                self._prefix + name, "is a link out of the folder: name its target to have it read"
+                self._prefix + name, "is a link out of the folder: name its target to read it"
             )
 
     def _file(self, name: str) -> None:

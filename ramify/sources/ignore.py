@@ -1,8 +1,8 @@
-"""What ``.gitignore`` files leave out, with git's rules: nested ones count, the nearest one
+"""Files excluded by ``.gitignore``, with git's rules: nested files count, and the nearest one
 decides.
 
-The files of the repository around the folder count too, and its ``.git/info/exclude``. The user's
-global one does not.
+The ``.gitignore`` files of the repository around the folder and its ``.git/info/exclude`` also
+apply. The user's global ignore file does not.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from ramify.sources.base import SourceLoader
 
 
 class IgnoreFile(msgspec.Struct, frozen=True):
-    """One ``.gitignore``."""
+    """Patterns of one ``.gitignore`` file."""
 
     spec: GitIgnoreSpec
     base: str
-    """The folder that it is about, relative to the top, with a slash at its end; empty for the
-    top."""
+    """Folder of the file relative to the top of the repository, with a trailing slash; empty for
+    the top."""
 
 
 Layers = tuple[IgnoreFile, ...]
 
 
 def outer_layers(folder: Path, loading: SourceLoader) -> tuple[Layers, str]:
-    """The layers of the repository above ``folder``, and the path from its top to ``folder``
+    """Return the layers of the repository above ``folder``, and the path from its top to ``folder``
     (``"src/"``)."""
     top = next(
         (parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), folder
@@ -39,15 +39,13 @@ def outer_layers(folder: Path, loading: SourceLoader) -> tuple[Layers, str]:
         layers = extend(layers, top / base / ".gitignore", base, loading)
         base += f"{part}/"
     if is_ignored(base, layers):
-        return (
-            (),
-            base,
-        )  # the user named a folder that the repository around it leaves out: its rules are not about it
+        # The user named a folder that the repository ignores, so its rules do not apply.
+        return (), base
     return layers, base
 
 
 def extend(layers: Layers, path: Path, base: str, loading: SourceLoader) -> Layers:
-    """``layers`` and, if it is there, the file at ``path``."""
+    """Append the ignore file at ``path`` to ``layers``, if it exists."""
     try:
         lines = path.read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -56,13 +54,14 @@ def extend(layers: Layers, path: Path, base: str, loading: SourceLoader) -> Laye
         return (*layers, IgnoreFile(GitIgnoreSpec.from_lines(lines), base))
     except ValueError as error:
         loading.problem(
-            f"{base}{path.name}", f"has a pattern that cannot be used, so none of it is: {error}"
+            f"{base}{path.name}", f"has an invalid pattern, so none of its patterns apply: {error}"
         )
         return layers
 
 
 def is_ignored(path: str, layers: Layers) -> bool:
-    """Whether ``path``, relative to the top, is left out; a folder's path ends with a slash."""
+    """Return True if ``path``, relative to the top, is excluded. A folder's path ends with a
+    slash."""
     for layer in reversed(layers):
         included = layer.spec.check_file(path[len(layer.base) :]).include
         if included is not None:

@@ -1,10 +1,12 @@
-"""What a user points at -> a context: files, folders, globs, ``-`` for standard input, databases,
-archives, PDF.
+"""Loading of a context from files, folders, globs, ``-`` (standard input), databases, archives and
+PDFs.
 
     one file or standard input   the text itself
-    several, a folder, a zip …   a dict from name to text, in order of names
-A path that the user named and that cannot be read is a SourceError with a remedy; a file found in a folder, a glob or
-an archive that cannot be read is a ``SourceProblem``. Which kind a file is, and who reads it, is ``file_kinds.py``'s to say.
+    several, a folder, a zip …   a dict from name to text, sorted by name
+
+An unreadable path that the user named is a SourceError with a remedy. An unreadable file in a
+folder, a glob or an archive is a ``SourceProblem``. Not here: the kinds of files and their readers
+(see ``file_kinds.py``).
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from ramify.sources.file_kinds import SourceFile, read_file, read_regular
 __all__ = ["LoadedContext", "SourceItem", "SourceProblem", "load"]
 
 MAX_BYTES = 1 << 30
-"""Of all that is read and unpacked."""
+"""Limit on all data that is read and unpacked."""
 WRITER_S = 1.0
-"""Most time that a pipe may have nobody who writes to it."""
+"""Maximum time to wait for a writer of a named pipe."""
 _STDIN = "-"
 _BLOCK_BYTES = 1 << 20
 _MANY = 3
@@ -50,23 +52,26 @@ def load(
     max_bytes: int = MAX_BYTES,
     max_file_s: float = MAX_FILE_S,
 ) -> LoadedContext:
-    """Read everything that ``paths`` name. SourceError where one cannot be read, or nothing is in
-    them; ``max_file_s`` is the most that parsing one PDF may take."""
+    """Read everything that ``paths`` name.
+
+        raise SourceError("no sources: name a file, a folder, or '-' for standard input")
+    the time limit for parsing one PDF."""
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     if not names:
         raise SourceError("nothing to read: name a file, a folder, or '-' for standard input")
-    given = [found for name in names for found in _expand(name)]
-    labels = _labels([path for path, _ in given])
+    expanded = [match for name in names for match in _expand(name)]
+    labels = _labels([path for path, _ in expanded])
     with report_progress("reading", unit="bytes") as work:
         loading = SourceLoader(max_bytes, max_file_s, work)
-        for (path, named), label in zip(given, labels, strict=True):
+        for (path, named), label in zip(expanded, labels, strict=True):
             _read_path(path, label, named, stdin, loading)
-    single = len(given) == 1 and not os.path.isdir(given[0][0])
+    single = len(expanded) == 1 and not os.path.isdir(expanded[0][0])
     return _finish(loading, names, single)
 
 
 def _expand(name: str) -> list[tuple[str, bool]]:
-    """(path, whether the user named it), several for a glob that the shell left as it is."""
+    """Return (path, whether the user named it). A glob that the shell did not expand gives
+    several."""
     if name == _STDIN:
         return [(name, True)]
     if "://" in name:
@@ -78,17 +83,17 @@ def _expand(name: str) -> list[tuple[str, bool]]:
         return [(name, True)]
     import glob
 
-    found = sorted(glob.glob(name, recursive=True))
+    matches = sorted(glob.glob(name, recursive=True))
     if "**" in name:
-        found = [path for path in found if not os.path.isdir(path)]
-    if not found:
+        matches = [path for path in matches if not os.path.isdir(path)]
+    if not matches:
         raise SourceError(f"{name} matches nothing: check the pattern, or name the folder itself")
-    return [(path, len(found) == 1) for path in found]
+    return [(path, len(matches) == 1) for path in matches]
 
 
 def _labels(paths: list[str]) -> list[str]:
-    """A name for each path: as given where that is short and plain, else relative to the folder
-    common to all."""
+    """Return a label for each path: the path itself if it is short and plain, otherwise relative to
+    the common folder of all paths."""
     if len(paths) == 1:
         return [
             "stdin"
@@ -99,11 +104,11 @@ def _labels(paths: list[str]) -> list[str]:
         ]
     files = [os.path.normpath(path) for path in paths if path != _STDIN]
     if any(os.path.isabs(path) or path.startswith("..") for path in files):
-        whole = [os.path.abspath(path) for path in files]
-        common = os.path.commonpath([os.path.dirname(path) for path in whole])
-        files = [os.path.relpath(path, common) for path in whole]
-    rest = iter(files)
-    return ["stdin" if path == _STDIN else next(rest).replace(os.sep, "/") for path in paths]
+        absolute = [os.path.abspath(path) for path in files]
+        common = os.path.commonpath([os.path.dirname(path) for path in absolute])
+        files = [os.path.relpath(path, common) for path in absolute]
+    labels = iter(files)
+    return ["stdin" if path == _STDIN else next(labels).replace(os.sep, "/") for path in paths]
 
 
 def _read_path(
@@ -153,10 +158,9 @@ def _read_one(path: str, label: str, loading: SourceLoader) -> None:
 
 
 def _read_pipe(path: str, loading: SourceLoader) -> bytes:
-    """All of a pipe with a name, such as <(zcat log.gz)."""
-    fd = os.open(
-        path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    )  # or opening waits for a writer, for ever
+    """Read a named pipe, such as <(zcat log.gz), to its end."""
+    # A blocking open would wait for a writer indefinitely.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb", buffering=0) as stream:
         head = _first_block(fd)
         os.set_blocking(fd, True)
@@ -165,10 +169,10 @@ def _read_pipe(path: str, loading: SourceLoader) -> bytes:
 
 
 def _first_block(fd: int) -> bytes:
-    """What is in a pipe that does not block; nothing where its writer has written nothing yet, or
-    is done.
+    """Return the first block of a non-blocking pipe; empty if its writer has not written yet or has
+    finished.
 
-    Raises Unreadable where there is no writer within ``WRITER_S``."""
+    Raises UnreadableSource if no program writes to it within ``WRITER_S``."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     until = time.monotonic() + WRITER_S
@@ -180,14 +184,13 @@ def _first_block(fd: int) -> bytes:
             return b""
         if block or was_written_to:
             return block
-    raise UnreadableSource("is a pipe that nobody writes to", "start what writes to it first")
+    raise UnreadableSource("is a pipe without a writer", "start the program that writes to it")
 
 
 def _drain(stream: BinaryIO, name: str, loading: SourceLoader) -> bytes:
     data = bytearray()
-    read = getattr(
-        stream, "read1", stream.read
-    )  # one read at a time: a terminal says its end, Ctrl-D, only once
+    # One read at a time: a terminal reports its end (Ctrl-D) only once.
+    read = getattr(stream, "read1", stream.read)
     while block := read(_BLOCK_BYTES):
         data += block
         loading.spend(len(block), name)
@@ -215,8 +218,9 @@ def _why_empty(loading: SourceLoader, single: bool) -> str:
     if single and loading.items:
         return "is empty: name something that has text in it"
     reasons = [str(problem) for problem in loading.problems[:_MANY]]
-    reasons += [f"{len(left)} left out, {reason}" for reason, left in loading.left_out.items()]
-    return f"has no text to read ({'; '.join(reasons) or 'no files, or only empty ones'}): name something that has"
+    reasons += [f"{len(names)} left out, {reason}" for reason, names in loading.left_out.items()]
+    why = "; ".join(reasons) or "no files, or only empty ones"
+    return f"has no text to read ({why}): name a source that has text"
 
 
 def _tools(databases: dict[str, Path]) -> dict[str, Callable[..., Any]]:

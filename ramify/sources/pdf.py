@@ -1,7 +1,7 @@
-"""The text of a PDF, page by page, by ``pypdf`` (the extra ``pdf``). Leaves out pictures, so also
-scanned pages.
+"""Text of a PDF, page by page, extracted by ``pypdf`` (extra ``pdf``). Pictures, and therefore
+scanned pages, are ignored.
 
-A PDF can be made to take hours, so it is parsed in a thread that is stopped when its time is over.
+A malicious PDF can take hours, so it is parsed in a thread that is stopped at a time limit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
         import pypdf
     except ImportError:
         raise UnreadableSource("is a PDF", "reading it needs pip install 'ramify[pdf]'") from None
-    logging.getLogger("pypdf").setLevel(
-        logging.ERROR
-    )  # it warns of every slip in a file; the text is what counts
+    # pypdf warns of every irregularity in a file, but only the text matters here.
+    logging.getLogger("pypdf").setLevel(logging.ERROR)
     try:
         pages = in_time(lambda: _pages(pypdf.PdfReader(io.BytesIO(file.data))), loading.max_file_s)
     except UnreadableSource:
@@ -36,7 +35,7 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
             f"is a PDF that takes more than {loading.max_file_s:g} s to read",
             "convert it to text first",
         ) from None
-    except Exception as error:  # noqa: BLE001  a damaged PDF raises anything: KeyError, RecursionError …
+    except Exception as error:  # noqa: BLE001 -- a damaged PDF raises anything
         raise UnreadableSource(
             "is a PDF that cannot be read",
             f"{type(error).__name__}: {' '.join(str(error).split())}",
@@ -56,19 +55,19 @@ def _pages(reader: Any) -> list[str]:
 
 
 class _TimeIsOver(BaseException):
-    """Not an Exception: parsers catch those and go on."""
+    """Stops the parsing thread. Not an Exception, because parsers catch those and continue."""
 
 
 def in_time(work: Callable[[], T], limit_s: float) -> T:
-    """``work()``, which is pure Python. Raises TimeoutError after ``limit_s``; the thread that does
-    it is told to stop, and does so at its next instruction."""
+    """Return ``work()``, which must be pure Python. After ``limit_s``, raise TimeoutError and stop
+    its thread at the next bytecode instruction."""
     done: list[T] = []
     failed: list[BaseException] = []
 
     def target() -> None:
         try:
             done.append(work())
-        except BaseException as error:  # noqa: BLE001 -- raised again by whoever waits
+        except BaseException as error:  # noqa: BLE001 -- raised again in the waiting thread
             failed.append(error)
 
     thread = threading.Thread(target=target, daemon=True, name="ramify parse")

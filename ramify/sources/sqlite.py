@@ -1,10 +1,10 @@
-"""SQLite databases: the schema with sample rows as context, and ``sql(query)`` for the session, on
-the host.
+"""SQLite databases: the schema with sample rows as context, and ``sql(query)`` for the session.
 
-Read-only thrice over: the file is opened so, ``query_only`` is set, and an authorizer allows
-nothing but reading (no ATTACH, no writing PRAGMA, no extension). Every query has a time limit,
-which ``sqlite_process.py`` keeps where one step takes for ever, and caps on its rows and bytes.
-Each call has a connection of its own, so that any number of threads may ask at once.
+Queries run in the host and are read-only in three ways: the file is opened read-only,
+``query_only`` is set, and an authorizer permits only reading (no ATTACH, no writing PRAGMA, no
+extension). Every query has limits on time, rows and bytes. ``sqlite_process.py`` enforces the time
+limit if a single step takes too long. Each call has its own connection, so threads may query
+concurrently.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ QUERY_S = 30.0
 MAX_ROWS = 10_000
 MAX_RESULT_BYTES = 32 << 20
 _COUNT_S = 2.0
-"""To count the rows of one table, for the schema."""
+"""Time limit for counting the rows of one table for the schema."""
 _DESCRIBE_S = 20.0
-"""For all tables; those that come after are described by their CREATE statement alone."""
+"""Time limit for describing all tables. Later tables are described by their CREATE statement
+only."""
 _NUM_SAMPLES = 3
 _MAX_SHOWN_CHARS = 80
 _STEPS = 10_000
-"""Of SQLite's virtual machine between two looks at the clock: about 0.1 ms."""
+"""SQLite virtual machine steps between two checks of the clock: about 0.1 ms."""
 _READING = {
     sqlite3.SQLITE_SELECT,
     sqlite3.SQLITE_READ,
@@ -56,7 +57,7 @@ Params = Sequence[Any] | Mapping[str, Any]
 def read(file: SourceFile, loading: SourceLoader) -> None:
     if file.path is None:
         raise UnreadableSource(
-            "is an SQLite database", "unpack it into a file of its own and name that"
+            "is an SQLite database", "unpack it into a separate file and name that file"
         )
     path = file.path.resolve()
     try:
@@ -70,7 +71,7 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
 
 
 class SqliteDatabases:
-    """Databases by name; ``sql`` is the tool."""
+    """Databases by name. ``sql`` is the session's tool."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self.paths = dict(paths)
@@ -78,7 +79,7 @@ class SqliteDatabases:
     def sql(self, query: str, params: Params = (), db: str | None = None) -> list[tuple[Any, ...]]:
         """Run one SELECT on a SQLite database and return its rows as a list of tuples.
 
-        params: values for ? or :name in the query. db: which database, where there are several."""
+        params: values for ? or :name in the query. db: which database, if there are several."""
         from ramify.sources.sqlite_process import processes
 
         return processes.run(self._path(db), query, params)
@@ -94,7 +95,8 @@ class SqliteDatabases:
 def run_query(
     path: Path, query: str, params: Params = (), limit_s: float = QUERY_S
 ) -> list[tuple[Any, ...]]:
-    """The rows. ValueError, PermissionError or TimeoutError say what is wrong with the query."""
+    """Return the rows of a query. Raises ValueError, PermissionError or TimeoutError that says what
+    is wrong with it."""
     with _connect(path) as database:
         deadline = time.monotonic() + limit_s
         database.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
@@ -137,12 +139,12 @@ def _connect(path: Path) -> Iterator[sqlite3.Connection]:
         try:
             database.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
         except sqlite3.OperationalError:
-            # A database in WAL mode cannot be opened in a folder that cannot be written, unless
-            # nobody else writes it.
+            # A database in WAL mode in a read-only folder can only be opened as immutable,
+            # which is safe if no other process writes it.
             database.close()
             database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True)
         database.execute("PRAGMA query_only = 1")
-        database.execute("PRAGMA trusted_schema = 0")  # its views are a stranger's code
+        database.execute("PRAGMA trusted_schema = 0")  # its views are untrusted code
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_RESULT_BYTES)
         database.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         database.set_authorizer(_authorize)
@@ -162,11 +164,10 @@ def _authorize(action: int, first: str | None, second: str | None, *_: str | Non
 
 
 def _tables(path: Path) -> list[str]:
-    """Each table or view: its CREATE statement, its number of rows, its first rows."""
+    """Describe each table or view: its CREATE statement, number of rows and first rows."""
     statement = (
-        "SELECT name, sql FROM sqlite_master WHERE type IN ('table', 'view') AND substr(name, 1, "
-        "7) <> 'sqlite_' "
-        "ORDER BY name"
+        "SELECT name, sql FROM sqlite_master WHERE type IN ('table', 'view') "
+        "AND substr(name, 1, 7) <> 'sqlite_' ORDER BY name"
     )
     deadline = time.monotonic() + _DESCRIBE_S
     return [
@@ -187,7 +188,7 @@ def _describe(path: Path, name: str, sql: str) -> str:
         return f"{sql};\n-- {error}"
     try:
         rows = run_query(path, f"SELECT * FROM {quoted} LIMIT {_NUM_SAMPLES}", limit_s=_COUNT_S)
-    except (ValueError, TimeoutError):  # rows that are too long, or a view that takes for ever
+    except (ValueError, TimeoutError):  # rows that are too long, or a view that is too slow
         rows = []
     samples = "".join(f"\n--   ({', '.join(_shorten(value) for value in row)})" for row in rows)
     return f"{sql};\n-- {count}{', the first:' if rows else ''}{samples}"

@@ -1,11 +1,11 @@
-"""Queries in a process that can be killed: SQLite looks at its time limit between steps, and one
-step may take for ever.
+"""SQL queries in a separate process that can be killed. SQLite checks its time limit between steps,
+and one step may take arbitrarily long.
 
-    sql ──pickle──> a process that waits for queries ──pickle──> rows, or what was wrong
-                        └── silent for longer than the limit: killed, and the next query gets another
+    sql ──pickle──> idle query process ──pickle──> rows or an error
+                    └── no reply within the limit: it is killed, and the next query starts another
 
-``instr`` over two long values, or ``LIKE '%a%a%a%b'``, is one step. Processes are started when they
-are needed, one for each query that runs at once, and end with this one.
+``instr`` over two long values, or ``LIKE '%a%a%a%b'``, is one step. Processes are started on
+demand, one for each concurrent query, and end with the host process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any, BinaryIO
 from ramify.sources.sqlite import QUERY_S, Params, run_query
 
 GRACE_S = 10.0
-"""Beyond the limit of a query, to start and to send its rows."""
+"""Time beyond a query's limit to start the process and send the rows."""
 _COMMAND = "from ramify.sources.sqlite_process import serve; serve()"
 _LENGTH_BYTES = 8
 
 
 class SqliteProcesses:
-    """Those that wait."""
+    """Pool of idle query processes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,8 +44,8 @@ class SqliteProcesses:
         limit_s: float = QUERY_S,
         grace_s: float = GRACE_S,
     ) -> list[tuple[Any, ...]]:
-        """As ``run_query``, and for certain within ``limit_s + grace_s`` seconds, until the first
-        of the rows comes."""
+        """Like ``run_query``, but guarantee the first bytes of the reply within ``limit_s +
+        grace_s`` seconds or raise TimeoutError."""
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is None or process.poll() is not None:
@@ -82,8 +82,8 @@ class SqliteProcesses:
             self._idle.append(process)
         if error is not None:
             raise error
-        found: list[tuple[Any, ...]] = rows
-        return found
+        checked: list[tuple[Any, ...]] = rows
+        return checked
 
     def close(self) -> None:
         with self._lock:
@@ -93,20 +93,20 @@ class SqliteProcesses:
 
 
 def serve() -> None:
-    """Answer queries on standard input, until it ends."""
+    """Answer queries from standard input until it is closed."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             path, query, params, limit_s = _receive(source)
             try:
                 answer: tuple[Any, Any] = run_query(Path(path), query, params, limit_s), None
-            except Exception as error:  # noqa: BLE001 -- raised where it was asked
+            except Exception as error:  # noqa: BLE001 -- raised in the process that asked
                 answer = None, error
             _send(sink, answer)
 
 
 def _environment() -> dict[str, str]:
-    """So that the process finds this package where this one did."""
+    """Return an environment in which the process imports this copy of the package."""
     package = str(Path(__file__).parents[2])
     inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     return {**os.environ, "PYTHONPATH": os.pathsep.join([package, *inherited])}

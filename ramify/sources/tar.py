@@ -1,7 +1,7 @@
-"""Tar archives, plain or packed by gzip, bzip2 or xz; and single files packed so.
+"""Tar archives, plain or compressed by gzip, bzip2 or xz, and single compressed files.
 
-The packed bytes are unpacked as a stream through ``_BoundedStream``, so that no header and no
-skipped member can bring more into memory, or make more work, than the load's bounds allow.
+The compressed bytes are unpacked as a stream through ``_BoundedStream``. No header and no skipped
+member can therefore use more memory or time than the limits of the load allow.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def _open(data: bytes) -> BinaryIO:
 
 def _read_members(stream: _BoundedStream, file: SourceFile, loading: SourceLoader) -> None:
     num_members = 0
-    with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]  # needs read() alone
+    # In stream mode, tarfile calls only read().
+    with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
         for info in archive:
             num_members += 1
             check_count(num_members, file.name)
@@ -78,7 +79,7 @@ def _read_single(stream: _BoundedStream, file: SourceFile, loading: SourceLoader
 
 
 class _BoundedStream:
-    """A stream that counts what comes out of it against the load."""
+    """Stream that counts its output against the limits of the load."""
 
     def __init__(self, stream: BinaryIO, file: SourceFile, loading: SourceLoader) -> None:
         self._stream = stream
@@ -98,4 +99,5 @@ class _BoundedStream:
         return back + data
 
     def give_back(self, data: bytes) -> None:
+        """Push ``data`` back, to be read again."""
         self._back = data + self._back

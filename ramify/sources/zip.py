@@ -1,4 +1,4 @@
-"""Zip archives: every member that is text, PDF … under ``archive.zip/member``."""
+"""Zip archives: each readable member becomes a text named ``archive.zip/member``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
 def _unpack(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, loading: SourceLoader
 ) -> bytes:
-    """Block by block: the size that the archive states may be a lie."""
+    """Unpack a member block by block, because the size that the archive states may be false."""
     data = bytearray()
     with archive.open(info) as member:
         while block := member.read(_BLOCK_BYTES):

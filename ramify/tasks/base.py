@@ -1,9 +1,10 @@
-"""What a task is: questions that have a right answer, in splits that share none, and how an answer
-is scored.
+"""Tasks: questions with a right answer, divided into disjoint splits, and a score for each answer.
 
-    task.splits["train"][17] ──> Item ── prepare ──> Start ── the engine runs it ──> Trajectory ── score ──> Score
+    task.splits["train"][17] ──> Item ──prepare──> TaskStart ──engine runs it──> Trajectory
+                                                                                     │
+                                                                          Score <──score
 
-A task of one's own is a function that makes an item and one that scores an answer (``simple.py``)::
+To write a task, give a function that makes an item and one that scores an answer (``simple.py``)::
 
     def make(rng: random.Random) -> Item:
         words = rng.choices(["teal", "coral", "mint"], k=1000)
@@ -11,9 +12,10 @@ A task of one's own is a function that makes an item and one that scores an answ
 
     task = SimpleTask("teal", generated("teal", make), numeric)
 
-Leaves out who runs an item (``evaluate/attempt.py``) and what is done with rewards (``train/``).
-What a trajectory holds was written by a model and by its code: a score reads it as hostile text,
-never runs it, and is bounded in time.
+Not here: how an item is run (see ``evaluate/attempt.py``) and how rewards are used (see
+``train/``).
+A trajectory holds text written by a model and by its code. A score therefore treats it as hostile:
+it never executes the text, and its running time is bounded.
 """
 
 from __future__ import annotations
@@ -34,105 +36,104 @@ from ramify.sandbox.base import Session
 from ramify.types.trajectory import Trajectory
 
 SPLITS = ("train", "validation", "test")
-"""Every task has these; validation chooses checkpoints, test is reported. A task may have more, for
-what it holds out."""
+"""The splits of every task: validation selects checkpoints, test is reported. A task may define
+further splits for data that it holds out."""
 ENDLESS = 1 << 40
-"""Length of a generated split."""
+"""Length of a generated split without a fixed size."""
 TASKS = {
     "ledger": "ramify.tasks.ledger.task:ledger",
     "needle": "ramify.tasks.needle:needle",
     "programs": "ramify.tasks.programs.task:programs",
     "toolmath": "ramify.tasks.toolmath.task:toolmath",
 }
-"""Name -> the function that makes the task; loaded when it is asked for."""
+"""Task name -> ``module:function`` that makes the task. The module is imported on first use."""
 DATA_SUFFIXES = (".jsonl", ".parquet")
-"""Of files whose rows are a task."""
+"""Suffixes of files whose rows can be loaded as a task."""
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One question."""
+    """One question, with its context and its right answer."""
 
     question: str
     context: Any = None
-    """What the session gets; None for a question without a context."""
+    """Value that the session receives as ``context``; None for a question without a context."""
     gold: Any = None
-    """The right answer, in whatever form the score compares with."""
+    """The right answer, in the form that the score compares with."""
     kind: str = ""
-    """What sort of question it is; reports are by kind."""
+    """Category of the question. Reports are broken down by it."""
     id: str = ""
-    """Unique, and enough to find the item again: ``ledger/train/17``."""
+    """Unique id that locates the item again: ``ledger/train/17``."""
     right: Any = None
-    """An answer that must score 1, where ``gold`` is not one itself (a list of accepted answers,
-    say)."""
+    """An answer that must score 1, if ``gold`` is not such an answer (a list of accepted answers,
+    for example)."""
     wrong: Any = None
-    """An answer that must not score 1; None: one that resembles no gold."""
+    """An answer that must not score 1. None: ``validate`` uses a text that resembles no answer."""
     metadata: Mapping[str, Any] = {}
-    """What else the score or a report needs."""
+    """Further values that the score or a report needs."""
 
 
 class TaskStart(msgspec.Struct, kw_only=True):
-    """What one rollout begins with; made anew for each, so that it may hold state. The engine takes
-    it as a context."""
+    """Initial state of one rollout. It is created once per rollout, so it may hold mutable state.
+    The engine accepts it as a context."""
 
     context: Any = None
     tools: Mapping[str, Any] = {}
-    """Functions (and values) in the session, of the root and of its children; functions run in the
-    host."""
+    """Functions and values in the session of the root and of its children. Functions run in the
+    host process."""
     about: str = ""
-    """What the model is told of the context beyond its size and beginning."""
+    """Description of the context for the model, beyond its size and first characters."""
     on_session: Callable[[Session], Awaitable[None]] | None = None
-    """What is done to each fresh session of the rollout before its first cell: names bound, modules
-    installed."""
+    """Called with each new session of the rollout before its first cell, to bind names or install
+    modules, for example."""
     on_end: Callable[[Any], Mapping[str, Any]] | None = None
-    """Called once with the answer (None where there is none) when the rollout has ended, however it
-    did. What it returns is put into the trajectory's ``metadata``, for the score."""
+    """Called once when the rollout has ended for any reason, with the answer (None if there is
+    none). Its result is stored in the trajectory's ``metadata`` for the score."""
 
     def manifest(self) -> str:
-        """``about``, as the engine asks for it."""
+        """Return ``about``; the engine calls this method."""
         return self.about
 
 
 class Score(msgspec.Struct, frozen=True):
-    """What a trajectory is worth."""
+    """Rewards and metrics of one trajectory."""
 
     rewards: Mapping[str, float]
     """Reward name -> reward of the whole trajectory."""
     calls: Mapping[str, Mapping[str, float]] = {}
-    """Call id -> reward name -> reward of that call alone, where its own right answer is known."""
+    """Call id -> reward name -> reward of that call alone, if the call has its own right answer."""
     metrics: Mapping[str, float] = {}
-    """Name -> number that is reported and not rewarded."""
+    """Metric name -> number that is reported but not rewarded."""
 
 
 @runtime_checkable
 class Task(Protocol):
-    """Questions and their score. ``validate`` (``validate.py``) proves it: the gold must score 1, a
-    wrong answer not."""
+    """Interface of a task: its items and their score. ``validate`` (``validate.py``) checks that
+    the gold answer scores 1 and a wrong answer does not."""
 
     name: str
     splits: Mapping[str, Sequence[Item]]
-    """Split -> its items, made when they are looked at. No item is in two splits."""
+    """Split name -> items, created on access. No item is in two splits."""
     weights: Mapping[str, float]
-    """Reward name -> its weight in the total; a name that is not there weighs 1."""
+    """Reward name -> its weight in the total. The default weight is 1."""
 
     async def prepare(self, item: Item) -> TaskStart:
-        """What a rollout of ``item`` begins with."""
+        """Return the initial state of a rollout of ``item``."""
         ...
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
-        """What ``trajectory`` is worth as an answer to ``item``: the same for the same two,
-        whenever it is asked. May take its time (it is called in a thread), and may raise where the
-        fault is the task's own."""
+        """Score ``trajectory`` as an answer to ``item``. The result must be deterministic. The call
+        may be slow (it runs in a thread), and it may raise if the task itself is at fault."""
         ...
 
 
-# --- data
-# ----------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 class GeneratedSplit(Sequence[Item]):
-    """A split that is generated: item ``index`` is made from a random generator of its own, seeded
-    by the task's name, the seed, the split and the index. So splits are disjoint streams, and any
-    item can be made again by itself."""
+    """A split whose items are generated on access.
+
+    Each item has its own random generator, seeded by the task name, the seed, the split and the
+    index. Splits are therefore disjoint, and any item can be regenerated independently."""
 
     def __init__(
         self,
@@ -142,8 +143,11 @@ class GeneratedSplit(Sequence[Item]):
         seed: int = 0,
         size: int = ENDLESS,
     ) -> None:
-        self.task, self.split, self.seed = task, split, seed
-        self._make, self._size = make, size
+        self.task = task
+        self.split = split
+        self.seed = seed
+        self._make = make
+        self._size = size
 
     def __len__(self) -> int:
         return self._size
@@ -156,10 +160,10 @@ class GeneratedSplit(Sequence[Item]):
         if self._size == ENDLESS:
             self._check_reachable(index)
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(self._size))]
+            return [self[number] for number in range(*index.indices(self._size))]
         if not -self._size <= index < self._size:
             raise IndexError(
-                f"{self.task}/{self.split} has {self._size} items, and no item {index}"
+                f"{self.task}/{self.split} has {self._size} items; item {index} does not exist"
             )
         index %= self._size
         name = f"{self.task}/{self.split}/{index}"
@@ -167,21 +171,20 @@ class GeneratedSplit(Sequence[Item]):
         return msgspec.structs.replace(item, id=name)
 
     def _check_reachable(self, index: int | slice) -> None:
-        """Raises ConfigError for what is counted from an end that there is not."""
-        asked = (index.start, index.stop) if isinstance(index, slice) else (index,)
+        """Raise ConfigError if ``index`` counts from the end of an endless split."""
+        bounds = (index.start, index.stop) if isinstance(index, slice) else (index,)
         is_open = (
             isinstance(index, slice)
             and (index.stop if (index.step or 1) > 0 else index.start) is None
         )
-        if not is_open and all(each is None or each >= 0 for each in asked):
+        if not is_open and all(bound is None or bound >= 0 for bound in bounds):
             return
         shown = str(index)
         if isinstance(index, slice):
-            shown = ":".join("" if each is None else str(each) for each in asked)
+            shown = ":".join("" if bound is None else str(bound) for bound in bounds)
         raise ConfigError(
-            f"{self.task}/{self.split} has no end, and [{shown}] needs one: give both bounds, from "
-            "0 up, as in [0:100], or "
-            "the task a size"
+            f"{self.task}/{self.split} is endless, and [{shown}] counts from its end: give both "
+            "bounds, from 0 up, as in [0:100], or give the task a size"
         )
 
     def __iter__(self) -> Iterator[Item]:
@@ -191,12 +194,12 @@ class GeneratedSplit(Sequence[Item]):
 def generated(
     task: str, make: Callable[[random.Random], Item], *, seed: int = 0, size: int = ENDLESS
 ) -> dict[str, Sequence[Item]]:
-    """The three splits of a task whose items ``make`` makes of a random generator."""
+    """Return train, validation and test splits of a task whose items ``make`` generates."""
     return {split: GeneratedSplit(task, split, make, seed, size) for split in SPLITS}
 
 
 def items_of(task: Task, split: str) -> Sequence[Item]:
-    """The items of a split by name. Raises ConfigError for one that the task does not have."""
+    """Return the items of the named split. Raises ConfigError if the task has no such split."""
     if split not in task.splits:
         raise ConfigError(
             f"task '{task.name}' has no split '{split}': {nearest(split, task.splits)}"
@@ -208,76 +211,81 @@ _OTHERS = "give file.py:attribute, module:attribute, rows in a .jsonl or .parque
 
 
 def task_of(name: str, **options: Any) -> Task:
-    """The task called ``name``: one of ``TASKS``; ``module:attribute`` or ``file.py:attribute``, a
-    task or a function that makes one of ``options``; or a file of rows (``.jsonl``, ``.parquet``,
-    ``hf:NAME``), with the options of ``data.dataset``. Raises ConfigError for what there is not,
-    with the nearest that there is."""
+    """Return the task called ``name``.
+
+    ``name`` is one of ``TASKS``; ``module:attribute`` or ``file.py:attribute``, which is a task or
+    a function that makes one from ``options``; or a file of rows (``.jsonl``, ``.parquet``,
+    ``hf:NAME``), with the options of ``data.dataset``. Raises ConfigError for an unknown name, with
+    the nearest known one."""
     if name.startswith("hf:") or name.endswith(DATA_SUFFIXES):
         name, options = "ramify.tasks.data:dataset", {"source": name, **options}
     module, _, attribute = TASKS.get(name, name).rpartition(":")
     if not module:
         raise ConfigError(f"unknown task '{name}': {nearest(name, TASKS)}; or {_OTHERS}")
     try:
-        found = getattr(
+        task = getattr(
             _file(module) if module.endswith(".py") else importlib.import_module(module), attribute
         )
     except FileNotFoundError as error:
-        raise ConfigError(f"task '{name}': there is no file {error.filename}") from error
+        raise ConfigError(f"task '{name}': file {error.filename} does not exist") from error
     except RamifyError:
         raise
-    except Exception as error:  # whatever a file of the user's own raises
-        why = (
+    except Exception as error:  # a user's file may raise anything
+        reason = (
             error
             if isinstance(error, ImportError | AttributeError | SyntaxError | OSError)
             else repr(error)
         )
-        raise ConfigError(f"task '{name}' cannot be loaded: {why}") from error
-    if not isinstance(found, Task):
-        found = _made(name, found, options)
+        raise ConfigError(f"task '{name}' cannot be loaded: {reason}") from error
+    if not isinstance(task, Task):
+        task = _from_factory(name, task, options)
     elif options:
         raise ConfigError(
-            f"task '{name}' is made already and takes no options: leave out {', '.join(options)}"
+            f"task '{name}' is an object, not a function, and takes no options: remove "
+            f"{', '.join(options)}"
         )
-    if not isinstance(found, Task):
+    if not isinstance(task, Task):
         raise ConfigError(
-            f"'{name}' gives a {type(found).__name__}, not a Task (name, splits, weights, prepare, "
+            f"'{name}' gives a {type(task).__name__}, not a Task (name, splits, weights, prepare, "
             "score)"
         )
-    return found
+    return task
 
 
 def _file(path: str) -> Any:
-    """The module in a file of the user's own."""
+    """Import the user's Python file at ``path`` as a module."""
     spec = importlib.util.spec_from_file_location(re.sub(r"\W", "_", path), path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _made(name: str, make: Any, options: Mapping[str, Any]) -> Any:
+def _from_factory(name: str, make: Any, options: Mapping[str, Any]) -> Any:
+    """Call ``make`` with ``options``. Return it unchanged if it is not callable."""
     if not callable(make):
         return make
-    known = inspect.signature(make).parameters
-    stray = [option for option in options if option not in known]
-    if stray and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
-        raise ConfigError(f"task '{name}' has no option '{stray[0]}': {nearest(stray[0], known)}")
+    parameters = inspect.signature(make).parameters
+    unknown = [option for option in options if option not in parameters]
+    if unknown and not any(param.kind is param.VAR_KEYWORD for param in parameters.values()):
+        raise ConfigError(
+            f"task '{name}' has no option '{unknown[0]}': {nearest(unknown[0], parameters)}"
+        )
     try:
         return make(**options)
     except RamifyError:
         raise
     except Exception as error:
-        why = error if isinstance(error, TypeError) else repr(error)
-        raise ConfigError(f"task '{name}' with {dict(options)}: {why}") from error
+        reason = error if isinstance(error, TypeError) else repr(error)
+        raise ConfigError(f"task '{name}' with {dict(options)}: {reason}") from error
 
 
-# --- scoring
-# -------------------------------------------------------------------------------------------------------
+# --- scoring --------------------------------------------------------------------------------------
 
 
 def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """The one number that ``rewards`` come to: their weighted sum.
+    """Return the weighted sum of ``rewards``.
 
     >>> total({"correct": 1.0, "short": 0.5}, {"short": 0.2})
     1.1
@@ -286,9 +294,9 @@ def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
 
 
 def scored(task: Task, item: Item, trajectory: Trajectory) -> Trajectory:
-    """``trajectory`` with its rewards, those of its calls, and its metrics; the same object.
+    """Store the rewards, the per-call rewards and the metrics in ``trajectory`` and return it.
 
-    Raises RamifyError, naming task and item, where the score itself failed or gave what is no
+    Raises RamifyError, naming the task and the item, if the score raised or returned an invalid
     reward."""
     try:
         score = task.score(item, trajectory)
@@ -306,16 +314,17 @@ def scored(task: Task, item: Item, trajectory: Trajectory) -> Trajectory:
 
 
 def _check(task: Task, item: Item, trajectory: Trajectory, score: Score) -> None:
+    """Raise RamifyError unless ``score`` has finite rewards, for existing calls only."""
     where = f"task '{task.name}', item {item.id}"
     if not score.rewards:
         raise RamifyError(
             f"{where}: its score has no reward; give one by name, as in Score({{'correct': 1.0}})"
         )
     calls = {call.id for call in trajectory.calls}
-    stray = sorted(score.calls.keys() - calls)
-    if stray:
+    unknown = sorted(score.calls.keys() - calls)
+    if unknown:
         raise RamifyError(
-            f"{where}: a reward for call {stray[0]!r}, which the trajectory does not have"
+            f"{where}: a reward for call {unknown[0]!r}, which the trajectory does not have"
         )
     for rewards in (score.rewards, score.metrics, *score.calls.values()):
         for name, value in rewards.items():

@@ -1,15 +1,15 @@
-"""A dataset as a task: rows of JSONL or Parquet files, of Hugging Face ``datasets``, or of a list,
-and a score by name.
+"""Tasks from datasets: rows of JSONL or Parquet files, of Hugging Face ``datasets``, or of a list.
 
-    dataset("questions.jsonl", question="q", gold="a")                          divided 80 : 10 : 10
+    dataset("questions.jsonl", question="q", gold="a")                   divided 80 : 10 : 10
     dataset({"train": "train.jsonl", "test": "test.parquet"}, context="document", reward="f1")
-    dataset("hf:openai/gsm8k:main", gold="answer", reward="last_number")        the splits that it has
+    dataset("hf:openai/gsm8k:main", gold="answer", reward="last_number")     its own splits
     dataset(rows, item=lambda row: Item(row["q"], gold=row["a"]), reward=lambda answer, item: …)
 
-Which column is what is said by name; an error names the file, the row and the column. One source
-without splits is divided by the hash of question and context, so that a row stays where it is when
-others are added, and the same question is never in two splits. Rows are read when they are looked
-at. Leaves out what a model is told beside them.
+Columns are selected by name. An error names the file, the row and the column. A single source
+without splits is divided by a hash of question and context: a row stays in its split when other
+rows are added, and the same question is never in two splits. Rows are read on access.
+
+Not here: the prompt around a question (see ``engine/scaffold.py``).
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ _HF_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
 
 
 class DatasetColumns(msgspec.Struct, frozen=True):
-    """Which column is what."""
+    """Names of the columns that make an item."""
 
     question: str = "question"
     gold: str | None = "answer"
-    """None: the rows have no gold answer."""
+    """Column with the gold answer. None: the rows have no gold answer."""
     context: str | tuple[str, ...] | None = None
-    """Of several columns the context is a dict."""
+    """Column with the context. With several columns the context is a dict."""
     kind: str | None = None
     metadata: tuple[str, ...] = ()
-    """Columns that the score needs, by their own names; ``choice`` needs ``choices``."""
+    """Columns that the score needs, under their own names; ``choice`` needs ``choices``."""
 
     def item(self, row: Row) -> Item:
-        """Raises KeyError for a column that ``row`` does not have, TypeError for one of the wrong
-        type."""
+        """Convert ``row`` to an item.
+
+        Raises KeyError if a column is missing and TypeError if a value has the wrong type."""
         question = row[self.question]
         if not isinstance(question, str) or not question.strip():
             raise TypeError(f"column '{self.question}' is {question!r:.60}; a question is text")
@@ -84,15 +85,18 @@ def dataset(
     reward: str | AnswerReward | WholeTrajectoryReward = "exact",
     name: str = "",
 ) -> SimpleTask:
-    """The task. ``item`` makes an item of a row instead of the columns; ``reward`` is a score of
-    ``scoring`` by name, or a function of (answer, item). With ``gold=None`` the rows have no gold
-    answer, and ``reward`` must be a function that needs none. Raises ConfigError, SourceError for
-    what cannot be read, and when it is looked at, for a row that is not as it should be."""
+    """Return a task over the rows of ``source``.
+
+    ``item`` converts a row to an item and replaces the column names. ``reward`` is the name of a
+    score in ``scoring`` or a function of (answer, item). With ``gold=None`` the rows have no gold
+    answer, and ``reward`` must be a function that does not need one.
+
+    Raises ConfigError for invalid options and SourceError for an unreadable source. A malformed row
+    raises when it is accessed."""
     if gold is None and item is None and isinstance(reward, str):
         raise ConfigError(
             f"dataset with gold=None and reward='{reward}', which compares with a gold answer: "
-            "give a function of "
-            "(answer, item), or the column with the gold answers"
+            "give a function of (answer, item), or name the column with the gold answers"
         )
     several = context if isinstance(context, str) or context is None else tuple(context)
     columns = DatasetColumns(question, gold, several, kind, tuple(metadata))
@@ -112,7 +116,8 @@ def dataset(
 def scorer_of(
     reward: str | AnswerReward | WholeTrajectoryReward,
 ) -> AnswerReward | WholeTrajectoryReward:
-    """A score by name, or as it is."""
+    """Return the score called ``reward``; return a function unchanged. Raises ConfigError for an
+    unknown name."""
     if not isinstance(reward, str):
         return reward
     if reward not in SCORERS:
@@ -124,7 +129,7 @@ def scorer_of(
 
 
 class DatasetItems(Sequence[Item]):
-    """Rows as items, made when they are looked at."""
+    """Rows of a source as items, converted on access."""
 
     def __init__(
         self,
@@ -133,12 +138,14 @@ class DatasetItems(Sequence[Item]):
         make: Callable[[Row], Item],
         indices: Sequence[int] | None = None,
     ) -> None:
-        """``indices`` are the rows that belong here; None: all."""
-        self._name, self._rows, self._make = name, rows, make
+        """``indices`` selects rows; None selects all."""
+        self._name = name
+        self._rows = rows
+        self._make = make
         self._indices = range(len(rows)) if indices is None else indices
 
     def some(self, name: str, places: Sequence[int]) -> DatasetItems:
-        """Those at ``places``, under another name; each keeps the number of its row."""
+        """Return the items at ``places`` under another name. Ids keep the row numbers."""
         return DatasetItems(
             name, self._rows, self._make, [self._indices[place] for place in places]
         )
@@ -152,19 +159,21 @@ class DatasetItems(Sequence[Item]):
     def __getitem__(self, index: slice) -> Sequence[Item]: ...
     def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
+            return [self[place] for place in range(*index.indices(len(self)))]
         number = self._indices[index]
-        item = _made(self._name, self._rows, number, self._make)
+        item = _item(self._name, self._rows, number, self._make)
         return msgspec.structs.replace(item, id=f"{self._name}/{number}")
 
 
-def _made(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Item]) -> Item:
+def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Item]) -> Item:
+    """Convert row ``number`` to an item. Raises ConfigError that names the row."""
     row = rows[number]
     try:
         return make(row)
     except KeyError as error:
         raise ConfigError(
-            f"{name}, row {number}: there is no column {error}; it has {', '.join(map(str, row))}"
+            f"{name}, row {number}: it has no column {error}; its columns are "
+            f"{', '.join(map(str, row))}"
         ) from None
     except (TypeError, ValueError, IndexError, AttributeError) as error:
         raise ConfigError(f"{name}, row {number}: {error}") from error
@@ -173,32 +182,31 @@ def _made(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Ite
 def _divided(
     name: str, rows: Sequence[Row], make: Callable[[Row], Item]
 ) -> dict[str, Sequence[Item]]:
-    """The three splits, by what is asked over what."""
+    """Divide rows into three splits by a hash of question and context."""
     indices: dict[str, list[int]] = {split: [] for split in SPLITS}
     for number in range(len(rows)):
-        item = _made(name, rows, number, make)
-        asked = hashlib.sha256(
+        item = _item(name, rows, number, make)
+        digest = hashlib.sha256(
             msgspec.json.encode((item.question, item.context), enc_hook=str)
         ).digest()
-        share = int.from_bytes(asked[:8], "big") / 2**64
+        share = int.from_bytes(digest[:8], "big") / 2**64
         for split, size in _SHARES:
             share -= size
             if share < 0 or split == SPLITS[-1]:
                 indices[split].append(number)
                 break
     return {
-        split: DatasetItems(f"{name}/{split}", rows, make, found)
-        for split, found in indices.items()
-        if found
+        split: DatasetItems(f"{name}/{split}", rows, make, numbers)
+        for split, numbers in indices.items()
+        if numbers
     }
 
 
-# --- where rows come from
-# ----------------------------------------------------------------------------------------------
+# --- sources of rows ------------------------------------------------------------------------------
 
 
 def _sources(source: Source) -> dict[str, Sequence[Row]]:
-    """Split -> rows; a single source without splits has the empty name."""
+    """Return split -> rows. A single source without splits has the empty name."""
     if isinstance(source, str) and source.startswith("hf:"):
         source = _hugging_face(source)
     if isinstance(source, Mapping):  # also a DatasetDict
@@ -207,14 +215,13 @@ def _sources(source: Source) -> dict[str, Sequence[Row]]:
                 "a dataset needs a source for at least one split, as in {'test': 'questions.jsonl'}"
             )
         return {
-            _HF_NAMES.get(str(split), str(split)): rows_of(each) for split, each in source.items()
+            _HF_NAMES.get(str(split), str(split)): rows_of(part) for split, part in source.items()
         }
     return {"": rows_of(source)}
 
 
 def rows_of(source: Source) -> Sequence[Row]:
-    """The rows of one file or list, read when they are looked at. Raises ConfigError,
-    SourceError."""
+    """Return the rows of one file or list, read on access. Raises ConfigError and SourceError."""
     if isinstance(source, str | Path):
         path = Path(source).expanduser()
         if path.suffix not in DATA_SUFFIXES:
@@ -222,18 +229,18 @@ def rows_of(source: Source) -> Sequence[Row]:
                 f"{path}: rows are read from {' and '.join(DATA_SUFFIXES)}, and from hf:NAME"
             )
         if not path.is_file():
-            raise SourceError(f"there is no file {path}")
+            raise SourceError(f"file {path} does not exist")
         rows: Any = JsonlRows(path) if path.suffix == ".jsonl" else ParquetRows(path)
     else:
         rows = source
     if not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__"):
         raise ConfigError(
-            f"a {type(rows).__name__} is no dataset: give a file, hf:NAME, or a list of rows"
+            f"a {type(rows).__name__} is not a dataset: give a file, hf:NAME, or a list of rows"
         )
     if len(rows) == 0:
-        raise SourceError(f"{_name_of(source)}: there are no rows in it")
-    found: Sequence[Row] = rows
-    return found
+        raise SourceError(f"{_name_of(source)}: it has no rows")
+    checked: Sequence[Row] = rows
+    return checked
 
 
 def _hugging_face(name: str) -> Any:
@@ -263,8 +270,8 @@ def _name_of(source: Source) -> str:
 
 
 class JsonlRows(Sequence[Row]):
-    """The objects of a JSONL file, found once and decoded when they are looked at. Blank lines are
-    no rows."""
+    """Objects of a JSONL file. Lines are located once and decoded on access; blank lines are
+    ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -279,7 +286,7 @@ class JsonlRows(Sequence[Row]):
     def __getitem__(self, index: slice) -> Sequence[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
+            return [self[place] for place in range(*index.indices(len(self)))]
         number, start, size = self._lines[index]
         with self._path.open("rb") as file:
             file.seek(start)
@@ -290,7 +297,7 @@ class JsonlRows(Sequence[Row]):
             raise SourceError(f"{self._path}, line {number}: not JSON: {error}") from None
         if not isinstance(row, dict):
             raise SourceError(
-                f"{self._path}, line {number}: a {type(row).__name__}; every line is an object"
+                f"{self._path}, line {number}: a {type(row).__name__}; every line must be an object"
             )
         return row
 
@@ -309,7 +316,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
 
 
 class ParquetRows(Sequence[Row]):
-    """The rows of a Parquet file, a group of rows at a time."""
+    """Rows of a Parquet file. One row group at a time is in memory."""
 
     def __init__(self, path: Path) -> None:
         parquet = _package("pyarrow.parquet", "datasets")
@@ -319,7 +326,8 @@ class ParquetRows(Sequence[Row]):
             raise SourceError(f"{path} is not Parquet: {error}") from error
         groups = range(self._file.num_row_groups)
         self._sizes = [self._file.metadata.row_group(group).num_rows for group in groups]
-        self._group, self._table = -1, None
+        self._group = -1
+        self._table = None
 
     def __len__(self) -> int:
         return sum(self._sizes)
@@ -330,14 +338,14 @@ class ParquetRows(Sequence[Row]):
     def __getitem__(self, index: slice) -> Sequence[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
+            return [self[place] for place in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        rest, group = index % len(self), 0
-        while rest >= self._sizes[group]:
-            rest, group = rest - self._sizes[group], group + 1
+        offset, group = index % len(self), 0
+        while offset >= self._sizes[group]:
+            offset, group = offset - self._sizes[group], group + 1
         if group != self._group:
             self._group, self._table = group, self._file.read_row_group(group)
         table: Any = self._table
-        row: Row = table.slice(rest, 1).to_pylist()[0]
+        row: Row = table.slice(offset, 1).to_pylist()[0]
         return row

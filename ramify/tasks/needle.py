@@ -1,12 +1,12 @@
-"""A needle in a haystack: one sentence that answers the question, anywhere in a text of any length.
+"""Needle in a haystack: one sentence in a long generated text answers the question.
 
     needle(chars=1_000_000)
 
     … The baker of Lodavi counts the quiet stone. The access code of Tamorusi is 482913. The clerk …
     What is the access code of Tamorusi?    ->  482913
 
-Beside it stand distractors: codes of others whose names begin alike, and codes that the same one
-had before. The text is generated; ``kind`` is the tenth of it in which the needle lies.
+The text also contains distractors: codes of people with similar names, and former codes of the same
+person. ``kind`` is the tenth of the text that contains the needle.
 """
 
 from __future__ import annotations
@@ -20,58 +20,35 @@ from ramify.tasks.scoring import normalised
 from ramify.tasks.simple import SimpleTask
 
 _ADJECTIVES = (
-    "quiet",
-    "cold",
-    "red",
-    "hollow",
-    "bright",
-    "narrow",
-    "old",
-    "patient",
-    "crooked",
-    "gentle",
-    "pale",
-    "loud",
+    *("quiet", "cold", "red", "hollow", "bright", "narrow"),
+    *("old", "patient", "crooked", "gentle", "pale", "loud"),
 )
 _NOUNS = (
-    "river",
-    "stone",
-    "lantern",
-    "market",
-    "orchard",
-    "bridge",
-    "harbour",
-    "wheel",
-    "letter",
-    "garden",
-    "tower",
-    "road",
+    *("river", "stone", "lantern", "market", "orchard", "bridge"),
+    *("harbour", "wheel", "letter", "garden", "tower", "road"),
 )
 _VERBS = (
-    "counts",
-    "carries",
-    "follows",
-    "paints",
-    "measures",
-    "forgets",
-    "repairs",
-    "watches",
-    "sells",
-    "buries",
+    *("counts", "carries", "follows", "paints", "measures"),
+    *("forgets", "repairs", "watches", "sells", "buries"),
 )
 _PEOPLE = ("baker", "clerk", "pilot", "weaver", "doctor", "miller", "singer", "guard")
 _SYLLABLES = ["".join(pair) for pair in itertools.product("bdfklmnprstvz", "aeiou")]
 _POOL = 2000
-"""Different sentences of one haystack; they recur."""
+"""Number of different filler sentences in one haystack; they repeat."""
 MIN_CHARS = 1000
 
 
 def needle(
     *, chars: int = 100_000, distractors: int = 6, depth: float | None = None, seed: int = 0
 ) -> SimpleTask:
-    """The task. ``chars`` is the length of the text (to within a sentence), ``distractors`` the
-    number of sentences like the needle, ``depth`` where it lies (0 the beginning, 1 the end; None:
-    anywhere)."""
+    """Return the task.
+
+    Args:
+        chars: Length of the text, to within a sentence.
+        distractors: Number of sentences that resemble the needle.
+        depth: Position of the needle, from 0 (beginning) to 1 (end); None for a random one.
+        seed: Seed of the generated items.
+    """
     if (
         chars < MIN_CHARS
         or not 0 <= distractors <= chars // 200
@@ -79,8 +56,7 @@ def needle(
     ):
         raise ConfigError(
             f"needle: chars={chars} must be at least {MIN_CHARS}, distractors={distractors} from 0 "
-            "to chars/200, "
-            f"depth={depth} from 0 to 1"
+            f"to chars/200, depth={depth} from 0 to 1"
         )
     return SimpleTask(
         "needle",
@@ -110,16 +86,15 @@ def _make(rng: random.Random, chars: int, distractors: int, depth: float | None)
 def _haystack(
     rng: random.Random, chars: int, sentences: list[str], depth: float | None
 ) -> tuple[str, int]:
-    """(the text, where in it the first of ``sentences`` begins)."""
+    """Return the text and the offset at which the first of ``sentences`` begins in it."""
     pool = [_filler(rng) for _ in range(_POOL)]
     room = chars - sum(map(len, sentences)) - len(sentences)
     mean = sum(map(len, pool)) / _POOL + 1
     hay = rng.choices(pool, k=max(1, round(room / mean)))
     places = sorted((rng.random(), sentence) for sentence in sentences[1:])
     places.append((rng.random() if depth is None else depth, sentences[0]))
-    for share, sentence in sorted(
-        places, reverse=True
-    ):  # from the end, so that earlier places stay where they are
+    # Insert from the end, so that earlier positions stay valid.
+    for share, sentence in sorted(places, reverse=True):
         hay.insert(round(share * len(hay)), sentence)
     text = " ".join(hay)
     return text, text.index(sentences[0])
@@ -127,7 +102,10 @@ def _haystack(
 
 def _filler(rng: random.Random) -> str:
     where = f" of {_name(rng, 3)}" if rng.random() < 0.3 else ""
-    return f"The {rng.choice(_PEOPLE)}{where} {rng.choice(_VERBS)} the {rng.choice(_ADJECTIVES)} {rng.choice(_NOUNS)}."
+    return (
+        f"The {rng.choice(_PEOPLE)}{where} {rng.choice(_VERBS)} "
+        f"the {rng.choice(_ADJECTIVES)} {rng.choice(_NOUNS)}."
+    )
 
 
 def _name(rng: random.Random, num_syllables: int) -> str:

@@ -1,11 +1,16 @@
-"""A task made of data and functions: splits, a reward, and where a session needs more than its
-context, a beginning.
+"""Tasks built from data and functions: splits, a reward, and an optional initial state.
 
-A reward may take the trajectory, or only the answer and the item, and may give a number, several by name or a ``Score``::
+A reward takes the answer and the item, or the whole trajectory. It returns a number, several
+numbers by name, or a ``Score``::
 
-    SimpleTask("teal", splits, numeric)                                        # one of ``scoring``
+    SimpleTask("teal", splits, numeric)                              # a score from ``scoring``
     SimpleTask("teal", splits, lambda answer, item: float(answer == item.gold))
-    SimpleTask("teal", splits, Whole(lambda item, trajectory: {"correct": …, "short": …}), weights={"short": 0.1})
+    SimpleTask(
+        "teal",
+        splits,
+        WholeTrajectoryReward(lambda item, trajectory: {"correct": …, "short": …}),
+        weights={"short": 0.1},
+    )
 """
 
 from __future__ import annotations
@@ -20,28 +25,27 @@ from ramify.tasks.base import Item, Score, TaskStart
 from ramify.types.trajectory import Trajectory
 
 Worth = float | Mapping[str, float] | Score
-"""What a reward function may return."""
+"""Return type of a reward function."""
 AnswerReward = Callable[[Any, Item], Worth]
-"""(answer, item) -> its worth; the answer is None where there was none."""
+"""Reward function: (answer, item) -> reward. The answer is None if the rollout gave none."""
 
 
 class WholeTrajectoryReward(msgspec.Struct, frozen=True):
-    """Marks a reward that looks at the whole trajectory: ``WholeTrajectoryReward(fn)`` with
-    ``fn(item, trajectory)``."""
+    """Wraps a reward function of the whole trajectory: ``fn(item, trajectory)``."""
 
     reward: Callable[[Item, Trajectory], Worth]
 
 
 class SimpleTask(msgspec.Struct, frozen=True):
-    """Implements ``base.Task``."""
+    """Task made of splits and a reward function. Implements ``base.Task``."""
 
     name: str
     splits: Mapping[str, Sequence[Item]]
     reward: AnswerReward | WholeTrajectoryReward
-    """By default called with (answer, item)."""
+    """Called with (answer, item), unless it is a ``WholeTrajectoryReward``."""
     weights: Mapping[str, float] = {}
     begin: Callable[[Item], Awaitable[TaskStart]] | None = None
-    """What ``prepare`` does; None: a session over the item's context, with nothing else."""
+    """Creates the initial state of a rollout. None: a session with the item's context only."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.splits:
@@ -64,7 +68,7 @@ class SimpleTask(msgspec.Struct, frozen=True):
 
 
 def as_score(worth: Worth) -> Score:
-    """A single number is the reward ``correct``."""
+    """Convert the result of a reward function. A single number becomes the reward ``correct``."""
     if isinstance(worth, Score):
         return worth
     return Score(dict(worth)) if isinstance(worth, Mapping) else Score({"correct": float(worth)})

@@ -1,18 +1,18 @@
-"""A text environment as a task: ``init``, ``step``, ``close`` as in SkyRL-gym, or ``reset``,
-``step`` as in Gymnasium.
+"""Text environments as tasks: SkyRL-gym (``init``, ``step``, ``close``) or Gymnasium (``reset``,
+``step``).
 
     env_task("sums", splits, lambda item: skyrl_gym.make("gsm8k", extras=item.metadata["extras"]))
 
-    session:  step("look north")  ──>  env.step  ──>  "You see a door."        rewards are kept, not shown
-    the final answer, where the episode has not ended by then, is its last action
+    session:  step("look north")  ──>  env.step  ──>  "You see a door."     (reward is recorded)
+    if the episode has not ended by then, the final answer is its last action
 
-An environment with an ``action_space`` (Gymnasium) takes values of it, not text: an action is then
-JSON, ``step("1")`` for ``Discrete(2)`` and ``step("[0.5]")`` for a ``Box`` of one number. What is
-seen is ``str`` of the observation.
+A Gymnasium environment with an ``action_space`` takes values of that space instead of text. An
+action is then JSON: ``step("1")`` for ``Discrete(2)`` and ``step("[0.5]")`` for a ``Box`` of one
+number. The model sees ``str(observation)``.
 
-A model drives a session as in any other task and acts by the function ``step`` there. The reward
-``return`` is the sum of the environment's rewards. Leaves out whether the environment is fair;
-``validate`` tries it with the item's right answer as the only action.
+The model works in a session as in any other task and acts by calling the function ``step``. The
+reward ``return`` is the sum of the environment's rewards. ``validate`` tries the item's right
+answer as the only action. Not here: whether the environment's rewards are fair.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ def env_task(
     *,
     weights: Mapping[str, float] | None = None,
 ) -> SimpleTask:
-    """The task. ``make`` makes a fresh environment for an item: an object with ``init(prompt) ->
-    (messages, info)`` or ``reset() -> (observation, info)``; ``step(action)``, which gives a
-    mapping with ``observations``, ``reward`` and ``done``, or Gymnasium's five values; and perhaps
-    ``close`` and ``get_metrics``."""
+    """Return a task that plays an environment.
+
+    ``make`` creates a fresh environment for an item: an object with ``init(prompt) -> (messages,
+    info)`` or ``reset() -> (observation, info)``, and with ``step(action)``, which returns a
+    mapping with ``observations``, ``reward`` and ``done``, or Gymnasium's five values. ``close``
+    and ``get_metrics`` are optional."""
 
     async def begin(item: Item) -> TaskStart:
         episode = EnvEpisode(make(item), item)
@@ -58,7 +60,7 @@ def env_task(
 
     def score(item: Item, trajectory: Trajectory) -> Score:
         record = trajectory.metadata.get(_KEY)
-        if record is None:  # nothing was played: the answer is all there is
+        if record is None:  # no action was taken: the answer is the only one
             record = EnvEpisode(make(item), item).end(trajectory.answer)[_KEY]
         return Score(
             {"return": sum(record["rewards"])},
@@ -69,31 +71,34 @@ def env_task(
 
 
 class EnvEpisode:
-    """One environment from beginning to end. Actions come one at a time, whoever sends them."""
+    """One environment from its first observation to its end. Actions are serialized by a lock."""
 
     def __init__(self, env: Any, item: Item) -> None:
-        self._env, self._lock = env, threading.Lock()
+        self._env = env
+        self._lock = threading.Lock()
         self._rewards: list[float] = []
         self._done = False
         self.opening = _opened(env, item.question)
-        """What the environment shows at first, beyond the question."""
+        """First observation, without the question."""
         self.actions = (
             "" if _space(env) is None else f"An action is a value in JSON, from {_space(env)}."
         )
-        """Which values are actions; empty where any text is."""
+        """Description of the valid actions; empty if any text is one."""
 
     def step(self, action: str) -> str:
         """Do one action in the environment; returns what is seen then."""
         with self._lock:
             if self._done:
                 return ENDED
-            seen, reward, self._done = _stepped(self._env.step(_action(self._env, str(action))))
+            observation, reward, self._done = _stepped(
+                self._env.step(_action(self._env, str(action)))
+            )
             self._rewards.append(reward)
-            return "\n".join(filter(None, [seen, ENDED if self._done else ""]))
+            return "\n".join(filter(None, [observation, ENDED if self._done else ""]))
 
     def end(self, answer: Any) -> dict[str, Any]:
-        """The record of the episode, once ``answer`` has been its last action where it is not
-        over."""
+        """Close the environment and return the record of the episode. If the episode is not over,
+        ``answer`` is its last action."""
         try:
             text = as_text(answer)
             if text is not None:
@@ -111,34 +116,34 @@ class EnvEpisode:
                 close()
 
     def _do_last(self, action: str) -> None:
-        """An action that the environment cannot do is worth nothing; within a session its error is
-        shown instead."""
+        """Do the final action. If the environment rejects it, its reward is 0. (Within a session,
+        the model sees the error instead.)"""
         try:
             self.step(action)
         except RamifyError:
             raise
-        except Exception:  # noqa: BLE001 -- whatever the environment raises for what a model wrote
+        except Exception:  # noqa: BLE001 -- an environment may raise anything on a model's text
             self._rewards.append(0.0)
 
 
 def _opened(env: Any, question: str) -> str:
+    """Reset the environment and return its first observation."""
     prompt = [{"role": "user", "content": question}]
     if hasattr(env, "init"):
         messages, _ = env.init(prompt)
-        return _said([message for message in messages if message not in prompt])
+        return _contents([message for message in messages if message not in prompt])
     observation, _ = env.reset()
     return str(observation)
 
 
 def _space(env: Any) -> Any:
-    """The environment's space of actions; None where it takes text."""
+    """Return the environment's action space, or None if actions are text."""
     space = getattr(env, "action_space", None)
     return space if hasattr(space, "from_jsonable") and type(space).__name__ != "Text" else None
 
 
 def _action(env: Any, text: str) -> Any:
-    """The action that ``text`` names. Raises ValueError where it is not in the environment's
-    space."""
+    """Convert ``text`` to an action. Raises ValueError if it is not in the action space."""
     space = _space(env)
     if space is None:
         return text
@@ -156,18 +161,18 @@ def _action(env: Any, text: str) -> Any:
 
 
 def _batch(space: Any, value: Any) -> Any:
-    """``value`` as a batch of one, as ``from_jsonable`` of ``space`` takes it: a tuple's and a
-    dict's parts each are."""
+    """Return ``value`` as a batch of one in the form of ``space.from_jsonable``. The parts of a
+    tuple or dict space are batches themselves."""
     parts = getattr(space, "spaces", None)
     if isinstance(parts, Mapping):
         return {name: _batch(part, value[name]) for name, part in parts.items()}
     if isinstance(parts, Sequence):
-        return [_batch(part, each) for part, each in zip(parts, value, strict=True)]
+        return [_batch(part, entry) for part, entry in zip(parts, value, strict=True)]
     return [value]
 
 
 def _is_whole(space: Any, action: Any, value: Any) -> bool:
-    """False where a number was cut to fit a space of whole ones: 1.7 is not action 1."""
+    """Return False if a number was truncated to fit an integer space: 1.7 is not action 1."""
     parts = getattr(space, "spaces", None)
     if isinstance(parts, Mapping):
         return all(_is_whole(part, action[name], value[name]) for name, part in parts.items())
@@ -178,21 +183,21 @@ def _is_whole(space: Any, action: Any, value: Any) -> bool:
 
 
 def _stepped(result: Any) -> tuple[str, float, bool]:
-    """(what is seen, reward, whether that was the end) of what ``step`` gave. Raises RamifyError
-    for anything else."""
+    """Convert the result of ``step`` to (observation, reward, done). Raises RamifyError for an
+    unknown form."""
     if isinstance(result, Mapping):
-        return _said(result["observations"] or []), float(result["reward"]), bool(result["done"])
+        messages = result["observations"] or []
+        return _contents(messages), float(result["reward"]), bool(result["done"])
     if isinstance(result, tuple) and len(result) == 5:
         observation, reward, terminated, truncated, _ = result
         return str(observation), float(reward), bool(terminated or truncated)
     raise RamifyError(
-        f"the environment's step gave a {type(result).__name__}: it must be a mapping with "
-        "observations, reward and done, or "
-        "(observation, reward, terminated, truncated, info)"
+        f"the environment's step returned a {type(result).__name__}: it must be a mapping with "
+        "observations, reward and done, or (observation, reward, terminated, truncated, info)"
     )
 
 
-def _said(messages: Any) -> str:
+def _contents(messages: Any) -> str:
     if isinstance(messages, str):
         return messages
     return "\n".join(str(message["content"]) for message in messages)

@@ -1,9 +1,8 @@
-"""A task proves itself before anything is spent on it: the right answer scores 1, a wrong one does
-not.
+"""Validation of a task before a run: the right answer must score 1, and a wrong one must not.
 
-Items without a gold answer (open questions, environments that need several actions) are not scored
-here: nothing is known that their score should say. Leaves out whether a model can find the answer;
-only that the score would know it.
+Items without a gold answer (open questions, environments that need several actions) are not scored,
+because their score is unknown. Not here: whether a model can find the answer; the check only shows
+that the score would accept it.
 """
 
 from __future__ import annotations
@@ -19,20 +18,24 @@ from ramify.tasks.base import SPLITS, Item, Task, items_of, scored, total
 from ramify.types.trajectory import Call, Stop, Trajectory
 
 WRONG = "(no answer of this task looks like this: 7f3a9c)"
-"""Stands in for a wrong answer where the item names none."""
+"""Wrong answer for an item that names none."""
 _TOLERANCE = 1e-9
-_OFF = "switch this check off if one answer cannot show it (task.validate=false in a recipe, --no-validate for eval)"
+_OFF = (
+    "switch this check off if one answer cannot show it (task.validate=false in a recipe, "
+    "--no-validate for eval)"
+)
 
 
 def validate(
     task: Task, splits: Iterable[str] | None = None, num: int = 8, *, gold: bool = True
 ) -> str:
-    """Check the first ``num`` items of each split. Raises ConfigError that names the item: one
-    without a question, a right answer that does not score 1, a wrong one (or none at all) that
-    does, the same item twice.
+    """Check the first ``num`` items of each split.
 
-    Scores are not checked for items without a gold answer, and for none with ``gold=False``.
-    Returns a sentence that says so, empty where all were checked."""
+    Raises ConfigError that names the item if it has no question, if its right answer does not score
+    1, if a wrong answer (or none) scores 1, or if the item is in two splits.
+
+    Items without a gold answer are not scored; with ``gold=False`` no item is. The returned
+    sentence says so; it is empty if all were scored."""
     if num < 1:
         raise ConfigError(f"validate task '{task.name}': num is {num}; give at least 1")
     seen: dict[bytes, str] = {}
@@ -50,21 +53,20 @@ def validate(
 
 
 def _skipped(task: Task, without: int, checked: int, gold: bool) -> str:
-    """What a person should know of the check; empty where all was checked."""
+    """Describe the checks that were skipped; empty if none were."""
     if not gold:
         return f"task '{task.name}': the check of its scores with gold answers is switched off"
     if not without:
         return ""
     return (
-        f"task '{task.name}': {without} of the {checked} items that were looked at have no gold "
-        "answer; the check of their "
-        "scores was skipped"
+        f"task '{task.name}': {without} of the {checked} items checked have no gold answer; the "
+        "check of their scores was skipped"
     )
 
 
 def prove(task: Task, item: Item, *, gold: bool = True) -> bool:
-    """Check one item. Returns whether its score was checked: not without a gold answer, and not
-    with ``gold=False``."""
+    """Check one item. Returns whether its score was checked: False without a gold answer and with
+    ``gold=False``."""
     where = f"task '{task.name}', item {item.id or '(without an id)'}"
     if not item.id or not item.question.strip():
         raise ConfigError(f"{where}: an item needs an id and a question")
@@ -75,21 +77,20 @@ def prove(task: Task, item: Item, *, gold: bool = True) -> bool:
     if abs(reached - 1) > _TOLERANCE:
         raise ConfigError(
             f"{where}: the right answer {_short(right)} scores {reached:g} and not 1; correct the "
-            "gold, the score or "
-            f"the weights, or {_OFF}"
+            f"gold, the score or the weights, or {_OFF}"
         )
     for wrong in (WRONG if item.wrong is None else item.wrong, None):
         reached = _worth(task, item, wrong)
         if reached >= 1 - _TOLERANCE:
             raise ConfigError(
-                f"{where}: the wrong answer {_short(wrong)} scores {reached:g}; the score takes "
-                "anything"
+                f"{where}: the wrong answer {_short(wrong)} scores {reached:g}; the score accepts "
+                "any answer"
             )
     return True
 
 
 def answered(item: Item, answer: Any) -> Trajectory:
-    """A trajectory that is nothing but ``answer``."""
+    """Return a trajectory that contains only ``answer``."""
     call = Call("0", "rlm", "none:none", 0, item.question, answer=answer, stop=Stop.FINAL)
     return Trajectory(
         id="answered",
@@ -107,7 +108,7 @@ def _worth(task: Task, item: Item, answer: Any) -> float:
 
 
 def _check_once(task: Task, split: str, item: Item, seen: dict[bytes, str]) -> None:
-    """Training on what is tested is the fault that no curve shows."""
+    """Raise ConfigError if ``item`` is also in another split, which no learning curve shows."""
     try:
         key = hashlib.sha256(msgspec.json.encode((item.question, item.context))).digest()
     except (TypeError, ValueError):

@@ -1,15 +1,15 @@
-"""A taskset of the ``verifiers`` library (0.4, ``verifiers.v1``) as a task.
+"""Tasksets of the ``verifiers`` library (0.4, ``verifiers.v1``) as tasks.
 
-    task = from_verifiers("gsm8k-v1")                                       an installed taskset by its id
+    task = from_verifiers("gsm8k-v1")                             an installed taskset by its id
     task = from_verifiers(MyTaskset(MyConfig()), right=lambda data: data.answer)
 
-Its prompt is the question, its ``@reward`` and ``@metric`` methods the score, over a trace of one
-reply: the answer. Each reward comes weighted as it is there. ``context`` takes what should be in
-the session out of the row; without it a prompt that is too long to be a question is the context.
-Not here: tasksets that need a container, tool servers, a conversation of several turns (an ``Env``
-of their own), or code before or after the reply (``setup``, ``finalize``). These are refused, and
-so is a score of which a reward needs a runtime. ``evaluate/verifiers_env.py`` is the other way
-round.
+The taskset's prompt is the question. Its ``@reward`` and ``@metric`` methods score a trace of one
+reply, the answer; rewards arrive weighted. ``context`` extracts the session's context from a row.
+Without it, a prompt that is too long for a question becomes the context.
+
+Not supported, and refused: tasksets that need a container, tool servers, a conversation of several
+turns (their own ``Env``), code before or after the reply (``setup``, ``finalize``), and rewards
+that need a runtime. For the opposite direction see ``evaluate/verifiers_env.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONG = "The task and its data are in `context`. Read it and do what it asks."
 
 
 def verifiers_v1() -> Any:
-    """The library. Raises ConfigError where it is not installed, or too old."""
+    """Import the library. Raises ConfigError if it is not installed or too old."""
     try:
         return importlib.import_module("verifiers.v1")
     except ImportError as error:
@@ -50,11 +50,11 @@ def from_verifiers(
     right: Callable[[Any], Any] | None = None,
     name: str = "",
 ) -> SimpleTask:
-    """The task over ``taskset``, or the installed one of that id. ``context`` and ``right`` take
-    the session's context and an answer that must score 1 out of a row (its ``TaskData``); without
-    ``right``, ``validate`` has nothing to go by.
+    """Return a task over ``taskset``, which is an object or the id of an installed one.
 
-    Raises ConfigError for what cannot be a task here."""
+    ``context`` and ``right`` extract the session's context and an answer that must score 1 from a
+    row (its ``TaskData``). Without ``right``, ``validate`` skips the check of scores. Raises
+    ConfigError for a taskset that is not supported."""
     vf = verifiers_v1()
     if isinstance(taskset, str):
         taskset = _installed(taskset)
@@ -66,17 +66,15 @@ def from_verifiers(
         or taskset.toolsets(taskset.config)
     ):
         raise ConfigError(
-            f"taskset '{name}' needs a container or tool servers of its own: it cannot be a task "
-            "here"
+            f"taskset '{name}' needs its own container or tool servers: it cannot be a task here"
         )
     hooks = [
         hook for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(vf.Task, hook)
     ]
     if hooks:
         raise ConfigError(
-            f"taskset '{name}' runs code of its own around a reply ({' and '.join(hooks)} of "
-            f"{kind.__name__}), "
-            "which needs a runtime: it cannot be a task here"
+            f"taskset '{name}' runs its own code around a reply ({' and '.join(hooks)} of "
+            f"{kind.__name__}), which needs a runtime: it cannot be a task here"
         )
     rows = VerifiersItems(f"{name}/{split}", taskset, context, right)
 
@@ -87,30 +85,28 @@ def from_verifiers(
 
 
 def _installed(id: str) -> Any:
-    """The taskset of that id, with its own configuration. Raises ConfigError if it cannot be had or
-    is not one reply."""
+    """Load the installed taskset ``id`` with its own configuration. Raises ConfigError if it cannot
+    be loaded or needs more than one reply."""
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     try:
         env = loaders.environment_class(id)
         taskset = loaders.load_taskset(loaders.taskset_config_type(id)(id=id))
     except (ImportError, TypeError, ValueError) as error:  # pydantic's errors are ValueErrors
-        said = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"taskset '{id}' of verifiers cannot be loaded: {said}; install it, or give the "
-            "taskset itself with its "
-            "configuration"
+            f"taskset '{id}' of verifiers cannot be loaded: {reason}; install it, or give the "
+            "taskset object with its configuration"
         ) from None
     if env is not loaders.environment_class(""):
         raise ConfigError(
-            f"taskset '{id}' plays its tasks in an environment of its own ({env.__name__}), not by "
-            "one reply: "
-            "it cannot be a task here"
+            f"taskset '{id}' runs its tasks in its own environment ({env.__name__}), not with one "
+            "reply: it cannot be a task here"
         )
     return taskset
 
 
 class VerifiersItems(Sequence[Item]):
-    """Their tasks as items, read from the taskset as far as they are looked at."""
+    """Tasks of a taskset as items. The taskset is read only as far as it is accessed."""
 
     def __init__(
         self,
@@ -119,8 +115,10 @@ class VerifiersItems(Sequence[Item]):
         context: Callable[[Any], Any] | None,
         right: Callable[[Any], Any] | None,
     ) -> None:
-        self._name, self._context, self._right = name, context, right
-        self._left: Iterator[Any] = iter(taskset)
+        self._name = name
+        self._context = context
+        self._right = right
+        self._unread: Iterator[Any] = iter(taskset)
         self._tasks: list[Any] = []
         self._lock = threading.Lock()
         self._is_endless = not taskset.bounded
@@ -134,58 +132,56 @@ class VerifiersItems(Sequence[Item]):
     def __getitem__(self, index: slice) -> Sequence[Item]: ...
     def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
+            return [self[number] for number in range(*index.indices(len(self)))]
         number = range(len(self))[index]
         data = self._read(number)[number].data
         prompt = "\n\n".join(filter(None, [data.system_prompt, data.prompt_text]))
-        given = None if self._context is None else self._context(data)
-        if given is None and len(prompt) > MAX_QUESTION_CHARS:
-            prompt, given = _LONG, prompt
+        context = None if self._context is None else self._context(data)
+        if context is None and len(prompt) > MAX_QUESTION_CHARS:
+            prompt, context = _LONG, prompt
         right = None if self._right is None else self._right(data)
-        return Item(prompt, given, right, str(data.name or ""), f"{self._name}/{number}", right)
+        return Item(prompt, context, right, str(data.name or ""), f"{self._name}/{number}", right)
 
     def task(self, item: Item) -> Any:
-        """Their task behind ``item``."""
+        """Return the taskset's own task for ``item``."""
         number = int(item.id.rpartition("/")[2])
         return self._read(number)[number]
 
     def _read(self, upto: int | None) -> list[Any]:
         with self._lock:
             missing = None if upto is None else max(0, upto + 1 - len(self._tasks))
-            self._tasks += itertools.islice(self._left, missing)
+            self._tasks += itertools.islice(self._unread, missing)
             return self._tasks
 
 
 async def _scored(vf: Any, task: Any, trajectory: Trajectory) -> Score:
-    """What their rewards and metrics give for a trace of one reply."""
+    """Score a trace of one reply with the taskset's rewards and metrics."""
     trace = vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
         state=importlib.import_module("verifiers.v1.state").state_cls(type(task))(),
         agent=vf.AgentInfo(config=vf.AgentConfig()),
     )
-    said = as_text(trajectory.answer) or ""
-    asked = vf.UserMessage(content=task.data.prompt_text or trajectory.question)
-    trace.nodes.append(vf.MessageNode(message=asked))
+    reply = as_text(trajectory.answer) or ""
+    prompt = vf.UserMessage(content=task.data.prompt_text or trajectory.question)
+    trace.nodes.append(vf.MessageNode(message=prompt))
     trace.nodes.append(
-        vf.MessageNode(parent=0, message=vf.AssistantMessage(content=said), sampled=True)
+        vf.MessageNode(parent=0, message=vf.AssistantMessage(content=reply), sampled=True)
     )
     trace.info["ramify"] = {"stop": str(trajectory.stop), "calls": len(trajectory.calls)}
     await task.score(trace)
     missing = [name for name, reward in trace.rewards.items() if reward is None]
     if missing or not trace.rewards:
-        why = (
-            f"its reward '{missing[0]}' gave nothing"
+        reason = (
+            f"its reward '{missing[0]}' returned nothing"
             if missing
-            else "no reward of it works without a runtime"
+            else "none of its rewards works without a runtime"
         )
-        raise RamifyError(f"task {type(task).__name__}, row {task.data.idx}: {why}")
-    left_out = [reward.__name__ for reward in task.hooks("reward") if _needs_runtime(reward)]
-    left_out += [
-        judge.reward_name for judge in task.plugged_judges() if _needs_runtime(judge.score)
-    ]
-    if left_out:  # verifiers leaves them out of a score, which would be another one than theirs
+        raise RamifyError(f"task {type(task).__name__}, row {task.data.idx}: {reason}")
+    skipped = [reward.__name__ for reward in task.hooks("reward") if _needs_runtime(reward)]
+    skipped += [judge.reward_name for judge in task.plugged_judges() if _needs_runtime(judge.score)]
+    if skipped:  # verifiers omits these silently, which would change the score
         raise RamifyError(
-            f"task {type(task).__name__}, row {task.data.idx}: its reward '{left_out[0]}' needs a "
+            f"task {type(task).__name__}, row {task.data.idx}: its reward '{skipped[0]}' needs a "
             "runtime, and there is none"
         )
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
@@ -195,28 +191,28 @@ async def _scored(vf: Any, task: Any, trajectory: Trajectory) -> Score:
 
 
 def _needs_runtime(reward: Callable[..., Any]) -> bool:
-    found = inspect.signature(reward).parameters.get("runtime")
-    return found is not None and found.default is inspect.Parameter.empty
+    runtime = inspect.signature(reward).parameters.get("runtime")
+    return runtime is not None and runtime.default is inspect.Parameter.empty
 
 
 def _run(work: Coroutine[Any, Any, Score]) -> Score:
-    """``work`` on a loop of its own, in a thread of its own where this one has a loop that runs."""
+    """Run ``work`` on a new event loop, in a new thread if this thread's loop is running."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    found: list[Any] = []
+    outcome: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001 -- raised again where it is waited for
-            found.append(error)
+            outcome.append(asyncio.run(work))
+        except BaseException as error:  # noqa: BLE001 -- raised again in the calling thread
+            outcome.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    result: Score = found[0]
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    result: Score = outcome[0]
     return result

@@ -42,7 +42,7 @@ CASES = {
     "a pipe without a writer": (
         [*MODEL, "q", "pipe"],
         2,
-        r"pipe is a pipe that nobody writes to: start what writes",
+        r"pipe is a pipe without a writer: start the program",
     ),
     "empty file": ([*MODEL, "q", "empty.txt"], 2, r"empty.txt is empty"),
     "binary file": ([*MODEL, "q", "binary.bin"], 2, r"binary.bin .*binary"),

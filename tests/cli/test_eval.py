@@ -97,7 +97,7 @@ def test_what_it_refuses(shell: Shell) -> None:
         (
             ("rows.jsonl",),
             ExitCode.USAGE,
-            "rows, row 1: there is no column 'answer'; it has question, gold",
+            "rows, row 1: it has no column 'answer'; its columns are question, gold",
         ),
         ((), ExitCode.USAGE, "no task: ramify eval"),
         (

@@ -59,7 +59,7 @@ WRONG = {
         ([*M, "broken.py:task"], "task 'broken.py:task' cannot be loaded: invalid syntax"),
         ([*M, "raises.py:task"], "cannot be loaded: ZeroDivisionError("),
         ([*M, "task.py:task"], "task 'task.py:task' with {}: IndexError("),
-        ([*M, "nowhere.jsonl"], "there is no file nowhere.jsonl"),
+        ([*M, "nowhere.jsonl"], "file nowhere.jsonl does not exist"),
         (["--resume", "x"], "there is no evaluation 'x'"),
     ),
     "train": (

@@ -58,7 +58,7 @@ def test_two_slots_share_a_pace(env: Environment) -> None:
 
 
 def test_a_prompt_holds_everybody_up(env: Environment) -> None:
-    """The second's prompt takes 1 s, in which the first stands still."""
+    """The second's prompt takes 1 s, during which the first pauses."""
     found = ends(SimulatedEngine(env, SLOWER, 2), env, [(0, 0, 10), (2, 10, 2)])
     assert [at for at, _ in found] == [2 + 1 + 3 + 6, 2 + 1 + 3]
 

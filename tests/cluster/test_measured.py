@@ -182,10 +182,10 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
         ),
         (
             "rollouts",
-            r"no kept rollouts of its 4 steps: train with schedule\.save_rollouts_every=1",
+            r"no saved rollouts of its 4 steps: train with schedule\.save_rollouts_every=1",
         ),
         ("a step", r"run has one step of reinforcement learning, .* give a run of at least two"),
-        ("sense", r"step-000002.jsonl holds something else than trajectories"),
+        ("sense", r"step-000002.jsonl does not contain trajectories"),
     ],
 )
 def test_a_folder_that_says_too_little(tmp_path: Path, lacks: str, says: str) -> None:
@@ -263,7 +263,7 @@ def test_more_than_can_be_played(tmp_path: Path) -> None:
         COMMAND.call([run, "--devices", "3", "--engine-devices", "4"])
     with pytest.raises(
         ConfigError,
-        match=r"100000 settings over 20 steps are .* rollouts, and .* at most are played: try",
+        match=r"100000 settings over 20 steps are .* rollouts, and at most .* are simulated: try",
     ):
         COMMAND.call([run, "--devices", "100000"])
 

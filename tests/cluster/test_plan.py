@@ -74,7 +74,7 @@ def test_a_plan_says_who_goes_where_and_what_each_holds() -> None:
     ]
     text = "\n".join(lines(found))
     assert (
-        "pool main node 0 (2 GPUs, 8 CPUs)\n  seat 0: 1 GPUs, 2 CPUs: trainer 0, inference 0\n"
+        "pool main node 0 (2 GPUs, 8 CPUs)\n  placement slot 0: 1 GPUs, 2 CPUs: trainer 0, inference 0\n"
         in text
     )
     assert "494,032,768 parameters, 24 layers of width 896, window 32768" in text
@@ -82,7 +82,7 @@ def test_a_plan_says_who_goes_where_and_what_each_holds() -> None:
     assert text.split("  sessions x 1 (cpu): ")[1].splitlines()[:3] == [
         "320 MB",
         "    128 sessions, empty       320 MB",
-        "    what they hold comes on top; limits: one session (sandbox.memory_bytes) 2.15 GB, all "
+        "    contents of sessions are extra; limits: one session (sandbox.memory_bytes) 2.15 GB, all "
         "together "
         "(sandbox.all_memory_bytes) three quarters of the machine's",
     ]
@@ -113,7 +113,7 @@ def test_engines_over_two_gpus_share_them_with_two_ranks() -> None:
     one = InferenceSpec(num=1, engine="vllm")
     found = plan(placed(placement=over_two, inference=one), PlanOptions(device="l4"))
     text = "\n".join(lines(found))
-    assert "  seat 0: 2 GPUs, 3 CPUs: trainer 0, trainer 1, inference 0\n" in text
+    assert "  placement slot 0: 2 GPUs, 3 CPUs: trainer 0, trainer 1, inference 0\n" in text
     rank, engine = found.parts[0].memory, found.parts[2].memory
     assert engine.room == 2 * rank.room == 48 * 10**9
     assert engine.total == int(0.9 * 48e9)
@@ -182,10 +182,10 @@ def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
             step, "rl", 0.0, {"work_s": 4.0, "learn_s": 0.0, "sampled_tokens": 200.0}
         )
     zero_variance.close()
-    with pytest.raises(ConfigError, match=r"in no step that counts of .* was anything learnt"):
+    with pytest.raises(ConfigError, match=r"no step of .* that counts learnt anything"):
         plan(placed(), PlanOptions(measured=tmp_path))
     with pytest.raises(
-        ConfigError, match=r"--measured .*nowhere is no run's folder: it has no metrics\.jsonl"
+        ConfigError, match=r"--measured .*nowhere is not a run's folder: it has no metrics\.jsonl"
     ):
         plan(placed(), PlanOptions(measured=tmp_path / "nowhere"))
     (tmp_path / "metrics.jsonl").write_text("")
@@ -196,7 +196,7 @@ def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
 def test_shares_and_devices_that_are_none() -> None:
     with pytest.raises(ConfigError, match=r"train=1\.5 must be above 0 and at most 1"):
         DeviceEfficiency(train=1.5)
-    with pytest.raises(ConfigError, match="there is no device 'h10': did you mean 'h100'"):
+    with pytest.raises(ConfigError, match="unknown device 'h10': did you mean 'h100'"):
         device_of("h10")
 
 
@@ -209,7 +209,7 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert found["parts"][0]["device"] == "h200"
     assert found["placement_slots"][0]["members"] == [["trainer", 0], ["inference", 0]]
     assert told.call([str(recipe)]) == 0
-    assert "  seat 1: 1 GPUs, 2 CPUs: trainer 1, inference 1\n" in capsys.readouterr().out
+    assert "  placement slot 1: 1 GPUs, 2 CPUs: trainer 1, inference 1\n" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="= 2 GPUs, and it has 1 x 1 = 1"):
         told.call([str(recipe), 'placement.pools={"main": {"gpus": 1, "cpus": 8}}'])
     with pytest.raises(UsageError, match="give one recipe"):

@@ -64,7 +64,7 @@ def test_what_waited_for_a_slot_is_not_the_engines_time() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"^0 of 9 requests say how fast .*schedule\.save_rollouts_every=1.* --calibrate",
+        match=r"^0 of 9 requests tell how fast .*schedule\.save_rollouts_every=1.* --calibrate",
     ):
         fit([MeasuredRequest(0.0, 1.0, 5, 0)] * 9, slots=4)
 

@@ -1,4 +1,4 @@
-"""What a trajectory asked for, and what is not asked for."""
+"""The workload of a trajectory, and the calls that it excludes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The golden run, event by event: a small tree with everything that a journal can hold.
 
 Call 0 (rlm) asks two ``lm`` calls in one batch, the second of which loses an attempt, and a child
-0.2 (rlm) over a context of its own that fails; turn 2 compacts its history; a second question goes
-on in the same session; then it is scored. Run this file to write ``golden.jsonl`` and
-``golden_trajectory.json`` anew after a change of the schema.
+0.2 (rlm) with its own context, which fails. Turn 2 compacts its history. A second question continues
+in the same session, and then the run is scored. Run this file to rewrite ``golden.jsonl`` and
+``golden_trajectory.json`` after a change of the schema.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Losses and gradients of TRL's own ``GRPOTrainer._compute_loss`` over a small batch of logits:
 ``trl_grpo.json``.
 
-Run this file with an environment that has TRL (``benchmarks/requirements-trl.txt``) to write it
-anew:
+Run this file with an environment that has TRL (``benchmarks/requirements-trl.txt``) to rewrite
+it:
 
     benchmarks/.venv-trl/bin/python tests/data/trl_grpo.py
 
@@ -26,7 +26,8 @@ from trl import GRPOTrainer
 
 PATH = Path(__file__).with_suffix(".json")
 ROLLOUTS, PROMPT, LENGTH, VOCAB, MOST = 4, 2, 4, 6, 8
-"""Of them the second has 3 sampled tokens, the third a token of a tool in the middle."""
+"""Sizes of the batch. The second rollout has 3 sampled tokens, and the third has a tool's token in the
+middle."""
 
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {},

@@ -1,7 +1,7 @@
 """Markdown pages as blocks of code, and what the blocks of each page find when they are run.
 
-A block is run where it can be. One that cannot (it installs, it needs a key, it serves until it is stopped) says so to
-whoever reads the page's source, in the line before its fence::
+A block is run if possible. For one that cannot run (it installs, needs a key, or serves until it is
+stopped), a comment in the line before its fence says so::
 
     <!-- not run here: it installs -->
 
@@ -28,11 +28,11 @@ class Block(msgspec.Struct, frozen=True):
 
     page: str
     line: int
-    """Of its first line of code, from 1."""
+    """Number of its first line of code, from 1."""
     language: str
     code: str
     why_not: str
-    """Why it is not run; empty where it is."""
+    """Reason why it is not run; empty if it is run."""
 
     @property
     def place(self) -> str:

@@ -1,5 +1,5 @@
-"""``docs/algorithms.md``: its tables are what the parts do now, and what they should do by numbers
-worked out here anew."""
+"""``docs/algorithms.md``: its tables are what the parts do now, compared with numbers that
+are computed independently here."""
 
 from __future__ import annotations
 

@@ -115,9 +115,8 @@ def test_python(page, reader):
         assert [outcome.error for outcome in namespace["found"].outcomes] == [""] * 4
     elif page == "signals.md":
         assert list(namespace["rl"].signals) == ["process", "teacher"]
-    elif (
-        page == "algorithms.md"
-    ):  # whoever reads what is registered after this must not find the page's own
+    elif page == "algorithms.md":
+        # Remove what the page registered, so that later tests do not find it.
         for table, name in (
             ("ALGORITHMS", "median"),
             ("POLICY_LOSSES", "bounded"),
@@ -149,8 +148,7 @@ def test_every_public_name_is_on_some_page():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_words(page):
-    """Pages say what is, to whoever reads them: no machine's paths, no tools of its making, no
-    promises."""
+    """Pages describe what exists: no paths of one machine, no tools that made them, no promises."""
     text = prose(page)
     unwanted = r"(?i)/(?:root|work|home|tmp|Users|opt)/\w|\bpypi\.\w+\.\w|\bTODO\b|\bFIXME\b|\bcoming soon\b|Claude Code"
     assert re.findall(unwanted, text) == []

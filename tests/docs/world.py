@@ -1,8 +1,8 @@
-"""What the examples of the pages are about: a folder with the files that they name, and a model
-that answers about them.
+"""Environment of the pages' examples: a folder with the files that they name, and a model that
+answers questions about them.
 
 The model is a script behind a real HTTP server; everything between it and the reader's code is
-real. Its answers are right, of the type that is asked for, and cite what is there.
+real. Its answers are right, of the type that is asked for, and cite existing files.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def furnish(folder: Path) -> None:
 
 
 def environment(folder: Path, url: str) -> dict[str, str]:
-    """For a user of their own, whose OpenAI is the scripted server."""
+    """Return the environment of a separate user, for whom the scripted server is OpenAI."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -100,8 +100,7 @@ def environment(folder: Path, url: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def scripted(script: object = model) -> Iterator[str]:
-    """The base URL of a scripted server in a thread of its own, so that synchronous code can be its
-    client."""
+    """Yield the base URL of a scripted server in a separate thread, for synchronous clients."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -243,11 +243,11 @@ def test_hidden_and_linked_files(tmp_path: Path):
     assert loaded.context == {"a.txt": "a"}
     assert loaded.left_out == {
         "hidden": [".config/", ".env"],
-        "a link to what is here under its own name": ["again", "loop"],
+        "a link to a file in the same folder": ["again", "loop"],
     }
-    refused = "is a link out of the folder: name its target to have it read"
+    refused = "is a link out of the folder: name its target to read it"
     assert loaded.problems == [
-        SourceProblem("broken", "is a link to nothing"),
+        SourceProblem("broken", "is a broken link"),
         SourceProblem("out", refused),
         SourceProblem("up", refused),
     ]
@@ -301,7 +301,7 @@ def test_a_pipe_with_a_name(tmp_path: Path):
     assert load([pipe]).context == lines
     writer.join()
     with pytest.raises(
-        SourceError, match="is a pipe that nobody writes to: start what writes to it first"
+        SourceError, match="is a pipe without a writer: start the program that writes to it"
     ):
         load([pipe])
     with subprocess.Popen(
@@ -353,8 +353,8 @@ def test_what_is_named_and_cannot_be_read_is_one_line_with_a_remedy(tmp_path: Pa
         "empty.txt": r"empty\.txt is empty: name something that has text in it",
         "b.bin": r"b\.bin is binary: convert it to text first",
         "w.docx": r"w\.docx is an office document: save it as text or PDF",
-        "void": r"void has no text to read \(no files, or only empty ones\): name something that has",
-        "d": r"d has no text to read \(e\.bin is binary\): name something that has",
+        "void": r"void has no text to read \(no files, or only empty ones\): name a source that has text",
+        "d": r"d has no text to read \(e\.bin is binary\): name a source that has text",
     }.items():
         with pytest.raises(SourceError, match=message) as caught:
             load([tmp_path / name])

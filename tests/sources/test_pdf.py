@@ -89,7 +89,7 @@ def test_a_pdf_that_takes_too_long_is_given_up(tmp_path: Path):
     ):
         load([tmp_path / "slow.pdf"], max_file_s=0.2)
     for thread in set(threading.enumerate()) - before:
-        thread.join(30)  # nothing goes on behind our back
+        thread.join(30)  # no thread continues in the background
         assert not thread.is_alive()
     loaded = load([tmp_path / "good.pdf"], max_file_s=30)
     assert loaded.context == "--- page 1 ---\nhello"

@@ -74,8 +74,8 @@ def test_a_split_without_end_is_not_counted_from_it(index: Any, shown: str) -> N
     with pytest.raises(ConfigError) as caught:
         train[index]
     assert str(caught.value) == (
-        f"teal/train has no end, and [{shown}] needs one: give both bounds, from 0 up, as in "
-        "[0:100], or the task a size"
+        f"teal/train is endless, and [{shown}] counts from its end: give both bounds, from 0 "
+        "up, as in [0:100], or give the task a size"
     )
     assert train[4:0:-2] == [train[4], train[2]]
     assert train[1::-1] == [train[1], train[0]]
@@ -86,7 +86,7 @@ def test_the_end_of_a_split() -> None:
     assert len(stream) == 3
     assert [item.id for item in stream] == ["teal/test/0", "teal/test/1", "teal/test/2"]
     assert stream[-1] == stream[2]
-    with pytest.raises(IndexError, match="teal/test has 3 items, and no item 3"):
+    with pytest.raises(IndexError, match="teal/test has 3 items; item 3 does not exist"):
         stream[3]
     assert TEAL.splits["train"][10**11].id == "teal/train/100000000000"
 
@@ -182,7 +182,7 @@ def test_items_without_a_gold_answer_are_skipped_and_counted() -> None:
     assert validate(of(ITEM)) == ""
     open_ended = Item("what do you see?", id="t/test/1")
     assert validate(of(ITEM, open_ended)) == (
-        "task 't': 1 of the 2 items that were looked at have no gold answer; the check of their "
+        "task 't': 1 of the 2 items checked have no gold answer; the check of their "
         "scores was skipped"
     )
     unreached = of(
@@ -206,7 +206,7 @@ def test_items_without_a_gold_answer_are_skipped_and_counted() -> None:
         (of(ITEM, weights={"correct": 0.5}), "t/test/0: the right answer 7 scores 0.5 and not 1"),
         (
             of(ITEM, reward=lambda answer, item: 1.0),
-            "t/test/0: the wrong answer .* scores 1; the score takes anything",
+            "t/test/0: the wrong answer .* scores 1; the score accepts any answer",
         ),
         (
             of(ITEM, reward=lambda answer, item: answer in (7, None)),

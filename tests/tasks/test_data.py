@@ -114,7 +114,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
     [
         (
             '{"question": "a?", "answer": 1}\n{"question": "b?", "gold": 1}',
-            "x/test, row 1: there is no column 'answer'; it has question, gold",
+            "x/test, row 1: it has no column 'answer'; its columns are question, gold",
         ),
         (
             '{"question": 5, "answer": 1}',
@@ -122,8 +122,8 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
         ),
         ('{"question": "a?", "answer": null}', "x/test, row 0: column 'answer' is empty"),
         ('{"question": "a?"', "x.jsonl, line 1: not JSON"),
-        ("\n[1, 2]", "x.jsonl, line 2: a list; every line is an object"),
-        ("\n \n", "x: there are no rows in it"),
+        ("\n[1, 2]", "x.jsonl, line 2: a list; every line must be an object"),
+        ("\n \n", "x: it has no rows"),
     ],
 )
 def test_a_wrong_row_is_named(tmp_path: Path, lines: str, message: str) -> None:
@@ -136,10 +136,10 @@ def test_a_wrong_row_is_named(tmp_path: Path, lines: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("missing.jsonl", {}, "there is no file missing.jsonl"),
+        ("missing.jsonl", {}, "file missing.jsonl does not exist"),
         ("rows.csv", {}, "rows are read from .jsonl and .parquet, and from hf:NAME"),
         ({}, {}, "needs a source for at least one split"),
-        (5, {}, "a int is no dataset"),
+        (5, {}, "a int is not a dataset"),
         (ROWS, {"reward": "exakt"}, "unknown score 'exakt': did you mean 'exact'"),
     ],
 )
@@ -204,9 +204,13 @@ def test_tasks_by_name(tmp_path: Path) -> None:
         ("ledger", {"mutli": 1}, "task 'ledger' has no option 'mutli': did you mean 'multi'"),
         ("nowhere:task", {}, "task 'nowhere:task' cannot be loaded: No module named 'nowhere'"),
         (f"{path}:ours", {}, "cannot be loaded: module .* has no attribute 'ours'"),
-        (f"{path}:made", {"size": 1}, "is made already and takes no options: leave out size"),
+        (
+            f"{path}:made",
+            {"size": 1},
+            "is an object, not a function, and takes no options: remove size",
+        ),
         (f"{path}:other", {}, "gives a int, not a Task"),
-        (f"{tmp_path}/none.py:x", {}, r"there is no file .*none\.py"),
+        (f"{tmp_path}/none.py:x", {}, r"file .*none\.py does not exist"),
     ):
         with pytest.raises(ConfigError, match=message):
             task_of(name, **options)

@@ -289,7 +289,7 @@ def test_each_call_is_judged_by_its_own_question() -> None:
             2, "count rows of 'red'", second + "\n", "1"
         ),  # its parent should have asked another question
         child(3, "max qty of 'gold'", first, 3),  # nothing there is gold
-        child(4, "sum qty of 'red'", first[3:], 25),  # nobody knows these rows
+        child(4, "sum qty of 'red'", first[3:], 25),  # these rows are not known
         child(5, "What is the sum of red?", first, 25),  # no question of the family
         child(6, "sum qty of 'red'", CONTEXT, 42),  # all of it
         child(7, "user with top qty", first, "bavo", "lm"),

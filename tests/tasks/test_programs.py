@@ -244,7 +244,7 @@ def test_half_of_the_demonstrations_follow_a_hint_and_half_of_those_a_wrong_one(
         program = Program.read(each.messages[1].content)
         assert program is not None
         for rule in hint.partition("from")[0].split("@w")[1:]:
-            assert f"@w{rule}@" in program.text  # it does as it is told
+            assert f"@w{rule}@" in program.text  # it follows the hint
 
 
 def test_demonstrations_are_what_the_engine_would_have_had() -> None:

@@ -1,4 +1,4 @@
-"""Scores of single answers, by hand; and answers that nobody should give."""
+"""Scores of single answers, computed by hand, and of unreasonable answers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_choice_golds(gold: Any) -> None:
 def test_a_choice_without_options_or_with_a_stray_gold_names_the_item() -> None:
     with pytest.raises(ConfigError, match="t/test/0: choice needs 2 to 26 options"):
         SCORERS["choice"]("A", item("A"))
-    with pytest.raises(ConfigError, match="t/test/0: its gold 'Rome' is none of its 2 choices"):
+    with pytest.raises(ConfigError, match="t/test/0: its gold 'Rome' is not one of its 2 choices"):
         SCORERS["choice"]("A", item("Rome", choices=["Paris", "Lyon"]))
 
 

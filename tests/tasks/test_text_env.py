@@ -1,4 +1,4 @@
-"""Text environments as tasks: a small one here, SkyRL-gym's own where it is installed."""
+"""Text environments as tasks: a small one here, SkyRL-gym's if it is installed."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_what_is_no_environment() -> None:
 
     with pytest.raises(
         RamifyError,
-        match="the environment's step gave a str: it must be a mapping with observations",
+        match="the environment's step returned a str: it must be a mapping with observations",
     ):
         EnvEpisode(Odd(), ITEMS[0]).step("x")
 

@@ -125,7 +125,7 @@ def test_a_task_from_files(tmp_path: Path, suffix: str) -> None:
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="toolmath needs problems"):
         toolmath()
-    with pytest.raises(SourceError, match="there is no file"):
+    with pytest.raises(SourceError, match="does not exist"):
         toolmath(test=str(tmp_path / "none.jsonl"))
     with pytest.raises(ConfigError, match="unknown verifier 'exakt': did you mean 'exact'"):
         toolmath(test=[AIME["Maxwell-Jia/AIME_2024"]], verifier="exakt")
@@ -245,7 +245,7 @@ def test_rows_of_another_form_are_left_out_aloud(tmp_path: Path) -> None:
     found = list(demonstrations(source, SCAFFOLDS["retool"], say=said.append))
     assert len(found) == 1
     assert said == [
-        "6 of 7 demonstrations are left out, since they have another form; the first, row 1: it "
+        "6 of 7 demonstrations are left out because they have another form; the first is row 1: it "
         "ends without a boxed answer"
     ]
     with pytest.raises(ConfigError, match="none of 6 rows is a demonstration"):

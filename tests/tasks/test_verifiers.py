@@ -1,4 +1,4 @@
-"""Tasksets of verifiers as tasks, with the real library where it is installed."""
+"""Tasksets of verifiers as tasks, with the real library if it is installed."""
 
 from __future__ import annotations
 
@@ -146,10 +146,10 @@ def test_what_cannot_be_a_task_here() -> None:
     task = from_verifiers(Files(vf.TasksetConfig()))
     item = task.splits["test"][0]
     with pytest.raises(
-        RamifyError, match="task Reads, row 0: no reward of it works without a runtime"
+        RamifyError, match="task Reads, row 0: none of its rewards works without a runtime"
     ):
         scored(task, item, answered(item, "x"))
-    assert "1 of the 1 items that were looked at have no gold answer" in validate(task)
+    assert "1 of the 1 items checked have no gold answer" in validate(task)
 
 
 @needs_verifiers
@@ -186,7 +186,7 @@ def test_a_score_that_would_lack_a_reward_is_refused_and_so_is_code_around_the_r
 
     with pytest.raises(
         ConfigError,
-        match=r"taskset 'Prepares' runs code of its own around a reply \(setup of Prepared\)",
+        match=r"taskset 'Prepares' runs its own code around a reply \(setup of Prepared\)",
     ):
         from_verifiers(Prepares(vf.TasksetConfig()))
 

@@ -107,7 +107,7 @@ def test_an_expression_that_never_ends_is_cut_off_and_the_next_is_compared() -> 
 
 
 def test_golds_that_are_no_intervals() -> None:
-    with pytest.raises(ConfigError, match="t/test/0: its gold 'x' is no list of intervals"):
+    with pytest.raises(ConfigError, match="t/test/0: its gold 'x' is not a list of intervals"):
         SCORERS["interval_f1"]([1, 2], item("x"))
 
 

@@ -127,7 +127,7 @@ def test_an_environment_of_several_actions_is_trained_without_a_gold_answer(
     said: list[str] = []
     train(run(tmp_path, options={"kind": kind}), tmp_path / "out", say=said.append)
     assert said == [
-        "task 'corridor': 12 of the 12 items that were looked at have no gold answer; the check of "
+        "task 'corridor': 12 of the 12 items checked have no gold answer; the check of "
         "their scores was skipped"
     ]
     kept = [

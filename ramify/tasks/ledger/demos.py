@@ -1,21 +1,22 @@
-"""A demonstrator: how somebody who knows the ledger, more or less, goes about a question, one reply
-of code after another.
+"""Demonstrator of ledger questions: it answers as a person with partial knowledge would, with one
+reply of code after another.
 
-    print(context[:70])                                                     look, so that the format is known
-    R=[l.split(',') for l in context.splitlines()[1:]]                      one document: parse, ask, show
+    print(context[:70])                            look at the format first
+    R=[l.split(',') for l in context.splitlines()[1:]]           one document: parse, ask, show
     r=sum(int(q) for u,l,q in R if l=='red')
     print(r)
     FINAL(r)
 
-    P=context[4:].split('\\n###\\n')                                          several: a child for each, then put together
+    P=context[4:].split('\\n###\\n')                several documents: one child for each, then
+    combine
     A=rlm_query_batched(["sum qty of 'red'"]*len(P),P)
     r=sum(A)
     print(r)
 
-``EXPERT`` is always right. ``NOISY`` has habits that are wrong as often as they are right, each
-independent of what is there, so that a policy that imitates it knows every skill and has yet to
-learn when to use which. Replies are code as the scaffold ``tiny`` takes it. Leaves out who runs
-them: ``ledger_demos.py`` in this process, the engine through ``LedgerDemonstrator``.
+``EXPERT`` is always right. ``NOISY`` has habits that are wrong as often as right, independent of
+the context. A policy that imitates it learns every skill, and has yet to learn when to use which.
+Replies are code in the form of the scaffold ``tiny``. Not here: how replies are run (see
+``ledger_demos.py`` for this process; ``LedgerDemonstrator`` uses the engine).
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ from ramify.types.message import Message, Reply, Usage
 LOOK = "print(context[:70])"
 GIVE_UP, ANSWER = "FINAL('none')", "FINAL(r)"
 NAMES_OF = ("u", "l", "q")
-"""What a demonstration calls the fields."""
+"""Names of the fields in a demonstration's code."""
 _RAISED = re.compile(r"^[A-Za-z]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 
 class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
-    """How often the demonstrator does what; all shares of the calls in which it could."""
+    """Habits of the demonstrator. All values are shares of the calls to which they apply."""
 
     looks: float = 1.0
-    """Looks at the context first. Otherwise it guesses the format, and what separates documents."""
+    """Looks at the context first. Otherwise it guesses the format and the separator of
+    documents."""
     knows_header: float = 1.0
-    """Skips the first line exactly where it is a header; otherwise by a coin."""
+    """Skips the first line exactly if it is a header. Otherwise it decides at random."""
     mistakes: Mapping[Kind, float] = {}
-    """Asks in the wrong way: counts the label in the whole text, forgets the filter, compares
-    numbers as text, takes the first for the latest."""
+    """Asks in a wrong way: counts the label in the whole text, omits the filter, compares numbers
+    as text, or takes the first value instead of the latest."""
     repairs: float = 1.0
-    """Looks again, or tries the other way with the header, after an error; otherwise it gives
-    up."""
+    """After an error, looks again or changes whether it skips a header. Otherwise it gives up."""
     recurses: float = 1.0
     """Gives each of several documents to a child."""
     delegates_whole: float = 0.0
-    """Gives all of them to one child. What is left is parsing them as if they were one."""
+    """Gives all documents to one child. Otherwise it parses them as if they were one document."""
     asks_children_wrong: float = 0.0
-    """Asks them something of another kind."""
+    """Asks children a question of another kind."""
     combines_wrong: float = 0.0
-    """Adds where the greatest is asked, and the other way round."""
+    """Adds if the maximum is asked, and takes the maximum if the sum is asked."""
 
 
 EXPERT = LedgerDemonstratorHabits()
@@ -77,17 +78,17 @@ NOISY = LedgerDemonstratorHabits(
 
 
 class CallScene(msgspec.Struct, frozen=True):
-    """What one call faces: its question, the formats of the documents in its context, and what
-    separates them."""
+    """Situation of one call: its question, the formats of the documents in its context, and the
+    separator of documents."""
 
     asked: LedgerQuestion
     formats: tuple[RowFormat, ...]
     mark: str = ""
-    """Empty where the call takes its context for one document, in the first format."""
+    """Empty if the call treats its context as one document in the first format."""
 
 
 def scene_of(item: Item) -> CallScene:
-    """What the root call faces."""
+    """Return the situation of the root call."""
     asked = LedgerQuestion.read(item.question)
     assert asked is not None, item.question
     mark = item.metadata["mark"]
@@ -95,11 +96,13 @@ def scene_of(item: Item) -> CallScene:
 
 
 class DemonstratedCall:
-    """One call from its first reply to its last."""
+    """One call of a demonstration, reply by reply."""
 
     def __init__(self, scene: CallScene, habits: LedgerDemonstratorHabits, seed: str) -> None:
-        """Drawn from ``seed`` alone: the same scene, habits and seed go the same way."""
-        self._scene, self._habits = scene, habits
+        """All random choices depend on ``seed`` only: the same scene, habits and seed give the same
+        replies."""
+        self._scene = scene
+        self._habits = habits
         self._rng = random.Random(seed)
         self._has_looked = self._does(habits.looks)
         self._format = scene.formats[0] if self._has_looked else self._rng.choice(KNOWN_FORMATS)
@@ -111,20 +114,19 @@ class DemonstratedCall:
 
     @property
     def children(self) -> list[CallScene]:
-        """What its children face, in order of issue."""
+        """Situations of the call's children in order of issue."""
         scene = self._scene
         if self._strategy == "recurse" and self._mark == scene.mark:
             return [CallScene(self._child_asked, (form,)) for form in scene.formats]
         return [CallScene(self._child_asked, scene.formats)] if self._strategy != "direct" else []
 
     def reply(self, observation: str | None) -> str:
-        """The next reply, after ``observation``; the first after None. Raises StopIteration once it
-        has answered."""
+        """Return the next reply to ``observation`` (None for the first reply). Raises StopIteration
+        after the answer."""
         self._has_raised = observation is not None and bool(_RAISED.search(observation))
         return next(self._replies)
 
-    # --- what it will do
-    # ---------------------------------------------------------------------------------------
+    # --- decisions --------------------------------------------------------------------------------
 
     def _does(self, share: float) -> bool:
         return self._rng.random() < share
@@ -149,8 +151,7 @@ class DemonstratedCall:
         )
         return LedgerQuestion(kind, asked.about)
 
-    # --- what it says
-    # ------------------------------------------------------------------------------------------
+    # --- replies ----------------------------------------------------------------------------------
 
     def _go(self) -> Iterator[str]:
         if self._has_looked:
@@ -195,8 +196,8 @@ class DemonstratedCall:
 
 
 def _asking(asked: LedgerQuestion, form: RowFormat, mistaken: bool) -> str:
-    """The expression for the answer over the rows ``R``. Columns are named in the one place that
-    all kinds share, so that there is one skill of reading a format, and not one for each kind."""
+    """Return the expression for the answer over the rows ``R``. All kinds name the columns in the
+    same place, so that reading a format is one skill and not one for each kind."""
     rows = f"for {','.join(NAMES_OF[field] for field in form.columns)} in R"
     label, user = f"if l=='{asked.about}'", f"if u=='{asked.about}'"
     number = "q" if mistaken else "int(q)"
@@ -213,13 +214,12 @@ def _asking(asked: LedgerQuestion, form: RowFormat, mistaken: bool) -> str:
             return f"[q {rows} {user}][{'0' if mistaken else '-1'}]"
 
 
-# --- through the engine
-# ----------------------------------------------------------------------------------------------
+# --- through the engine ---------------------------------------------------------------------------
 
 
 class LedgerDemonstrator:
-    """A ``Client`` that demonstrates ``item`` to the engine under the scaffold ``tiny``; one run at
-    a time."""
+    """``Client`` that demonstrates ``item`` to the engine with the scaffold ``tiny``, one run at a
+    time."""
 
     window = 1 << 20
     price: Price | None = None
@@ -228,33 +228,35 @@ class LedgerDemonstrator:
         self, item: Item, habits: LedgerDemonstratorHabits = EXPERT, seed: int = 0
     ) -> None:
         self.name = "demonstrator:ledger"
-        self._item, self._habits, self._seed = item, habits, seed
-        self._courses = {"0": DemonstratedCall(scene_of(item), habits, seed_of(item, seed, "0"))}
+        self._item = item
+        self._habits = habits
+        self._seed = seed
+        self._calls = {"0": DemonstratedCall(scene_of(item), habits, seed_of(item, seed, "0"))}
 
     async def complete(self, request: Request) -> Reply:
-        course = self._course(request.affinity)
+        call = self._call(request.affinity)
         last = request.messages[-1]
         try:
-            code = course.reply(None if len(request.messages) == 1 else last.content)
+            code = call.reply(None if len(request.messages) == 1 else last.content)
         except StopIteration:
             raise Refused(
-                f"{self.name}: call {request.affinity} has answered; there is no more to say"
+                f"{self.name}: call {request.affinity} has answered; it gives no further replies"
             ) from None
         return Reply(Message("assistant", code), Usage(len(last.content), len(code), calls=1))
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: the client holds no resources."""
 
-    def _course(self, call: str) -> DemonstratedCall:
-        if call not in self._courses:
-            parent, _, number = call.rpartition(".")
-            scene = self._course(parent).children[int(number)]
-            self._courses[call] = DemonstratedCall(
-                scene, self._habits, seed_of(self._item, self._seed, call)
+    def _call(self, id: str) -> DemonstratedCall:
+        if id not in self._calls:
+            parent, _, number = id.rpartition(".")
+            scene = self._call(parent).children[int(number)]
+            self._calls[id] = DemonstratedCall(
+                scene, self._habits, seed_of(self._item, self._seed, id)
             )
-        return self._courses[call]
+        return self._calls[id]
 
 
 def seed_of(item: Item, seed: int, call: str) -> str:
-    """What the course of one call is drawn from."""
+    """Return the random seed of one call."""
     return f"{seed}/{item.id}/{call}"

@@ -1,12 +1,13 @@
-"""Demonstrations without a session: the demonstrator's own code is run right here, thousands a
-second.
+"""Demonstrations without a session: the demonstrator's code runs in this process, thousands of
+cells per second.
 
-The code is ours and the contexts are generated, so nothing needs a sandbox. What each call is told
-first and shown of each cell are the engine's rules, passed in as its scaffold; conversations are
-those that the engine would have had (a test compares them). Leaves out everything that the
-demonstrator does not do: echoes, tools, limits, failing children.
+    play(item, NOISY, seed=0, scaffold=SCAFFOLDS["tiny"])
+        ->  [root's conversation, first child's, …]
 
-    play(item, NOISY, seed=0, scaffold=SCAFFOLDS["tiny"])  ->  [root's conversation, first child's, …]
+The code is written by this package and the contexts are generated, so no sandbox is needed. The
+first message of each call and the reports of its cells follow the engine's rules, which are passed
+as its scaffold; conversations are equal to those of the engine (a test compares them). Not here:
+what the demonstrator does not use (echoes, tools, limits, failing children).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ramify.types.trajectory import Cell
 
 
 class LedgerScaffold(Protocol):
-    """What the engine's ``Scaffold`` decides of a conversation."""
+    """The part of the engine's ``Scaffold`` that a conversation needs."""
 
     def first_message(self, question: str, context: object) -> str: ...
 
@@ -46,31 +47,30 @@ class LedgerScaffold(Protocol):
 
 
 class LedgerDemonstration(msgspec.Struct, frozen=True):
-    """One call of a demonstration."""
+    """Conversation of one call in a demonstration."""
 
     item: str
     """Id of the item."""
     call: str
-    """Id of the call, as the engine would give it."""
+    """Id of the call in the engine's form."""
     messages: tuple[Message, ...]
-    """First message, reply, observation, reply, … to the reply that answers."""
+    """First message, reply, observation, reply, … up to the reply with the answer."""
     answer: Any
     correct: bool
-    """Whether the answer is right for what this very call was asked. False also where that cannot
-    be told."""
+    """True if the answer is right for this call's own question; False also if that is unknown."""
 
 
 def play(
     item: Item, habits: LedgerDemonstratorHabits, seed: int, scaffold: LedgerScaffold
 ) -> list[LedgerDemonstration]:
-    """The calls of one demonstration, the root first."""
+    """Return the calls of one demonstration, the root first."""
     return _Play(item, habits, seed, scaffold).run()
 
 
 def demonstrations(
     items: Iterable[Item], habits: LedgerDemonstratorHabits, seed: int, scaffold: LedgerScaffold
 ) -> Iterator[list[LedgerDemonstration]]:
-    """One demonstration of each of ``items``."""
+    """Yield one demonstration for each item."""
     items = iter(items)
     while True:
         with _no_collection():
@@ -83,9 +83,8 @@ def demonstrations(
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python's cyclic garbage collector is off meanwhile. The rows of a long context are hundreds
-    of thousands of objects: as they are made, it would search all that the process holds many
-    times."""
+    """Switch Python's cyclic garbage collector off. A long context has hundreds of thousands of
+    rows, and creating them would make the collector scan the whole process many times."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -96,15 +95,20 @@ def _no_collection() -> Iterator[None]:
 
 
 class _FinalCalled(Exception):
-    """Ends a cell of ours where the real FINAL would go on; the demonstrator's have nothing after
-    it."""
+    """Ends a cell at FINAL. (The engine would continue the cell, but the demonstrator's cells end
+    with it.)"""
 
 
 class _Play:
+    """State of one demonstration."""
+
     def __init__(
         self, item: Item, habits: LedgerDemonstratorHabits, seed: int, rules: LedgerScaffold
     ) -> None:
-        self._item, self._habits, self._seed, self._rules = item, habits, seed, rules
+        self._item = item
+        self._habits = habits
+        self._seed = seed
+        self._rules = rules
         self._conversations: list[LedgerDemonstration] = []
         documents = documents_of(item)
         self._rows = {item.context[each.start : each.end]: [each] for each in documents} | {
@@ -116,12 +120,12 @@ class _Play:
         return sorted(self._conversations, key=lambda each: each.call)
 
     def _call(self, id: str, scene: CallScene, question: str, context: str) -> Any:
-        course = DemonstratedCall(scene, self._habits, seed_of(self._item, self._seed, id))
-        session = _Namespace(context, self._children(id, course, context))
+        call = DemonstratedCall(scene, self._habits, seed_of(self._item, self._seed, id))
+        session = _Namespace(context, self._children(id, call, context))
         messages = [Message("user", self._rules.first_message(question, context))]
         observation = None
         while True:
-            code = course.reply(observation)
+            code = call.reply(observation)
             messages.append(Message("assistant", code))
             cell = session.run(code)
             if session.answer is not None:
@@ -134,15 +138,15 @@ class _Play:
         )
         return session.answer
 
-    def _children(self, id: str, course: DemonstratedCall, context: str) -> Any:
-        """``rlm_query_batched`` of one call."""
+    def _children(self, id: str, call: DemonstratedCall, context: str) -> Any:
+        """Return the function ``rlm_query_batched`` of one call."""
 
         def rlm_query_batched(prompts: list[str], contexts: list[str]) -> list[Any]:
-            scenes = course.children
+            scenes = call.children
             if [scene.asked.text for scene in scenes] != prompts:
                 raise RamifyError(
-                    f"item {self._item.id}, call {id}: {prompts} asked, but {len(scenes)} scenes "
-                    "are known"
+                    f"item {self._item.id}, call {id}: the code asks {prompts}, which does not "
+                    f"match its {len(scenes)} known scenes"
                 )
             return [
                 self._call(f"{id}.{index}", scene, prompt, part)
@@ -171,7 +175,7 @@ def _compiled(code: str) -> CodeType:
 
 
 class _Namespace:
-    """As much of a session as the demonstrator's code needs."""
+    """The part of a session that the demonstrator's code needs."""
 
     def __init__(self, context: str, rlm_query_batched: Any) -> None:
         self.answer: Any = None
@@ -193,7 +197,7 @@ class _Namespace:
             pass
         except RamifyError:
             raise
-        except Exception as raised:  # noqa: BLE001 -- as a session would show it
+        except Exception as raised:  # noqa: BLE001 -- formatted as in a session
             error = "".join(traceback.format_exception_only(raised))
         return Cell(code, "".join(self._printed), None, error)
 

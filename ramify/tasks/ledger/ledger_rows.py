@@ -1,10 +1,12 @@
-"""Rows of a ledger: made at random so that habits which are nearly right go wrong, written in a
-format, read again, asked.
+"""Rows of a ledger: generated so that almost-right habits fail, written in a format, and read
+again.
 
-    Row = (user, label, quantity)        Format(",", order=(2, 0, 1), header=True):    qty,user,label
+    row = (user, label, quantity)     RowFormat(",", order=(2, 0, 1), header=True):
+    qty,user,label
                                                                                        17,bavo,red
-Decides what a row may hold and which right answers there are. Leaves out how the question is put (``task.py``) and how
-a model goes about it (``demos.py``).
+
+Decides the contents of rows and the right answers. Not here: the wording of questions (see
+``task.py``) and how a demonstrator answers them (see ``demos.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import msgspec
 Kind = Literal["count", "sum", "max", "top", "latest"]
 KINDS: tuple[Kind, ...] = ("count", "sum", "max", "top", "latest")
 COMBINED: tuple[Kind, ...] = ("count", "sum", "max")
-"""Kinds whose answer over several documents follows from the answers over each."""
+"""Kinds whose answer over several documents follows from the answers for each document."""
 FIELDS = ("user", "label", "qty")
 LABELS = ("red", "blue", "green", "gold", "pink", "gray")
 LOOKALIKES = {
@@ -30,14 +32,15 @@ LOOKALIKES = {
     "pink": ("pinkie", "pinky"),
     "gray": ("grayson", "mcgray"),
 }
-"""Users whose name holds a label, so that counting a label in the text counts too many."""
+"""Users whose name contains a label: counting the label in the text gives a number that is too
+large."""
 SEPARATORS = (",", ";", "|", ":", "/", "~", "&", "^")
 ORDERS = ((0, 1, 2), (2, 0, 1), (1, 2, 0))
-"""Column of the user, of the label, of the quantity."""
+"""Columns of user, label and quantity."""
 HELD_OUT_FORMAT = (";", (2, 0, 1))
-"""Separator and order that no training item has."""
+"""Separator and order that never occur in training items."""
 SCALES = (1, 1, 10, 100, 1000)
-"""How large quantities are, so that a policy has seen short rows and long ones."""
+"""Factors of the quantities, so that a policy sees short and long rows."""
 NUM_NAMES, NUM_HELD_OUT_NAMES = 400, 80
 LOWEST = 5
 _SHARE_LOOKALIKE = 0.15
@@ -47,7 +50,8 @@ Row = tuple[str, str, int]
 
 
 def _names() -> tuple[str, ...]:
-    """Two-syllable words that are no label, in an order of their own: the same on every machine."""
+    """Return two-syllable words without labels, in a fixed order that is the same on every
+    machine."""
     syllables = ["".join(pair) for pair in itertools.product("bdfklmnprstvz", "aeiou")]
     words = ["".join(pair) for pair in itertools.product(syllables, repeat=2)]
     plain = [word for word in words if not any(label in word for label in LABELS)]
@@ -56,24 +60,24 @@ def _names() -> tuple[str, ...]:
 
 NAMES = _names()
 HELD_OUT_NAMES, KNOWN_NAMES = NAMES[:NUM_HELD_OUT_NAMES], NAMES[NUM_HELD_OUT_NAMES:]
-"""Users that are never asked about in training, though they stand in its rows; and the others."""
+"""Users about whom training items never ask, although their rows occur in them; and the others."""
 
 
 class RowFormat(msgspec.Struct, frozen=True):
-    """How rows are written."""
+    """Text format of rows."""
 
     separator: str
     order: tuple[int, int, int]
-    """Column of the user, of the label, of the quantity."""
+    """Columns of user, label and quantity."""
     header: bool
 
     @property
     def columns(self) -> list[int]:
-        """The field in each column."""
+        """Return the index of the field in each column."""
         return [self.order.index(column) for column in range(len(FIELDS))]
 
     def write(self, rows: list[Row]) -> str:
-        """Lines joined by newlines, none at the end."""
+        """Return the lines joined by newlines, without a trailing newline."""
         users, labels, quantities = zip(*rows, strict=True)
         fields = (users, labels, map(str, quantities))
         columns = [fields[field] for field in self.columns]
@@ -84,7 +88,7 @@ class RowFormat(msgspec.Struct, frozen=True):
         return "\n".join([*first, *lines])
 
     def read(self, text: str) -> list[Row]:
-        """The rows that ``write`` wrote."""
+        """Parse the text that ``write`` returned."""
         user, label, quantity = self.order
         lines = text.split("\n")[1 if self.header else 0 :]
         parts = (line.split(self.separator) for line in lines)
@@ -101,27 +105,30 @@ KNOWN_FORMATS = tuple(each for each in FORMATS if each not in HELD_OUT_FORMATS)
 
 
 def solve(rows: list[Row], kind: Kind, about: str) -> int | str:
-    """The right answer: to ``top`` a user, to every other kind a number. Raises ValueError where
-    there is none."""
+    """Return the right answer: a user for ``top``, otherwise a number. Raises ValueError if there
+    is none."""
     if kind == "top":
         return max(rows, key=operator.itemgetter(2))[0]
     field = 0 if kind == "latest" else 1
-    found = [row[2] for row in rows if row[field] == about]
+    quantities = [row[2] for row in rows if row[field] == about]
     if kind == "count":
-        return len(found)
+        return len(quantities)
     if kind == "sum":
-        return sum(found)
-    if not found:
+        return sum(quantities)
+    if not quantities:
         raise ValueError(f"no row is about {about!r}")
-    return max(found) if kind == "max" else found[-1]
+    return max(quantities) if kind == "max" else quantities[-1]
 
 
 def make_rows(
     rng: random.Random, kind: Kind, about: str, header: bool, num: int, scale: int = 1
 ) -> list[Row]:
-    """``num`` rows over which the question can be answered and the usual mistakes show: a label
-    occurs in names, the greatest text is not the greatest number, the first row matters where a
-    header is expected and not there. Quantities are below ``scale`` times ``highest_quantity``."""
+    """Generate ``num`` rows for which the question has an answer and common mistakes give a wrong
+    one.
+
+    The label occurs in names, the greatest quantity as text is not the greatest number, and the
+    first row matters if a header is wrongly expected. Quantities are below ``scale`` times
+    ``highest_quantity``."""
     if num < 4:
         raise ValueError(f"a ledger of {num} rows: give at least 4")
     while True:
@@ -132,12 +139,12 @@ def make_rows(
 
 
 def highest_quantity(num_rows: int) -> int:
-    """Quantities are below it, all different."""
+    """Return the upper bound of quantities, which are all different."""
     return max(1500, 20 * num_rows)
 
 
 def mean_digits(high: int) -> float:
-    """Of whole numbers below ``high``, drawn evenly."""
+    """Return the mean number of digits of uniform integers below ``high``."""
     return sum(1 - 10.0**digit / high for digit in range(len(str(high))))
 
 
@@ -151,7 +158,8 @@ def _plain_rows(rng: random.Random, about: str, num: int, highest: int) -> list[
 
 
 def _plant(rng: random.Random, rows: list[Row], kind: Kind, about: str, header: bool) -> None:
-    """Rows that the question is about; where there is no header, the first row among them."""
+    """Change some rows so that the question is about them; without a header, the first row is one
+    of them."""
     high = max(quantity for _, _, quantity in rows)
     if kind in COMBINED:
         for index in [*rng.sample(range(len(rows)), 3), *([] if header else [0])]:
@@ -165,12 +173,12 @@ def _plant(rng: random.Random, rows: list[Row], kind: Kind, about: str, header: 
 
 
 def _shows_mistakes(rows: list[Row], kind: Kind, about: str) -> bool:
-    """Whether the habits of ``demos.py`` give wrong answers."""
+    """Return True if the mistakes of ``demos.py`` give wrong answers."""
     if kind in ("count", "sum"):
         return any(about in user for user, _, _ in rows)
     if kind == "max":
-        found = [quantity for _, label, quantity in rows if label == about]
-        return max(found) != int(max(map(str, found)))
+        quantities = [quantity for _, label, quantity in rows if label == about]
+        return max(quantities) != int(max(map(str, quantities)))
     if kind == "top":
         return max(rows, key=lambda row: row[2])[0] != max(rows, key=lambda row: str(row[2]))[0]
     quantities = [quantity for user, _, quantity in rows if user == about]

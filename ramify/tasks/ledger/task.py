@@ -1,23 +1,23 @@
-"""Questions over ledgers, as a task: single documents, and several that each have a format of their
-own.
+"""Questions over ledgers as a task: over one document, or over several in different formats.
 
     ledger()                                    one document of 20 to 60 rows
-    ledger(chars=10_000_000)                    one document of ten million characters; the same questions
-    ledger(multi=1.0, docs=(8, 8))              eight documents; the question is about all of them
-    ledger(multi=0.5, kinds=("count", "sum"))   half and half
-    ledger(long=0.05)                           one training item in twenty has up to 3,000,000
+    ledger(chars=10_000_000)                    one document of ten million characters
+    ledger(multi=1.0, docs=(8, 8))              questions over eight documents
+    ledger(multi=0.5, kinds=("count", "sum"))   half over one document, half over several
+    ledger(long=0.05)                           one training item in twenty is long (to 3,000,000)
 
-    sum qty of 'red' in all docs                the context of several documents: each after a line with the mark
+    sum qty of 'red' in all docs                several documents in one context, separated by a
+    mark
     ###
     bavo,red,17
     ###
     qty;user;label
     5;kilu;red
 
-Besides the three usual splits there are ``test_formats``, written in a format that no other split
-has, and ``test_names``, about users that no other split asks about. A call below the root has a
-reward of its own where it was asked a question of the family about a context whose rows are known:
-its own right answer follows from them.
+In addition to the three usual splits there are ``test_formats``, in a format that no other split
+has, and ``test_names``, about users about whom no other split asks. A call below the root has its
+own reward if its question belongs to the family and its context has known rows, because its right
+answer follows from them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.types.trajectory import Call, ContextRef, Trajectory
 
 MARKS = ("###", "===", "---")
-"""What separates documents; the same throughout a context."""
+"""Separators of documents; one context uses one of them."""
 QUESTIONS: dict[Kind, str] = {
     "count": "count rows of '{}'",
     "sum": "sum qty of '{}'",
@@ -70,11 +70,11 @@ _ASKED = {
     for kind, text in QUESTIONS.items()
 }
 _TEXT_CHARS = 11.3
-"""Of a row, on average, without its quantity: name, label, two separators, newline."""
+"""Mean length of a row without its quantity: name, label, two separators and newline."""
 
 
 class LedgerDocument(msgspec.Struct, frozen=True):
-    """Where a document lies in its context, and how it is written."""
+    """Position of a document in its context, and its format."""
 
     start: int
     end: int
@@ -85,11 +85,11 @@ class LedgerDocument(msgspec.Struct, frozen=True):
 
 
 class LedgerQuestion(msgspec.Struct, frozen=True):
-    """A question of the family."""
+    """One question of the family."""
 
     kind: Kind
     about: str
-    """A label, or for ``latest`` a user; empty for ``top``."""
+    """A label, or a user for ``latest``; empty for ``top``."""
     over_all: bool = False
 
     @property
@@ -98,17 +98,17 @@ class LedgerQuestion(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> LedgerQuestion | None:
-        """The question that ``text`` asks; None where it is none of the family."""
+        """Parse ``text``. Returns None if it is not a question of the family."""
         text, over_all = text.strip(), text.strip().endswith(ALL)
         for kind, pattern in _ASKED.items():
-            found = pattern.fullmatch(text.removesuffix(ALL))
-            if found:
-                return cls(kind, found[1] if found.groups() else "", over_all)
+            match = pattern.fullmatch(text.removesuffix(ALL))
+            if match:
+                return cls(kind, match[1] if match.groups() else "", over_all)
         return None
 
 
 class _Recipe(msgspec.Struct, frozen=True):
-    """What an item of the family is made to."""
+    """Options from which items are generated."""
 
     multi: float
     kinds: tuple[Kind, ...]
@@ -165,14 +165,15 @@ class _Recipe(msgspec.Struct, frozen=True):
         return "" if kind == "top" else rng.choice(self.names if kind == "latest" else LABELS)
 
     def _scale(self, rng: random.Random) -> int:
-        """Of the quantities; 1 where the length is given, since it follows from theirs."""
+        """Return the factor of the quantities; 1 if the length is given, because it depends on
+        them."""
         return 1 if self.chars is not None else rng.choice(SCALES)
 
     def _num_rows(self, rng: random.Random, usual: tuple[int, int], num_docs: int) -> int:
         if self.chars is None:
             return rng.randint(*usual)
         num = chars = self.chars / num_docs
-        for _ in range(4):  # quantities grow with the number of rows, and rows with them
+        for _ in range(4):  # iterate: longer quantities make rows longer, and rows fewer
             num = chars / (_TEXT_CHARS + mean_digits(highest_quantity(round(num))))
         return max(4, round(num))
 
@@ -209,14 +210,20 @@ def ledger(
     long: float = 0.0,
     long_chars: tuple[int, int] = (10_000, 3_000_000),
 ) -> SimpleTask:
-    """The family as a task.
+    """Return the task.
 
-    ``multi`` is the share of items with several documents, whose number is drawn from ``docs``;
-    ``kinds`` those that are asked (over several documents only count, sum and max); ``rows`` and
-    ``doc_rows`` bound the rows of a single document and of each of several. ``chars`` sets the
-    length of the whole context instead, to within some percent. ``long`` is the share of training
-    items whose length is drawn from ``long_chars``, each order of magnitude as often as the next;
-    other splits have none. Raises ConfigError for what leaves nothing to ask."""
+    Args:
+        seed: Seed of the generated items.
+        multi: Share of items with several documents.
+        kinds: Kinds of questions; over several documents only count, sum and max are asked.
+        rows: Bounds of the number of rows of a single document.
+        docs: Bounds of the number of documents, if there are several.
+        doc_rows: Bounds of the number of rows of each of several documents.
+        chars: Length of the whole context, to within a few percent; replaces the bounds of rows.
+        long: Share of training items with a long context; other splits have none.
+        long_chars: Bounds of that context's length, drawn log-uniformly.
+
+    Raises ConfigError for options with which no question can be asked."""
     recipe = _Recipe(multi, _kinds(kinds, multi), rows, docs, doc_rows, chars)
     for name, (low, high), least in (
         ("rows", rows, 4),
@@ -267,17 +274,16 @@ def _kinds(given: Sequence[str], multi: float) -> tuple[Kind, ...]:
     return cast(tuple[Kind, ...], tuple(given))
 
 
-# --- scoring
-# -------------------------------------------------------------------------------------------------------
+# --- scoring --------------------------------------------------------------------------------------
 
 
 def documents_of(item: Item) -> list[LedgerDocument]:
-    """The documents of an item's context, in order."""
+    """Return the documents of an item's context in order."""
     return msgspec.convert(item.metadata["documents"], list[LedgerDocument])
 
 
 def score(item: Item, trajectory: Trajectory) -> Score:
-    """``correct``, of the whole and of each call whose right answer is known."""
+    """Score the root's answer, and that of each call whose right answer is known."""
     known = _KnownRows(item, trajectory)
     calls = {
         call.id: {"correct": right}
@@ -294,7 +300,7 @@ def score(item: Item, trajectory: Trajectory) -> Score:
 
 
 class _KnownRows:
-    """Which rows a call was given, by the length and digest of its context."""
+    """Right answers of calls, whose rows are identified by length and digest of their contexts."""
 
     def __init__(self, item: Item, trajectory: Trajectory) -> None:
         self._item, self._whole = item, trajectory.context
@@ -303,7 +309,8 @@ class _KnownRows:
         self._digest = functools.cache(digest_of)
 
     def right(self, call: Call) -> float | None:
-        """Whether ``call`` answered right what it was asked; None where that cannot be told."""
+        """Return the score of the call's answer to its own question; None if the right answer is
+        unknown."""
         asked = LedgerQuestion.read(call.question)
         index = (
             self._index(call.context) if asked is not None and call.context is not None else None
@@ -312,12 +319,13 @@ class _KnownRows:
             return None
         try:
             gold = solve(self.rows(index), asked.kind, asked.about)
-        except ValueError:  # nothing there is about that
+        except ValueError:  # no row is about this user or label
             return None
         return exact(call.answer, Item(asked.text, gold=gold))
 
     def _index(self, given: ContextRef) -> int | None:
-        """Of the document that was given, perhaps with a newline around it; -1: all of them."""
+        """Return the index of the document in the context, allowing newlines around it; -1 for all
+        documents."""
         context = self._item.context
         if self._whole is not None and given.digest == self._whole.digest:
             return -1

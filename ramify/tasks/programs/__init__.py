@@ -1,2 +1,1 @@
-"""Named-operation programs: problems that need a tool, for policies of a few hundred thousand
-parameters."""
+"""Named-operation programs: tool-use problems for policies with under a million parameters."""

@@ -1,16 +1,19 @@
-"""A weak demonstrator of programs: it half knows the words, mends what an error names, and takes
-every hint that it gets.
+"""Weak demonstrator for programs: it knows only part of the vocabulary, corrects what an error
+names, and follows every hint.
 
-    78@w18@9@w9@6                     knows w18, takes w9 for one of its false friends
+    78@w18@9@w9@6                     knows w18, mistakes w9 for one of its false friends
     78@w18@f5@9@w9@f20@6              TypeError: not @w9@f20 but @w9@f4
     78@w18@f5@9@w9@f4@6               17
     FINAL(17)
 
-In half of the demonstrations the problem comes with a hint, of one to three rules, which the
-demonstrator follows; half of those hints are wrong on purpose. A policy that imitates it can only
-tell what comes next from the hint itself, so it learns to read hints rather than to know what they
-would say. Of a demonstration with a wrong hint only the first program is kept: it would go on to
-learn the wrong from its errors. Conversations are those that the engine would have had.
+In half of the demonstrations the problem has a hint of one to three rules, which the demonstrator
+follows. Half of those hints are deliberately wrong. A policy that imitates the demonstrator can
+predict its next program only from the hint itself. It therefore learns to read hints instead of
+learning the rules that they usually state.
+
+A demonstration with a wrong hint ends after the first program; otherwise the policy would learn
+wrong rules from the errors that follow. Conversations have exactly the form that the engine
+produces.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ MAX_CODE_TURNS = 2
 
 
 class ProgramScaffold(Protocol):
-    """What the engine's ``Scaffold`` decides of a conversation."""
+    """The part of the engine's ``Scaffold`` that a demonstration needs."""
 
     def first_message(self, question: str, context: object) -> str: ...
 
@@ -48,16 +51,16 @@ class ProgramScaffold(Protocol):
 
 
 class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
-    """How weak the demonstrator is; all shares."""
+    """Weaknesses of the demonstrator. All values are shares from 0 to 1."""
 
     knows: float = 0.5
-    """Of words that it takes for what they are, drawn anew for each problem; the others for one of
-    three false friends."""
+    """Share of words whose function it knows, drawn independently for each problem. Other words are
+    taken for one of three false friends."""
     remembers_import: float = 0.5
     hinted: float = 0.5
-    """Of demonstrations that come with a hint."""
+    """Share of demonstrations with a hint."""
     counterfactual: float = 0.5
-    """Of those, how many with a wrong one."""
+    """Share of those hints that are wrong."""
 
 
 class ProgramDemonstration(msgspec.Struct, frozen=True):
@@ -72,18 +75,20 @@ class ProgramDemonstration(msgspec.Struct, frozen=True):
 def demonstrations(
     items: Iterable[Item], habits: ProgramDemonstratorHabits, seed: int, rules: ProgramScaffold
 ) -> Iterator[list[ProgramDemonstration]]:
-    """One demonstration of each of ``items``."""
+    """Yield one demonstration for each item."""
     return ([demonstrate(item, habits, seed, rules)] for item in items)
 
 
 def demonstrate(
     item: Item, habits: ProgramDemonstratorHabits, seed: int, rules: ProgramScaffold
 ) -> ProgramDemonstration:
-    """How the demonstrator goes about ``item``."""
+    """Return the demonstrator's conversation about ``item``."""
     return _Demonstration(item, habits, random.Random(f"{seed}/{item.id}"), rules).run()
 
 
 class _Demonstration:
+    """State of one demonstration: the problem, and what the demonstrator believes."""
+
     def __init__(
         self,
         item: Item,
@@ -93,13 +98,11 @@ class _Demonstration:
     ) -> None:
         problem = ProgramProblem.read(item.question)
         assert problem is not None, item.question
-        self._item, self._habits, self._rng, self._rules, self._problem = (
-            item,
-            habits,
-            rng,
-            rules,
-            problem,
-        )
+        self._item = item
+        self._habits = habits
+        self._rng = rng
+        self._rules = rules
+        self._problem = problem
         self._library: ProgramLibrary = library(item.metadata["secret"])
         self._believed = {word: self._belief(word) for word, _ in problem.steps}
         self._imports: dict[int, None] = {}
@@ -115,7 +118,7 @@ class _Demonstration:
             self._take(self._hint(is_wrong))
         if self._remembers:
             self._imports.update(
-                dict.fromkeys(each for each in IMPORTED if each in self._believed.values())
+                dict.fromkeys(number for number in IMPORTED if number in self._believed.values())
             )
         messages = [Message("user", self._question)]
         if hinted and is_wrong:
@@ -123,15 +126,15 @@ class _Demonstration:
         number = None
         for _ in range(MAX_CODE_TURNS):
             program = self._program()
-            found = self._library.run(program)
+            outcome = self._library.run(program)
             messages += [
                 Message("assistant", program.text),
-                Message("user", self._rules.report(self._cell(program, found))),
+                Message("user", self._rules.report(self._cell(program, outcome))),
             ]
-            if not isinstance(found, RuleViolation):
-                number = found
+            if not isinstance(outcome, RuleViolation):
+                number = outcome
                 break
-            self._mend(found)
+            self._mend(outcome)
         return self._ended([*messages, Message("assistant", answer(number or 0))], number)
 
     def _belief(self, word: int) -> int:
@@ -146,8 +149,8 @@ class _Demonstration:
         if is_wrong:
             return [HintRule(word, self._rng.randrange(NUM_WORDS)) for word in words]
         rules = [HintRule(word, self._library.right[word]) for word in words]
-        needed = [each for each in IMPORTED if each in (rule.function for rule in rules)]
-        return [*rules, *(HintRule(None, each) for each in needed)][:MAX_RULES]
+        needed = [number for number in IMPORTED if number in (rule.function for rule in rules)]
+        return [*rules, *(HintRule(None, number) for number in needed)][:MAX_RULES]
 
     def _take(self, hint: list[HintRule]) -> None:
         self._question += HINT + hint_text(hint)
@@ -166,10 +169,10 @@ class _Demonstration:
     def _program(self) -> Program:
         return self._problem.program(self._believed, tuple(sorted(self._imports)))
 
-    def _cell(self, program: Program, found: int | RuleViolation) -> Cell:
-        if isinstance(found, RuleViolation):
-            return Cell(program.text, error=self._library.message(program, found))
-        return Cell(program.text, value=str(found))
+    def _cell(self, program: Program, outcome: int | RuleViolation) -> Cell:
+        if isinstance(outcome, RuleViolation):
+            return Cell(program.text, error=self._library.message(program, outcome))
+        return Cell(program.text, value=str(outcome))
 
     def _ended(self, messages: list[Message], number: int | None) -> ProgramDemonstration:
         return ProgramDemonstration(self._item.id, tuple(messages), number == self._item.gold)

@@ -1,10 +1,9 @@
-"""The sandbox of programs for training: cells that are programs or answers to the letter are worked
-out in this process.
+"""Sandbox provider for training on programs: it evaluates programs and answers in this process.
 
-Nothing that a model wrote is ever executed here. A cell is read by the grammar of
-``program_library.py`` and worked out by plain arithmetic; what the grammar does not know is
-answered with one line that says so. On programs it says what any other sandbox does where they run
-as Python (a test compares them), without a process for each session. Named by its module:
+No code that a model wrote is ever executed. A cell is parsed with the grammar of
+``program_library.py`` and evaluated with plain arithmetic; any other cell gets a one-line error. On
+programs, the results equal those of a sandbox that runs them as Python (a test compares them),
+without one process per session. Select it by its module name:
 ``SandboxSpec(provider="ramify.tasks.programs.evaluator", allow_weaker=True)``.
 """
 
@@ -34,11 +33,12 @@ _CAPS = SandboxCapabilities(
     kill=True,
     full_python=False,
 )
-"""All true: what is not executed reaches nothing."""
+"""All isolation properties hold, because no code is executed."""
 
 
 class ProgramSession:
-    """Implements ``sandbox.base.Session`` as far as programs go."""
+    """Session that evaluates programs. Implements ``sandbox.base.Session`` as far as programs need
+    it."""
 
     caps = _CAPS
 
@@ -47,7 +47,7 @@ class ProgramSession:
         self._cells = 0
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        """The number that a program comes to, or the error that it raises."""
+        """Return the value of a program, or the error that it raises."""
         self._cells += 1
         final = _ANSWER.fullmatch(code)
         if final is not None:
@@ -58,7 +58,7 @@ class ProgramSession:
         return CellResult(Cell(code, value=value, error=error), {"prelude": {"cell": self._cells}})
 
     def _work_out(self, code: str) -> tuple[str | None, str | None]:
-        """(what is echoed, what is raised)"""
+        """Return (value, error) of a program. One of them is None."""
         if self._library is None:
             raise SandboxError(
                 "the sandbox of programs was opened for another task: it needs the library "
@@ -67,26 +67,27 @@ class ProgramSession:
         program = Program.read(code)
         if program is None:
             return None, NO_PROGRAM
-        found = self._library.run(program)
+        outcome = self._library.run(program)
         return (
-            (None, self._library.message(program, found))
-            if isinstance(found, RuleViolation)
-            else (str(found), None)
+            (None, self._library.message(program, outcome))
+            if isinstance(outcome, RuleViolation)
+            else (str(outcome), None)
         )
 
     async def install(self, module: str, source: str) -> None:
         if module != "ops":
-            return  # what others install can only be called by code, and no code is run
+            return  # only code can call other modules, and no code is executed
         try:
             self._library = ProgramLibrary.of_source(source)
         except ValueError as error:
             raise SandboxError(
-                f"the sandbox of programs works with their library alone: {error}"
+                f"the sandbox of programs accepts only the library of programs: {error}"
             ) from None
 
     async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
         raise SandboxError(
-            f"the sandbox of programs holds no variables, and '{name}' was to be one: use another"
+            f"the sandbox of programs holds no variables, so '{name}' cannot be set: use another "
+            "sandbox"
         )
 
     async def get(self, name: str) -> Any:
@@ -101,17 +102,17 @@ class ProgramSession:
         raise SandboxError("a program never waits for its host: there is nothing to resume")
 
     def interrupt(self, reason: str) -> None:
-        """Nothing ever runs."""
+        """Do nothing: no code is ever running."""
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a session holds no resources."""
 
     async def close_tree(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a session holds no resources."""
 
 
 class ProgramSandbox:
-    """Implements ``sandbox.base.Sandbox``."""
+    """Sandbox that opens program sessions. Implements ``sandbox.base.Sandbox``."""
 
     caps = _CAPS
     warning: str | None = None
@@ -121,14 +122,14 @@ class ProgramSandbox:
     ) -> ProgramSession:
         if context is not None:
             raise SandboxError(
-                "the sandbox of programs holds no context: use another for this task"
+                "the sandbox of programs holds no context: use another sandbox for this task"
             )
         return ProgramSession()
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the sandbox holds no resources."""
 
 
 def open_provider(spec: SandboxSpec) -> ProgramSandbox:
-    """What ``sandbox.base.open_sandbox`` calls."""
+    """Entry point of the provider, called by ``sandbox.base.open_sandbox``."""
     return ProgramSandbox()

@@ -1,12 +1,12 @@
-"""Bridge thoughts of programs: the one to three rules that would have helped, and where they may be
-had from.
+"""Bridge thoughts for programs: one to three rules that would have helped, and their two sources.
 
-    TypeError: not @w9@f20 but @w9@f4       from_errors: what the tool said, and nothing else         ->  use @w9@f4
-    a program that took f7 for w40          from_facts: what only who knows the library can tell      ->  use @w40@f31
+    TypeError: not @w9@f20 but @w9@f4     from_errors: only what the tool reported     ->  use
+    @w9@f4
+    a program that took f7 for w40        from_facts: needs access to the library      ->  use
+    @w40@f31
 
-A hint states rules that hold for every problem, never the answer of one. What follows from errors
-the policy has seen itself: a teacher who is shown the hint knows nothing that the policy could not
-have learnt there.
+A hint states rules that hold for every problem, never the answer of one. Hints from errors contain
+nothing that the policy has not seen: a teacher that reads such a hint has no additional knowledge.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ramify.tasks.programs.program_library import IMPORTED, Program, ProgramLibr
 from ramify.tasks.programs.vocabulary import USE
 
 MAX_RULES = 3
-"""Of a hint."""
+"""Maximum number of rules in a hint."""
 _MISTAKEN = re.compile(r"TypeError: not @w\d{1,2}@f\d{1,2} but @w(\d{1,2})@f(\d{1,2})")
 _MISSING = re.compile(r"ImportError: from ops import f(\d{1,2});")
 
 
 class HintRule(msgspec.Struct, frozen=True):
-    """One thing that a hint may say."""
+    """One rule of a hint."""
 
     word: int | None
-    """None: ``function`` has to be imported."""
+    """The word; None if the rule says that ``function`` must be imported."""
     function: int
-    """The one that the word stands for."""
+    """The function that the word stands for, or that must be imported."""
 
     @property
     def text(self) -> str:
@@ -43,9 +43,9 @@ class HintRule(msgspec.Struct, frozen=True):
 
 
 def hint_text(rules: Iterable[HintRule]) -> str:
-    """A hint as it is shown to a policy: words before imports; empty without rules.
+    """Format a hint for a policy, words before imports. Empty without rules.
 
-    >>> hint_text([Rule(None, 10), Rule(3, 9)])
+    >>> hint_text([HintRule(None, 10), HintRule(3, 9)])
     'use @w3@f9from ops import f10;'
     """
     ordered = sorted(rules, key=lambda rule: (rule.word is None, rule.word, rule.function))
@@ -53,7 +53,7 @@ def hint_text(rules: Iterable[HintRule]) -> str:
 
 
 def from_errors(observed: Iterable[str]) -> list[HintRule]:
-    """The rules that errors name, in the order in which they were met, ``MAX_RULES`` at most."""
+    """Return the rules that errors name, in order of appearance, at most ``MAX_RULES``."""
     rules: dict[HintRule, None] = {}
     for text in observed:
         for word, function in _MISTAKEN.findall(text):
@@ -64,11 +64,11 @@ def from_errors(observed: Iterable[str]) -> list[HintRule]:
 
 
 def from_facts(
-    problem: ProgramProblem, said: Sequence[str], library: ProgramLibrary
+    problem: ProgramProblem, replies: Sequence[str], library: ProgramLibrary
 ) -> list[HintRule]:
-    """The rules that the first program among ``said`` breaks, silently or not, ``MAX_RULES`` at
-    most."""
-    program = next(filter(None, map(Program.read, said)), None)
+    """Return the rules that the first program among ``replies`` breaks, with or without an error,
+    at most ``MAX_RULES``."""
+    program = next(filter(None, map(Program.read, replies)), None)
     if program is None:
         return []
     asked = {word for word, _ in problem.steps}

@@ -1,18 +1,19 @@
-"""The library that programs call: words, the functions that they stand for, and what the library
-says of a wrong call.
+"""The library that programs call: words, the functions they stand for, and the errors of wrong
+calls.
 
-    50@w3@5@w9@2            a problem: begin with 50, do w3 with operand 5, then w9 with operand 2
-    50@w3@f7@5@w9@f0@2      a program for it, which names the function that each word stands for; real Python
-    from ops import f10;…   two of the functions have to be imported first
+    50@w3@5@w9@2            a problem: start with 50, apply w3 with operand 5, then w9 with operand
+    2
+    50@w3@f7@5@w9@f0@2      its program, which names the function of each word; valid Python
+    from ops import f10;…   two of the functions must be imported first
 
-    ok                                       the number
-    a wrong function for a checked word      TypeError: not @w3@f7 but @w3@f12
-    a function that was not imported         ImportError: from ops import f10;
-    a wrong function for any other word      another number, and no word of it
+    correct                                  the number
+    wrong function for a checked word        TypeError: not @w3@f7 but @w3@f12
+    function that was not imported           ImportError: from ops import f10;
+    wrong function for another word          a wrong number, without an error
 
-Which word stands for which function is a secret that all problems share: what a policy has to
-learn. Functions are affine maps mod 97. Written so that each error names the rule that was broken
-in the very tokens of a program that keeps it.
+The mapping of words to functions is a secret that all problems share; a policy has to learn it.
+Functions are affine maps mod 97. Each error names the broken rule in the same tokens that a correct
+program contains.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ import msgspec
 MODULUS = 97
 NUM_WORDS = 24
 NUM_CHECKED = 16
-"""Words with a smaller number are checked: a wrong function raises."""
+"""Words below this number are checked: a wrong function raises."""
 IMPORTED = (10, 20)
-"""Functions that have to be imported."""
+"""Functions that must be imported before use."""
 MAX_OPERAND = 9
 _PROGRAM = re.compile(
-    r"(?P<imports>(?:from ops import f\d{1,2};){0,2})(?P<start>\d{1,2})(?P<steps>(?:@w\d{1,2}@f\d{1,2}@\d)+)"
+    r"(?P<imports>(?:from ops import f\d{1,2};){0,2})(?P<start>\d{1,2})"
+    r"(?P<steps>(?:@w\d{1,2}@f\d{1,2}@\d)+)"
 )
 _STEP = re.compile(r"@w(\d{1,2})@f(\d{1,2})@(\d)")
 _IMPORT = re.compile(r"from ops import f(\d{1,2});")
 _OF_SOURCE = re.compile(r"# library (\d{1,18})\n")
-_ASKED = re.compile(r"(\d{1,2})((?:@w\d{1,2}@\d)+)")
+_PROBLEM = re.compile(r"(\d{1,2})((?:@w\d{1,2}@\d)+)")
 
 
 class ProgramStep(msgspec.Struct, frozen=True):
@@ -48,7 +50,7 @@ class ProgramStep(msgspec.Struct, frozen=True):
 
 
 class Program(msgspec.Struct, frozen=True):
-    """What a policy writes."""
+    """A program as a policy writes it."""
 
     start: int
     steps: tuple[ProgramStep, ...]
@@ -63,24 +65,24 @@ class Program(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> Program | None:
-        """The program that ``text`` is, to the letter; None for anything else."""
-        found = _PROGRAM.fullmatch(text)
-        if found is None:
+        """Parse ``text``, which must be a program and nothing else. None otherwise."""
+        match = _PROGRAM.fullmatch(text)
+        if match is None:
             return None
-        steps = tuple(ProgramStep(*map(int, each)) for each in _STEP.findall(found["steps"]))
-        imports = tuple(map(int, _IMPORT.findall(found["imports"])))
-        known = all(s.word < NUM_WORDS and s.function < NUM_WORDS for s in steps) and set(
+        steps = tuple(ProgramStep(*map(int, step)) for step in _STEP.findall(match["steps"]))
+        imports = tuple(map(int, _IMPORT.findall(match["imports"])))
+        is_valid = all(s.word < NUM_WORDS and s.function < NUM_WORDS for s in steps) and set(
             imports
         ) <= set(IMPORTED)
-        return cls(int(found["start"]), steps, imports) if known else None
+        return cls(int(match["start"]), steps, imports) if is_valid else None
 
 
 class ProgramProblem(msgspec.Struct, frozen=True):
-    """What is asked: a start value, and words with their operands."""
+    """A problem: a start value and words with their operands."""
 
     start: int
     steps: tuple[tuple[int, int], ...]
-    """(word, operand)"""
+    """(word, operand) of each step."""
 
     @property
     def text(self) -> str:
@@ -88,17 +90,17 @@ class ProgramProblem(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> ProgramProblem | None:
-        """The problem at the beginning of ``text``, which may go on with a hint."""
-        found = _ASKED.match(text)
-        if found is None:
+        """Parse the problem at the beginning of ``text``. A hint may follow it."""
+        match = _PROBLEM.match(text)
+        if match is None:
             return None
         return cls(
-            int(found[1]),
-            tuple((int(w), int(n)) for w, n in re.findall(r"@w(\d{1,2})@(\d)", found[2])),
+            int(match[1]),
+            tuple((int(w), int(n)) for w, n in re.findall(r"@w(\d{1,2})@(\d)", match[2])),
         )
 
     def program(self, functions: dict[int, int], imports: tuple[int, ...] = ()) -> Program:
-        """The program that takes ``functions`` (word -> function) for right."""
+        """Return the program that uses ``functions`` (word -> function)."""
         return Program(
             self.start,
             tuple(ProgramStep(word, functions[word], operand) for word, operand in self.steps),
@@ -107,23 +109,23 @@ class ProgramProblem(msgspec.Struct, frozen=True):
 
 
 class RuleViolation(msgspec.Struct, frozen=True):
-    """The rule that a program broke."""
+    """The first rule that a program broke."""
 
     word: int | None
-    """None where an import is missing."""
+    """The word with a wrong function; None if an import is missing."""
     function: int
-    """The one that is right; or that has to be imported."""
+    """The right function of the word, or the function that must be imported."""
 
 
 class ProgramLibrary(msgspec.Struct, frozen=True):
-    """The secret and the functions."""
+    """The secret mapping of words to functions, and the functions."""
 
     secret: int
-    """What it was drawn from."""
+    """Seed of the library."""
     right: tuple[int, ...]
     """Word -> its function."""
     maps: tuple[tuple[int, int, int], ...]
-    """Function -> (a, b, c) of ``(a·x + b·n + c) mod 97``."""
+    """Function -> (a, b, c) in ``(a·x + b·n + c) mod 97``."""
 
     def apply(self, function: int, value: int, operand: int) -> int:
         a, b, c = self.maps[function]
@@ -136,7 +138,7 @@ class ProgramLibrary(msgspec.Struct, frozen=True):
         return value
 
     def run(self, program: Program) -> int | RuleViolation:
-        """The number that ``program`` comes to, or the first rule that it breaks."""
+        """Return the value of ``program``, or the first rule that it breaks."""
         value = program.start
         for step in program.steps:
             if step.function in IMPORTED and step.function not in program.imports:
@@ -148,19 +150,19 @@ class ProgramLibrary(msgspec.Struct, frozen=True):
         return value
 
     def message(self, program: Program, broken: RuleViolation) -> str:
-        """What Python says of it: the last line of the traceback."""
+        """Return the last line of the traceback that Python prints for ``broken``."""
         if broken.word is None:
             return f"ImportError: from ops import f{broken.function};"
         used = next(s.function for s in program.steps if s.word == broken.word)
         return f"TypeError: not @w{broken.word}@f{used} but @w{broken.word}@f{broken.function}"
 
     def false_friends(self, word: int) -> tuple[int, ...]:
-        """The three functions that ``word`` is easily mistaken for."""
+        """Return the three functions for which ``word`` is easily mistaken."""
         others = [number for number in range(NUM_WORDS) if number != self.right[word]]
         return tuple(random.Random(f"programs/friends/{word}").sample(others, 3))
 
     def source(self) -> str:
-        """The library as the module ``ops`` of a session: real Python, for any sandbox."""
+        """Return the source of the module ``ops``: plain Python for any sandbox."""
         return _SOURCE.format(
             secret=self.secret,
             right=self.right,
@@ -172,17 +174,17 @@ class ProgramLibrary(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of_source(source: str) -> ProgramLibrary:
-        """The library whose ``source`` this is. Raises ValueError for anything else."""
-        found = _OF_SOURCE.match(source)
-        known = library(int(found[1])) if found else None
-        if known is None or known.source() != source:
+        """Return the library with this ``source``. Raises ValueError for any other text."""
+        match = _OF_SOURCE.match(source)
+        candidate = library(int(match[1])) if match else None
+        if candidate is None or candidate.source() != source:
             raise ValueError("this is not the source of a library")
-        return known
+        return candidate
 
 
 @functools.cache
 def library(secret: int = 0) -> ProgramLibrary:
-    """The library whose secret is drawn from ``secret``."""
+    """Return the library with the seed ``secret``. It is cached."""
     rng = random.Random(f"programs/library/{secret}")
     right = rng.sample(range(NUM_WORDS), NUM_WORDS)
     maps = [
@@ -240,5 +242,5 @@ NOT_IMPORTED = (
     "".join(f'f{number} = "f{number}"\n' for number in IMPORTED)
     + f"__all__ = {[f'f{n}' for n in IMPORTED]}\n"
 )
-"""A second module: under the names of what has to be imported, as long as it is not, stands nothing
-that can be called."""
+"""Source of a second module. Until a function is imported, its name is bound to a text, which
+cannot be called."""

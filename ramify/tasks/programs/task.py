@@ -1,12 +1,12 @@
-"""Programs as a task: problems from seed streams, scored by their number.
+"""Programs as a task: generated problems, scored by the number that the program computes.
 
-    programs()             six words each
-    programs(steps=8)      eight
+    programs()             six words per problem
+    programs(steps=8)      eight words per problem
 
-Every problem can be made again from its split and index; what ``train`` shares with ``test`` is the
-library's secret, and no problem. ``correct`` is the only reward. Metrics say how a rollout went:
-``malformed`` (share of its turns that were no program and no answer), ``code_turns``, ``raised``
-(share of its programs that raised).
+A problem is determined by its split and index. ``train`` and ``test`` share the library's secret
+but no problem. ``correct`` is the only reward. Metrics describe a rollout: ``malformed`` (share of
+turns that were neither a program nor an answer), ``code_turns`` (number of programs) and ``raised``
+(share of programs that raised).
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ _ANSWER = re.compile(r"FINAL\(\d{1,2}\)")
 
 
 def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
-    """The task. ``steps`` is the number of words in a problem, all different; ``secret`` draws the
-    library. Raises ConfigError for what leaves nothing to ask."""
+    """Return the task. ``steps`` is the number of different words in a problem; ``secret`` seeds
+    the library. Raises ConfigError for an invalid number of steps."""
     if not 1 <= steps <= NUM_WORDS:
         raise ConfigError(
             f"programs: steps={steps}; a problem has 1 to {NUM_WORDS} different words"
         )
-    known = library(secret)
+    ops = library(secret)
 
     def make(rng: random.Random) -> Item:
         words = rng.sample(range(NUM_WORDS), steps)
         problem = ProgramProblem(
             rng.randrange(MODULUS), tuple((word, rng.randint(1, MAX_OPERAND)) for word in words)
         )
-        gold = known.solve(problem)
+        gold = ops.solve(problem)
         return Item(
             problem.text, gold=gold, wrong=(gold + 1) % MODULUS, metadata={"secret": secret}
         )
 
     async def begin(item: Item) -> TaskStart:
-        return TaskStart(on_session=_Opening(known))
+        return TaskStart(on_session=_InstallLibrary(ops))
 
     return SimpleTask(
         "programs",
@@ -65,11 +65,11 @@ def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
     )
 
 
-class _Opening:
-    """Puts the library into a fresh session."""
+class _InstallLibrary:
+    """Installs the library in a new session."""
 
-    def __init__(self, known: ProgramLibrary) -> None:
-        self._source = known.source()
+    def __init__(self, ops: ProgramLibrary) -> None:
+        self._source = ops.source()
 
     async def __call__(self, session: Session) -> None:
         await session.install("ops", self._source)
@@ -77,16 +77,16 @@ class _Opening:
 
 
 def score(item: Item, trajectory: Trajectory) -> Score:
-    """``correct``, and how it went."""
+    """Return the reward ``correct`` and the metrics of the rollout."""
     cells = [cell for call in trajectory.calls for turn in call.turns for cell in turn.cells]
     written = [cell for cell in cells if Program.read(cell.code) is not None]
-    strange = [
+    malformed = [
         cell
         for cell in cells
         if Program.read(cell.code) is None and not _ANSWER.fullmatch(cell.code)
     ]
     metrics = {
-        "malformed": _share(strange, cells),
+        "malformed": _share(malformed, cells),
         "code_turns": float(len(written)),
         "raised": _share([cell for cell in written if cell.error], written),
     }

@@ -1,7 +1,8 @@
-"""The words of programs: what a word-level tokenizer of them knows. A problem, its program and what
-the library says of it are written in the same ones, so that taking a hint is copying.
+"""Vocabulary of programs for a word-level tokenizer. Problems, programs and error messages use the
+same tokens, so that a policy follows a hint by copying it.
 
-    50 @w3 @5      50 @w3 @f7 @5      TypeError: not  @w3 @f7  but  @w3 @f12      hint: use  @w3 @f12      FINAL( 42 )
+    50 @w3 @5      50 @w3 @f7 @5      TypeError: not  @w3 @f7  but  @w3 @f12
+    hint: use  @w3 @f12               FINAL( 42 )
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from ramify.tasks.programs.program_library import IMPORTED, MAX_OPERAND, MODULUS, NUM_WORDS
 
 HINT = "\nhint: "
-"""What stands between a problem and a hint, in the message of the problem."""
+"""Separator between a problem and its hint, within the same message."""
 USE = "use "
-"""What a hint begins with."""
+"""First token of a hint."""
 NO_PROGRAM = "SyntaxError: no program"
 WORDS = (
     *(str(number) for number in range(MODULUS)),
@@ -31,5 +32,5 @@ WORDS = (
 
 
 def answer(number: int) -> str:
-    """The reply that gives ``number`` as the answer."""
+    """Return the reply that gives ``number`` as the answer."""
     return f"FINAL({number})"

@@ -1,5 +1,6 @@
-"""Scores of an answer against the gold, by name. Each is called with (answer, item) and gives a
-number from 0 to 1."""
+"""Scores that compare an answer with the gold, by name. Each is called with (answer, item) and
+returns a number from 0 to 1.
+"""
 
 from __future__ import annotations
 
@@ -44,4 +45,4 @@ SCORERS: dict[str, AnswerReward] = {
     "numeric": numeric,
     "unit_tests": unit_tests,
 }
-"""Name -> score."""
+"""Score name -> score."""

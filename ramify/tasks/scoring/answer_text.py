@@ -1,5 +1,6 @@
-"""Answers and golds as text, within bounds: an answer is whatever a model's code gave, of any type
-and size."""
+"""Conversion of answers and golds to bounded text. An answer may be of any type and size, because a
+model's code produced it.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +11,16 @@ from typing import Any
 import msgspec
 
 MAX_CHARS = 100_000
-"""Of an answer; what is longer is no answer to a question with a short gold."""
+"""Maximum length of an answer. A longer text cannot be an answer to a question with a short gold.
+"""
 _MAX_DIGITS = 1000
 _WITHOUT_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
 _ARTICLES = {"a", "an", "the"}
 
 
 def as_text(value: Any) -> str | None:
-    """``value`` as a person would write it, without blanks at its ends; None for nothing and for
-    what is too long.
+    """Return ``value`` as a person would write it, stripped. None for an empty value and for one
+    that is too long.
 
     >>> as_text(" 7 "), as_text(7), as_text(7.5), as_text(True), as_text(["a", 1]), as_text(None)
     ('7', '7', '7.5', 'True', '["a",1]', None)
@@ -44,8 +46,8 @@ def _as_json(value: Any) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Words of ``text`` as question answering compares them (SQuAD, Rajpurkar et al. 2016): without
-    case, punctuation and articles.
+    """Split ``text`` into words for comparison, without case, punctuation and articles (as in
+    SQuAD, Rajpurkar et al. 2016).
 
     >>> words("The U.S.A., 1,000 times!")
     ['u', 's', '1', '000', 'times']
@@ -55,5 +57,5 @@ def words(text: str) -> list[str]:
 
 
 def accepted(gold: Any) -> list[Any]:
-    """The golds that an item accepts: all of a list's, or the only one."""
+    """Return the golds that an item accepts: all entries of a list, or the single gold."""
     return list(gold) if isinstance(gold, list | tuple) else [gold]

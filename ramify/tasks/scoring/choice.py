@@ -1,7 +1,7 @@
-"""One of several options: by its letter, its number from 1 on, or its text.
+"""Multiple choice: an option is named by its letter, its number (from 1) or its text.
 
-An item has them in ``metadata["choices"]``, and its gold is a letter, an index from 0 on, or the
-text of the right one. An answer that names two options names none.
+The options are in ``metadata["choices"]``. The gold is a letter, an index (from 0) or the text of
+the right option. An answer that names two options counts as none.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MAX_CHARS = 2000
 
 
 def choice(answer: Any, item: Item) -> float:
-    """1 where the answer names the right option: ``"B"``, ``"(b)"``, ``2``, ``"The answer is B."``,
-    or the option's text."""
+    """Return 1 if the answer names the right option: ``"B"``, ``"(b)"``, ``2``, ``"The answer is
+    B."`` or the option's text."""
     choices = item.metadata.get("choices")
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= 26:
         raise ConfigError(
@@ -34,15 +34,15 @@ def choice(answer: Any, item: Item) -> float:
 
 
 def named(answer: Any, choices: Sequence[Any]) -> int | None:
-    """The index of the option that ``answer`` names; None where it names none, or more than one."""
+    """Return the index of the option that ``answer`` names, or None if it names none or several."""
     text = as_text(answer)
     if text is None or len(text) > MAX_CHARS:
         return None
-    said = words(text)
+    answer_words = words(text)
     by_text = [
         index
         for index, option in enumerate(choices)
-        if said and words(as_text(option) or "") == said
+        if answer_words and words(as_text(option) or "") == answer_words
     ]
     if len(by_text) == 1:
         return by_text[0]
@@ -66,6 +66,6 @@ def _gold(item: Item, choices: Sequence[Any]) -> int:
     )
     if gold is None or not 0 <= gold < len(choices):
         raise ConfigError(
-            f"item {item.id}: its gold {item.gold!r:.40} is none of its {len(choices)} choices"
+            f"item {item.id}: its gold {item.gold!r:.40} is not one of its {len(choices)} choices"
         )
     return gold

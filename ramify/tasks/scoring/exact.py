@@ -1,5 +1,6 @@
-"""The same text: to the letter, or without case, punctuation and articles. A list of golds accepts
-any of them."""
+"""Equality of texts: exact, or without case, punctuation and articles. If the gold is a list, any
+of its entries is accepted.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from ramify.tasks.scoring.answer_text import accepted, as_text, words
 
 
 def exact(answer: Any, item: Item) -> float:
-    """1 where the answer reads as a gold does: ``7``, ``"7"`` and ``" 7 "`` are the same, ``7.0``
-    is not."""
-    said = as_text(answer)
-    return float(said is not None and said in {as_text(gold) for gold in accepted(item.gold)})
+    """Return 1 if the answer has the same text as a gold. ``7``, ``"7"`` and ``" 7 "`` are equal;
+    ``7.0`` differs."""
+    text = as_text(answer)
+    return float(text is not None and text in {as_text(gold) for gold in accepted(item.gold)})
 
 
 def normalised(answer: Any, item: Item) -> float:
-    """1 where answer and gold have the same words in the same order: ``"the Louvre!"`` is
+    """Return 1 if answer and gold have the same words in the same order: ``"the Louvre!"`` equals
     ``"Louvre"``."""
-    said = as_text(answer)
-    if said is None or not words(said):
+    text = as_text(answer)
+    if text is None or not words(text):
         return 0.0
-    return float(words(said) in [words(as_text(gold) or "") for gold in accepted(item.gold)])
+    return float(words(text) in [words(as_text(gold) or "") for gold in accepted(item.gold)])

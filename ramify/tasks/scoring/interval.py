@@ -1,9 +1,9 @@
-"""How well intervals cover intervals: spans of time, ranges of lines or of characters.
+"""Overlap of intervals: spans of time, ranges of lines or of characters.
 
-F1 = 2·|P ∩ G| / (|P| + |G|), where P and G are the unions of what was said and of what is right;
-lengths, not counts.
+F1 = 2·|P ∩ G| / (|P| + |G|), where P and G are the unions of the predicted and of the gold
+intervals, and |·| is their total length.
 
-    said [0, 10], right [5, 15]: overlap 5, lengths 10 and 10: 0.5
+    predicted [0, 10], gold [5, 15]: overlap 5, lengths 10 and 10: F1 = 0.5
 """
 
 from __future__ import annotations
@@ -27,39 +27,40 @@ _PAIR = re.compile(
 
 
 class IntervalF1Score(msgspec.Struct, frozen=True):
-    """From 0 to 1."""
+    """F1 of intervals, from 0 to 1."""
 
     inclusive: bool = False
-    """Ends belong to the interval, as with lines: 3-5 are three of them, and 4-4 is one."""
+    """Intervals include their end, as for lines: 3-5 has three lines, and 4-4 has one."""
 
     def __call__(self, answer: Any, item: Item) -> float:
         gold = spans(item.gold)
         if gold is None:
             raise ConfigError(
-                f"item {item.id}: its gold {item.gold!r:.60} is no list of intervals [start, end]"
+                f"item {item.id}: its gold {item.gold!r:.60} is not a list of intervals "
+                "[start, end]"
             )
-        said = spans(answer)
-        if said is None:
+        predicted = spans(answer)
+        if predicted is None:
             return 0.0
-        one, other = self._union(said), self._union(gold)
+        one, other = self._union(predicted), self._union(gold)
         lengths = _length(one) + _length(other)
         if not lengths:
             return float(one == other)
         return 2 * _overlap(one, other) / lengths
 
-    def _union(self, given: Sequence[Span]) -> list[Span]:
-        found: list[Span] = []
-        for start, end in sorted((a, b + 1 if self.inclusive else b) for a, b in given):
-            if found and start <= found[-1][1]:
-                found[-1] = (found[-1][0], max(end, found[-1][1]))
+    def _union(self, intervals: Sequence[Span]) -> list[Span]:
+        union: list[Span] = []
+        for start, end in sorted((a, b + 1 if self.inclusive else b) for a, b in intervals):
+            if union and start <= union[-1][1]:
+                union[-1] = (union[-1][0], max(end, union[-1][1]))
             else:
-                found.append((start, end))
-        return found
+                union.append((start, end))
+        return union
 
 
 def spans(value: Any) -> list[Span] | None:
-    """The intervals that ``value`` says: a pair, a list of pairs, or text as ``"3-7, 10 to 12"``;
-    None where it says something else, or an interval ends before it begins."""
+    """Read intervals from a pair, a list of pairs, or text such as ``"3-7, 10 to 12"``. Returns
+    None for anything else, and if an interval ends before it begins."""
     if isinstance(value, str):
         text = as_text(value)
         value = [(float(a), float(b)) for a, b in _PAIR.findall(text)] if text is not None else None
@@ -67,20 +68,20 @@ def spans(value: Any) -> list[Span] | None:
             return None
     if not isinstance(value, list | tuple) or len(value) > MAX_SPANS:
         return None
-    if len(value) == 2 and all(_is_number(each) for each in value):
+    if len(value) == 2 and all(_is_number(end) for end in value):
         value = [value]
-    found = []
-    for each in value:
+    intervals = []
+    for pair in value:
         if (
-            not isinstance(each, list | tuple)
-            or len(each) != 2
-            or not all(_is_number(end) for end in each)
+            not isinstance(pair, list | tuple)
+            or len(pair) != 2
+            or not all(_is_number(end) for end in pair)
         ):
             return None
-        if each[1] < each[0]:
+        if pair[1] < pair[0]:
             return None
-        found.append((float(each[0]), float(each[1])))
-    return found
+        intervals.append((float(pair[0]), float(pair[1])))
+    return intervals
 
 
 def _is_number(value: Any) -> bool:
@@ -103,6 +104,6 @@ def _overlap(one: Sequence[Span], other: Sequence[Span]) -> float:
 
 
 interval_f1 = IntervalF1Score()
-"""Of spans of time or characters: the end does not belong to it."""
+"""F1 of spans of time or characters; an interval excludes its end."""
 line_f1 = IntervalF1Score(inclusive=True)
-"""Of lines, whose ends belong to the range."""
+"""F1 of ranges of lines; a range includes its end."""

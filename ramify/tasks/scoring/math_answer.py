@@ -1,10 +1,12 @@
-r"""The same mathematical value: ``\frac{1}{2}``, ``0.5`` and ``\boxed{1/2}``; golds may be LaTeX.
+r"""Equality of mathematical values: ``\frac{1}{2}``, ``0.5`` and ``\boxed{1/2}``.
 
-    answer ── last box, near the end ── same text? same whole number? ── else math-verify, in a process of its own
+Golds may be LaTeX.
 
-Most golds are whole numbers, which are compared here. The rest goes to ``math-verify`` (extra
-``math``) in a process that is killed where it takes too long: what a model wrote may send a
-computer algebra system on a walk of hours.
+    answer ──> last box near the end ──> same text? same integer? ──> else math-verify in a process
+
+Most golds are integers, which are compared directly. Other answers are compared by ``math-verify``
+(extra ``math``) in a separate process. The process is killed at a timeout, because a computer
+algebra system may need hours for an expression that a model wrote.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from ramify.tasks.scoring.answer_text import accepted, as_text
 from ramify.tasks.scoring.boxed import TAIL_CHARS, last_boxed
 
 MAX_CHARS = 1000
-"""Of an expression; what is longer is argument, not answer."""
+"""Maximum length of an expression. A longer text is reasoning, not an answer."""
 MAX_WORKERS = 4
 _START_S = 60.0
 _INTEGER = re.compile(r"[-+]?\d{1,400}")
@@ -37,46 +39,46 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
 
 
 class MathScore(msgspec.Struct, frozen=True):
-    """1 where the answer is worth a gold, else 0."""
+    """Score 1 if the answer has the same value as a gold, else 0."""
 
     tail_chars: int = TAIL_CHARS
-    """Only a box that begins in so many last characters of a text counts."""
+    """A box counts only if it begins within this many characters of the end of the text."""
     boxed: bool = False
-    """An answer without a box is wrong; otherwise a text without one is taken as a whole."""
+    """Require a box. Otherwise the whole text is the answer if it has no box."""
     timeout_s: float = 5.0
-    """Of one comparison; what takes longer is not the same."""
+    """Time limit of one comparison. At the limit, the answer counts as wrong."""
 
     def __call__(self, answer: Any, item: Item) -> float:
-        said = self.read(answer)
+        expression = self.read(answer)
         return float(
-            said is not None
-            and any(self._is_same(as_text(gold), said) for gold in accepted(item.gold))
+            expression is not None
+            and any(self._is_same(as_text(gold), expression) for gold in accepted(item.gold))
         )
 
     def read(self, answer: Any) -> str | None:
-        """The expression that ``answer`` says; None where it says none."""
+        """Return the expression in ``answer``, or None if there is none."""
         text = as_text(answer)
         if text is None:
             return None
-        found = last_boxed(text, self.tail_chars)
-        if found is None and not self.boxed:
-            found = text
-        return found if found and len(found) <= MAX_CHARS else None
+        expression = last_boxed(text, self.tail_chars)
+        if expression is None and not self.boxed:
+            expression = text
+        return expression if expression and len(expression) <= MAX_CHARS else None
 
-    def _is_same(self, gold: str | None, said: str) -> bool:
+    def _is_same(self, gold: str | None, answer: str) -> bool:
         if not gold:
             return False
         gold = last_boxed(gold, None) or gold
-        if _plain(gold) == _plain(said):
+        if _plain(gold) == _plain(answer):
             return True
-        numbers = _integer(gold), _integer(said)
+        numbers = _integer(gold), _integer(answer)
         if None not in numbers:
             return numbers[0] == numbers[1]
-        return _workers.same(gold, said, self.timeout_s)
+        return _workers.same(gold, answer, self.timeout_s)
 
 
 def _plain(text: str) -> str:
-    r"""Without what changes no value: dollars, blanks, ``\!``, a full stop at the end."""
+    r"""Remove parts that do not change the value: dollars, blanks, ``\!``, a final full stop."""
     bare = text.strip().strip("$").rstrip(".")
     return re.sub(r"\\[!,;: ]|\\left|\\right|\s+", "", bare)
 
@@ -89,21 +91,21 @@ def _integer(text: str) -> int | None:
 
 
 class _Workers:
-    """Processes that compare; started when they are needed, at most ``MAX_WORKERS`` at once."""
+    """Pool of processes that compare expressions. They start on demand, at most ``MAX_WORKERS``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._room = threading.Semaphore(MAX_WORKERS)
+        self._slots = threading.Semaphore(MAX_WORKERS)
         self._idle: list[subprocess.Popen[str]] = []
 
     def same(self, gold: str, answer: str, timeout_s: float) -> bool:
-        """False where it takes longer. Raises ConfigError without the extra, RamifyError where no
-        process starts."""
-        with self._room:
+        """Compare two expressions. False at the time limit. Raises ConfigError if math-verify is
+        not installed, and RamifyError if the process does not start."""
+        with self._slots:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
             if worker is None or worker.poll() is not None:
-                worker = _started()
+                worker = _start_worker()
             line = None
             try:
                 assert worker.stdin is not None
@@ -126,10 +128,10 @@ class _Workers:
             _end(worker)
 
 
-def _started() -> subprocess.Popen[str]:
+def _start_worker() -> subprocess.Popen[str]:
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            "an answer that is no whole number needs math-verify to be compared: pip install "
+            "an answer that is not an integer needs math-verify to be compared: pip install "
             "'ramify[math]'"
         )
     path = Path(__file__).with_name("math_worker.py")
@@ -144,17 +146,17 @@ def _started() -> subprocess.Popen[str]:
     if _line(worker, _START_S) != "ready\n":
         _end(worker)
         raise RamifyError(
-            "the process that compares mathematical answers did not start: is math-verify whole?"
+            "the process that compares mathematical answers did not start: check the installation "
+            "of math-verify"
         )
     return worker
 
 
 def _line(worker: subprocess.Popen[str], timeout_s: float) -> str:
-    """The next line that ``worker`` says; empty where it says none in time."""
+    """Return the next line that ``worker`` writes, or an empty text if it times out."""
     assert worker.stdout is not None
-    poll = (
-        select.poll()
-    )  # not select: it takes no descriptor above 1023, and a host of many sessions has more
+    # select() does not support descriptors above 1023, which a host with many sessions exceeds.
+    poll = select.poll()
     poll.register(worker.stdout, select.POLLIN)
     return worker.stdout.readline() if poll.poll(timeout_s * 1000) else ""
 
@@ -171,6 +173,6 @@ def _end(worker: subprocess.Popen[str]) -> None:
 _workers = _Workers()
 atexit.register(_workers.close)
 math_answer = MathScore()
-"""A box near the end, or the whole answer."""
+"""Compares a box near the end, or the whole answer."""
 boxed_math = MathScore(boxed=True, tail_chars=TAIL_CHARS)
-"""As ``math_answer``, where an answer that is not boxed is wrong."""
+"""Like ``math_answer``, but an answer without a box is wrong."""

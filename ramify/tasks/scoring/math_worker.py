@@ -1,10 +1,10 @@
-"""A process that compares mathematical expressions, a line of JSON each: started by
-``math_answer.py``, never imported.
+"""Worker process that compares mathematical expressions, one JSON object per line. It is started by
+``math_answer.py`` and never imported.
 
     {"gold": "\\frac{1}{2}", "answer": "0.5"}  ->  {"same": true}
 
-It knows the standard library and ``math-verify`` alone. Whoever started it kills it when an answer
-takes too long: a simplification can run for hours, and no signal reaches it inside a library.
+It imports only the standard library and ``math-verify``. The parent process kills it at a timeout:
+a simplification can run for hours, and a signal handler would not run inside a library call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MEMORY_BYTES = 2 << 30
 
 
 def _forms(text: str) -> list[str]:
-    r"""``text`` as the parser wants it: a formula within dollars, then within a box."""
+    r"""Return ``text`` in the two forms that the parser accepts: in dollars, and in a box."""
     return [f"${text}$", f"\\boxed{{{text}}}"]
 
 
@@ -35,20 +35,19 @@ def main() -> None:
         for form_gold, form_answer in zip(_forms(gold), _forms(answer), strict=True):
             golds = parse(form_gold, parsing_timeout=None)
             answers = parse(form_answer, parsing_timeout=None)
-            if (
-                golds and answers and verify(golds, answers, timeout_seconds=None)
-            ):  # the gold comes first: it matters
+            # The order matters: verify() expects the gold first.
+            if golds and answers and verify(golds, answers, timeout_seconds=None):
                 return True
         return False
 
     print("ready", flush=True)
     for line in sys.stdin:
         try:
-            asked = json.loads(line)
-            found = {"same": bool(same(asked["gold"], asked["answer"]))}
-        except Exception as error:  # noqa: BLE001 -- what cannot be compared is not the same
-            found = {"same": False, "error": f"{type(error).__name__}: {error}"[:200]}  # type: ignore[dict-item]
-        print(json.dumps(found), flush=True)
+            request = json.loads(line)
+            reply: dict[str, object] = {"same": bool(same(request["gold"], request["answer"]))}
+        except Exception as error:  # noqa: BLE001 -- expressions that cannot be compared differ
+            reply = {"same": False, "error": f"{type(error).__name__}: {error}"[:200]}
+        print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

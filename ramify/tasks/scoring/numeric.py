@@ -1,6 +1,6 @@
-"""The same number, however it is written: ``1,234``, ``1234.0``, ``$1,234`` and ``"1.234e3"``.
+"""Equality of numbers in any notation: ``1,234``, ``1234.0``, ``$1,234`` and ``"1.234e3"``.
 
-An answer that holds several numbers does not say which one it means, unless the last is asked for.
+An answer with several numbers is ambiguous and scores 0, unless ``last`` selects the last one.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from ramify.tasks.base import Item
 from ramify.tasks.scoring.answer_text import accepted, as_text
 
 _NUMBER = re.compile(
-    r"(?<![\w.])[-+−]?(?:\d{1,3}(?:,\d{3})+|\d{1,400})?(?:\.\d{1,400}|(?<=\d)\.?)(?:[eE][-+]?\d{1,4})?(?!\w|\.\d)"
+    r"(?<![\w.])[-+−]?(?:\d{1,3}(?:,\d{3})+|\d{1,400})?"
+    r"(?:\.\d{1,400}|(?<=\d)\.?)(?:[eE][-+]?\d{1,4})?(?!\w|\.\d)"
 )
 
 
 class NumericScore(msgspec.Struct, frozen=True):
-    """1 where the answer's number is a gold's, within ``rel_tol`` of it or ``abs_tol``."""
+    """Score 1 if the answer's number is within ``rel_tol`` or ``abs_tol`` of a gold's."""
 
     rel_tol: float = 1e-6
     abs_tol: float = 0.0
     last: bool = False
-    """Take the last number of a text, instead of refusing one with several."""
+    """Use the last number of a text instead of rejecting a text with several."""
 
     def __call__(self, answer: Any, item: Item) -> float:
-        said = self.read(answer)
+        number = self.read(answer)
         golds = [self.read(gold) for gold in accepted(item.gold)]
         return float(
             any(
-                said is not None and gold is not None and self._is_same(said, gold)
+                number is not None and gold is not None and self._is_same(number, gold)
                 for gold in golds
             )
         )
 
     def read(self, value: Any) -> int | float | None:
-        """The number that ``value`` is or says; None where it says none, or several."""
+        """Return the number in ``value``, or None if there is none or more than one."""
         if isinstance(value, bool):
             return None
         if isinstance(value, int):
@@ -46,18 +47,18 @@ class NumericScore(msgspec.Struct, frozen=True):
         if isinstance(value, float):
             return value if math.isfinite(value) else None
         text = as_text(value) if isinstance(value, str) else None
-        found = _NUMBER.findall(text) if text is not None else []
-        if not found or (len(found) > 1 and not self.last):
+        numbers = _NUMBER.findall(text) if text is not None else []
+        if not numbers or (len(numbers) > 1 and not self.last):
             return None
-        return _number(found[-1])
+        return _number(numbers[-1])
 
-    def _is_same(self, said: int | float, gold: int | float) -> bool:
-        if isinstance(said, int) and isinstance(gold, int) and not self.abs_tol:
-            return said == gold  # whole numbers are counted, not measured
+    def _is_same(self, number: int | float, gold: int | float) -> bool:
+        if isinstance(number, int) and isinstance(gold, int) and not self.abs_tol:
+            return number == gold  # integers are counts and must match exactly
         try:
-            return math.isclose(said, gold, rel_tol=self.rel_tol, abs_tol=self.abs_tol)
-        except OverflowError:  # a whole number that no float holds
-            return said == gold
+            return math.isclose(number, gold, rel_tol=self.rel_tol, abs_tol=self.abs_tol)
+        except OverflowError:  # an integer too large for a float
+            return number == gold
 
 
 def _number(text: str) -> int | float | None:
@@ -70,6 +71,6 @@ def _number(text: str) -> int | float | None:
 
 
 numeric = NumericScore()
-"""One number, to a millionth; whole numbers exactly."""
+"""Exactly one number, with a relative tolerance of 1e-6; integers must match exactly."""
 last_number = NumericScore(last=True)
-"""As ``numeric``, of an answer that argues before it concludes."""
+"""Like ``numeric``, but uses the last number of an answer that reasons first."""

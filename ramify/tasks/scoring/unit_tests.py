@@ -1,12 +1,13 @@
-"""A program as an answer: run in the jail against the item's tests.
+"""Programs as answers: a program runs in the sandbox against the item's tests.
 
     metadata["tests"]: ["assert add(2, 3) == 5", {"input": "2 3", "output": "5"}, …]
 
-An ``assert`` is run after the program in its session; a test of input and output runs the program
-anew, and what it prints is compared here, outside. A program shares its session with the asserts on
-it, and one that means to can bend them; where that matters, give tests of input and output, whose
-right answers the session never sees. Each test has a session of its own. Decides nothing of how
-code is confined: that is the sandbox's.
+An ``assert`` runs after the program in the same session. An input/output test runs the program with
+its standard input, and the output is compared in the host. Each test has its own session.
+
+A malicious program can tamper with asserts that share its session. If that matters, use
+input/output tests, whose expected outputs never enter the session. Not here: how code is confined
+(see ``sandbox/``).
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _MAX_OUTPUT = 200_000
 
 
 class UnitTestScore(msgspec.Struct, frozen=True):
-    """1 where the program passes all tests, or with ``share`` the share that it passes."""
+    """Score 1 if the program passes all tests; with ``share``, the share that it passes."""
 
     timeout_s: float = 10.0
-    """Of one test, the program's own run included."""
+    """Time limit of one test, including the run of the program."""
     share: bool = False
     sandbox: SandboxSpec = SandboxSpec(cell_s=60.0, pool=1)
 
@@ -50,12 +51,12 @@ class UnitTestScore(msgspec.Struct, frozen=True):
 
     async def _passed(self, program: str, tests: Sequence[str | Mapping[str, str]]) -> list[bool]:
         sandbox = _bench.sandbox(self.sandbox)
-        found = []
+        results = []
         for test in tests:
-            found.append(await self._passes(sandbox, program, test))
-            if not found[-1] and not self.share:
-                return found
-        return found
+            results.append(await self._passes(sandbox, program, test))
+            if not results[-1] and not self.share:
+                return results
+        return results
 
     async def _passes(self, sandbox: Sandbox, program: str, test: str | Mapping[str, str]) -> bool:
         session = await sandbox.open()
@@ -68,21 +69,21 @@ class UnitTestScore(msgspec.Struct, frozen=True):
             await self._run(
                 session.run, "import io, sys\nsys.stdin = io.StringIO(__given__)\ndel __given__"
             )
-            ran = await self._run(session.run, program)
-            return ran.cell.error is None and _same_output(ran.cell.stdout, test["output"])
-        except (SessionDied, HostCallError):  # it was killed, or fell over: its own doing
+            result = await self._run(session.run, program)
+            return result.cell.error is None and _same_output(result.cell.stdout, test["output"])
+        except (SessionDied, HostCallError):  # the program's fault: it was killed or crashed
             return False
         finally:
             await session.close()
 
     async def _run(self, run: Any, code: str) -> CellResult:
-        ran: CellResult = await run(code, answer=_nobody, timeout_s=self.timeout_s)
-        return ran
+        result: CellResult = await run(code, answer=_no_host_calls, timeout_s=self.timeout_s)
+        return result
 
 
 def code_of(answer: Any) -> str | None:
-    """The program in ``answer``: its last fenced block, or all of it where there is none; None
-    where it is no Python."""
+    """Return the program in ``answer``: its last fenced block, or the whole text if it has none.
+    None if that is not valid Python."""
     text = as_text(answer)
     if text is None:
         return None
@@ -101,31 +102,31 @@ def _tests(item: Item) -> Sequence[str | Mapping[str, str]]:
         raise ConfigError(
             f"item {item.id}: unit tests are a list in metadata['tests']; it has {tests!r:.60}"
         )
-    for each in tests:
-        is_pair = isinstance(each, Mapping) and {"input", "output"} <= each.keys()
-        if not isinstance(each, str) and not is_pair:
+    for test in tests:
+        is_pair = isinstance(test, Mapping) and {"input", "output"} <= test.keys()
+        if not isinstance(test, str) and not is_pair:
             raise ConfigError(
                 f"item {item.id}: a test is code that asserts, or {{'input': …, 'output': …}}; "
-                f"this is {each!r:.60}"
+                f"this is {test!r:.60}"
             )
     return tests
 
 
-def _same_output(printed: str, wanted: str) -> bool:
-    """Line by line, blanks at ends of lines and of the whole aside."""
+def _same_output(printed: str, expected: str) -> bool:
+    """Compare line by line, ignoring trailing blanks and leading and trailing empty lines."""
     if len(printed) > _MAX_OUTPUT:
         return False
-    lines = [[line.rstrip() for line in text.strip().splitlines()] for text in (printed, wanted)]
+    lines = [[line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected)]
     return lines[0] == lines[1]
 
 
-async def _nobody(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+async def _no_host_calls(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     raise HostCallError("NameError", f"name '{name}' is not defined")
 
 
 class _Bench:
-    """One event loop in one thread, with the sandboxes of all tests: scores are asked for from many
-    threads, and a jail takes a tenth of a second to open."""
+    """Event loop in a background thread with the sandboxes of all tests. Scores are called from
+    many threads, and opening a jail takes 0.1 s, so sandboxes are reused."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -146,14 +147,14 @@ class _Bench:
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
     def sandbox(self, spec: SandboxSpec) -> Sandbox:
-        """On the loop."""
+        """Return the sandbox for ``spec``. Call it on the loop."""
         key = msgspec.json.encode(spec)
         if key not in self._open:
             self._open[key] = open_sandbox(spec)
         return self._open[key]
 
     def close(self) -> None:
-        """End all sessions and the thread. Idempotent; the next test opens them again."""
+        """Close all sandboxes and stop the thread. Idempotent; the next test reopens them."""
         with self._lock:
             loop, thread, self._loop = self._loop, self._thread, None
             if loop is None or thread is None:
@@ -170,4 +171,4 @@ class _Bench:
 _bench = _Bench()
 close = _bench.close
 unit_tests = UnitTestScore()
-"""All tests, ten seconds each."""
+"""All tests must pass, with ten seconds for each."""

@@ -1,2 +1,3 @@
-"""Mathematical problems for an agent with a Python tool: public sets in their own formats, ReTool's
-demonstrations."""
+"""Mathematical problems for an agent with a Python tool: public datasets in their own formats, and
+ReTool's demonstrations.
+"""

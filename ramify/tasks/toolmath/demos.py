@@ -1,17 +1,20 @@
-r"""ReTool's demonstrations (JoeYing/ReTool-SFT) as conversations of our own protocol.
+r"""ReTool's demonstrations (JoeYing/ReTool-SFT), converted to this engine's protocol.
 
-    {"messages": [{"role": "user", "content": "… *user question:* What is 7! ? Remember to place the final answer …"},
-                  {"role": "assistant", "content": "Let me compute. <code>```python¶print(5040)¶```</code>
-                                                    <interpreter>5040</interpreter> So <answer>\boxed{5040}</answer>"}]}
+    {"messages": [
+        {"role": "user", "content": "… *user question:* What is 7! ? Remember to place the final
+        …"},
+        {"role": "assistant", "content": "Let me compute. <code>```python¶print(5040)¶```</code>
+                                          <interpreter>5040</interpreter>
+                                          So <answer>\boxed{5040}</answer>"}]}
 
-    user        What is 7! ? (as the scaffold asks)
-    assistant   Let me compute. <code>…</code>      or the same as a native call
-    tool        <interpreter>…</interpreter>        given, never learnt
+    user        What is 7! ? (in the scaffold's format)
+    assistant   Let me compute. <code>…</code>      or the same code as a native tool call
+    tool        <interpreter>…</interpreter>        not trained on
     assistant   So \boxed{5040}
 
-A row is one text with everything in it; here it is cut into what the model says and what comes
-back, so that only the former is learnt. Rows that do not have this form (tags that do not match, no
-answer, code that nothing came back for) are left out, and the caller is told how many.
+A row is one text. It is split into the model's replies and the tool's output, because only the
+replies are trained on. Rows in another form (unmatched tags, no answer, code without output) are
+skipped, and their number is reported.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from ramify.tasks.toolmath.problem_rows import bare_question
 from ramify.types.message import Message, ToolCall
 
 TOOL_NAME = "code_interpreter"
-"""As the engine's protocol calls it."""
+"""Name of the tool in the engine's protocol."""
 _QUESTION = re.compile(r"\*+user question:\*+\s*", re.IGNORECASE)
 _FORM = re.compile(r"\s*Remember to place the final answer.*\Z", re.DOTALL)
 _ROUND = re.compile(
@@ -42,7 +45,7 @@ _TAG = re.compile(r"</?(?:code|interpreter|answer)>")
 
 
 class ToolMathScaffold(Protocol):
-    """What the engine's ``Scaffold`` decides of a conversation."""
+    """The part of the engine's ``Scaffold`` that a conversation needs."""
 
     @property
     def native_tools(self) -> bool: ...
@@ -58,7 +61,7 @@ class ToolMathDemonstration(msgspec.Struct, frozen=True):
     item: str
     messages: tuple[Message, ...]
     correct: bool = True
-    """Those that were published were filtered by their answers."""
+    """Always True: the published demonstrations were filtered by their answers."""
     call: str = "0"
 
 
@@ -68,29 +71,31 @@ def demonstrations(
     num: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[list[ToolMathDemonstration]]:
-    """The demonstrations of a file, its first ``num`` rows. Raises ConfigError where no row has the
+    """Yield the demonstrations in the first ``num`` rows of ``source`` (None: all).
+
+    ``say`` receives a sentence about skipped rows. Raises ConfigError if no row has the required
     form."""
     rows = rows_of(source)
-    most = len(rows) if num is None else min(num, len(rows))
-    left_out, first = 0, ""
-    for number in range(most):
+    num_rows = len(rows) if num is None else min(num, len(rows))
+    skipped, first = 0, ""
+    for number in range(num_rows):
         try:
             yield [ToolMathDemonstration(f"retool/{number}", conversation(rows[number], rules))]
         except ValueError as error:
-            left_out, first = left_out + 1, first or f"row {number}: {error}"
-    if left_out == most:
-        raise ConfigError(f"none of {most} rows is a demonstration of ReTool's form; {first}")
-    if left_out:
+            skipped, first = skipped + 1, first or f"row {number}: {error}"
+    if skipped == num_rows:
+        raise ConfigError(f"none of {num_rows} rows is a demonstration in ReTool's form; {first}")
+    if skipped:
         say(
-            f"{left_out} of {most} demonstrations are left out, since they have another form; the "
-            f"first, {first}"
+            f"{skipped} of {num_rows} demonstrations are left out because they have another form; "
+            f"the first is {first}"
         )
 
 
 def conversation(row: Mapping[str, Any], rules: ToolMathScaffold) -> tuple[Message, ...]:
-    """The messages of one row. Raises ValueError, saying what is wrong with it."""
-    said = {each.get("role"): each.get("content") for each in _messages(row)}
-    question, solution = said.get("user"), said.get("assistant")
+    """Convert one row to messages. Raises ValueError that says what is wrong with the row."""
+    contents = {message.get("role"): message.get("content") for message in _messages(row)}
+    question, solution = contents.get("user"), contents.get("assistant")
     if not isinstance(question, str) or not isinstance(solution, str):
         raise ValueError("it needs a message of the user and one of the assistant")
     system = rules.system_prompt(depth=0, children=False, tools="", limits="")
@@ -114,18 +119,18 @@ def _messages(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def asked(text: str) -> str:
-    """The problem in the first message, without the instructions around it."""
+    """Extract the problem from the first message, without the instructions around it."""
     return bare_question(_FORM.sub("", _QUESTION.split(text, maxsplit=1)[-1]))
 
 
 def _turns(solution: str, native: bool) -> Iterator[Message]:
     end = 0
-    for number, found in enumerate(_ROUND.finditer(solution)):
+    for number, match in enumerate(_ROUND.finditer(solution)):
         yield from _round(
-            solution[end : found.start()], found["code"], found["shown"], f"call_{number}", native
+            solution[end : match.start()], match["code"], match["shown"], f"call_{number}", native
         )
-        end = found.end()
-    conclusion = _ANSWER.sub(lambda found: found[1], solution[end:]).strip()
+        end = match.end()
+    conclusion = _ANSWER.sub(lambda match: match[1], solution[end:]).strip()
     if not last_boxed(conclusion, None):
         raise ValueError("it ends without a boxed answer")
     yield Message("assistant", _clean(conclusion))
@@ -147,7 +152,7 @@ def _round(thought: str, code: str, shown: str, id: str, native: bool) -> Iterat
 
 
 def _clean(text: str) -> str:
-    """``text``, which must have no tag left in it."""
+    """Return ``text``. Raises ValueError if a tag is left in it."""
     stray = _TAG.search(text)
     if stray is not None:
         raise ValueError(f"{stray[0]} has no partner")

@@ -1,14 +1,14 @@
-r"""The math agent's task: problems from files of the user's, whole Python in a session, the answer
-in the last box.
+r"""Task for a math agent with a Python session: problems from files, answers in the last box.
 
     toolmath(train="dapo-math-17k.parquet", test="aime-2024.parquet")
-    toolmath(test="aime-2025.jsonl")                                    to evaluate on
+    toolmath(test="aime-2025.jsonl")                                    evaluation only
 
-Meant for the scaffolds ``retool`` (tags) and ``retool_native`` (native calls). ``correct`` is the
-only reward: shaping and marks for single turns are signals of a training run, never of the task,
-since pass@k, avg@k and majority@k count what is right and nothing else. A problem that a set
-repeats is taken once. Without a validation file a part of the training file is held out, by the
-hash of the problem.
+Intended for the scaffolds ``retool`` (tags) and ``retool_native`` (native tool calls). ``correct``
+is the only reward, so that pass@k, avg@k and majority@k count correct answers only. Shaping and
+rewards of single turns are signals of a training run (see ``train/signals/``).
+
+Repeated problems of a dataset are used once. Without a validation file, a part of the training file
+is held out, selected by a hash of the problem.
 """
 
 from __future__ import annotations
@@ -28,26 +28,35 @@ from ramify.tasks.simple import AnswerReward, SimpleTask, WholeTrajectoryReward,
 from ramify.tasks.toolmath.problem_rows import item_of
 from ramify.types.trajectory import Trajectory, Turn
 
-_WHOLE = re.compile(r"\$?\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d{1,400}))(?:\.0{1,20})?\.?\s*\$?")
+_INTEGER = re.compile(r"\$?\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d{1,400}))(?:\.0{1,20})?\.?\s*\$?")
 HELD_OUT = 1 / 64
-"""Share of the training file that is the validation stream, where no file is given for it."""
+"""Share of the training file that becomes the validation split if no validation file is given."""
 
 
 def toolmath(
     *, train: Any = "", validation: Any = "", test: Any = "", verifier: str = "auto"
 ) -> SimpleTask:
-    """The task. Each of ``train``, ``validation`` and ``test`` is a ``.jsonl`` or ``.parquet``
-    file, or a list of rows, in one of the forms of ``problem_rows.py``. ``verifier`` is a score by
-    name, or ``auto``: whole numbers as such, everything else by math-verify where it is installed,
-    otherwise to the letter. Raises ConfigError, SourceError."""
-    given = {"train": train, "validation": validation, "test": test}
+    """Return the task.
+
+    Args:
+        train: A ``.jsonl`` or ``.parquet`` file, or a list of rows, in a form of
+        ``problem_rows.py``.
+        validation: Likewise.
+        test: Likewise.
+        verifier: Name of a score, or ``auto``: integers are compared as numbers, other answers by
+        math-verify if it is installed, otherwise as exact texts.
+
+    Raises ConfigError and SourceError."""
+    sources = {"train": train, "validation": validation, "test": test}
     splits = {
-        split: _once(split, rows_of(source)) for split, source in given.items() if _is_given(source)
+        split: _once(split, rows_of(source))
+        for split, source in sources.items()
+        if _is_given(source)
     }
     if not splits:
         raise ConfigError(
-            "toolmath needs problems: give train, validation or test, a .jsonl or .parquet file "
-            "each"
+            "toolmath needs problems: give train, validation or test, each a .jsonl or .parquet "
+            "file"
         )
     if "train" in splits and "validation" not in splits:
         splits |= _divided(splits["train"])
@@ -57,7 +66,7 @@ def toolmath(
 
 
 class _ToolMathScore:
-    """``correct``, and how the tool was used."""
+    """Reward ``correct``, and metrics about the use of the tool."""
 
     def __init__(self, verifier: AnswerReward) -> None:
         self._verifier = verifier
@@ -68,10 +77,12 @@ class _ToolMathScore:
 
 
 def usage(trajectory: Trajectory) -> dict[str, float]:
-    """What a rollout did with its tool: ``tool_calls`` (cells that ran), ``tool_errors`` and
-    ``tool_silent`` (shares of them that raised or showed nothing), ``used_tool``, ``malformed``
-    (replies that were neither code nor an answer), ``truncated`` (whether a limit ended it, or a
-    reply was cut off)."""
+    """Return metrics about the use of the tool.
+
+    ``tool_calls``: cells that ran. ``tool_errors`` and ``tool_silent``: shares of cells that raised
+    and that showed nothing. ``used_tool``: 1 if any cell ran. ``malformed``: replies that were
+    neither code nor an answer. ``truncated``: 1 if a limit ended the rollout or a reply was cut
+    off."""
     turns = [turn for call in trajectory.calls for turn in call.turns]
     cells = [cell for turn in turns for cell in turn.cells]
     cut = any(call.stop is not None and call.stop.is_truncated() for call in trajectory.calls)
@@ -89,17 +100,17 @@ def usage(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _ends(turns: Sequence[Turn]) -> bool:
-    """Whether the last reply gave the answer."""
+    """Return True if the last reply gave the answer."""
     return bool(turns) and not turns[-1].cells
 
 
 def auto(answer: Any, item: Item) -> float:
-    """1 where ``answer`` is the gold: the same text or whole number; the same value where
+    """Return 1 if ``answer`` equals the gold: the same text or integer, or the same value if
     math-verify is installed."""
-    said, gold = whole(answer), whole(item.gold)
-    if exact(answer, item) or (said is not None and said == gold):
+    number, gold = whole(answer), whole(item.gold)
+    if exact(answer, item) or (number is not None and number == gold):
         return 1.0
-    if said is not None and gold is not None:
+    if number is not None and gold is not None:
         return 0.0
     return float(
         bool(importlib.util.find_spec("math_verify"))
@@ -108,14 +119,14 @@ def auto(answer: Any, item: Item) -> float:
 
 
 def whole(value: Any) -> int | None:
-    """The whole number that ``value`` is written as; None for anything else.
+    """Return the integer that ``value`` denotes, or None.
 
     >>> whole("$1,024$"), whole("034"), whole("34.0"), whole(r"\\sqrt{34}")
     (1024, 34, 34, None)
     """
     text = as_text(value)
-    found = _WHOLE.fullmatch(text) if text is not None else None
-    return int(found[1].replace(",", "")) if found is not None else None
+    match = _INTEGER.fullmatch(text) if text is not None else None
+    return int(match[1].replace(",", "")) if match is not None else None
 
 
 def _verifier(name: str) -> AnswerReward:
@@ -133,28 +144,29 @@ def _is_given(source: Any) -> bool:
 
 
 def _once(split: str, rows: Sequence[Any]) -> DatasetItems:
-    """The problems of a split, each where it is met first."""
+    """Return the problems of a split without duplicates. The first occurrence is used."""
     first: dict[bytes, int] = {}
-    every = DatasetItems(f"toolmath/{split}", rows, item_of)
-    for number in range(len(every)):
-        first.setdefault(_key(every[number]), number)
+    items = DatasetItems(f"toolmath/{split}", rows, item_of)
+    for number in range(len(items)):
+        first.setdefault(_key(items[number]), number)
     return DatasetItems(f"toolmath/{split}", rows, item_of, list(first.values()))
 
 
 def _divided(train: DatasetItems) -> dict[str, DatasetItems]:
-    """``train`` less what is held out, and that as ``validation``."""
-    held = [
+    """Divide ``train`` into ``train`` and a held-out ``validation`` split."""
+    held_out = [
         index
         for index in range(len(train))
         if int.from_bytes(_key(train[index])[:8], "big") < HELD_OUT * 2**64
     ]
-    held = held or [len(train) - 1] * (len(train) > 1)
-    if not held:
+    # A short file may have no problem below the threshold: hold out the last one.
+    held_out = held_out or [len(train) - 1] * (len(train) > 1)
+    if not held_out:
         return {}
-    kept = [index for index in range(len(train)) if index not in set(held)]
+    remaining = [index for index in range(len(train)) if index not in set(held_out)]
     return {
-        "train": train.some("toolmath/train", kept),
-        "validation": train.some("toolmath/validation", held),
+        "train": train.some("toolmath/train", remaining),
+        "validation": train.some("toolmath/validation", held_out),
     }
 
 

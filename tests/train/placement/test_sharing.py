@@ -121,7 +121,7 @@ def test_a_shared_seat_holds_the_most_of_two_phases_or_both() -> None:
         "engines answer": kept + engine.total,
         "the trainer learns": rank.total,
     }
-    assert at_once[0].bytes == {"both go on": rank.total + engine.total}
+    assert at_once[0].bytes == {"both run": rank.total + engine.total}
     assert (taking_turns[0].sleeps, at_once[0].sleeps) == (True, False)
     text = "\n".join(lines(planned))
     assert "  trainer and inference on one device: 3" in text
@@ -131,9 +131,9 @@ def test_what_vllm_takes_fits_where_it_sleeps() -> None:
     """By default 0.9 of 80 GB, beside what a trainer of 28 GB keeps meanwhile: 4 GB."""
     assert plan(placed(engine="vllm")).too_large == []
     assert plan(placed(engine="vllm", sleep="never")).too_large == [
-        "trainer and inference share a device of 80 GB and hold 100 GB together while both go on: "
+        "trainer and inference share a device of 80 GB and hold 100 GB together while both run: "
         "let engines sleep "
-        "(inference.sleep=learn), or devices of their own"
+        "(inference.sleep=learn), or give them separate devices"
     ]
     less = placed(engine="vllm", args=("--gpu-memory-utilization=0.25",))
     planned = plan(less)
