@@ -118,7 +118,6 @@ class RunParts:
         self.rlm = RLM(self.seen, limits=run.limits, scaffold=self.scaffold, sandbox=run.sandbox)
 
     # --- parts
-    # ---------------------------------------------------------------------------------------------------
 
     def _client(self) -> LocalClient | HttpEngines:
         if self._engines is not None:

@@ -220,7 +220,6 @@ def _spent(outcomes: Sequence[AttemptOutcome]) -> AttemptTotals:
 
 
 # --- as text
-# -----------------------------------------------------------------------------------------------------------
 
 
 def table(found: EvaluationReport) -> str:

@@ -125,7 +125,6 @@ class TaskEnv:
         }
 
     # --- on the engine's loop
-    # ----------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
         _driver.set(self._model)  # what is started from here on sees it
