@@ -89,10 +89,10 @@ def _python(name: str, text: str) -> Iterator[tuple[int, str, bool]]:
     docstrings = set()
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                docstrings.add(id(node.value))
-                yield node.lineno, node.value.value, True
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            docstrings.add(id(value))
+            yield node.lineno, value.value, True
     only_ours = name in SEEN_BY_MODELS or name.startswith("tests/")
     for node in ast.walk(tree):
         if only_ours or not isinstance(node, ast.Constant) or id(node) in docstrings:

@@ -22,7 +22,7 @@ from ramify.progress import report_progress
 PROTOCOL = 3
 """Version of the ``ramify serve-policy --weight-transfer`` protocol. It increases with every change
 that an older trainer or engine would misunderstand. Both sides send theirs at the start."""
-TINY = Path(__file__).parents[1] / "policy" / "tiny"
+TINY = Path(__file__).parents[1] / "models" / "tiny"
 """Folder of the packaged policy."""
 
 

@@ -26,7 +26,7 @@ from ramify.types.trajectory import Group
 
 FILE = "groups.jsonl"
 
-Outcome = Literal["learnt", "silent", "lost", "release_memory"]
+Outcome = Literal["learnt", "silent", "lost", "spare"]
 """``learnt``: tokens of it had an advantage. ``silent``: none had, or it was given up for another
 as nothing could be learnt from it. ``lost``: none of its rollouts came to a reward. ``spare``: more
 had been begun than the step needed."""
@@ -74,7 +74,7 @@ def account(
     """``learnt``: ids of the step's rollouts that taught something; None where the group was more
     than was needed. ``given_up``: ids of rollouts that the group goes on without."""
     scored = [each.id for each in group.trajectories if each.rewards]
-    outcome: Outcome = "release_memory" if learnt is None else "silent"
+    outcome: Outcome = "spare" if learnt is None else "silent"
     if not scored:
         outcome = "lost"
     elif learnt and not set(learnt).isdisjoint(scored):
