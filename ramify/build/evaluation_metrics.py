@@ -74,9 +74,11 @@ def _failure_message(
 
 def _metrics(split: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Mean of each metric over the rollouts that have it."""
-    names = dict.fromkeys(name for each in trajectories for name in each.metrics)
+    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics)
     values = {
-        name: [each.metrics[name] for each in trajectories if name in each.metrics]
+        name: [
+            trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics
+        ]
         for name in names
     }
-    return {f"{split}/metric {name}": fmean(each) for name, each in values.items()}
+    return {f"{split}/metric {name}": fmean(column) for name, column in values.items()}

@@ -113,10 +113,10 @@ class RunParts:
         )
         self._fixed = self._fixed_stages()
         self.client = self._client()
-        self.seen = AuditedClient(
+        self.audited = AuditedClient(
             self.client, run.rl.sample.max_token_staleness if run.rl is not None else 0
         )
-        self.rlm = RLM(self.seen, limits=run.limits, scaffold=self.scaffold, sandbox=run.sandbox)
+        self.rlm = RLM(self.audited, limits=run.limits, scaffold=self.scaffold, sandbox=run.sandbox)
 
     # --- parts
 
@@ -228,7 +228,7 @@ class RunParts:
             spec,
             out,
             client,
-            seen=self.seen.note,
+            seen=self.audited.note,
             say=self._say,
             restarts=run.placement.restarts if run.placement is not None else 0,
         )
@@ -359,7 +359,7 @@ class RunParts:
             rl.algorithm,
             pool=self.rlm.pool,
             budget=rl.judges,
-            policy=self.seen,
+            policy=self.audited,
             teachers=teachers,
             cache=CallCache(Store(rl.judge_cache)) if rl.judge_cache else None,
             writing=self.policy.renderer,
@@ -441,7 +441,7 @@ class RunParts:
         trained = self.trained = self._trained(out)
         publisher = PolicyPublisher(self.policy, self.serving, self.client, trained)
         starts_at_base = run.warmup is None and run.sft is None
-        check = SelfCheck(self.seen, publisher.weights, prompt, *self._canary_limits())
+        check = SelfCheck(self.audited, publisher.weights, prompt, *self._canary_limits())
         loop = TrainingLoop(
             out,
             self._stages(out, trained, publisher),
@@ -462,9 +462,9 @@ class RunParts:
                 out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall
             ),
         )
-        self.seen.on_reply = loop.watch.moved
+        self.audited.on_reply = loop.watch.moved
         if not isinstance(self.client, LocalClient):
-            self.client.membership.came = lambda: loop.rejoin(publisher.rejoin)
+            self.client.membership.on_return = lambda: loop.rejoin(publisher.rejoin)
             loop.measures = self.client.metrics
         # With other backends, child processes of this one do more than run sessions.
         elif self._kind.is_here and self.rollout_workers is None:

@@ -97,13 +97,13 @@ def report(evaluation: Evaluation, *, k: int | None = None, seed: int = 0) -> Ev
     check_k(k, plan.attempts)
     if not outcomes:
         raise ConfigError(f"there is nothing to report: no attempt at '{plan.task}' was made")
-    scored = [each for each in outcomes if each.reward is not None]
-    kinds = sorted({each.kind for each in outcomes})
+    scored = [outcome for outcome in outcomes if outcome.reward is not None]
+    kinds = sorted({outcome.kind for outcome in outcomes})
     groups = [
         (ALL, outcomes),
-        *((kind, [each for each in outcomes if each.kind == kind]) for kind in kinds),
+        *((kind, [outcome for outcome in outcomes if outcome.kind == kind]) for kind in kinds),
     ]
-    failures = [each.error for each in outcomes if each.reward is None]
+    failures = [outcome.error for outcome in outcomes if outcome.reward is None]
     return EvaluationReport(
         plan,
         k,
@@ -113,9 +113,9 @@ def report(evaluation: Evaluation, *, k: int | None = None, seed: int = 0) -> Ev
         tuple(
             _row(kind, group, k, seed) for kind, group in (groups if len(kinds) > 1 else groups[:1])
         ),
-        _means(each.rewards for each in scored),
-        _means(each.metrics for each in scored),
-        dict(Counter(str(each.stop) for each in outcomes).most_common()),
+        _means(outcome.rewards for outcome in scored),
+        _means(outcome.metrics for outcome in scored),
+        dict(Counter(str(outcome.stop) for outcome in outcomes).most_common()),
         _spent(outcomes),
     )
 
@@ -175,7 +175,7 @@ def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> Re
 
     return ReportRow(
         kind,
-        len({each.item for each in outcomes}),
+        len({outcome.item for outcome in outcomes}),
         figure(_mean_reward, items.values()),
         figure(lambda attempts: pass_at_k(len(attempts), sum(map(_is_right, attempts)), k), enough),
         figure(lambda attempts: _majority(attempts, k), enough),
@@ -183,7 +183,7 @@ def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> Re
 
 
 def _mean_reward(attempts: Sequence[AttemptOutcome]) -> float:
-    return sum(each.reward or 0.0 for each in attempts) / len(attempts)
+    return sum(attempt.reward or 0.0 for attempt in attempts) / len(attempts)
 
 
 def _is_right(attempt: AttemptOutcome) -> bool:
@@ -192,7 +192,9 @@ def _is_right(attempt: AttemptOutcome) -> bool:
 
 def _majority(attempts: Sequence[AttemptOutcome], k: int) -> float:
     return majority_at_k(
-        [each.answer for each in attempts], [float(_is_right(each)) for each in attempts], k
+        [attempt.answer for attempt in attempts],
+        [float(_is_right(attempt)) for attempt in attempts],
+        k,
     )
 
 
@@ -205,18 +207,18 @@ def _means(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def _spent(outcomes: Sequence[AttemptOutcome]) -> AttemptTotals:
-    seconds = sorted(each.seconds for each in outcomes)
-    costs = [each.cost for each in outcomes if each.cost is not None]
+    seconds = sorted(outcome.seconds for outcome in outcomes)
+    costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
     num = len(outcomes)
     return AttemptTotals(
-        sum(each.usage.input_tokens for each in outcomes),
-        sum(each.usage.output_tokens for each in outcomes),
-        sum(each.usage.calls for each in outcomes),
+        sum(outcome.usage.input_tokens for outcome in outcomes),
+        sum(outcome.usage.output_tokens for outcome in outcomes),
+        sum(outcome.usage.calls for outcome in outcomes),
         sum(costs) if costs else None,
         sum(seconds) / num,
         quantile(seconds, 0.95),
-        sum(each.turns for each in outcomes) / num,
-        sum(each.calls for each in outcomes) / num,
+        sum(outcome.turns for outcome in outcomes) / num,
+        sum(outcome.calls for outcome in outcomes) / num,
     )
 
 
@@ -226,11 +228,11 @@ def _spent(outcomes: Sequence[AttemptOutcome]) -> AttemptTotals:
 def table(evaluation_report: EvaluationReport) -> str:
     """The report as text, in lines below 100 characters."""
     plan = evaluation_report.plan
-    num, each = (
+    num, attempts = (
         _many(f"{evaluation_report.rows[0].items:,}", "item"),
         _many(str(plan.attempts), "attempt"),
     )
-    head = f"{plan.task}/{plan.split} · {plan.model} · {num}, {each} each"
+    head = f"{plan.task}/{plan.split} · {plan.model} · {num}, {attempts} each"
     names = (
         "",
         "items",
@@ -262,12 +264,12 @@ def _closing(evaluation_report: EvaluationReport) -> list[str]:
         _many(f"{spent.turns_mean:.3g}", "turn"),
         _many(f"{spent.calls_mean:.3g}", "call"),
     )
-    each = f"{turns} and {calls} below the root in {spent.seconds_mean:.3g} s"
+    details = f"{turns} and {calls} below the root in {spent.seconds_mean:.3g} s"
     dollars = "" if spent.cost is None else f", ${spent.cost:.4g}"
     lines = [
         "ended "
         + ", ".join(f"{count:,} {stop}" for stop, count in evaluation_report.stops.items()),
-        f"an attempt took {each} (95 % within {spent.seconds_p95:.3g} s)",
+        f"an attempt took {details} (95 % within {spent.seconds_p95:.3g} s)",
         f"in all {spent.input_tokens:,} tokens in, {spent.output_tokens:,} out, {spent.requests:,} "
         f"requests{dollars}",
     ]

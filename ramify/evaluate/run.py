@@ -132,7 +132,8 @@ async def evaluate(
         raise ConfigError(f"cannot evaluate with concurrency {concurrency}: give at least 1")
     items = items_of(task, plan.split)
     recorded = {
-        (each.item, each.attempt): each for each in (record.outcomes if record is not None else ())
+        (outcome.item, outcome.attempt): outcome
+        for outcome in (record.outcomes if record is not None else ())
     }
     fresh: list[AttemptOutcome] = []
     work = _AttemptQueue(items, min(plan.items, len(items)), plan.attempts)
@@ -168,12 +169,12 @@ async def evaluate(
         raise errors.exceptions[0] from None
     place = {id: index for index, id in work.ids.items()}
     outcomes = [
-        each
-        for each in (*recorded.values(), *fresh)
-        if each.item in place and each.attempt < plan.attempts
+        outcome
+        for outcome in (*recorded.values(), *fresh)
+        if outcome.item in place and outcome.attempt < plan.attempts
     ]
     return Evaluation(
-        plan, tuple(sorted(outcomes, key=lambda each: (place[each.item], each.attempt)))
+        plan, tuple(sorted(outcomes, key=lambda outcome: (place[outcome.item], outcome.attempt)))
     )
 
 

@@ -130,19 +130,19 @@ def harness(
             )
             try:
                 async with RLM(client, scaffold=scaffold, limits=limits, sandbox=sandbox) as rlm:
-                    found = await attempt(rlm, task, item)
+                    trajectory = await attempt(rlm, task, item)
             finally:
                 await wire.close()
-            if not found.rewards:
+            if not trajectory.rewards:
                 return vf.ProgramResult(
-                    exit_code=1, stdout="", stderr=(found.errors or ["no reward"])[-1]
+                    exit_code=1, stdout="", stderr=(trajectory.errors or ["no reward"])[-1]
                 )
-            trace.root_reply = as_text(found.answer) or ""
+            trace.root_reply = as_text(trajectory.answer) or ""
             trace.info[_KEY] = {
-                "rewards": _weighted(task, found.rewards),
-                "metrics": found.metrics,
-                "stop": str(found.stop),
-                "call_rewards": found.call_rewards,
+                "rewards": _weighted(task, trajectory.rewards),
+                "metrics": trajectory.metrics,
+                "stop": str(trajectory.stop),
+                "call_rewards": trajectory.call_rewards,
             }
             return vf.ProgramResult(exit_code=0, stdout=trace.root_reply, stderr="")
 

@@ -30,7 +30,7 @@ def fingerprint(module: nn.Module) -> str:
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Fingerprint of named tensors, independent of their order."""
     digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(tensors, key=lambda each: each[0]):
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
         digest.update(
             f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sum(tensor.detach())}\n".encode()
         )
@@ -40,12 +40,12 @@ def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
 def _sum(tensor: Tensor) -> int:
     bytes_N = tensor.contiguous().flatten().view(torch.uint8)
     line = _COLUMNS * _WORD
-    whole = len(bytes_N) // line
-    total = _sum_of_lines(bytes_N[: whole * line], 0)
-    if rest := len(bytes_N) - whole * line:
+    num_rows = len(bytes_N) // line
+    total = _sum_of_lines(bytes_N[: num_rows * line], 0)
+    if rest := len(bytes_N) - num_rows * line:
         last = torch.zeros(line, dtype=torch.uint8, device=tensor.device)
-        last[:rest] = bytes_N[whole * line :]
-        total += _sum_of_lines(last, whole)
+        last[:rest] = bytes_N[num_rows * line :]
+        total += _sum_of_lines(last, num_rows)
     return total % (1 << 64)
 
 

@@ -198,18 +198,18 @@ class _Blocks:
             block_gradients = self._kernel.backward(
                 do_own, q_own, k_own, v_own, o_own, lse_own, True, scale
             )
-            for whole, part in zip(gradient_views, block_gradients, strict=True):
-                whole.copy_(part)
+            for gradient, part in zip(gradient_views, block_gradients, strict=True):
+                gradient.copy_(part)
         for below in self._plan.below:
             at, seen = (below.start, below.end), (below.key_start, below.start)
             k_seen, v_seen, o_at, lse_at = _at(k, *seen), _at(v, *seen), _at(o, *at), _at(lse, *at)
             block_gradients = self._kernel.backward(
                 _at(do, *at), _at(q, *at), k_seen, v_seen, o_at, lse_at, False, scale
             )
-            for whole, part in zip(
+            for gradient, part in zip(
                 (_at(dq, *at), _at(dk, *seen), _at(dv, *seen)), block_gradients, strict=True
             ):
-                whole.add_(part)
+                gradient.add_(part)
         return gradients[0], _summed(gradients[1], k_TKd), _summed(gradients[2], v_TKd)
 
 

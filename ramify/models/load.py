@@ -285,11 +285,11 @@ def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) 
     check_weights(model, weights, str(folder))
     moved = {}
     with report_progress(
-        "loading", sum(each.nbytes for each in weights.values()), "bytes", str(folder)
+        "loading", sum(tensor.nbytes for tensor in weights.values()), "bytes", str(folder)
     ) as work:
-        for name, each in weights.items():
-            moved[name] = each.to(device, dtype)
-            work.more(each.nbytes)
+        for name, tensor in weights.items():
+            moved[name] = tensor.to(device, dtype)
+            work.more(tensor.nbytes)
     model.load_state_dict(moved, assign=True)
     return model.eval()
 

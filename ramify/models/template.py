@@ -160,7 +160,7 @@ class TemplateRenderer:
         if self._markers is None or not self._markers.search(message.content):
             return message
         content = self._markers.sub(
-            lambda found: found[0][0] + "\u200b" + found[0][1:], message.content
+            lambda match: match[0][0] + "\u200b" + match[0][1:], message.content
         )
         return Message(
             message.role, content, message.reasoning, message.tool_calls, message.tool_call_id

@@ -226,8 +226,8 @@ def _attention(
     """transformers' signature: query [1, H, T, d], key and value [1, K, T, d] -> [1, T, H, d]."""
     unknown = [
         name
-        for name, each in more.items()
-        if each is not None and name not in _MEANINGLESS and not name.startswith("output_")
+        for name, argument in more.items()
+        if argument is not None and name not in _MEANINGLESS and not name.startswith("output_")
     ]
     if unknown or attention_mask is not None or dropout:
         raise NotImplementedError(

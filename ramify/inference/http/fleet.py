@@ -103,7 +103,7 @@ class EngineFleet:
         self._urls = list(self.spec.urls) or self._launched(out, save, launch)
         self.alive = [self._server(url) for url in self._urls]
         self.in_flight = dict.fromkeys(self._urls, 0)
-        await asyncio.gather(*(self._until_up(each, self.spec.probe_s) for each in self.alive))
+        await asyncio.gather(*(self._until_up(server, self.spec.probe_s) for server in self.alive))
         await asyncio.gather(*map(self._check, self.alive))
 
     async def close(self) -> None:
@@ -112,7 +112,7 @@ class EngineFleet:
         await self.membership.close()
         if self.spec.urls:
             await asyncio.gather(
-                *(self._leave(each) for each in self.alive if each.url in self._asleep)
+                *(self._leave(server) for server in self.alive if server.url in self._asleep)
             )
         servers, self.alive = self.alive, []
         for server in servers:
@@ -207,11 +207,14 @@ class EngineFleet:
             raise self.none_left()
         server = self.trees.get(tree)
         if server is None or server not in self.alive:
-            load = dict.fromkeys((each.url for each in self.alive), 0)
-            for each in self.trees.values():
-                if each.url in load:
-                    load[each.url] += 1
-            server = min(self.alive, key=lambda each: (self.in_flight[each.url], load[each.url]))
+            load = dict.fromkeys((candidate.url for candidate in self.alive), 0)
+            for candidate in self.trees.values():
+                if candidate.url in load:
+                    load[candidate.url] += 1
+            server = min(
+                self.alive,
+                key=lambda candidate: (self.in_flight[candidate.url], load[candidate.url]),
+            )
         self.trees[tree] = server
         self.trees.move_to_end(tree)
         while len(self.trees) > _MAX_TREES:
@@ -222,11 +225,11 @@ class EngineFleet:
         """Take over the list of engines that have current weights."""
         assert self.listed is not None
         self.listed.set(urls)
-        known = {
+        known_urls = {
             server.url for server in (*self.alive, *self.membership.ready)
         } | self.membership.expected
         for url in urls:
-            if url not in known:
+            if url not in known_urls:
                 self.membership.expect(url)
 
     async def all(self, act: Callable[[EngineServer], Awaitable[None]]) -> None:
@@ -309,11 +312,11 @@ class EngineFleet:
         self._older |= {server.url for server in back}
         self.alive += back
 
-    def all_given(self) -> None:
+    def mark_all_updated(self) -> None:
         """Record that all servers in use have the newest weights."""
         self._older.clear()
 
-    async def one_is_back(self) -> None:
+    async def wait_for_engine(self) -> None:
         """Return once a server answers, or none is expected any more. Raises ServerFailed on a
         timeout."""
         wait_s = 2 * self.spec.update_s + (
@@ -323,13 +326,13 @@ class EngineFleet:
             raise self.none_left(f"; none came back within {wait_s:g} s")
 
     def none_left(self, more: str = "") -> ServerFailed:
-        error = ServerFailed(f"{self._name}: no engine is left: {self.why()}{more}")
+        error = ServerFailed(f"{self._name}: no engine is left: {self.loss_reasons()}{more}")
         error.transient = False
         return error
 
-    def why(self) -> str:
+    def loss_reasons(self) -> str:
         """Reasons of the most recent losses."""
-        return "; ".join(self.membership.why[-_MAX_REASONS:]) or "none was started"
+        return "; ".join(self.membership.reasons[-_MAX_REASONS:]) or "none was started"
 
     async def _drop(self, server: EngineServer, why: str) -> None:
         self.alive.remove(server)
@@ -338,7 +341,7 @@ class EngineFleet:
         process = self._processes.get(server.url)
         if self.listed is not None:
             self.listed.remove(server.url)
-        is_expected = self.membership.left(server.url, why)
+        is_expected = self.membership.record_loss(server.url, why)
         num, of = len(self.alive), len(self._urls)
         left = f"continuing with {num} of {of} engines" if num else "no engine is left"
         back = (

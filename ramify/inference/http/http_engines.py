@@ -30,7 +30,7 @@ from ramify.inference.http.fleet import EngineFleet, Launch
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.http.membership import EngineMembership
 from ramify.inference.http.partial_reply import PartialReply, tree_of
-from ramify.inference.http.pressure import together
+from ramify.inference.http.pressure import combined
 from ramify.inference.http.update_engines import EngineWeightSync
 from ramify.inference.prompts import prompt_ids, spoken, too_long
 from ramify.inference.weight_sync.base import WeightSync, weight_sync_class
@@ -101,7 +101,7 @@ class HttpEngines:
                 self._fleet.listed = EngineList(
                     gone, spec.start_s + 2 * spec.update_s + spec.return_s
                 )
-                self.membership.came = self._ask_again
+                self.membership.on_return = self._ask_again
         except BaseException:
             await self.close()
             raise
@@ -129,8 +129,8 @@ class HttpEngines:
         """Use the engines that are back, whose weights another process updates. Replies with older
         weights are rejected."""
         self._fleet.take_back()
-        self._fleet.all_given()
-        self.membership.tell()
+        self._fleet.mark_all_updated()
+        self.membership.notify()
 
     async def close(self) -> None:
         """Close the weight sync and stop the servers that were started here. Idempotent."""
@@ -170,7 +170,7 @@ class HttpEngines:
         while True:
             await self._sync.is_open.wait()
             if only is None and not fleet.alive and self.membership.is_any_expected:
-                await fleet.one_is_back()
+                await fleet.wait_for_engine()
                 continue
             server, version = only or fleet.pick(tree), self.version
             fleet.in_flight[server.url] += 1
@@ -180,7 +180,7 @@ class HttpEngines:
                 if not await fleet.is_older(server, sampled, version):
                     return version, sampled
                 if only is not None:
-                    raise EngineLost(self.membership.why[-1])
+                    raise EngineLost(self.membership.reasons[-1])
             except (Unreachable, ReplyLost, ServerFailed) as error:
                 if not await fleet.is_gone(server, error) or only is not None:
                     raise
@@ -234,7 +234,7 @@ class HttpEngines:
         fingerprints = dict(
             zip(
                 servers,
-                await asyncio.gather(*(each.fingerprint() for each in servers)),
+                await asyncio.gather(*(server.fingerprint() for server in servers)),
                 strict=True,
             )
         )
@@ -254,7 +254,7 @@ class HttpEngines:
             except ModelError:
                 return None
 
-        return together(await asyncio.gather(*map(of, self._fleet.alive)))
+        return combined(await asyncio.gather(*map(of, self._fleet.alive)))
 
     async def sleep(self) -> bool:
         """Release the engines' memory until the next ``update``, for a trainer on the same devices,

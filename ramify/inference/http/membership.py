@@ -6,7 +6,7 @@
 
 "Bring it back" starts the engine again or waits for it, and checks it. An engine that is back has
 old weights, so it is not used before it gets the current ones: with the next update, or from the
-callback ``came``.
+callback ``on_return``.
 
 Not here: how an engine is started and checked (see ``http_engines.py`` and ``engine_process.py``).
 """
@@ -36,11 +36,11 @@ class EngineMembership:
         self._restarts = restarts
         self._bring = bring
         self._say = say
-        self.came: Callable[[], Awaitable[None]] | None = None
+        self.on_return: Callable[[], Awaitable[None]] | None = None
         """Gives the newest weights to ready engines; it handles its own errors."""
         self.ready: list[EngineServer] = []
         """Engines that are back but do not have the current weights."""
-        self.why: list[str] = []
+        self.reasons: list[str] = []
         """Why each lost engine was lost, in order."""
         self.num_lost = 0
         self.num_back = 0
@@ -62,16 +62,16 @@ class EngineMembership:
         """Whether an engine is being brought back."""
         return bool(self._coming)
 
-    def left(self, url: str, why: str) -> bool:
+    def record_loss(self, url: str, why: str) -> bool:
         """Record the loss of an engine; returns whether it is expected back."""
         self.num_lost += 1
-        self.why.append(why)
+        self.reasons.append(why)
         if not self._may_try(url):
             return False
         self.expect(url)
         return True
 
-    def took(self) -> None:
+    def record_update(self) -> None:
         """Record that all live engines have taken a new version: earlier losses no longer count."""
         self._tries.clear()
 
@@ -89,7 +89,7 @@ class EngineMembership:
             return True
         return False
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake all callers that wait for news."""
         news, self._news = self._news, asyncio.Event()
         news.set()
@@ -121,17 +121,17 @@ class EngineMembership:
             return
         finally:
             self._coming.pop(url, None)
-            self.tell()
-        if self.came is not None:
-            await self.came()
+            self.notify()
+        if self.on_return is not None:
+            await self.on_return()
 
     async def _until_back(self, url: str) -> EngineServer:
         while True:
             try:
                 return await self._bring(url)
             except RamifyError as error:
-                self.why.append(f"{url} did not come back: {error}")
+                self.reasons.append(f"{url} did not come back: {error}")
                 is_last = not self._may_try(url)
-                self._say(f"{self.why[-1]}; it is {'given up' if is_last else 'tried again'}")
+                self._say(f"{self.reasons[-1]}; it is {'given up' if is_last else 'tried again'}")
                 if is_last:
                     raise

@@ -48,7 +48,7 @@ def write(pressure: CachePressure) -> str:
     )
 
 
-def together(loads: Iterable[CachePressure | None]) -> CachePressure | None:
+def combined(loads: Iterable[CachePressure | None]) -> CachePressure | None:
     """Combined load of several servers: the fullest cache, and sums; None if no server reports
     any."""
     known = [load for load in loads if load is not None]

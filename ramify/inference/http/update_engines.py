@@ -50,7 +50,8 @@ class EngineWeightSync:
             await self._open_weight_sync()
         except EnginesDropped:
             raise ConfigError(
-                f"an engine was lost while it was prepared for weights: {self._fleet.why()}"
+                "an engine was lost while it was prepared for weights: "
+                f"{self._fleet.loss_reasons()}"
             ) from None
 
     def close(self) -> None:
@@ -60,14 +61,14 @@ class EngineWeightSync:
     def follow(self, version: int) -> None:
         """Record that another process has given the engines this version."""
         self.version = version
-        self._fleet.membership.took()
+        self._fleet.membership.record_update()
 
     async def update(self, sources: list[WeightSource], version: int) -> None:
         """Switch every engine to ``sources``, all tensors, as ``version``. Raises TrainError with
         the last good version if an engine does not accept them."""
         async with self._updating:
             await self._give(sources, version)
-            self._fleet.membership.took()
+            self._fleet.membership.record_update()
 
     async def rejoin(self, sources: list[WeightSource], version: int) -> bool:
         """Give ``sources``, which already answer as ``version``, to engines that came back; returns
@@ -121,7 +122,7 @@ class EngineWeightSync:
     async def _give(self, sources: list[WeightSource], version: int) -> None:
         try:
             await self._sent(sources, version)
-            self._fleet.all_given()
+            self._fleet.mark_all_updated()
             self.version = version
         except (ModelError, ConfigError, OSError, RuntimeError) as error:
             raise TrainError(
@@ -130,7 +131,7 @@ class EngineWeightSync:
             ) from error
         finally:
             self.is_open.set()
-            self._fleet.membership.tell()
+            self._fleet.membership.notify()
 
     async def _sent(self, sources: list[WeightSource], version: int) -> None:
         fleet, whole, is_new = self._fleet, self._needs_all, False
@@ -140,11 +141,11 @@ class EngineWeightSync:
                 fleet.take_back()
                 whole = is_new = await self._reopened()
             elif not fleet.alive and fleet.membership.is_any_expected:
-                await fleet.one_is_back()
+                await fleet.wait_for_engine()
             elif not fleet.alive:
                 raise TrainError(
                     f"version {version} of the weights cannot be sent, since no engine is left: "
-                    f"{fleet.why()}; the last good one is version {self.version}"
+                    f"{fleet.loss_reasons()}; the last good one is version {self.version}"
                 )
             else:
                 try:

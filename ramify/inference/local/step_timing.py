@@ -1,8 +1,8 @@
 """CPU time of an engine's steps, grouped by the amount of work; counted, not recorded one by one.
 
-    paces.note(sequences=12, read=0, cpu_s=0.0061)
-    paces.taken()  ──▶  [StepTiming(sequences=16, reads=False, steps=311, tokens=3702,
-                                    read=0, cpu_s=1.42), …]
+    timings.note(sequences=12, read=0, cpu_s=0.0061)
+    timings.taken()  ──▶  [StepTiming(sequences=16, reads=False, steps=311, tokens=3702,
+                                      read=0, cpu_s=1.42), …]
 
 CPU time is the same whether or not other processes use the machine; wall-clock time is not. A
 simulation of a run whose engine shares its cores needs CPU time (``cluster/cores.py``).

@@ -127,7 +127,7 @@ class FileSync:
             )
         for old in (fresh, final):
             shutil.rmtree(old, ignore_errors=True)
-        if not self._begun_over(fresh):
+        if not self._reuse_old_version(fresh):
             fresh.mkdir()
         files: dict[str, tuple[int, int]] = {}
         places: dict[str, str] = {}
@@ -156,7 +156,7 @@ class FileSync:
             if old.name not in (self._before, self._last) and _is_version(old):
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _begun_over(self, fresh: Path) -> bool:
+    def _reuse_old_version(self, fresh: Path) -> bool:
         """Turn the version before the last into ``fresh``, to overwrite it; returns whether this is
         possible. New memory pages cost as much as several copies. No engine needs that version,
         since all have taken the last one."""

@@ -43,7 +43,7 @@ def test_requests_wait_for_the_only_engine_and_are_answered_by_the_newest_weight
     async def test() -> None:
         async with world(1, restarts=1, return_s=60.0) as made:
             await made.train(1)
-            made.engines.membership.came = lambda: _welcome(made, 1)
+            made.engines.membership.on_return = lambda: _welcome(made, 1)
             asked = request(3, 40)
             expected = await made.engines.complete(asked)
             made.locals[0].pause()
@@ -107,7 +107,7 @@ def test_one_that_was_started_anew_unnoticed_is_not_sampled_from() -> None:
     async def test() -> None:
         async with world(1, restarts=1, return_s=60.0) as made:
             await made.train(1)
-            made.engines.membership.came = lambda: _welcome(made, 1)
+            made.engines.membership.on_return = lambda: _welcome(made, 1)
             expected = await made.engines.complete(request(3, 40))
             await stop(made, 0)
             async with served_again(made, 0):
@@ -160,7 +160,7 @@ def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_we
         world = World(trained, [], [], said)
         world.engines = ours
         await ours.start(tmp_path, lambda _: None, lambda *_: process)
-        ours.membership.came = lambda: _welcome(world, 1)
+        ours.membership.on_return = lambda: _welcome(world, 1)
         await world.train(1)
 
         async def tell(url: str) -> None:

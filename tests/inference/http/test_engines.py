@@ -204,10 +204,10 @@ vllm:num_preemptions_total{engine="1"} 12.0
     ) == CachePressure(0.5, 4, 0)
     assert pressure.read("# nothing of a cache\nvllm:num_requests_waiting 3\n") is None
     assert pressure.read(pressure.write(CachePressure(0.5, 4, 7))) == CachePressure(0.5, 4, 7)
-    assert pressure.together(
+    assert pressure.combined(
         [None, CachePressure(0.5, 4, 7), CachePressure(0.7, 1, 2)]
     ) == CachePressure(0.7, 5, 9)
-    assert pressure.together([None]) is None
+    assert pressure.combined([None]) is None
 
 
 def test_a_tree_stays_at_its_server_and_trees_are_spread() -> None:
