@@ -248,5 +248,5 @@ def test_a_call_that_is_no_json_stays_text() -> None:
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "tiny", "gemma"])
 def test_tools_are_refused_where_the_template_has_none(name: str) -> None:
-    with pytest.raises(ConfigError, match="leave native tools out"):
+    with pytest.raises(ConfigError, match="remove native tools"):
         renderer_of(tokenizer_of(name)).prompt([USER], [TOOL])

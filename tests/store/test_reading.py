@@ -53,7 +53,7 @@ def test_a_run_that_is_not_there_gets_the_nearest(store: Store):
         StoreError, match=r"no run '20260101-000000-aaax' .*did you mean 20260101-000000-aaaa?"
     ):
         store.path("20260101-000000-aaax")
-    with pytest.raises(StoreError, match=r"there is no journal .*gone\.jsonl"):
+    with pytest.raises(StoreError, match=r"the journal .*gone\.jsonl does not exist"):
         store.path("gone.jsonl")
     with pytest.raises(StoreError, match="there is no run ''"):
         store.path("")

@@ -62,7 +62,7 @@ def test_requests_wait_for_the_only_engine_and_are_answered_by_the_newest_weight
                     "engines_lost": 1.0,
                     "engines_back": 1.0,
                 }
-                assert made.said[0].endswith("no engine is left; it is waited for, 60 s at most")
+                assert made.said[0].endswith("no engine is left; waiting for it for at most 60 s")
                 assert "an engine is back, with version 1 of the weights" in made.said[1]
                 await made.engines.close()
 
@@ -85,7 +85,7 @@ def test_an_update_takes_those_that_are_back_along(weight_sync: str) -> None:
             await stop(made, 1)
             async with served_again(made, 1) as local:
                 await made.train(1)  # it is back already, and does not know what it is given
-                assert made.said[0].endswith("was this engine started anew?: all weights are sent")
+                assert made.said[0].endswith("was this engine started anew?: sending all weights")
                 await stop(made, 0)
                 asked = [made.engines.complete(request(seed, 4)) for seed in range(4)]
                 assert {reply.versions for reply in await asyncio.gather(*asked)} == {
@@ -113,7 +113,7 @@ def test_one_that_was_started_anew_unnoticed_is_not_sampled_from() -> None:
             async with served_again(made, 0):
                 assert (await made.engines.complete(request(3, 40))).token_ids == expected.token_ids
                 assert (
-                    "answers with version 0 of the weights, and was given version 1" in made.said[0]
+                    "answers with version 0 of the weights, but was given version 1" in made.said[0]
                 )
                 await made.engines.close()
 
@@ -189,7 +189,7 @@ def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_we
         assert (again.token_ids, again.versions) == (expected.token_ids, expected.versions)
         assert theirs.answering == ours.answering == (process.url,) != (first,)
         assert len(asked) == 1
-        assert said[0].startswith(f"{first} does not answer any more; it was asked by them")
+        assert said[0].startswith(f"{first} no longer answers; the failed request: by them")
         assert said[1:3] == [
             f"the engine of {first} is started again at {process.url}",
             f"an engine is back, with version 1 of the weights; now there are {process.url}",
@@ -210,12 +210,12 @@ def test_one_that_does_not_come_back_is_given_up() -> None:
             ):
                 await made.engines.complete(request())
             assert [told.rpartition("; ")[2] for told in made.said] == [
-                "it is waited for, 0.3 s at most",
+                "waiting for it for at most 0.3 s",
                 "it is tried again",
                 "it is given up",
             ]
             with pytest.raises(
-                TrainError, match=r"version 1 of the weights cannot be given to anybody"
+                TrainError, match=r"version 1 of the weights cannot be sent, since no engine is left"
             ):
                 await made.train(1)
 

@@ -259,7 +259,7 @@ def test_a_difference_to_dropped_weights_is_refused_and_everything_sent() -> Non
             await made.train(1)
             for version, says in (
                 (2, "gave its weights back while it slept"),
-                (3, "and comes in part"),
+                (3, "and only a part of it was sent"),
             ):
                 await got(f"{made.url}/sleep?level=2", {})  # by somebody else
                 await got(f"{made.url}/wake_up", {})
@@ -267,7 +267,7 @@ def test_a_difference_to_dropped_weights_is_refused_and_everything_sent() -> Non
                     next(made.trained.model.parameters())[0, 0] += version - 2
                 await made.engines.update(made.sources(), version)
                 assert says in made.said[-1]
-                assert made.said[-1].endswith("all weights are sent")
+                assert made.said[-1].endswith("sending all weights")
                 assert fingerprint(made.locals[0].policy.model) == fingerprint(made.trained.model)
 
     run(test)
@@ -311,7 +311,7 @@ def test_no_engine_is_left_to_sleep() -> None:
             ):
                 await made.engines.sleep()
             with pytest.raises(
-                TrainError, match="version 1 of the weights cannot be given to anybody"
+                TrainError, match="version 1 of the weights cannot be sent, since no engine is left"
             ):
                 await made.engines.update(made.sources(), 1)
 
