@@ -140,7 +140,7 @@ CASES = {
     ),
     "no question": ([*MODEL], 2, r"say what you want to know"),
     "resume with settings": (["--resume", "last", "--max-cost", "3"], 2, r"leave out --max-cost"),
-    "resume of nothing": (["--resume", "last"], 2, r"there is no run in"),
+    "resume of nothing": (["--resume", "last"], 2, r"has no runs"),
 }
 
 

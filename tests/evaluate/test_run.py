@@ -1,5 +1,5 @@
-"""Whole evaluations through the engine: what is asked, what failure is, and going on after a
-stop."""
+"""Whole evaluations through the engine: what is asked, what counts as failure, and how
+an interrupted one continues."""
 
 from __future__ import annotations
 
@@ -105,7 +105,6 @@ def test_concurrency_is_bounded() -> None:
 
 
 # --- failures
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_fails_has_no_reward_and_the_rest_goes_on() -> None:
@@ -207,7 +206,6 @@ def test_wrong_input() -> None:
 
 
 # --- records
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
@@ -293,7 +291,6 @@ def test_stored_runs_are_named_and_know_their_task(tmp_path: Path) -> None:
 
 
 # --- two evaluations
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_a_difference_is_taken_over_the_same_items() -> None:

@@ -113,7 +113,7 @@ def test_an_interval_is_what_resampling_gives() -> None:
 
 
 def test_an_interval_is_as_wide_as_the_theory_says() -> None:
-    """Of 400 coins with 100 heads: 0.25 +- 1.96·sqrt(0.25·0.75/400) = 0.25 +- 0.0424."""
+    """400 coins with 100 heads give 0.25 +- 1.96·sqrt(0.25·0.75/400) = 0.25 +- 0.0424."""
     figure = mean_with_interval([1.0] * 100 + [0.0] * 300)
     assert figure.value == 0.25
     assert figure.low == pytest.approx(0.25 - 0.0424, abs=0.006)

@@ -1,4 +1,4 @@
-"""Our tasks in verifiers, with the real library where it is installed: rows, rewards, and whole
+"""Our tasks in verifiers, with the real library if it is installed: rows, rewards, and whole
 episodes over HTTP."""
 
 from __future__ import annotations

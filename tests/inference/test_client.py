@@ -250,7 +250,7 @@ async def test_shared_weights_are_not_copied(client: LocalClient) -> None:
 @with_client
 async def test_weights_that_do_not_fit_change_nothing(client: LocalClient) -> None:
     before = await client.fingerprint()
-    with pytest.raises(ConfigError, match=r"'model\.embed_tokens\.weight' is 320x64, and 320x32"):
+    with pytest.raises(ConfigError, match=r"'model\.embed_tokens\.weight' is 320x64, but 320x32"):
         await client.update(policy(hidden_size=64), version=1)
     with pytest.raises(ConfigError, match="no tensor"):
         await client.update({}, version=1)

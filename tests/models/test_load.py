@@ -102,7 +102,9 @@ def test_half_precision_on_disk_is_single_on_a_cpu(tmp_path: Path) -> None:
 
 def test_a_device_that_there_is_not(tmp_path: Path) -> None:
     save(made(), tmp_path)
-    with pytest.raises(ConfigError, match="this machine has no device 'moon': Expected one of cpu, "):
+    with pytest.raises(
+        ConfigError, match="this machine has no device 'moon': Expected one of cpu, "
+    ):
         load(tmp_path, device="moon")
 
 
@@ -186,7 +188,6 @@ def test_weights_are_replaced_in_place(tmp_path: Path) -> None:
 
 
 # --- what does not fit
-# -----------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_of_another_configuration_names_the_first_difference(tmp_path: Path) -> None:
@@ -258,7 +259,9 @@ def test_a_folder_that_is_not_whole(
 
 def test_a_tokenizer_that_is_larger_than_the_model(tmp_path: Path) -> None:
     small = Qwen3Config(**{**SIZES, "vocab_size": 300}, head_dim=8)
-    with pytest.raises(ConfigError, match="the tokenizer has 320 tokens but the configuration has 300"):
+    with pytest.raises(
+        ConfigError, match="the tokenizer has 320 tokens but the configuration has 300"
+    ):
         made(small)
 
 

@@ -152,7 +152,6 @@ def test_a_template_that_changes_what_it_wrote_is_said_to() -> None:
 
 
 # --- thinking
-# ------------------------------------------------------------------------------------------------------
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:
@@ -192,7 +191,6 @@ def test_thinking_switched_off_begins_each_reply_with_an_empty_block() -> None:
 
 
 # --- tools
-# ---------------------------------------------------------------------------------------------------------
 
 TOOL = Tool("look", "Look.", {"type": "object", "properties": {}})
 

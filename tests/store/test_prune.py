@@ -232,7 +232,8 @@ def test_a_full_store_warns_once(store: Store, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAMIFY_STORE_MAX_BYTES", "1e3")
     store.blobs.put(b"x" * 5000)
     with pytest.warns(
-        UserWarning, match=r"the store .* holds 0\.0 GB, more than its limit of 0\.0 GB: prune old runs"
+        UserWarning,
+        match=r"the store .* holds 0\.0 GB, more than its limit of 0\.0 GB: prune old runs",
     ):
         store.create("r1").close()
     with warnings.catch_warnings():

@@ -78,7 +78,7 @@ def test_an_update_takes_those_that_are_back_along(weight_sync: str) -> None:
     async def test() -> None:
         never = (
             {"timeout_s": 3000.0} if weight_sync == "gloo" else {}
-        )  # nobody waits for what its group lost
+        )  # no wait for what its group lost
         async with world(
             2, weight_sync=weight_sync, weight_sync_options=never, restarts=2, return_s=60.0
         ) as made:
@@ -149,8 +149,8 @@ class InHere:
 def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_weights(
     tmp_path: Path,
 ) -> None:
-    """It is the one who finds the engine gone; whoever gives the weights brings it back
-    elsewhere."""
+    """A client that only samples finds the engine gone; the one that updates the weights brings
+    it back elsewhere."""
 
     async def test() -> None:
         process = InHere(tmp_path)
@@ -191,7 +191,7 @@ def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_we
         assert len(asked) == 1
         assert said[0].startswith(f"{first} no longer answers; the failed request: by them")
         assert said[1:3] == [
-            f"the engine of {first} is started again at {process.url}",
+            f"the engine of {first} was started again at {process.url}",
             f"an engine is back, with version 1 of the weights; now there are {process.url}",
         ]
         await theirs.close()
@@ -215,7 +215,8 @@ def test_one_that_does_not_come_back_is_given_up() -> None:
                 "it is given up",
             ]
             with pytest.raises(
-                TrainError, match=r"version 1 of the weights cannot be sent, since no engine is left"
+                TrainError,
+                match=r"version 1 of the weights cannot be sent, since no engine is left",
             ):
                 await made.train(1)
 

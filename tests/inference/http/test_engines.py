@@ -394,7 +394,7 @@ def test_an_engine_that_was_started_anew_gets_everything() -> None:
 
 
 def test_a_torn_file_stops_with_the_last_good_version(tmp_path: Path) -> None:
-    """And the server says to whoever asks that its weights are not whole."""
+    """The server then answers requests with the error that its weights are incomplete."""
     from ramify.inference.weight_sync.file_sync import FileSync
 
     class Tearing(FileSync):
@@ -460,7 +460,7 @@ async def other_server(answers: dict[str, Any]) -> tuple[web.AppRunner, str]:
         (
             "ramify",
             {"version": "9", "ramify_protocol": 2},
-            "speaks protocol 2 .ramify 9., and this is protocol 3",
+            "speaks protocol 2 .ramify 9., but this is protocol 3",
         ),
         (
             "ramify",
@@ -563,8 +563,8 @@ def test_a_process_that_does_not_come_up(tmp_path: Path) -> None:
     [
         ({"num": 0}, "num=0"),
         ({"ports": (1, 2)}, "inference.ports has 2 entries for 1 servers"),
-        ({"num": 2, "ports": (7, 7)}, "each server needs one of its own"),
-        ({"urls": ("localhost:8000",)}, "'localhost:8000' is no address"),
+        ({"num": 2, "ports": (7, 7)}, "each server needs a different port"),
+        ({"urls": ("localhost:8000",)}, "'localhost:8000' is not an address"),
         ({"urls": ("http://a",), "num": 2}, "with urls no server is started"),
         ({"engine": "sglang", "weight_sync": "shared"}, "SGLang takes weights from files"),
         (

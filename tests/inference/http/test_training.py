@@ -1,5 +1,5 @@
-"""The one loop with engines in processes of their own: a run of the small recipe over `ramify
-serve-policy` is the run that it is with the engine in its own process."""
+"""The training loop with engines in other processes: a run of the small recipe over `ramify
+serve-policy` equals the run with the engine in the trainer's process."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path
         ),
         (
             InferenceSpec(command=("/nowhere/ramify", "serve-policy")),
-            "and no program '/nowhere/ramify' is there",
+            "no program '/nowhere/ramify', also not on PATH",
         ),
     ],
 )

@@ -1,5 +1,5 @@
-"""Every carrier brings what was sent: the same suite for all that run on this machine, both halves
-of each in one process, with their threads where they have to meet."""
+"""Every weight sync delivers what was sent: the same suite for all that run on this machine, both
+halves in one process, with a thread each if they have to meet."""
 
 from __future__ import annotations
 
@@ -385,7 +385,7 @@ def test_a_group_that_nobody_joins_is_not_waited_for_for_ever() -> None:
     with pytest.raises(RuntimeError):
         weight_sync.join()
     weight_sync.close()
-    with pytest.raises(ValueError, match=r"the trainer's group at 127\.0\.0\.1:\d+ was not joined"):
+    with pytest.raises(ValueError, match=r"the trainer's group at 127\.0\.0\.1:\d+ could not be joined"):
         weight_sync_class("gloo").receiver(info)
 
 
