@@ -101,7 +101,7 @@ def test_a_damaged_line_of_a_live_run_is_left_out_and_said(live: Journal) -> Non
     assert run.damage == ""  # its writer may be at work there
     assert run.size_changed()
     run.refresh()
-    assert f"{live.path}, line 10 is damaged and was skipped: " in run.damage
+    assert f"{live.path}, line 10 is damaged and left out: " in run.damage
     append(live.path, b"".join(LINES[9:]))
     assert run.size_changed()
     changed = run.refresh()
@@ -213,7 +213,7 @@ def test_a_page_that_follows_hears_of_damage_of_what_comes_after_it_and_of_the_e
 
     num = len(LINES) + 1
     heads = asyncio.run(asyncio.wait_for(main(), 100))
-    damage = f"{live.path}, line 10 is damaged and was skipped: "
+    damage = f"{live.path}, line 10 is damaged and left out: "
     said = [
         (head["version"], head["alive"], *(each[: len(damage)] for each in head["problems"]))
         for head in heads
@@ -245,7 +245,7 @@ def test_curves_wait_for_the_rest_of_a_line_and_come_back_after_an_error(tmp_pat
     curves.refresh()
     data = curves.data()
     assert (data["names"], len(data["problems"])) == ({"reward": ([1, 2], [0.5, 0.5])}, 1)
-    assert f"{path}, line 2 is damaged and was skipped" in data["problems"][0]
+    assert f"{path}, line 2 is damaged and left out" in data["problems"][0]
 
 
 def test_what_a_kill_cut_off_in_a_training_folder_is_skipped_and_swallows_nothing(

@@ -258,7 +258,7 @@ class HttpEngines:
 
     async def sleep(self) -> bool:
         """Release the engines' memory until the next ``update``, for a trainer on the same devices,
-        if the spec enables it; returns whether it does. Requests wait meanwhile. Raises
+        if the spec enables it; returns whether it does. Requests wait until then. Raises
         ServerFailed if no engine is left."""
         return await self._sync.sleep()
 

@@ -217,7 +217,7 @@ def read_pointer(folder: Path) -> tuple[Path, CurrentWeightsFile]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` atomically: readers see all of it, or what was there before."""
+    """Write ``data`` to ``path`` atomically: readers see all of it, or the previous contents."""
     aside = path.with_name(f".{path.name}.tmp")
     with aside.open("wb") as file:
         file.write(data)

@@ -2,7 +2,7 @@
 written while the other is read.
 
     in_place     each buffer holds all weights, and engines compute with them in place: a sync
-                 is one copy and one request per engine, and an engine has either the old weights
+                 is one copy in all and one request per engine, which has either the old weights
                  or the new, never a mix
     otherwise    each buffer holds a chunk, which engines copy: for engines on GPUs, and if memory
                  is short
