@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -274,7 +275,8 @@ def ledger_demos(
     known = {"noisy": NOISY, "expert": EXPERT}
     if habits not in known:
         raise ConfigError(f"unknown habits '{habits}': {nearest(habits, known)}")
-    return demonstrations(task.splits["train"][:num], known[habits], seed, scaffold)
+    items = islice(task.splits["train"], num)  # made when it is their turn: some contexts are long
+    return demonstrations(items, known[habits], seed, scaffold)
 
 
 def program_demos(

@@ -46,7 +46,7 @@ def test_a_run_that_is_not_there_gets_the_nearest(store: Store):
     write_run(store, "20260101-000000-aaaa")
     write_run(store, "20260101-000000-abbb")
     with pytest.raises(
-        StoreError, match="2 runs begin with '20260101-000000', 20260101-000000-aaaa among them"
+        StoreError, match="2 runs begin with '20260101-000000', such as 20260101-000000-aaaa"
     ):
         store.path("20260101-000000")
     with pytest.raises(
