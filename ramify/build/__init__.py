@@ -1,10 +1,11 @@
-"""From a run's configuration to a run: what is checked before anything is spent, what is made, and
-in what order.
+"""From a run's configuration to a run: the checks before anything is spent, the parts that are
+built, and their order.
 
-    run.train(run, out)                checks ─ demonstrations ─ tokenizer ─ policy ─ engine ─ stages ─ the loop
-    run.train(run, out, resume=path)   the same, and on from the checkpoint
+    run.train(run, out)                checks ─ demonstrations ─ tokenizer ─ policy ─ engine ─
+                                       stages ─ training loop
+    run.train(run, out, resume=path)   the same, continued from the checkpoint
     recipe.recipe("recipes/tiny.py")   the Run that its ``run()`` returns
 
-Composes the rooms below and decides nothing that one of them could. Heavy imports happen when
-something is built.
+This package composes the packages below and leaves every decision to them if they can make it.
+Heavy imports happen when something is built.
 """

@@ -1,5 +1,5 @@
-"""What supervised fine-tuning learns from: demonstrations and stored trajectories, as sequences of
-tokens."""
+"""Training data of supervised fine-tuning: demonstrations and stored trajectories, as token
+sequences."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> Iterator[Trajectory]:
-    """What is imitated: demonstrations that are made, then stored trajectories."""
+    """The trajectories to imitate: newly made demonstrations, then stored trajectories."""
     spec = run.sft
     if spec is None:
         return
     if spec.demos:
         make = of_name(spec.demos, DEMOS, "demos")
-        shown = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
-        found = make(shown, spec.num, run.seed, scaffold, **spec.options)
+        demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
+        demonstrations = make(demo_task, spec.num, run.seed, scaffold, **spec.options)
         with report_progress("demonstrations", spec.num, "items") as work:
-            for conversations in found:
+            for conversations in demonstrations:
                 yield trajectory_of(conversations)
                 work.more()
     if spec.trajectories:
@@ -48,13 +48,13 @@ def rows_of(
     weights: Mapping[str, float],
     say: Callable[[str], None],
 ) -> list[TokenSequence]:
-    """The sequences of ``demonstrations`` that fit the policy's window. Raises ConfigError where
+    """The sequences of ``demonstrations`` that fit the policy's window. Raises ConfigError if
     nothing is left to learn."""
     tokeniser = TrajectoryTokenizer(policy.renderer, scaffold.tools(NATIVE_TOOLS))
     groups = []
     with report_progress("tokenising", len(demonstrations), "trajectories") as work:
-        for each in demonstrations:
-            groups.append(Group(each.task, [tokeniser.tokenised(each)]))
+        for trajectory in demonstrations:
+            groups.append(Group(trajectory.task, [tokeniser.tokenised(trajectory)]))
             work.more()
     assigned = spec.algorithm.assign_advantages(groups, weights)
     if assigned.no_signal:
@@ -64,8 +64,7 @@ def rows_of(
     if len(fitting) < len(rows):
         longest = max(map(len, rows))
         say(
-            f"{len(rows) - len(fitting)} of {len(rows)} sequences to be imitated are left out: the "
-            f"longest has {longest} "
-            f"tokens, the policy's window {policy.window}"
+            f"{len(rows) - len(fitting)} of {len(rows)} demonstration sequences are left out: the "
+            f"longest has {longest} tokens, but the policy's window is {policy.window}"
         )
     return fitting

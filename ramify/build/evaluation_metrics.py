@@ -1,9 +1,9 @@
-"""What an evaluation during training comes to, by name.
+"""Metrics of an evaluation during training, by name.
 
-A score is of attempts that could be judged. One that failed for reasons not the policy's own (no
-session, an engine that went, a score that raised; see ``evaluate/attempt.py``) is counted in
-``SPLIT/failed`` and left out of every mean; where too many did, the others are not the split any
-more, and there is no score: no checkpoint can become the best by it.
+Scores only include attempts that could be judged. An attempt that failed for reasons outside the
+policy (no session, a lost engine, an error in the score; see ``evaluate/attempt.py``) is counted in
+``SPLIT/failed`` and excluded from every mean. If too many failed, the remaining attempts no longer
+represent the split, and the score is omitted, so no checkpoint can become the best by it.
 """
 
 from __future__ import annotations
@@ -25,46 +25,60 @@ def report(
     max_failed: float,
     say: Callable[[str], None],
 ) -> dict[str, float]:
-    """Mean reward of the rollouts that were scored, and of those by kind of item. With n > 1 at
-    each item also pass@k up to k = n, and in any case the metrics of the task's score. Where more
-    than the share ``max_failed`` failed, only how many. ``say`` is told of failures."""
+    """Mean reward of the rollouts that were scored, overall and by kind of item.
+
+    It also contains pass@k up to k = n if there are n > 1 attempts per item, and the metrics of the
+    task's score. If a larger share than ``max_failed`` failed, it only contains the number of
+    failures. ``say`` logs failures.
+    """
     trees = [trajectory for group in groups for trajectory in group.trajectories]
     failed = [trajectory for trajectory in trees if not trajectory.rewards]
-    found = {f"{split}/failed": float(len(failed))}
+    values = {f"{split}/failed": float(len(failed))}
     is_score = len(failed) < len(trees) and len(failed) <= max_failed * len(trees)
     if failed:
-        say(_told(split, failed, len(trees), None if is_score else max_failed))
+        say(_failure_message(split, failed, len(trees), None if is_score else max_failed))
     if not is_score:
-        return found
-    worth = [
+        return values
+    scores = [
         (item.kind, total(trajectory.rewards, weights))
         for item, group in zip(items, groups, strict=True)
         for trajectory in group.trajectories
         if trajectory.rewards
     ]
-    found[f"{split}/reward"] = fmean(value for _, value in worth)
-    for kind in sorted({kind for kind, _ in worth if kind}):
-        found[f"{split}/{kind}"] = fmean(value for each, value in worth if each == kind)
-    found |= {f"{split}/pass@{k}": value for k, value in passes(groups, weights).items()}
-    return found | _metrics(split, trees)
+    values[f"{split}/reward"] = fmean(value for _, value in scores)
+    for kind in sorted({kind for kind, _ in scores if kind}):
+        values[f"{split}/{kind}"] = fmean(value for item_kind, value in scores if item_kind == kind)
+    values |= {f"{split}/pass@{k}": value for k, value in passes(groups, weights).items()}
+    return values | _metrics(split, trees)
 
 
-def _told(split: str, failed: Sequence[Trajectory], num: int, passed: float | None) -> str:
-    """``passed``: the share that is too much; None where it is not."""
-    first = next((each.errors[-1] for each in failed if each.errors), "no error was said")
+def _failure_message(
+    split: str, failed: Sequence[Trajectory], num: int, passed: float | None
+) -> str:
+    """Message about failed attempts. ``passed``: the permitted share that was exceeded; None if it
+    was not."""
+    first = next(
+        (trajectory.errors[-1] for trajectory in failed if trajectory.errors),
+        "no error was reported",
+    )
     many = f"all {num:,}" if len(failed) == num else f"{len(failed):,} of {num:,}"
-    what = " and are left out of the score"
+    effect = " and are left out of the score"
     if passed is not None:
         above = f", above evaluate.max_failed={passed:g}" if len(failed) < num else ""
-        what = f"{above}: this evaluation has no score"
-    return f"{split}: {many} attempts failed for reasons not the policy's own{what}; the first: {first}"
+        effect = f"{above}: this evaluation has no score"
+    return (
+        f"{split}: {many} attempts failed for reasons outside the policy{effect}; the first: "
+        f"{first}"
+    )
 
 
 def _metrics(split: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Mean of each metric over the rollouts that have it."""
-    names = dict.fromkeys(name for each in trajectories for name in each.metrics)
+    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics)
     values = {
-        name: [each.metrics[name] for each in trajectories if name in each.metrics]
+        name: [
+            trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics
+        ]
         for name in names
     }
-    return {f"{split}/metric {name}": fmean(each) for name, each in values.items()}
+    return {f"{split}/metric {name}": fmean(column) for name, column in values.items()}

@@ -1,4 +1,4 @@
-"""Carry a run out: everything open as long as it lasts, from the beginning or from a checkpoint."""
+"""Execute a run: open everything that it needs, and train from scratch or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ FREE = (
     "task.validate",
     "tracker",
 )
-"""Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it
-is trained."""
+"""Fields that may differ when a run is resumed: they only change how long it is trained, not
+how."""
 _PARTS = ("teachers", "rollout_workers", "client", "trained", "services", "hosts")
-"""Of ``RunParts``, in the order in which they are closed: who asks before who is asked."""
+"""Parts of ``RunParts`` in the order in which they are closed: callers before the parts they
+call."""
 _SWITCH_S = 5e-4
-"""How long one thread may keep the interpreter from another: the loop's, which speaks to sessions,
-waits for the engine's after each system call. At Python's 5 ms a step of rollouts takes a fifth
-longer."""
+"""How long one thread may keep the interpreter from another. The event loop's thread, which talks
+to sessions, waits for the engine's thread after each system call; with Python's 5 ms, a step of
+rollouts takes a fifth longer."""
 
 
 def train(
@@ -58,15 +59,16 @@ def train(
     on_stall: Callable[[str], None] | None = None,
     inform: Callable[[str], None] = print,
 ) -> CheckpointState:
-    """Carry ``run`` out in the folder ``out``, from the beginning or from a checkpoint; where it
-    stands at the end.
+    """Train ``run`` in the folder ``out``, from the beginning or from a checkpoint; returns the
+    final state.
 
     ``resume`` is a run's folder or one of its checkpoints. Raises RunInUse while another process
-    trains in ``out``, ConfigError for what is wrong with the run before anything is trained,
-    StoreError for a damaged checkpoint, and TrainError where training cannot go on. ``on_stall`` is
-    told where nothing moves for ``run.stall_s``: an error follows, but a stuck thread may keep this
-    from returning. ``say`` is told what a person should know, ``inform`` what is worth knowing
-    where all is well."""
+    trains in ``out``, ConfigError for mistakes in the run before anything is trained, StoreError
+    for a damaged checkpoint, and TrainError if training cannot continue. ``on_stall`` is called if
+    nothing progresses for ``run.stall_s``: an error follows, but a stuck thread may keep this
+    function from returning. ``say`` logs what the user should know, ``inform`` additional
+    information if all is well.
+    """
     launch.follow_if_told()
     out = Path(out)
     with locked(out):
@@ -84,34 +86,34 @@ def _train(
     on_stall: Callable[[str], None] | None,
     inform: Callable[[str], None],
 ) -> CheckpointState:
-    """``train`` for the process that holds the folder's lock."""
+    """``train`` in the process that holds the folder's lock."""
     checkpoint = find(resume) if resume is not None else None
     if checkpoint is not None:
         verify(checkpoint)
         state = read_state(checkpoint)
-        known = msgspec.structs.replace(state, config=with_defaults(state.config))
-        check_config(known, plain(run), FREE)
+        recorded = msgspec.structs.replace(state, config=with_defaults(state.config))
+        check_config(recorded, plain(run), FREE)
     is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()
     if not is_of_out and any(out.glob(f"{FOLDER}/step-*")):
-        raise ConfigError(f"{out} holds a run already: resume it, or give another folder")
+        raise ConfigError(f"{out} already contains a run: resume it, or give another folder")
     check_folder(out)
 
     trackers = RunTrackers(run.trackers, run.tracker_options, say)
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None
 
-    def measured(each: StepMetrics) -> None:
-        trackers(each)
+    def measured(metrics: StepMetrics) -> None:
+        trackers(metrics)
         if listener is not None:
-            listener(each)
+            listener(metrics)
 
-    async def carry_out() -> CheckpointState:
+    async def execute() -> CheckpointState:
         async with building(
             run, out, checkpoint, listener=measured, say=say, on_stall=on_stall, inform=inform
         ) as loop:
             with trackers.opened(run.name, out, plain(run), resumed_at):
                 return await loop.run(checkpoint)
 
-    return asyncio.run(carry_out())
+    return asyncio.run(execute())
 
 
 @contextlib.asynccontextmanager
@@ -125,22 +127,22 @@ async def building(
     on_stall: Callable[[str], None] | None = None,
     inform: Callable[[str], None] = print,
 ) -> AsyncIterator[TrainingLoop]:
-    """The loop of ``run``, with all that it needs open as long as the block lasts. All checks are
-    done here, also that it can go on from ``checkpoint``."""
-    made = RunParts(run, say)
+    """The training loop of ``run``, with everything that it needs open inside the block. All checks
+    are done here, including that it can continue from ``checkpoint``."""
+    parts = RunParts(run, say)
     interval = sys.getswitchinterval()
-    async with closing({part: partial(_close, made, part) for part in _PARTS}, say):
+    async with closing({part: partial(_close, parts, part) for part in _PARTS}, say):
         if checkpoint is not None:
-            made.check_fits(checkpoint)
+            parts.check_fits(checkpoint)
         sys.setswitchinterval(_SWITCH_S)
         gc.collect()
-        # demonstrations and their rows stay: to look through them again and again would cost a
-        # tenth of a step
+        # Demonstrations and their rows stay in memory: scanning them in every garbage collection
+        # would cost a tenth of a step.
         gc.freeze()
         try:
-            await made.start(out)
-            async with made.rlm:
-                yield made.loop(out, listener, on_stall, inform)
+            await parts.start(out)
+            async with parts.rlm:
+                yield parts.loop(out, listener, on_stall, inform)
         finally:
             gc.unfreeze()
             sys.setswitchinterval(interval)
@@ -150,8 +152,8 @@ async def building(
 async def closing(
     parts: Mapping[str, Callable[[], object]], say: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Close ``parts`` when the block is over, in their order, whatever becomes of it and of each of
-    them. What failed first is raised; what fails after it is said."""
+    """Close ``parts`` in order when the block ends, whatever happens in it and to each of them. The
+    first failure is raised; later ones are logged."""
     async with contextlib.AsyncExitStack() as stack:
         for part, close in reversed([*parts.items()]):
             await stack.enter_async_context(_closed(part, close, say))
@@ -167,7 +169,7 @@ async def _closed(
     except BaseException:
         try:
             await _done(close())
-        except Exception as error:  # noqa: BLE001 (there is one already that says more)
+        except Exception as error:  # noqa: BLE001 (the first error is raised)
             say(f"{part} could not be closed: {type(error).__name__}: {error}")
         raise
     await _done(close())
@@ -178,7 +180,7 @@ async def _done(result: object) -> None:
         await result
 
 
-def _close(made: RunParts, part: str) -> object:
-    """Nothing is done where it was not opened."""
-    opened = getattr(made, part)
+def _close(parts: RunParts, part: str) -> object:
+    """Close a part if it was opened."""
+    opened = getattr(parts, part)
     return opened.close() if opened is not None else None

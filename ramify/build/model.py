@@ -1,4 +1,4 @@
-"""The model that learns, loaded or made from nothing, and the copy of it that answers."""
+"""The model to train, loaded or created from scratch, and the copy of it that answers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ramify.models.load import Policy
 
 NUM_TOKENIZER_TEXTS = 3000
-"""Demonstrations that a tokenizer is trained on; more change little."""
+"""Maximum number of demonstrations that a tokenizer is trained on; more change little."""
 
 
 def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
-    """The policy of ``run`` as it begins, its tokenizer with it."""
+    """The initial policy of ``run``, with its tokenizer."""
     import torch
     from transformers import AutoConfig
 
@@ -47,7 +47,8 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
             tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
     else:
         raise ConfigError(
-            "policy: a model made from nothing needs a tokenizer, or demonstrations to train one on"
+            "policy: a model trained from scratch needs a tokenizer, or demonstrations to train "
+            "one on"
         )
     config = AutoConfig.for_model(
         **{
@@ -66,9 +67,9 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
 
 
 def serving_of(run: Run, policy: Policy, is_here: bool, say: Callable[[str], None]) -> Policy:
-    """The policy that the engine holds: the trained one itself, or where that is kept in another
-    precision, with adapters, or is trained while rollouts go on, a copy that each publication
-    renews."""
+    """The policy that the engine serves. It is the trained one itself, or a copy that each
+    publication renews: if the trained one has another precision or adapters, or is trained while
+    rollouts continue."""
     from ramify.train.lora import attach
 
     lora = run.policy.lora

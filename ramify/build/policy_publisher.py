@@ -1,4 +1,4 @@
-"""The policy as the training loop sees it."""
+"""Publishing the policy: send its weights to the engine, save it, and restore a saved one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class PolicyPublisher:
-    """The policy as the loop sees it: to be given to the engine, saved, and gone back to."""
+    """Interface of the training loop to the policy: publish it to the engine, save it, and load a
+    saved one."""
 
     def __init__(
         self,
@@ -28,12 +29,14 @@ class PolicyPublisher:
         client: LocalClient | HttpEngines,
         model: TrainedModel | None = None,
     ) -> None:
-        """``model``: what is trained; None for ``trained`` itself."""
-        self._trained, self._serving, self._client = trained, serving, client
-        self._made = model
+        """``model``: the model that is trained; None for ``trained`` itself."""
+        self._trained = trained
+        self._serving = serving
+        self._client = client
+        self._trained_model = model
         self._model = model if model is not None and not model.is_here else None
         self._is_loaded = False
-        """Whether the engine was set to a saved policy, which the trained one no longer is."""
+        """True if the engine has a saved policy, which differs from the trained one."""
 
     @property
     def _shares(self) -> bool:
@@ -44,7 +47,7 @@ class PolicyPublisher:
         return self._trained.version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The trained weights as the engine should have them."""
+        """The trained weights in the form that the engine needs."""
         from ramify.train.lora import merged
 
         dtype = self._serving.dtype
@@ -52,36 +55,38 @@ class PolicyPublisher:
             return (
                 (name, weight.detach()) for name, weight in self._serving.model.named_parameters()
             )
-        found = merged(self._trained.model) if self._model is None else self._model.weights()
-        return ((name, weight.to(dtype)) for name, weight in found)
+        weights = merged(self._trained.model) if self._model is None else self._model.weights()
+        return ((name, weight.to(dtype)) for name, weight in weights)
 
     async def publish(self) -> None:
+        """Send the trained weights to the engine as the next version."""
         from ramify.inference.local.local_client import LocalClient
 
         self._trained.version += 1
         if not isinstance(self._client, LocalClient):
             return await self._client.update(self._sources(), self._trained.version)
-        given = (
+        weights = (
             self._serving.model
             if self._shares
             else await asyncio.to_thread(lambda: dict(self.weights()))
         )
-        return await self._client.update(given, self._trained.version)
+        return await self._client.update(weights, self._trained.version)
 
     async def sleep(self) -> bool:
-        """Let engines that share the trainer's devices give their memory back until ``publish``;
-        whether any do."""
+        """Let engines that share the trainer's devices release their memory until ``publish``;
+        returns whether any do."""
         from ramify.inference.local.local_client import LocalClient
 
         return False if isinstance(self._client, LocalClient) else await self._client.sleep()
 
     def release_memory(self) -> None:
-        """Give them the memory that the trainer keeps and does not use."""
-        if self._made is not None:
-            self._made.release_memory()
+        """Free cached memory of the trainer, for engines on the same devices."""
+        if self._trained_model is not None:
+            self._trained_model.release_memory()
 
     async def rejoin(self) -> bool:
-        """Give what was published last to engines that came back; whether there were any."""
+        """Send the last published weights to engines that came back; returns whether there were
+        any."""
         from ramify.inference.local.local_client import LocalClient
 
         if isinstance(self._client, LocalClient):
@@ -97,7 +102,7 @@ class PolicyPublisher:
         ]
 
     def _unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """As ``lora.unmerged``, wherever the weights are."""
+        """Like ``lora.unmerged``, wherever the weights are."""
         from ramify.train.lora import unmerged
 
         if self._model is not None and not self._is_loaded:
@@ -105,9 +110,9 @@ class PolicyPublisher:
         return unmerged(self._serving.model if self._is_loaded else self._trained.model)
 
     def save(self, folder: Path) -> None:
-        """What the engine answers with, in its precision; the trainer's is in the checkpoint. It
-        says temperature 0, which holds for requests that do not set one: rollouts explore, users
-        want the likeliest answer."""
+        """Save the policy that the engine serves, in its precision; the trainer's is in the
+        checkpoint. The saved default is temperature 0, for requests that do not set one: rollouts
+        explore, but users want the likeliest answer."""
         from ramify.models.load import SamplingDefaults, save
         from ramify.models.weights import load_weights
 
@@ -116,6 +121,7 @@ class PolicyPublisher:
         save(dataclasses.replace(self._serving, defaults=SamplingDefaults(temperature=0.0)), folder)
 
     def load(self, folder: Path) -> None:
+        """Load a saved policy into the engine's copy."""
         from ramify.models.load import load_into
 
         load_into(self._serving, folder)

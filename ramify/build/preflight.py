@@ -1,4 +1,4 @@
-"""What is wrong with a run, said before anything is spent."""
+"""Checks of a run that report mistakes before anything is spent."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def check_task(run: Run, task: Task, say: Callable[[str], None] = print) -> None:
-    """The task has the splits that the run asks, its gold answers score 1 where it has any, and its
-    options can be learnt by. ``say`` is told where scores were not checked."""
+    """Check that the task has the splits that the run uses, that its gold answers score 1 if it has
+    any, and that its options can be learned from. ``say`` logs why scores were not checked."""
     splits = dict.fromkeys(("train", "validation", *run.evaluate.first, *run.evaluate.final))
     for split in splits:
         items_of(task, split)
@@ -37,37 +37,36 @@ def check_task(run: Run, task: Task, say: Callable[[str], None] = print) -> None
         say(skipped if run.task.validate else f"{skipped} (task.validate=false)")
     if run.rl is not None and run.rl.rollout.group == 1 and run.rl.algorithm.has_group_baseline:
         warnings.warn(
-            "a group of one has nothing to be compared with: every advantage is 0, and nothing "
-            "will be learnt; set "
-            "rl.rollout.group to 2 or more",
+            "a group of one has no other rollout to compare with: every advantage is 0, and "
+            "nothing will be learned; set rl.rollout.group to 2 or more",
             stacklevel=2,
         )
     if run.rl is not None and run.rl.loss.kl_beta and run.rl.loss.kl == "k1":
         warnings.warn(
-            "rl.loss.kl=k1: the gradient of k1 does not know the reference, so that it holds the "
-            "policy nowhere; use k2 or "
-            "k3+, or rl.algorithm.kl_reward, which is by k1",
+            "rl.loss.kl=k1: the gradient of k1 does not depend on the reference, so it does not "
+            "keep the policy near it; use k2 or k3+, or rl.algorithm.kl_reward, which uses k1",
             stacklevel=2,
         )
 
 
 def check_device(run: Run) -> None:
-    """A GPU that the recipe names is there."""
+    """Check that the GPU in the recipe exists."""
     import torch
 
     kind, _, index = run.policy.device.partition(":")
     num = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and int(index or 0) >= num:
-        told = f"{num} GPUs" if num else "no GPU, or torch was built without CUDA"
+        available = f"{num} GPUs" if num else "no GPU, or torch was built without CUDA"
         raise ConfigError(
-            f"policy.device={run.policy.device}: this machine has {told}: set policy.device=cpu, "
-            "or leave it out"
+            f"policy.device={run.policy.device}: this machine has {available}: set "
+            "policy.device=cpu, or remove it"
         )
 
 
 def check_inference(run: Run) -> None:
-    """Another engine does not say what top-p and top-k left, so nobody could compute the same
-    probabilities. What starts engines is there, as far as they are to be on this machine."""
+    """Reject truncated sampling with other engines, which do not report the ids that top-p and
+    top-k kept, so the same probabilities could not be recomputed. Also check that the program that
+    starts engines exists, if they run on this machine."""
     spec, rl = run.inference, run.rl
     if spec is None:
         return
@@ -77,33 +76,32 @@ def check_inference(run: Run) -> None:
         and ((rl.rollout.top_p or 1) < 1 or rl.rollout.top_k)
     ):
         raise ConfigError(
-            f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be trained "
-            "on with "
-            f"inference.engine={spec.engine}, which does not say what they left to draw from: "
-            "leave them out"
+            f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be used in "
+            f"training with inference.engine={spec.engine}, which does not report the ids that "
+            "they kept: remove them"
         )
     if run.placement is None or run.placement.kind == "local":
         check_program(spec)
 
 
 def check_signals(run: Run) -> None:
-    """What was drawn from a kept set has the log-probability within it, and a teacher says that
-    over the whole vocabulary: each gap would be off by the logarithm of what was cut off."""
+    """Reject teachers with truncated sampling. The log-probability of a truncated sample is
+    relative to the kept set, but a teacher's is relative to the whole vocabulary, so each gap would
+    be off by the logarithm of the probability that was cut off."""
     rl = run.rl
     if rl is None or not ((rl.rollout.top_p or 1) < 1 or rl.rollout.top_k):
         return
     for name, signal in rl.signals.items():
         if needed({name: signal}):
             raise ConfigError(
-                f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be had "
-                "with the teacher "
-                f"rl.signals.{name}: it scores over the whole vocabulary what was drawn from a "
-                "part of it; leave them out"
+                f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be "
+                f"combined with the teacher rl.signals.{name}: it scores over the whole "
+                "vocabulary what was sampled from a part of it; remove them"
             )
 
 
 def check_schedules(run: Run) -> None:
-    """The stages whose steps the run says are long enough for their schedules."""
+    """Check that stages with a fixed number of steps are long enough for their schedules."""
     if run.warmup is not None:
         scheduled("warmup", run.warmup.optim, run.warmup.steps)
     if run.rl is None:
@@ -115,27 +113,27 @@ def check_schedules(run: Run) -> None:
 
 
 def check_folder(out: Path) -> None:
-    """Files can be written in the run's folder, or where it is to be made. Nothing is left
-    there."""
+    """Check that files can be written to the run's folder, or to the folder in which it will be
+    created. Leaves no files."""
     missing: list[Path] = []
     try:
-        missing += [each for each in (out, *out.parents) if not each.exists()]
+        missing += [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out) as file:
             file.write(b"\0")
     except OSError as error:
         raise ConfigError(
-            f"nothing can be written in the run's folder {out} ({error.strerror}): give another "
-            "with --out DIR"
+            f"the run's folder {out} is not writable ({error.strerror}): give another with --out "
+            "DIR"
         ) from error
     finally:
         with contextlib.suppress(OSError):
-            for each in missing:
-                each.rmdir()
+            for folder in missing:
+                folder.rmdir()
 
 
 def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:
-    """A first message that leaves no room for a reply would fail in every rollout."""
+    """Reject a task whose first message leaves no room for a reply: every rollout would fail."""
     room, tools = policy.window - 1, scaffold.tools(NATIVE_TOOLS)
     for item in islice(items_of(task, "train"), 32):
         tokens = len(policy.renderer.prompt(first_prompt(scaffold, run, item), tools))
@@ -148,7 +146,7 @@ def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> N
 
 
 def first_prompt(scaffold: Scaffold, run: Run, item: Item) -> list[Message]:
-    """What a root is told first."""
+    """The first messages of a root call."""
     description = "" if scaffold.first else observe.describe(item.context)
     system = scaffold.system_prompt(depth=0, children=run.limits.max_depth > 0, tools="", limits="")
     first = Message("user", scaffold.first_message(item.question, item.context, description))

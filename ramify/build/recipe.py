@@ -1,4 +1,4 @@
-"""Recipe files, and the runs that checkpoints were made by."""
+"""Recipe files, and the runs that made checkpoints."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     path = Path(path)
     if not path.exists():
         raise ConfigError(
-            f"{path} is no recipe: there is no such file; recipes/tiny.py is one to begin with"
+            f"{path} is not a recipe: the file does not exist; start with recipes/tiny.py"
         )
     spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is no recipe: give a Python file with `def run() -> Run`")
+        raise ConfigError(f"{path} is not a recipe: give a Python file with `def run() -> Run`")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # a recipe may begin with another that lies beside it
+    sys.path.insert(0, str(path.parent))  # a recipe may import another one next to it
     try:
         spec.loader.exec_module(module)
         make = getattr(module, "run", None)
@@ -47,9 +47,7 @@ def recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
             if unknown and now_called
             else "RAMIFY_DEBUG=1 shows where"
         )
-        raise ConfigError(
-            f"the recipe {path} cannot be carried out: {error!r}; {advice}"
-        ) from error
+        raise ConfigError(f"the recipe {path} cannot be executed: {error!r}; {advice}") from error
     finally:
         sys.path.remove(str(path.parent))
     if not isinstance(run, Run):
@@ -58,38 +56,34 @@ def recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a checkpoint, with the defaults of fields that it was written without,
-    by an older version."""
+    """The configuration of a checkpoint, completed with the defaults of fields that an older
+    version did not write."""
     try:
-        whole = plain(msgspec.convert(config, Run))
-    except (
-        ConfigError,
-        msgspec.ValidationError,
-    ):  # what was cut out may not fit: compared as it is
-        return dict(config)
-    return _completed(config, whole)
+        complete = plain(msgspec.convert(config, Run))
+    except (ConfigError, msgspec.ValidationError):
+        return dict(config)  # redacted values may not be valid: compare them as they are
+    return _completed(config, complete)
 
 
-def _completed(found: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """``found`` with the keys of ``whole`` that it lacks, at every depth."""
-    both = {**whole, **found}
-    for name, value in found.items():
-        if isinstance(value, Mapping) and isinstance(whole.get(name), Mapping):
-            both[name] = _completed(value, whole[name])
-    return both
+def _completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` with the keys of ``defaults`` that it lacks, at every depth."""
+    completed = {**defaults, **config}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping):
+            completed[name] = _completed(value, defaults[name])
+    return completed
 
 
 def stored(path: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """The run that a checkpoint, or the latest of a run's folder, was made by. Raises
+    """The run that made a checkpoint, or the latest checkpoint in a run's folder. Raises
     ConfigError."""
     config = dict(read_state(find(Path(path))).config)
-    given = [assignment.partition("=")[0] for assignment in overrides]
-    unknown = next((name for name in cut_out(config) if name not in given), None)
+    overridden = [assignment.partition("=")[0] for assignment in overrides]
+    unknown = next((name for name in cut_out(config) if name not in overridden), None)
     if unknown is not None:
         raise ConfigError(
-            f"{path} does not say what {unknown} was, for it may be a secret: give the recipe that "
-            "it was made by, or "
-            f"{unknown}=VALUE"
+            f"{path} does not contain {unknown}, since it may be a secret: give the recipe that "
+            f"made it, or {unknown}=VALUE"
         )
     try:
         run = msgspec.convert(config, Run)
@@ -101,6 +95,6 @@ def stored(path: str | Path, overrides: Sequence[str] = ()) -> Run:
             run = msgspec.structs.replace(run, rl=rl)
     except (msgspec.ValidationError, KeyError) as error:
         raise ConfigError(
-            f"{path} does not say all of its run ({error}): give the recipe that it was made by"
+            f"{path} does not describe its run completely ({error}): give the recipe that made it"
         ) from error
     return override(run, overrides, CHOICES)

@@ -1,4 +1,4 @@
-"""The parts of one run, made and checked in the order that finds mistakes before anything is
+"""The parts of one run, built and checked in the order that finds mistakes before anything is
 spent."""
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ if TYPE_CHECKING:
 _TOLERANCE = 1e-4
 """Largest difference of two log-probabilities if engine and trainer compute in fp32."""
 _FOREIGN_TOLERANCE = 1e-3
-"""The same if another engine's kernels computed them."""
+"""The same if the kernels of another engine computed them."""
 _COARSE = 0.3
 """The same if either computes in half precision; more on paths of unlikely tokens
 (``ROUNDING``)."""
 
 
 class RunParts:
-    """The parts of one run, checked."""
+    """The parts of one run, checked and ready to start."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         import torch
@@ -78,17 +78,18 @@ class RunParts:
         if run.threads:
             torch.set_num_threads(run.threads)
         run, self._placement_slots = settled(run)
-        self.run, self._say = run, say
+        self.run = run
+        self._say = say
         self.hosts: Launcher | None = None
-        """What starts processes that are not to be on this machine; open from ``start`` on."""
+        """Starts processes on other machines; open after ``start``."""
         self.services: RunServices | None = None
-        """Servers that the run asks besides engines."""
+        """Servers that the run uses in addition to engines."""
         self.rollout_workers: RolloutWorkers | None = None
-        """Those who roll out, where that is not this process."""
+        """Processes that run rollouts, if that is not this process."""
         check_device(run)
         self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
-        elsewhere = {"elsewhere": True} if self._is_placed and not self._kind.is_here else {}
-        self._kind.check(run.compute, _device_of(run), **elsewhere)
+        placed_options = {"elsewhere": True} if self._is_placed and not self._kind.is_here else {}
+        self._kind.check(run.compute, _device_of(run), **placed_options)
         self.trained: TrainedModel | None = None
         self.teachers: RunTeachers | None = None
         self.task: Task = task_of(run.task.name, **run.task.options)
@@ -98,35 +99,32 @@ class RunParts:
         check_signals(run)
         check_schedules(run)
         self._engines = sleeping(run, _device_of(run))
-        shown = list(demonstrations_of(run, self.task, self.scaffold))
-        self.policy = policy_of(run, shown)
+        demonstrations = list(demonstrations_of(run, self.task, self.scaffold))
+        self.policy = policy_of(run, demonstrations)
         dtype, device = self.policy.dtype, self.policy.device.type
         self.compute = decided(run.compute, dtype, device)
         self.serving = serving_of(run, self.policy, self._kind.is_here, say)
         check_prompts(run, self.task, self.scaffold, self.policy)
         weights = self.task.weights
         self.rows = (
-            rows_of(run.sft, shown, self.policy, self.scaffold, weights, say)
+            rows_of(run.sft, demonstrations, self.policy, self.scaffold, weights, say)
             if run.sft is not None
             else []
         )
-        self._given = self._given_stages()
+        self._fixed = self._fixed_stages()
         self.client = self._client()
-        self.seen = AuditedClient(
+        self.audited = AuditedClient(
             self.client, run.rl.sample.max_token_staleness if run.rl is not None else 0
         )
-        self.rlm = RLM(self.seen, limits=run.limits, scaffold=self.scaffold, sandbox=run.sandbox)
+        self.rlm = RLM(self.audited, limits=run.limits, scaffold=self.scaffold, sandbox=run.sandbox)
 
     # --- parts
-    # ---------------------------------------------------------------------------------------------------
 
     def _client(self) -> LocalClient | HttpEngines:
         if self._engines is not None:
             from ramify.inference.http.http_engines import HttpEngines
 
-            if (
-                not self._engines.urls
-            ):  # engines that are started answer to those alone that have it
+            if not self._engines.urls:  # started engines only answer requests with this key
                 os.environ.setdefault(self._engines.key_variable, secrets.token_urlsafe(24))
             name = f"{self._engines.engine}:{self.run.name}"
             return HttpEngines(self.serving, self._engines, name=name, say=self._say)
@@ -141,11 +139,11 @@ class RunParts:
         )
 
     def _trained(self, out: Path) -> TrainedModel:
-        """What is trained: the policy of this process, or a copy of it over ranks."""
+        """The model to train: the policy of this process, or a copy of it sharded over ranks."""
         run = self.run
         if self._kind.is_here:
-            here: TrainedModel = self._kind(self.policy, self.compute, out)
-            return here
+            local: TrainedModel = self._kind(self.policy, self.compute, out)
+            return local
         from ramify.train.backends.adapters import AdapterSpec
 
         spec, lora = run.policy, run.policy.lora
@@ -156,7 +154,7 @@ class RunParts:
         )
         is_folder = (
             bool(spec.path)
-            and type(self.policy.model).__name__ == "Dense"
+            and type(self.policy.model).__name__ == "DenseModel"
             and Path(spec.path).is_dir()
         )
         source = Path(spec.path) if is_folder else self.policy.model.state_dict()
@@ -166,22 +164,21 @@ class RunParts:
             and run.rl.critic.model == "shared"
         )
         hosts = {} if self.hosts is None else {"hosts": self.hosts}
-        spread: TrainedModel = self._kind(
+        sharded: TrainedModel = self._kind(
             self.policy, self.compute, out, lora=adapters, source=source, critic=critic, **hosts
         )
-        return spread
+        return sharded
 
     def check_fits(self, checkpoint: Path) -> None:
-        """Raises ConfigError with the first tensor that a checkpoint's policy has otherwise than
-        this one."""
+        """Raise ConfigError with the first tensor in which a checkpoint's policy differs from this
+        one."""
         from ramify.models.weights import check_weights, read_weights
 
         folder = checkpoint / "policy"
         check_weights(self.serving.model, read_weights(folder), str(folder))
 
     async def start(self, out: Path) -> None:
-        """Take the seats of the placement, and bring up the engines that are not in this
-        process."""
+        """Acquire the placement slots, and start the engines that are not in this process."""
         from ramify.inference.local.local_client import LocalClient
         from ramify.models.load import save
 
@@ -201,10 +198,10 @@ class RunParts:
             await self.client.start(
                 out / "inference", lambda folder: save(self.serving, folder), launch
             )
-            await self._start_runners(out)
+            await self._start_workers(out)
 
-    async def _start_runners(self, out: Path) -> None:
-        """Bring up those who roll out in processes of their own, where the placement has any."""
+    async def _start_workers(self, out: Path) -> None:
+        """Start the rollout workers, if the placement has any."""
         from ramify.inference.local.local_client import LocalClient
         from ramify.models.load import save
 
@@ -224,21 +221,21 @@ class RunParts:
         checkpoint = out / "inference" / "checkpoint"
         if run.inference.urls:
             save(self.serving, checkpoint)
-        spec = self._for_runners(checkpoint, client.answering)
+        spec = self._worker_spec(checkpoint, client.answering)
         self.rollout_workers = RolloutWorkers(
             self.hosts or LocalLauncher(),
             num,
             spec,
             out,
             client,
-            seen=self.seen.note,
+            seen=self.audited.note,
             say=self._say,
             restarts=run.placement.restarts if run.placement is not None else 0,
         )
         await self.rollout_workers.start()
 
-    def _for_runners(self, checkpoint: Path, urls: tuple[str, ...]) -> RolloutWorkerSpec:
-        """What runners need to know of the run."""
+    def _worker_spec(self, checkpoint: Path, urls: tuple[str, ...]) -> RolloutWorkerSpec:
+        """The part of the run's configuration that rollout workers need."""
         run = self.run
         assert run.inference is not None
         assert run.rl is not None
@@ -264,8 +261,8 @@ class RunParts:
         return self.run.placement is not None and self.run.placement.kind == "ray"
 
     def _placed(self) -> Launcher | None:
-        """What starts processes, where it is not this machine. Raises ConfigError where the seats
-        cannot be had."""
+        """The launcher of processes on other machines; None if there are none. Raises ConfigError
+        if the placement slots are not available."""
         import torch
 
         from ramify.train.placement.ray_launcher import RayLauncher
@@ -289,7 +286,7 @@ class RunParts:
         return hosts
 
     def _canary_limits(self) -> CanaryLimits:
-        """How much log-probabilities of engine and trainer may differ by: by the coarser
+        """How much log-probabilities of engine and trainer may differ, according to the coarser
         precision."""
         spec, dtype = self.run.inference, str(self.serving.dtype).removeprefix("torch.")
         is_exact = dtype == "float32" and self.compute.precision == "fp32"
@@ -311,19 +308,20 @@ class RunParts:
             spec = self.run.rl.critic
             if spec.model == "shared":
                 return trained.with_critic(stage.optim, None)
-            own = (
+            critic_optim = (
                 scheduled("rl.critic", spec.optim, stage.optim.num_steps)
                 if spec.optim is not None
                 else stage.optim
             )
-            return trained.with_critic(stage.optim, own)
+            return trained.with_critic(stage.optim, critic_optim)
 
         return backend
 
     def _signals(
-        self, out: Path, trained: TrainedModel, published: PolicyPublisher
+        self, out: Path, trained: TrainedModel, publisher: PolicyPublisher
     ) -> RunSignals | None:
-        """What is read off rollouts besides their reward; None for nothing."""
+        """The signals that are read from rollouts in addition to their reward; None if there are
+        none."""
         from ramify.inference.local.local_client import LocalClient
         from ramify.train.backends.single import SingleBackend
 
@@ -333,10 +331,9 @@ class RunParts:
         sources = needed(rl.signals)
         if "live" in sources and rl.sample.max_staleness:
             raise ConfigError(
-                "a signal scores with the policy as it is (teacher source=live, "
-                "student=recomputed, choose=overlap or "
-                "support=student), which is being trained meanwhile where rl.sample.max_staleness "
-                "is above 0: set it to 0"
+                "a signal scores with the current policy (teacher source=live, "
+                "student=recomputed, choose=overlap or support=student), which is trained at the "
+                "same time if rl.sample.max_staleness is above 0: set it to 0"
             )
         in_engine = None
         if isinstance(self.client, LocalClient) and self.serving is self.policy and trained.is_here:
@@ -347,7 +344,7 @@ class RunParts:
                 self.policy,
                 lambda policy: SingleBackend(policy, None, self.compute, dumps=out),
                 out,
-                published.save,
+                publisher.save,
                 trained.weights,
                 self._engine_of,
                 self.run.seed,
@@ -362,7 +359,7 @@ class RunParts:
             rl.algorithm,
             pool=self.rlm.pool,
             budget=rl.judges,
-            policy=self.seen,
+            policy=self.audited,
             teachers=teachers,
             cache=CallCache(Store(rl.judge_cache)) if rl.judge_cache else None,
             writing=self.policy.renderer,
@@ -378,9 +375,9 @@ class RunParts:
 
         return connect(name)
 
-    def _given_stages(self) -> list[TrainingStage]:
-        """The stages that sample nothing; made early, since only they know how many steps they have
-        for their schedules."""
+    def _fixed_stages(self) -> list[TrainingStage]:
+        """The stages that sample nothing. They are built early, since only they know the number of
+        steps for their schedules."""
         run = self.run
         stages: list[TrainingStage] = []
         if run.warmup is not None:
@@ -398,10 +395,10 @@ class RunParts:
         return stages
 
     def _stages(
-        self, out: Path, trained: TrainedModel, published: PolicyPublisher
+        self, out: Path, trained: TrainedModel, publisher: PolicyPublisher
     ) -> list[TrainingStage]:
         run = self.run
-        stages = list(self._given)
+        stages = list(self._fixed)
         if run.rl is not None:
             rl = run.rl
             stages.append(
@@ -424,7 +421,7 @@ class RunParts:
                     algorithm=rl.algorithm,
                     sample=rl.sample,
                     temperature=rl.rollout.temperature,
-                    signals=self._signals(out, trained, published),
+                    signals=self._signals(out, trained, publisher),
                 )
             )
         return stages
@@ -436,19 +433,20 @@ class RunParts:
         on_stall: Callable[[str], None] | None = None,
         inform: Callable[[str], None] = print,
     ) -> TrainingLoop:
+        """The training loop, with everything that it uses."""
         from ramify.inference.local.local_client import LocalClient
 
         run = self.run
         prompt = first_prompt(self.scaffold, run, items_of(self.task, "validation")[0])
         trained = self.trained = self._trained(out)
-        published = PolicyPublisher(self.policy, self.serving, self.client, trained)
+        publisher = PolicyPublisher(self.policy, self.serving, self.client, trained)
         starts_at_base = run.warmup is None and run.sft is None
-        check = SelfCheck(self.seen, published.weights, prompt, *self._canary_limits())
+        check = SelfCheck(self.audited, publisher.weights, prompt, *self._canary_limits())
         loop = TrainingLoop(
             out,
-            self._stages(out, trained, published),
+            self._stages(out, trained, publisher),
             self._backend_of(trained),
-            published,
+            publisher,
             self.evaluate,
             first=run.evaluate.first,
             final=run.evaluate.final,
@@ -464,13 +462,12 @@ class RunParts:
                 out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall
             ),
         )
-        self.seen.on_reply = loop.watch.moved
+        self.audited.on_reply = loop.watch.moved
         if not isinstance(self.client, LocalClient):
-            self.client.membership.came = lambda: loop.rejoin(published.rejoin)
+            self.client.membership.on_return = lambda: loop.rejoin(publisher.rejoin)
             loop.measures = self.client.metrics
-        elif (
-            self._kind.is_here and self.rollout_workers is None
-        ):  # else processes below this one do more than sessions
+        # With other backends, child processes of this one do more than run sessions.
+        elif self._kind.is_here and self.rollout_workers is None:
             loop.meter = CpuMeter(self.client.engine.paces.taken)
         first = run.rl.sample.first_item if run.rl is not None else 0
         loop.state.next_item = max(
@@ -479,8 +476,8 @@ class RunParts:
         return loop
 
     async def evaluate(self, split: str) -> dict[str, float]:
-        """The mean reward on the first items of ``split``, of all and by kind, where enough
-        attempts could be judged."""
+        """Mean reward on the first items of ``split``, overall and by kind, if enough attempts
+        could be judged."""
         spec = self.run.evaluate
         options = msgspec.structs.replace(
             self.run.rl.rollout if self.run.rl is not None else RolloutOptions(),
@@ -495,9 +492,9 @@ class RunParts:
             on_stall=self._say,
             rollout_worker=self.rollout_workers,
         )
-        found = items_of(self.task, split)
+        split_items = items_of(self.task, split)
         num = spec.num if split != "validation" or spec.validation is None else spec.validation
-        items = [found[index] for index in range(min(num, len(found)))]
+        items = [split_items[index] for index in range(min(num, len(split_items)))]
         groups = await rollouts.groups(items, -1, f"evaluating {split}")
         return report(
             split, items, groups, self.task.weights, max_failed=spec.max_failed, say=self._say

@@ -1,13 +1,14 @@
-"""One attempt at one item through the one engine: prepared, run, scored. Used by evaluation and by
-training alike.
+"""One attempt at one item through the engine: prepare, run, score. Used by evaluation and by
+training.
 
-    prepare ──> RLM (sessions, children, a model) ──> on_end ──> score ──> Trajectory with rewards, or errors without
-                                                                  └─> the run's journal, where there is a store
+    prepare ──▶ RLM (sessions, children, a model) ──▶ on_end ──▶ score
+        ──▶ Trajectory with rewards, or with errors and no rewards
+        ──▶ the run's journal, if there is a store
 
-Decides how long anything may wait and what is a failure: an attempt that ends in an error not of
-the model's own making keeps what happened in ``errors`` and gets no reward. What the model did to
-itself (a prompt grown past its window, a session killed three times) is scored like any other
-answer. Raises only what is a bug, or a cancellation.
+This file decides timeouts and what counts as a failure. An attempt that ends in an error outside
+the model's control keeps what happened in ``errors`` and gets no reward. What the model caused
+itself (a prompt longer than its window, a session killed three times) is scored like any other
+answer. Only bugs and cancellations are raised.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from ramify.types.event import scores_of
 from ramify.types.trajectory import Stop, Trajectory
 
 GRACE_S = 30.0
-"""How long past its own deadline (``limits.max_seconds``) an attempt is waited for before it counts
-as stalled. The same holds for a task's ``prepare``, ``on_end`` and ``score``."""
+"""Seconds to wait after an attempt's own deadline (``limits.max_seconds``) before it counts as
+stalled. The same limit applies to a task's ``prepare``, ``on_end`` and ``score``."""
 
 
 async def attempt(
@@ -45,13 +46,14 @@ async def attempt(
     on_stall: Callable[[str], None] = print,
     direct: bool = False,
 ) -> Trajectory:
-    """The trajectory of one attempt, with ``rewards`` where it could be scored and ``errors`` where
-    it could not.
+    """The trajectory of one attempt, with ``rewards`` if it could be scored and ``errors`` if not.
 
-    ``name`` is its id in place of the run's; ``sampling`` its own, so that attempts differ in their
-    seed; ``metadata`` is kept with the run; ``on_stall`` is told where an attempt stood that did
-    not end. ``direct``: one plain call may answer a short context, as in ``ask``. By default each
-    root has a session, since that is what is trained and measured."""
+    ``name`` replaces the run's id; ``sampling`` is specific to this attempt, so that attempts
+    differ in their seed; ``metadata`` is stored with the run; ``on_stall`` is called with the
+    stacks of an attempt that did not end. ``direct``: a single plain call may answer a short
+    context, as in ``ask``. By default each root has a session, since that is what is trained and
+    measured.
+    """
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     except RamifyError as error:
@@ -99,8 +101,8 @@ async def attempt(
 
 
 async def is_direct(rlm: RLM, task: Task, item: Item, grace_s: float = GRACE_S) -> bool:
-    """Whether one plain call would answer ``item`` in an attempt with ``direct=True``. An item that
-    cannot be prepared counts as no: its attempts will say why."""
+    """Whether a single plain call would answer ``item`` in an attempt with ``direct=True``. False
+    for an item that cannot be prepared: its attempts report the reason."""
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
         try:
@@ -116,8 +118,8 @@ async def is_direct(rlm: RLM, task: Task, item: Item, grace_s: float = GRACE_S) 
 async def _in_time(
     work: Callable[[], Awaitable[Any]], task: Task, item: Item, what: str, grace_s: float
 ) -> Any:
-    """What the task's own code gives. Raises RamifyError, naming task and item, where it fails or
-    takes too long."""
+    """The result of the task's own code. Raises RamifyError, which names task and item, if it fails
+    or takes too long."""
     where = f"task '{task.name}', item {item.id}: its {what}"
     try:
         async with asyncio.timeout(grace_s):
@@ -141,7 +143,7 @@ async def _run(
     on_stall: Callable[[str], None],
     direct: bool,
 ) -> tuple[Trajectory, str | None]:
-    """The trajectory and, where it is not to be scored, why."""
+    """(the trajectory, why it is not scored or None)"""
     running = rlm.start(start, question, metadata=about, sampling=sampling, direct=direct)
     ending = asyncio.ensure_future(running.result())
     max_seconds = rlm.limits.max_seconds
@@ -149,12 +151,12 @@ async def _run(
         await asyncio.wait([ending], timeout=max_seconds + grace_s)
         if ending.done():
             return ending.result().trajectory, _failure(ending.result())
-        on_stall(f"{name} (run {running.id}) did not end in time; tasks stand at:\n{_stacks()}")
+        on_stall(f"{name} (run {running.id}) did not end in time; tasks wait at:\n{_stacks()}")
         return (
             running.recorder.trajectory,
-            f"it did not end within {max_seconds:g} s, and was given up",
+            f"it did not end within {max_seconds:g} s and was cancelled",
         )
-    except RamifyError as error:  # before it began: no session, no model
+    except RamifyError as error:  # before it started: no session or no model
         return running.recorder.trajectory, str(error)
     finally:
         running.cancel()
@@ -162,24 +164,24 @@ async def _run(
 
 
 def _failure(result: Result) -> str | None:
-    """Why the attempt is not to be scored, if so."""
+    """Why the attempt is not scored; None if it is."""
     failure = result.failure
-    is_its_own = isinstance(failure, SessionDied | ReplyFiltered) or (
+    is_models_fault = isinstance(failure, SessionDied | ReplyFiltered) or (
         isinstance(failure, Refused) and failure.too_long
     )
-    if result.stop is not Stop.ERROR or is_its_own:
+    if result.stop is not Stop.ERROR or is_models_fault:
         return None
-    return result.error or "it ended in an error that was not said"
+    return result.error or "it ended in an unknown error"
 
 
 def _stacks() -> str:
-    """Where the tasks of this loop wait: how many at each place, the most crowded first."""
+    """Where the tasks of this event loop wait: the number of tasks at each place, largest first."""
     places = Counter(" > ".join(_frames(task.get_coro())) for task in asyncio.all_tasks())
     return "\n".join(f"{count} x {place}" for place, count in places.most_common())
 
 
 def _frames(waiting: Any) -> Iterator[str]:
-    """File, line and function of each coroutine that waits for the next."""
+    """File, line and function of each coroutine that awaits the next."""
     while (frame := getattr(waiting, "cr_frame", None)) is not None:
         yield f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
         waiting = waiting.cr_await

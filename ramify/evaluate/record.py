@@ -1,11 +1,10 @@
-"""An evaluation on disk: the plan in the first line, an outcome in each line after it, so that a
-killed one goes on.
+"""An evaluation on disk: the plan in the first line and one outcome in each further line, so that
+an interrupted evaluation can continue.
 
     {"type":"plan","model":"openai:gpt-5-mini","task":"ledger","split":"test","items":100,…}
     {"type":"outcome","item":"ledger/test/0","attempt":0,"reward":1.0,…}
 
-One process writes at a time. A line that its writer did not finish is cut off when it is opened
-again.
+One process writes at a time. An incomplete last line is cut off when the file is opened again.
 """
 
 from __future__ import annotations
@@ -27,54 +26,55 @@ _decoder = msgspec.json.Decoder(EvaluationPlan | AttemptOutcome)
 
 
 class EvaluationRecords:
-    """The evaluations of a store."""
+    """The recorded evaluations of a store."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / EVALUATIONS
 
     def create(self, plan: EvaluationPlan) -> EvaluationRecord:
+        """Start the record of a new evaluation."""
         make_folder(self._folder)
         words = "-".join(filter(None, (plan.task.partition(":")[0].rpartition("/")[2], plan.split)))
         id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}-{words}"
         return EvaluationRecord(self._folder / f"{id}.jsonl", plan)
 
     def reopen(self, id: str) -> EvaluationRecord:
-        """An evaluation that was begun, to go on with. Raises StoreError for one that there is
-        not."""
+        """Open the record of an earlier evaluation to continue it. Raises StoreError if it does not
+        exist."""
         return EvaluationRecord(self.path(id))
 
     def load(self, id: str) -> Evaluation:
         return read(self.path(id))
 
     def path(self, id: str) -> Path:
-        """The file that ``id`` means: an id, the unique beginning of one, ``last``, or a ``.jsonl``
-        file."""
+        """The file that ``id`` refers to: an id, the unique beginning of one, ``last``, or a
+        ``.jsonl`` file."""
         if id.endswith(".jsonl"):
             path = Path(id).expanduser()
             if not path.is_file():
-                raise UnknownRun(f"there is no evaluation {path}")
+                raise UnknownRun(f"the evaluation {path} does not exist")
             return path
-        found = sorted(self._folder.glob("*.jsonl"))
-        chosen = (
-            found[-1:]
+        paths = sorted(self._folder.glob("*.jsonl"))
+        matches = (
+            paths[-1:]
             if id == "last"
-            else [path for path in found if path.stem.startswith(id)]
+            else [path for path in paths if path.stem.startswith(id)]
             if id
             else []
         )
-        if len(chosen) != 1:
-            known = f"the last is {found[-1].stem}" if found else f"there is none in {self._folder}"
-            many = f"{len(chosen)} evaluations begin with" if chosen else "there is no evaluation"
+        if len(matches) != 1:
+            known = f"the last is {paths[-1].stem}" if paths else f"there is none in {self._folder}"
+            many = f"{len(matches)} evaluations begin with" if matches else "found no evaluation"
             raise UnknownRun(f"{many} {id!r}: {known}")
-        return chosen[0]
+        return matches[0]
 
 
 class EvaluationRecord:
-    """One evaluation's file, open for writing. Implements ``run.Record``."""
+    """One evaluation's file, open for writing. Implements ``run.OutcomeRecord``."""
 
     def __init__(self, path: Path, plan: EvaluationPlan | None = None) -> None:
-        """A new one for ``plan``, or the one that is there. Raises StoreError where another process
-        writes it."""
+        """Create a file for ``plan``, or open the existing one. Raises StoreError if another
+        process writes it."""
         self.path = path
         flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_EXCL if plan is not None else 0)
         try:
@@ -90,10 +90,11 @@ class EvaluationRecord:
                 "first"
             ) from None
         if plan is not None:
-            self.plan, self.outcomes = plan, list[AttemptOutcome]()
+            self.plan = plan
+            self.outcomes = list[AttemptOutcome]()
             self._write(plan)
         else:
-            self._go_on()
+            self._resume()
 
     @property
     def id(self) -> str:
@@ -108,14 +109,14 @@ class EvaluationRecord:
             os.close(self._fd)
             self._fd = -1
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            os.ftruncate(self._fd, whole)
-        evaluation = _decoded(data[:whole], self.path)
+        complete = data.rfind(b"\n") + 1
+        if complete < len(data):
+            os.ftruncate(self._fd, complete)
+        evaluation = _decoded(data[:complete], self.path)
         self.plan = evaluation.plan
-        # What failed for reasons not the model's own is tried again.
+        # Attempts that failed for reasons outside the model are repeated.
         self.outcomes = [outcome for outcome in evaluation.outcomes if outcome.reward is not None]
 
     def _write(self, entry: EvaluationPlan | AttemptOutcome) -> None:
@@ -123,9 +124,9 @@ class EvaluationRecord:
 
 
 def read(path: Path, problems: list[str] | None = None) -> Evaluation:
-    """The evaluation in ``path`` as far as it got; of an attempt that was made again, the last.
-    Raises StoreError for a damaged line, but where ``problems`` is given: then it is told there,
-    and left out."""
+    """The evaluation in ``path`` as far as it got; of an attempt that was repeated, the last
+    outcome. Raises StoreError for a damaged line; if ``problems`` is given, damaged lines are
+    skipped and reported there instead."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -141,9 +142,9 @@ def _decoded(data: bytes, path: Path, problems: list[str] | None = None) -> Eval
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if problems is None or number == 1:
                 raise StoreError(f"{path}, line {number}: {error}") from None
-            problems.append(f"{path}, line {number} is damaged and left out: {error}")
+            problems.append(f"{path}, line {number} is damaged and was skipped: {error}")
     if not entries or not isinstance(entries[0], EvaluationPlan):
-        raise StoreError(f"{path} is no evaluation: its first line must be a plan")
+        raise StoreError(f"{path} is not an evaluation: its first line must be a plan")
     outcomes: dict[tuple[str, int], AttemptOutcome] = {}
     for entry in entries[1:]:
         if isinstance(entry, AttemptOutcome):
@@ -152,18 +153,17 @@ def _decoded(data: bytes, path: Path, problems: list[str] | None = None) -> Eval
 
 
 def same_plan(recorded: EvaluationPlan, wanted: EvaluationPlan) -> None:
-    """Raises ConfigError that names the first difference."""
+    """Raise ConfigError, which names the first difference."""
     for name in EvaluationPlan.__struct_fields__:
         before, now = getattr(recorded, name), getattr(wanted, name)
         if before != now:
             raise ConfigError(
-                f"the evaluation was begun with {name} {before!r}, and not {now!r}: begin another "
-                "one"
+                f"the evaluation was started with {name} {before!r}, not {now!r}: start a new one"
             )
 
 
 def unfinished(evaluation: Evaluation, num_items: int) -> int:
-    """How many attempts are still to be made."""
+    """Number of attempts that remain to be made."""
     return num_items * evaluation.plan.attempts - len(evaluation.outcomes)
 
 

@@ -1,14 +1,14 @@
-"""What an evaluation came to: figures by kind with their intervals, what it cost, and the
-difference between two.
+"""The report of an evaluation: figures by kind with confidence intervals, costs, and the difference
+between two evaluations.
 
     ledger/test · openai:gpt-5-mini · 100 items, 4 attempts each
                  items   avg@4               pass@4              majority@4
     all            100   0.612 [0.54 0.69]   0.840 [0.77 0.91]   0.690 [0.60 0.78]
     count           21   …
 
-``avg`` is the mean reward; ``pass`` and ``majority`` count an attempt as right where its reward is
-1. Items whose attempts failed for reasons not the model's own are left out of a figure that they
-are too few for, and counted.
+``avg`` is the mean reward; ``pass`` and ``majority`` count an attempt as right if its reward is 1.
+Attempts that failed for reasons outside the model are counted separately. An item with too few
+other attempts for a figure is excluded from it.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from ramify.evaluate.statistics import (
 )
 
 RIGHT = 1 - 1e-9
-"""The reward from which on an attempt counts as right."""
+"""Minimum reward of an attempt that counts as right."""
 ALL = "all"
 
 
 class ReportRow(msgspec.Struct, frozen=True):
-    """The figures of one kind of item."""
+    """Figures for one kind of item."""
 
     kind: str
     items: int
     average: MeanEstimate | None
-    """Mean reward over attempts, then over items. None where no attempt was scored."""
+    """Mean reward over attempts, then over items. None if no attempt was scored."""
     passes: MeanEstimate | None
-    """pass@k; None where no item has k scored attempts."""
+    """pass@k; None if no item has k scored attempts."""
     majority: MeanEstimate | None
-    """majority@k; the same."""
+    """majority@k; None if no item has k scored attempts."""
 
 
 class AttemptTotals(msgspec.Struct, frozen=True):
-    """What the attempts took."""
+    """Tokens, requests, cost and time of the attempts."""
 
     input_tokens: int
     output_tokens: int
     requests: int
-    """To models, paid or possibly paid."""
+    """Requests to models, paid or possibly paid."""
     cost: float | None
-    """Dollars; None where a model has no price."""
+    """Dollars; None if no attempt has a known cost."""
     seconds_mean: float
-    """Of an attempt, from question to answer."""
+    """Per attempt, from question to answer."""
     seconds_p95: float
     turns_mean: float
-    """Of the root."""
+    """Turns of the root."""
     calls_mean: float
-    """Below the root."""
+    """Calls below the root."""
 
 
 class EvaluationReport(msgspec.Struct, frozen=True):
@@ -71,9 +71,9 @@ class EvaluationReport(msgspec.Struct, frozen=True):
     plan: EvaluationPlan
     k: int
     attempts: int
-    """Made."""
+    """Number of attempts made."""
     failed: int
-    """Of those, how many have no reward."""
+    """Number of attempts without a reward."""
     first_error: str
     rows: tuple[ReportRow, ...]
     """All items, then each kind."""
@@ -82,26 +82,28 @@ class EvaluationReport(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
     """Metric name -> mean over the attempts that have it."""
     stops: dict[str, int]
-    """How attempts ended -> how many."""
+    """How attempts ended -> their number."""
     spent: AttemptTotals
 
 
 def report(evaluation: Evaluation, *, k: int | None = None, seed: int = 0) -> EvaluationReport:
-    """The figures of ``evaluation``. ``k`` is that of pass@k and majority@k, by default all
-    attempts; ``seed`` that of the bootstrap. Raises ConfigError for a k that there are not enough
-    attempts for, and where there is no outcome."""
+    """The figures of ``evaluation``.
+
+    ``k`` applies to pass@k and majority@k, by default all attempts; ``seed`` is that of the
+    bootstrap. Raises ConfigError if there are fewer than k attempts per item, or no outcome.
+    """
     plan, outcomes = evaluation.plan, evaluation.outcomes
     k = plan.attempts if k is None else k
     check_k(k, plan.attempts)
     if not outcomes:
         raise ConfigError(f"there is nothing to report: no attempt at '{plan.task}' was made")
-    scored = [each for each in outcomes if each.reward is not None]
-    kinds = sorted({each.kind for each in outcomes})
+    scored = [outcome for outcome in outcomes if outcome.reward is not None]
+    kinds = sorted({outcome.kind for outcome in outcomes})
     groups = [
         (ALL, outcomes),
-        *((kind, [each for each in outcomes if each.kind == kind]) for kind in kinds),
+        *((kind, [outcome for outcome in outcomes if outcome.kind == kind]) for kind in kinds),
     ]
-    failures = [each.error for each in outcomes if each.reward is None]
+    failures = [outcome.error for outcome in outcomes if outcome.reward is None]
     return EvaluationReport(
         plan,
         k,
@@ -111,15 +113,15 @@ def report(evaluation: Evaluation, *, k: int | None = None, seed: int = 0) -> Ev
         tuple(
             _row(kind, group, k, seed) for kind, group in (groups if len(kinds) > 1 else groups[:1])
         ),
-        _means(each.rewards for each in scored),
-        _means(each.metrics for each in scored),
-        dict(Counter(str(each.stop) for each in outcomes).most_common()),
+        _means(outcome.rewards for outcome in scored),
+        _means(outcome.metrics for outcome in scored),
+        dict(Counter(str(outcome.stop) for outcome in outcomes).most_common()),
         _spent(outcomes),
     )
 
 
 def check_k(k: int, attempts: int) -> None:
-    """Raises ConfigError for a pass@k that so many attempts at each item do not give."""
+    """Raise ConfigError if ``attempts`` per item are too few for pass@k."""
     if k < 1:
         raise ConfigError(f"pass@{k}: k is at least 1")
     if k > attempts:
@@ -130,9 +132,9 @@ def check_k(k: int, attempts: int) -> None:
 
 
 def difference(ours: Evaluation, theirs: Evaluation, *, seed: int = 0) -> tuple[MeanEstimate, int]:
-    """(mean reward of ``ours`` less that of ``theirs`` over the items that both have, how many
-    those are). Raises ConfigError for evaluations of different tasks, and where no scored item is
-    in both."""
+    """(mean reward of ``ours`` minus that of ``theirs`` over the items that both have, number of
+    those items). Raises ConfigError for evaluations of different tasks, or without a scored item in
+    common."""
     check_same_items(ours.plan, theirs.plan)
     a, b = (_by_item(each.outcomes) for each in (ours, theirs))
     both = [item for item in a if item in b]
@@ -143,8 +145,7 @@ def difference(ours: Evaluation, theirs: Evaluation, *, seed: int = 0) -> tuple[
 
 
 def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
-    """Raises ConfigError, naming what differs, where the items of one evaluation are not those of
-    the other."""
+    """Raise ConfigError, which names the difference, if two evaluations have different items."""
     for name in ("task", "options", "split"):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
@@ -155,11 +156,11 @@ def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
 
 def _by_item(outcomes: Iterable[AttemptOutcome]) -> dict[str, list[AttemptOutcome]]:
     """Item -> its attempts that have a reward, in order."""
-    found: dict[str, list[AttemptOutcome]] = {}
-    for each in outcomes:
-        if each.reward is not None:
-            found.setdefault(each.item, []).append(each)
-    return found
+    attempts: dict[str, list[AttemptOutcome]] = {}
+    for outcome in outcomes:
+        if outcome.reward is not None:
+            attempts.setdefault(outcome.item, []).append(outcome)
+    return attempts
 
 
 def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> ReportRow:
@@ -174,7 +175,7 @@ def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> Re
 
     return ReportRow(
         kind,
-        len({each.item for each in outcomes}),
+        len({outcome.item for outcome in outcomes}),
         figure(_mean_reward, items.values()),
         figure(lambda attempts: pass_at_k(len(attempts), sum(map(_is_right, attempts)), k), enough),
         figure(lambda attempts: _majority(attempts, k), enough),
@@ -182,7 +183,7 @@ def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> Re
 
 
 def _mean_reward(attempts: Sequence[AttemptOutcome]) -> float:
-    return sum(each.reward or 0.0 for each in attempts) / len(attempts)
+    return sum(attempt.reward or 0.0 for attempt in attempts) / len(attempts)
 
 
 def _is_right(attempt: AttemptOutcome) -> bool:
@@ -191,48 +192,56 @@ def _is_right(attempt: AttemptOutcome) -> bool:
 
 def _majority(attempts: Sequence[AttemptOutcome], k: int) -> float:
     return majority_at_k(
-        [each.answer for each in attempts], [float(_is_right(each)) for each in attempts], k
+        [attempt.answer for attempt in attempts],
+        [float(_is_right(attempt)) for attempt in attempts],
+        k,
     )
 
 
-def _means(found: Iterable[dict[str, float]]) -> dict[str, float]:
+def _means(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
-    for each in found:
-        for name, value in each.items():
+    for row in metrics:
+        for name, value in row.items():
             values.setdefault(name, []).append(value)
-    return {name: sum(each) / len(each) for name, each in values.items()}
+    return {name: sum(row) / len(row) for name, row in values.items()}
 
 
 def _spent(outcomes: Sequence[AttemptOutcome]) -> AttemptTotals:
-    seconds = sorted(each.seconds for each in outcomes)
-    costs = [each.cost for each in outcomes if each.cost is not None]
+    seconds = sorted(outcome.seconds for outcome in outcomes)
+    costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
     num = len(outcomes)
     return AttemptTotals(
-        sum(each.usage.input_tokens for each in outcomes),
-        sum(each.usage.output_tokens for each in outcomes),
-        sum(each.usage.calls for each in outcomes),
+        sum(outcome.usage.input_tokens for outcome in outcomes),
+        sum(outcome.usage.output_tokens for outcome in outcomes),
+        sum(outcome.usage.calls for outcome in outcomes),
         sum(costs) if costs else None,
         sum(seconds) / num,
         quantile(seconds, 0.95),
-        sum(each.turns for each in outcomes) / num,
-        sum(each.calls for each in outcomes) / num,
+        sum(outcome.turns for outcome in outcomes) / num,
+        sum(outcome.calls for outcome in outcomes) / num,
     )
 
 
 # --- as text
-# -----------------------------------------------------------------------------------------------------------
 
 
-def table(found: EvaluationReport) -> str:
-    """``found`` for a person, lines below 100 characters."""
-    plan = found.plan
-    num, each = _many(f"{found.rows[0].items:,}", "item"), _many(str(plan.attempts), "attempt")
-    head = f"{plan.task}/{plan.split} · {plan.model} · {num}, {each} each"
+def table(evaluation_report: EvaluationReport) -> str:
+    """The report as text, in lines below 100 characters."""
+    plan = evaluation_report.plan
+    num, attempts = (
+        _many(f"{evaluation_report.rows[0].items:,}", "item"),
+        _many(str(plan.attempts), "attempt"),
+    )
+    head = f"{plan.task}/{plan.split} · {plan.model} · {num}, {attempts} each"
     names = (
         "",
         "items",
         f"avg@{plan.attempts}",
-        *((f"pass@{found.k}", f"majority@{found.k}") if found.k > 1 else ()),
+        *(
+            (f"pass@{evaluation_report.k}", f"majority@{evaluation_report.k}")
+            if evaluation_report.k > 1
+            else ()
+        ),
     )
     rows = [
         (
@@ -240,33 +249,34 @@ def table(found: EvaluationReport) -> str:
             f"{row.items:,}",
             *map(_shown, (row.average, row.passes, row.majority)),
         )
-        for row in found.rows
+        for row in evaluation_report.rows
     ]
     lines = [head, *_aligned([names, *(row[: len(names)] for row in rows)])]
-    if len(found.rewards) > 1 or found.metrics:
-        named = {**found.rewards, **found.metrics}
+    if len(evaluation_report.rewards) > 1 or evaluation_report.metrics:
+        named = {**evaluation_report.rewards, **evaluation_report.metrics}
         lines.append("mean " + ", ".join(f"{name} {value:.3g}" for name, value in named.items()))
-    return "\n".join([*lines, *_closing(found)])
+    return "\n".join([*lines, *_closing(evaluation_report)])
 
 
-def _closing(found: EvaluationReport) -> list[str]:
-    spent = found.spent
+def _closing(evaluation_report: EvaluationReport) -> list[str]:
+    spent = evaluation_report.spent
     turns, calls = (
         _many(f"{spent.turns_mean:.3g}", "turn"),
         _many(f"{spent.calls_mean:.3g}", "call"),
     )
-    each = f"{turns} and {calls} below the root in {spent.seconds_mean:.3g} s"
+    details = f"{turns} and {calls} below the root in {spent.seconds_mean:.3g} s"
     dollars = "" if spent.cost is None else f", ${spent.cost:.4g}"
     lines = [
-        "ended " + ", ".join(f"{count:,} {stop}" for stop, count in found.stops.items()),
-        f"an attempt took {each} (95 % within {spent.seconds_p95:.3g} s)",
+        "ended "
+        + ", ".join(f"{count:,} {stop}" for stop, count in evaluation_report.stops.items()),
+        f"an attempt took {details} (95 % within {spent.seconds_p95:.3g} s)",
         f"in all {spent.input_tokens:,} tokens in, {spent.output_tokens:,} out, {spent.requests:,} "
         f"requests{dollars}",
     ]
-    if found.failed:
+    if evaluation_report.failed:
         lines.append(
-            f"{found.failed:,} of {found.attempts:,} attempts failed and are left out; the first: "
-            f"{found.first_error}"
+            f"{evaluation_report.failed:,} of {evaluation_report.attempts:,} attempts failed and "
+            f"are not counted; the first: {evaluation_report.first_error}"
         )
     return lines
 

@@ -1,11 +1,13 @@
-"""Evaluates a model on a task: every item of a split, some attempts at each, through the one
-engine, a few at a time.
+"""Evaluates a model on a task: every item of a split, some attempts at each, through the engine, a
+few at a time.
 
-    Plan ──> items x attempts, less what the record has ── workers ──> attempt ──> Outcome ──> record (a line each)
+    EvaluationPlan ──▶ items x attempts, minus those in the record ── workers ──▶ attempt
+                   ──▶ AttemptOutcome ──▶ record (one line each)
 
-Decides the order, the seeds and what is kept of an attempt. An evaluation with a ``OutcomeRecord``
-goes on where it was stopped: attempts that it has are not made again. Leaves out figures
-(``report.py``).
+This file decides the order, the seeds and what is stored of an attempt. An evaluation with an
+``OutcomeRecord`` continues after an interruption: recorded attempts are not repeated.
+
+Not here: figures (see ``report.py``).
 """
 
 from __future__ import annotations
@@ -35,53 +37,52 @@ class EvaluationPlan(
     """What is evaluated."""
 
     model: str
-    """As a person reads it."""
+    """Its name as shown to people."""
     task: str
-    """Its name, as ``task_of`` takes it."""
+    """Its name, as accepted by ``task_of``."""
     options: dict[str, Any] = {}
-    """What its maker was given."""
+    """Options of the task."""
     split: str = "test"
     items: int = 100
-    """How many of the split, its first; fewer where it has fewer."""
+    """Number of items, from the beginning of the split; fewer if it has fewer."""
     attempts: int = 1
-    """At each item."""
+    """Attempts per item."""
     seed: int = 0
-    """Of sampling; attempts at an item have seeds of their own, drawn from it."""
+    """Sampling seed, from which each attempt's own seed is derived."""
     settings: dict[str, Any] = {}
-    """What else decides the outcome: scaffold, limits, temperature."""
+    """Other settings that affect the outcome: scaffold, limits, temperature."""
 
     def __post_init__(self) -> None:
         if self.items < 1 or self.attempts < 1:
             raise ConfigError(
-                f"evaluate {self.items} items with {self.attempts} attempts: give at least 1 of "
-                "each"
+                f"cannot evaluate {self.items} items with {self.attempts} attempts: give at least "
+                "1 of each"
             )
 
 
 class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=True, kw_only=True):
-    """What one attempt came to."""
+    """The result of one attempt."""
 
     item: str
     """Id of the item."""
     attempt: int
-    """From 0."""
+    """Number of the attempt, from 0."""
     kind: str = ""
     run: str = ""
-    """Id of the run, where runs are stored."""
+    """Id of the run, if runs are stored."""
     reward: float | None = None
-    """The weighted sum of ``rewards``; None where the attempt failed for reasons not the model's
-    own."""
+    """The weighted sum of ``rewards``; None if the attempt failed for reasons outside the model."""
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
     answer: str | None = None
-    """As text, cut where it is long."""
+    """As text, truncated if it is long."""
     stop: Stop | None = None
     error: str = ""
-    """Why there is no reward."""
+    """Why the reward is None."""
     turns: int = 0
-    """Of the root."""
+    """Turns of the root."""
     calls: int = 0
-    """In the tree below the root."""
+    """Number of calls below the root."""
     usage: Usage = Usage()
     cost: float | None = None
     """Dollars."""
@@ -89,7 +90,7 @@ class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=T
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """A plan and what came of it."""
+    """A plan and its outcomes."""
 
     plan: EvaluationPlan
     outcomes: tuple[AttemptOutcome, ...]
@@ -97,7 +98,7 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 class OutcomeRecord(Protocol):
-    """Where outcomes are kept as they come (see ``record.py``)."""
+    """Storage for outcomes as they arrive (see ``record.py``)."""
 
     @property
     def outcomes(self) -> Sequence[AttemptOutcome]: ...
@@ -122,15 +123,17 @@ async def evaluate(
 ) -> Evaluation:
     """Make the attempts of ``plan`` that ``record`` does not have, ``concurrency`` at once.
 
-    ``sampling`` is that of every request, but for its seed. ``on_outcome`` is told of each attempt
-    as it ends. What an attempt's model, session or score did wrong is in its outcome; raises
-    ConfigError for a split that the task does not have, and what is a bug. ``direct``: one plain
-    call may answer a short context (see ``attempt``)."""
+    ``sampling`` applies to every request, except for its seed. ``on_outcome`` is called with each
+    attempt as it ends. Failures of an attempt's model, session or score are recorded in its
+    outcome. Raises ConfigError for a split that the task does not have; bugs are also raised.
+    ``direct``: a single plain call may answer a short context (see ``attempt``).
+    """
     if concurrency < 1:
-        raise ConfigError(f"evaluate with concurrency {concurrency}: give at least 1")
+        raise ConfigError(f"cannot evaluate with concurrency {concurrency}: give at least 1")
     items = items_of(task, plan.split)
-    done = {
-        (each.item, each.attempt): each for each in (record.outcomes if record is not None else ())
+    recorded = {
+        (outcome.item, outcome.attempt): outcome
+        for outcome in (record.outcomes if record is not None else ())
     }
     fresh: list[AttemptOutcome] = []
     work = _AttemptQueue(items, min(plan.items, len(items)), plan.attempts)
@@ -138,12 +141,18 @@ async def evaluate(
     async def worker() -> None:
         for index, number in work:
             item = await work.item(index)
-            if (item.id, number) in done:
+            if (item.id, number) in recorded:
                 continue
-            drawn = _sampling(sampling, plan.seed, item, number)
+            attempt_sampling = _sampling(sampling, plan.seed, item, number)
             about = {"evaluation": {"split": plan.split, "attempt": number}}
             trajectory = await attempt(
-                rlm, task, item, sampling=drawn, metadata=about, grace_s=grace_s, direct=direct
+                rlm,
+                task,
+                item,
+                sampling=attempt_sampling,
+                metadata=about,
+                grace_s=grace_s,
+                direct=direct,
             )
             outcome = outcome_of(task, item, number, trajectory, is_stored=rlm.store is not None)
             fresh.append(outcome)
@@ -159,16 +168,18 @@ async def evaluate(
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     place = {id: index for index, id in work.ids.items()}
-    mine = [
-        each
-        for each in (*done.values(), *fresh)
-        if each.item in place and each.attempt < plan.attempts
+    outcomes = [
+        outcome
+        for outcome in (*recorded.values(), *fresh)
+        if outcome.item in place and outcome.attempt < plan.attempts
     ]
-    return Evaluation(plan, tuple(sorted(mine, key=lambda each: (place[each.item], each.attempt))))
+    return Evaluation(
+        plan, tuple(sorted(outcomes, key=lambda outcome: (place[outcome.item], outcome.attempt)))
+    )
 
 
 class _AttemptQueue:
-    """The attempts to make, in order, handed out one at a time; an item is made once for all its
+    """The attempts to make, in order, handed out one at a time. An item is made once for all its
     attempts."""
 
     def __init__(self, items: Sequence[Item], num: int, attempts: int) -> None:
@@ -187,9 +198,8 @@ class _AttemptQueue:
             self._making[index] = asyncio.ensure_future(
                 asyncio.to_thread(self._items.__getitem__, index)
             )
-            for old in [
-                each for each in self._making if each < index - 1
-            ]:  # long contexts are not kept
+            # Earlier items are dropped, since their contexts may be long.
+            for old in [each for each in self._making if each < index - 1]:
                 if self._making[old].done():
                     del self._making[old]
         item = await asyncio.shield(self._making[index])
@@ -197,15 +207,15 @@ class _AttemptQueue:
         return item
 
 
-def _sampling(given: Sampling | None, seed: int, item: Item, number: int) -> Sampling:
-    drawn = random.Random(f"{seed}/{item.id}/{number}").getrandbits(31)
-    return msgspec.structs.replace(given or Sampling(), seed=drawn)
+def _sampling(defaults: Sampling | None, seed: int, item: Item, number: int) -> Sampling:
+    attempt_seed = random.Random(f"{seed}/{item.id}/{number}").getrandbits(31)
+    return msgspec.structs.replace(defaults or Sampling(), seed=attempt_seed)
 
 
 def outcome_of(
     task: Task, item: Item, number: int, trajectory: Trajectory, *, is_stored: bool
 ) -> AttemptOutcome:
-    """What is kept of ``trajectory``, which ``attempt`` gave."""
+    """The outcome that is stored for a ``trajectory`` of ``attempt``."""
     has_reward = bool(trajectory.rewards)
     answer = as_text(trajectory.answer)
     return AttemptOutcome(

@@ -1,7 +1,7 @@
-"""Figures over attempts, and how sure they are. Pure; items are the unit that is drawn, attempts
-within one are not.
+"""Statistics over attempts, with confidence intervals. Pure functions. Items are resampled;
+attempts within an item are not.
 
-Legend: n attempts at an item, c of them right, k the number that is asked about.
+Legend: n attempts at an item, c of them right, k as in pass@k.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import msgspec
 from ramify.errors import ConfigError
 
 DRAWS = 1000
-"""Resamplings of a bootstrap."""
+"""Number of bootstrap resamples."""
 LEVEL = 0.95
 
 
 class MeanEstimate(msgspec.Struct, frozen=True):
-    """A mean over items and the interval that it lies in."""
+    """A mean over items and its confidence interval."""
 
     value: float
     low: float
     high: float
-    """Ends of the 95 % bootstrap interval; the value itself where there is one item."""
+    """Ends of the 95 % bootstrap interval; equal to the value if there is one item."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k attempts, drawn from n without putting back, is right: ``1
-    - C(n-c, k) / C(n, k)`` (Chen et al. 2021, "Evaluating Large Language Models Trained on Code",
-    eq. 1).
+    """The probability that at least one of k attempts, drawn from n without replacement, is right:
+    ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021, "Evaluating Large Language Models Trained on
+    Code", eq. 1).
 
     >>> round(pass_at_k(16, 3, 8), 6)
     0.9
@@ -41,23 +41,24 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise ConfigError(f"pass@k: {c} of {n} attempts cannot be right")
     if not 1 <= k <= n:
         raise ConfigError(
-            f"pass@{k} needs at least {k} attempts at each item, and there are {n}: raise n or "
+            f"pass@{k} needs at least {k} attempts at each item, but there are {n}: raise n or "
             "lower k"
         )
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def majority_at_k(answers: Sequence[Hashable | None], rewards: Sequence[float], k: int) -> float:
-    """The reward of the answer that most of k attempts give; the earlier one where two are as
-    frequent. Attempts are taken in blocks of k, in order, and what is left over at the end is not
-    used. None is no answer and has no vote.
+    """The reward of the most frequent answer of k attempts; of equally frequent ones the earlier.
+
+    Attempts are taken in blocks of k, in order; a remainder at the end is not used. None means no
+    answer and has no vote.
 
     >>> majority_at_k(["a", "b", "b", "c", "c", "a"], [1, 0, 0, 0, 0, 1], 3)
     0.0
     """
     if not 1 <= k <= len(answers):
         raise ConfigError(
-            f"majority@{k} needs at least {k} attempts at each item, and there are {len(answers)}"
+            f"majority@{k} needs at least {k} attempts at each item, but there are {len(answers)}"
         )
     blocks = [slice(start, start + k) for start in range(0, len(answers) - k + 1, k)]
     return math.fsum(_majority(answers[block], rewards[block]) for block in blocks) / len(blocks)
@@ -67,17 +68,19 @@ def _majority(answers: Sequence[Hashable | None], rewards: Sequence[float]) -> f
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
         return 0.0
-    return rewards[
-        answers.index(counts.most_common(1)[0][0])
-    ]  # among equals, the one that was met first
+    # ``most_common`` lists equally frequent answers in order of appearance.
+    return rewards[answers.index(counts.most_common(1)[0][0])]
 
 
 def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
     """The mean of ``values``, one for each item, with the percentile bootstrap interval (Efron
-    1979): the mean of as many items drawn with putting back, ``DRAWS`` times, between its 2.5 and
-    97.5 per cent quantiles."""
+    1979).
+
+    The interval lies between the 2.5 and 97.5 per cent quantiles of ``DRAWS`` means, each over as
+    many items drawn with replacement.
+    """
     if not values:
-        raise ConfigError("there is no item to take a mean over")
+        raise ConfigError("cannot take a mean over no items")
     mean = math.fsum(values) / len(values)
     if min(values) == max(values):
         return MeanEstimate(mean, mean, mean)
@@ -92,15 +95,15 @@ def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 def paired_difference(
     ours: Sequence[float], theirs: Sequence[float], seed: int = 0
 ) -> MeanEstimate:
-    """The mean of ``ours - theirs`` over the same items, with the interval of resampled items: what
-    both find hard does not widen it."""
+    """The mean of ``ours - theirs`` over the same items, with the interval of resampled items.
+    Items that are hard for both do not widen it."""
     if len(ours) != len(theirs):
         raise ConfigError(f"{len(ours)} items cannot be paired with {len(theirs)}")
     return mean_with_interval([a - b for a, b in zip(ours, theirs, strict=True)], seed)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of ascending numbers, by linear interpolation between the two that ``share`` falls between.
+    """The ``share`` quantile of ascending numbers, with linear interpolation.
 
     >>> quantile([1.0, 2.0, 4.0], 0.75)
     3.0

@@ -1,16 +1,17 @@
-"""A task of ours as a text environment of theirs: ``init``, ``step``, ``close``, as SkyRL-gym's
-trainers drive one.
+"""A task of this package as a text environment of another trainer, with ``init``, ``step`` and
+``close`` as in SkyRL-gym.
 
-    Env = text_env(ledger(), split="train", scaffold="tiny")        # a class; for skyrl_gym.register with base=BaseTextEnv
+    # a class, for skyrl_gym.register with base=BaseTextEnv
+    Env = text_env(ledger(), split="train", scaffold="tiny")
     env = Env(extras={"index": 17})
 
-    init(prompt)  ──> the run is started ──> what the model is told first
-    step(reply)   ──> the engine runs the reply's code in a real session ──> what the model is shown next
-                      … until the run has ended ──> done, and the task's reward
+    init(prompt)  ──▶ the run starts ──▶ the model's first messages
+    step(reply)   ──▶ the engine runs the reply's code in a real session ──▶ the next messages
+                      … until the run has ended ──▶ done, and the task's reward
 
-The engine asks a model as always; that model is whoever calls ``step``. Calls below the root are
-answered by ``sub_model``; without one there are none. Works from plain synchronous code, each
-environment independent of the others.
+The engine sends requests as always, and the caller of ``step`` answers them. Calls below the root
+are answered by ``sub_model``; without one they are not possible. It works from plain synchronous
+code, and environments are independent of each other.
 """
 
 from __future__ import annotations
@@ -47,14 +48,13 @@ def text_env(
     sub_model: ModelSpec | None = None,
     base: type = object,
 ) -> type[TaskEnv]:
-    """The class of environments over the items of ``split``. ``base`` is what a trainer wants its
-    environments to inherit from, as ``skyrl_gym.make`` does ``BaseTextEnv``; nothing of it is
-    used."""
+    """The class of environments over the items of ``split``. ``base`` is the class from which a
+    trainer wants its environments to inherit, as ``skyrl_gym.make`` does ``BaseTextEnv``; none of
+    its methods are used."""
     items = items_of(task, split)
     model: list[ModelSpec] = [_ExternalClient(), *([sub_model] if sub_model is not None else [])]
-    rlm = RLM(
-        model, scaffold=scaffold, limits=limits, sandbox=sandbox
-    )  # of all of them: they share its sandbox
+    # All environments share one RLM and its sandbox.
+    rlm = RLM(model, scaffold=scaffold, limits=limits, sandbox=sandbox)
 
     class Env(TaskEnv, base):  # type: ignore[misc]  # any class
         """One attempt at item ``extras["index"]``."""
@@ -71,11 +71,14 @@ def text_env(
 
 
 class TaskEnv:
-    """One attempt, driven from outside. Its prompt is the engine's: the one given to ``init`` is
-    not used."""
+    """One attempt, driven from outside. The engine makes its prompt; the prompt given to ``init``
+    is not used."""
 
     def __init__(self, task: Task, item: Item, rlm: RLM) -> None:
-        self._task, self._item, self._rlm, self._model = task, item, rlm, _Driver()
+        self._task = task
+        self._item = item
+        self._rlm = rlm
+        self._driver = _Driver()
         self._running: asyncio.Task[Trajectory] | None = None
         self._shown = 0
         self.trajectory: Trajectory | None = None
@@ -84,21 +87,21 @@ class TaskEnv:
         self.max_turns = rlm.limits.max_turns
 
     def init(self, prompt: Sequence[Said] = ()) -> tuple[list[Said], dict[str, Any]]:
-        """Start the run: (what the model is told first, nothing more)."""
+        """Start the run: (the model's first messages, the item's id)."""
         if self._running is not None:
-            raise ConfigError("init was called before: make a new environment for another attempt")
+            raise ConfigError("init was already called: make a new environment for another attempt")
         event_loop_thread.run(self._begin())
         return self._next(), {"item": self._item.id}
 
     def step(self, action: str) -> dict[str, Any]:
-        """Give the model's reply: what it is shown then, the reward where that was the end, and
-        whether it was."""
+        """Send the model's reply. Returns the next messages, whether the run has ended, and the
+        reward if it has."""
         if self._running is None or self.trajectory is not None:
             raise ConfigError(
-                "step needs a run that goes on: call init first, and not after the end"
+                "step needs a running attempt: call init first, and do not call step after the end"
             )
         self.turns += 1
-        self._model.reply(action)
+        self._driver.reply(action)
         observations = self._next()
         reward = (
             0.0 if self.trajectory is None else total(self.trajectory.rewards, self._task.weights)
@@ -111,42 +114,41 @@ class TaskEnv:
         }
 
     def close(self) -> None:
-        """End the run, wherever it is. Idempotent."""
+        """Cancel the run if it has not ended. Idempotent."""
         if self._running is not None and not self._running.done():
             event_loop_thread.run(self._cancel())
 
     def get_metrics(self) -> dict[str, Any]:
         """The task's rewards and metrics by name."""
-        found = self.trajectory
+        trajectory = self.trajectory
         return {
             "turns": self.turns,
-            **(found.rewards if found else {}),
-            **(found.metrics if found else {}),
+            **(trajectory.rewards if trajectory else {}),
+            **(trajectory.metrics if trajectory else {}),
         }
 
     # --- on the engine's loop
-    # ----------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        _driver.set(self._model)  # what is started from here on sees it
+        _driver.set(self._driver)  # inherited by the task that is created next
         self._running = asyncio.ensure_future(attempt(self._rlm, self._task, self._item))
 
     def _next(self) -> list[Said]:
         messages = event_loop_thread.run(self._wait())
-        new = (
-            messages[self._shown :] if len(messages) > self._shown else messages
-        )  # all of it after a summary
-        self._shown = len(messages) + 1  # and the reply that is to come
+        # After a summary the conversation is shorter, and all of it is new.
+        new = messages[self._shown :] if len(messages) > self._shown else messages
+        self._shown = len(messages) + 1  # includes the reply that will follow
         return [{"role": message.role, "content": message.content} for message in new]
 
     async def _wait(self) -> Sequence[Message]:
-        """The prompt of the next request; none, and ``trajectory``, where the run has ended."""
+        """The prompt of the next request; if the run has ended, it is empty and ``trajectory`` is
+        set."""
         assert self._running is not None
-        asked = asyncio.ensure_future(self._model.asked())
-        await asyncio.wait([asked, self._running], return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            return asked.result().messages
-        asked.cancel()
+        request = asyncio.ensure_future(self._driver.next_request())
+        await asyncio.wait([request, self._running], return_when=asyncio.FIRST_COMPLETED)
+        if request.done():
+            return request.result().messages
+        request.cancel()
         self.trajectory = self._running.result()
         return ()
 
@@ -157,7 +159,7 @@ class TaskEnv:
 
 
 class _Driver:
-    """Requests of one run out, replies in."""
+    """Exchange of requests and replies between one run and its driver."""
 
     def __init__(self) -> None:
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
@@ -168,11 +170,11 @@ class _Driver:
         self._requests.put_nowait(request)
         return await self._reply
 
-    async def asked(self) -> Request:
+    async def next_request(self) -> Request:
         return await self._requests.get()
 
     def reply(self, text: str) -> None:
-        """From any thread."""
+        """May be called from any thread."""
         assert self._reply is not None
         self._reply.get_loop().call_soon_threadsafe(self._answer, text)
 
@@ -182,11 +184,11 @@ class _Driver:
 
 
 _driver: ContextVar[_Driver] = ContextVar("driver")
-"""Who answers the run that the running task belongs to."""
+"""The driver that answers the run of the current task."""
 
 
 class _ExternalClient:
-    """A ``Client`` whose replies come from whoever drives the run."""
+    """A ``Client`` whose replies come from the caller of ``step``."""
 
     name = "env:outside"
     window = 1 << 30

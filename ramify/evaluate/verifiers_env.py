@@ -1,18 +1,18 @@
-"""Our tasks in the ``verifiers`` library (0.4, ``verifiers.v1``): a taskset, and a harness that
-runs our engine.
+"""Tasks of this package in the ``verifiers`` library (0.4, ``verifiers.v1``): a taskset, and a
+harness that runs our engine.
 
-    # my_ledger.py, a package that their loaders find by its name
+    # my_ledger.py, a package that the loaders of verifiers find by its name
     LedgerTaskset = taskset("ledger", split="train", multi=0.5)
     RamifyHarness = harness(scaffold="tiny")
     __all__ = ["LedgerTaskset", "RamifyHarness"]
 
-With the harness, a rollout of theirs is a run of ours: sessions, children and all, every request to
-a model going through their interception server, so that their trainers see each call as a branch of
-the trace. The reward is the task's. With another harness the question, and a context that fits, is
-the prompt, and the last reply the answer.
+With the harness, one of their rollouts is one of our runs: with sessions and children, and with
+every model request going through their interception server, so that their trainers see each call as
+a branch of the trace. The reward is the task's. With another harness, the prompt is the question
+and a context that fits, and the answer is the last reply.
 
-Rows carry the task's name, options, split and index, and nothing else, so that any of their workers
-can make the item.
+Rows only contain the task's name, options, split and index, so that any of their workers can make
+the item.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from ramify.tasks.validate import answered
 from ramify.tasks.verifiers import verifiers_v1
 
 MAX_PROMPT_CHARS = 100_000
-"""A context that is longer is not put into the prompt for other harnesses."""
+"""A longer context is not put into the prompt for other harnesses."""
 _KEY = "ramify"
 
 
 def taskset(name: str, /, *, split: str = "train", num: int | None = None, **options: Any) -> type:
-    """The ``Taskset`` class over a split of the task called ``name`` (see ``tasks.base.task_of``);
-    ``num`` items of it, without end where it has none."""
+    """The ``Taskset`` class over a split of the task called ``name`` (see ``tasks.base.task_of``):
+    its first ``num`` items, or all of them, which may be infinitely many."""
     vf = verifiers_v1()
     items = items_of(_task(name, msgspec.json.encode(options).decode()), split)
     size = len(items) if num is None else min(num, len(items))
 
     class Data(vf.TaskData):  # type: ignore[misc,name-defined]
-        """Which item it is."""
+        """Identifies an item."""
 
         ramify_task: str
         ramify_options: str
@@ -68,7 +68,7 @@ def taskset(name: str, /, *, split: str = "train", num: int | None = None, **opt
             return dict(_rewards(self.data, trace)["metrics"])
 
     class Items(vf.Taskset[Row, vf.TasksetConfig]):  # type: ignore[misc,name-defined]
-        """The items in order."""
+        """The items of the split, in order."""
 
         INFINITE = num is None and size > 1 << 32
 
@@ -106,8 +106,8 @@ def harness(
     vf = verifiers_v1()
 
     class RamifyHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc,name-defined]
-        """A recursive language model: code runs in sessions of its own sandbox, not in the seat's
-        runtime."""
+        """Recursive language model, whose code runs in its own sandbox sessions instead of the
+        runtime that verifiers provides."""
 
         NEEDS_CONTAINER = False
         APPENDS_SYSTEM_PROMPT = True
@@ -130,19 +130,19 @@ def harness(
             )
             try:
                 async with RLM(client, scaffold=scaffold, limits=limits, sandbox=sandbox) as rlm:
-                    found = await attempt(rlm, task, item)
+                    trajectory = await attempt(rlm, task, item)
             finally:
                 await wire.close()
-            if not found.rewards:
+            if not trajectory.rewards:
                 return vf.ProgramResult(
-                    exit_code=1, stdout="", stderr=(found.errors or ["no reward"])[-1]
+                    exit_code=1, stdout="", stderr=(trajectory.errors or ["no reward"])[-1]
                 )
-            trace.root_reply = as_text(found.answer) or ""
+            trace.root_reply = as_text(trajectory.answer) or ""
             trace.info[_KEY] = {
-                "rewards": _weighted(task, found.rewards),
-                "metrics": found.metrics,
-                "stop": str(found.stop),
-                "call_rewards": found.call_rewards,
+                "rewards": _weighted(task, trajectory.rewards),
+                "metrics": trajectory.metrics,
+                "stop": str(trajectory.stop),
+                "call_rewards": trajectory.call_rewards,
             }
             return vf.ProgramResult(exit_code=0, stdout=trace.root_reply, stderr="")
 
@@ -160,7 +160,7 @@ def _item(data: Any) -> tuple[Task, Item]:
         return task, items_of(task, data.ramify_split)[data.ramify_index]
     except AttributeError:
         raise ConfigError(
-            "the ramify harness runs tasks of ramify only: give it a taskset that `taskset` made"
+            "the ramify harness only runs tasks of ramify: give it a taskset made by `taskset`"
         ) from None
 
 
@@ -171,13 +171,13 @@ def _prompt(item: Item) -> str:
 
 
 def _rewards(data: Any, trace: Any) -> dict[str, dict[str, float]]:
-    """What our engine found, or, of another harness, what the last reply is worth."""
-    found: dict[str, dict[str, float]] | None = trace.info.get(_KEY)
-    if found is not None:
-        return found
+    """Rewards and metrics from our engine or, with another harness, those of the last reply."""
+    recorded: dict[str, dict[str, float]] | None = trace.info.get(_KEY)
+    if recorded is not None:
+        return recorded
     task, item = _item(data)
-    one = scored(task, item, answered(item, trace.last_reply))
-    return {"rewards": _weighted(task, one.rewards), "metrics": dict(one.metrics)}
+    last_score = scored(task, item, answered(item, trace.last_reply))
+    return {"rewards": _weighted(task, last_score.rewards), "metrics": dict(last_score.metrics)}
 
 
 def _weighted(task: Task, rewards: dict[str, float]) -> dict[str, float]:

@@ -1,9 +1,9 @@
-"""Clients that also take weights: what a trainer needs of an engine besides replies.
+"""Inference engines as clients: what a trainer needs from an engine in addition to replies.
 
     local:PATH, local:HUB-NAME      the engine in this process, over a checkpoint on disk
     tiny                            the small policy that ships with the package
 
-Importing this file imports no tensor library: a name costs nothing until it is connected.
+Importing this file imports no tensor library: a model name costs nothing until it is connected.
 """
 
 from __future__ import annotations
@@ -20,71 +20,75 @@ from ramify.errors import ConfigError, ModelError
 from ramify.progress import report_progress
 
 PROTOCOL = 3
-"""Of ``ramify serve-policy --weight-transfer``: counts up with every change that an older trainer
-or engine would misunderstand. Both sides say theirs at the start."""
+"""Version of the ``ramify serve-policy --weight-transfer`` protocol. It increases with every change
+that an older trainer or engine would misunderstand. Both sides send theirs at the start."""
 TINY = Path(__file__).parents[1] / "models" / "tiny"
-"""The folder of the packaged policy."""
+"""Folder of the packaged policy."""
 
 
 TAGS = ("weights", "kv_cache")
-"""What of an engine's memory can sleep, as vLLM and SGLang name it, in the order in which it is
-woken: weights, then an update, and only then keys and values, so that an update has their memory,
-too."""
+"""Parts of an engine's memory that can sleep, by the names that vLLM and SGLang use, in the order
+in which they are woken. The weights wake first, then the update runs, and the KV cache wakes last,
+so that the update can also use its memory."""
 
 
 class EngineLost(ModelError):
-    """The one engine that was asked is gone; it comes back with the weights of then, or not at
-    all."""
+    """The engine that was asked is gone. If it comes back, it has the weights that are current
+    then."""
 
 
 class CachePressure(msgspec.Struct, frozen=True):
-    """How an engine's cache of keys and values bears what is asked. A client whose engine knows has
-    ``async pressure() -> Pressure | None``; None where it does not say."""
+    """Load on an engine's KV cache. A client whose engine reports it has ``async pressure() ->
+    CachePressure | None``, which returns None if the server does not say."""
 
     full: float
-    """Share of the cache that running sequences take."""
+    """Share of the cache that running sequences use."""
     waiting: int
-    """Sequences that wait for their turn."""
+    """Number of queued sequences."""
     evicted: int
-    """How many were thrown out of the cache in the middle, to be computed again; counts up."""
+    """Number of sequences that were preempted and must be recomputed; a running total."""
 
 
 @runtime_checkable
 class InferenceClient(Client, Protocol):
-    """An engine whose weights change between steps of training."""
+    """An engine whose weights change between training steps."""
 
     @property
     def version(self) -> int:
-        """Of the policy that answers now."""
+        """Version of the policy that answers now."""
         ...
 
     async def update(self, weights: object, version: int) -> None:
-        """From now on ``weights`` answer, as ``version``; what was cached of others is forgotten. A
-        reply in the middle goes on under the new ones, and says so in its ``versions``."""
+        """Switch to ``weights``, which are ``version``, and clear everything cached under the old
+        ones. A reply in progress continues under the new weights and records this in its
+        ``versions``."""
         ...
 
     async def fingerprint(self) -> str | None:
-        """Of the weights that answer now; equal for equal weights, as ``policy.fingerprint``
-        computes it. None where an engine keeps them in a layout of its own."""
+        """Fingerprint of the weights that answer now, equal for equal weights, as
+        ``models.fingerprint`` computes it. None if the engine keeps its weights in another
+        layout."""
         ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability of each of ``ids`` but the first, given those before it, at temperature
-        1."""
+        """Log-probability of each of ``ids`` except the first, given the ids before it, at
+        temperature 1."""
         ...
 
 
 def engines_of(client: InferenceClient) -> Sequence[InferenceClient]:
-    """Each engine behind ``client`` by itself, for checks that every one has to pass: itself, where
-    it is one; none, where all are gone just then."""
-    found: Sequence[InferenceClient] | None = getattr(client, "engines", None)
-    return [client] if found is None else found
+    """The individual engines behind ``client``, for checks that each of them must pass. A single
+    engine returns itself; the list is empty if all engines are gone at the moment."""
+    engines: Sequence[InferenceClient] | None = getattr(client, "engines", None)
+    return [client] if engines is None else engines
 
 
 def made_for(model: object) -> str | None:
-    """The scaffold that a model was made for, by its name; None where any will do. ``model`` is a
-    model's name, a client, or a list whose first entry answers the root. Nothing is loaded: a
-    checkpoint's chat template says it."""
+    """Name of the scaffold that a model was trained for; None if any scaffold will do.
+
+    ``model`` is a model name, a client, or a list whose first entry answers the root call. The
+    answer comes from the checkpoint's chat template, so no weights are loaded.
+    """
     if isinstance(model, list | tuple) and model:
         return made_for(model[0])
     if not isinstance(model, str):
@@ -103,19 +107,17 @@ def made_for(model: object) -> str | None:
 
 
 def connect(name: str, tiny: Path = TINY) -> Client:
-    """The engine for ``local:…`` or ``tiny``, which lives in the folder ``tiny``. Raises
-    ConfigError where the model or what it needs is not there."""
+    """The engine for ``local:…``, or for ``tiny``, which is stored in the folder ``tiny``. Raises
+    ConfigError if the model or a package that it needs is missing."""
     path = str(tiny) if name == "tiny" else name.removeprefix("local:")
     if name == "tiny" and not (tiny / "config.json").is_file():
         raise ConfigError(
             f"the model 'tiny' is not part of this installation ({tiny} has no checkpoint): train "
-            "one with "
-            "`ramify train recipes/tiny.py`, and use it as local:FOLDER"
+            "one with `ramify train recipes/tiny.py`, and use it as local:FOLDER"
         )
     need_train_extra(f"model '{name}'")
-    with report_progress(
-        "starting", note=f"the engine for {name}"
-    ):  # importing it takes longer than loading a small policy
+    # The import takes longer than loading a small policy.
+    with report_progress("starting", note=f"the engine for {name}"):
         from ramify.inference.local.local_client import LocalClient
         from ramify.models.load import load
 
@@ -123,8 +125,7 @@ def connect(name: str, tiny: Path = TINY) -> Client:
 
 
 def need_train_extra(what: str) -> None:
-    """Raises ConfigError where the packages for running a model in this process are not
-    installed."""
+    """Raise ConfigError if the packages that run a model in this process are not installed."""
     for package in ("torch", "transformers", "safetensors"):
         if find_spec(package) is None:
             raise ConfigError(

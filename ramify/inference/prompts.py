@@ -1,8 +1,8 @@
-"""Between messages and ids, for engines that are given ids: what a request's prompt is, and what
-sampled ids say.
+"""Conversion between messages and token ids, for engines that take ids: the prompt of a request,
+and the message that sampled ids stand for.
 
-The one place for it: the engine in this process and engines behind HTTP are given the same ids for
-the same request.
+This is the only place where it happens, so the engine in this process and engines behind HTTP get
+the same ids for the same request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ramify.types.message import Message
 
 
 def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
-    """The whole prompt: the known ids, and what the messages after them add."""
+    """The whole prompt: the known ids, then the ids that the messages after them add."""
     known = request.known
     if known is None or renderer.unstable:
         return renderer.prompt(request.messages, request.tools)
@@ -26,7 +26,8 @@ def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
 
 
 def spoken(renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = ()) -> Message:
-    """The message that ``sampled`` stands for, up to the first of the texts ``stop`` in it."""
+    """The message that the ``sampled`` ids stand for, cut before the first text of ``stop`` in
+    it."""
     message = renderer.parse(sampled)
     ends = [at for text in stop if (at := message.content.find(text)) >= 0]
     return (
@@ -35,18 +36,20 @@ def spoken(renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = ())
 
 
 def too_long(name: str, window: int, request: Request | None, num_ids: int) -> Refused:
-    """The refusal of a prompt of ``num_ids`` tokens."""
+    """The error for a prompt of ``num_ids`` tokens that does not fit the window."""
     parts = "given as ids"
     if request is not None:
         before = request.known
         parts = f"{len(request.messages)} messages"
         if before is not None:
             new = len(request.messages) - before.num_messages
-            parts = f"{len(before.ids)} from the turns before, {num_ids - len(before.ids)} from {new} new messages"
+            parts = (
+                f"{len(before.ids)} from the turns before, {num_ids - len(before.ids)} from {new} "
+                "new messages"
+            )
     error = Refused(
         f"{name}: the prompt has {num_ids} tokens ({parts}), and the window of {window} leaves no "
-        "room for a "
-        "reply: shorten it, or let a child look at a part"
+        "room for a reply: shorten it, or let a child look at a part"
     )
     error.too_long = True
     return error

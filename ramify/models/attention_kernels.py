@@ -1,16 +1,18 @@
-"""Attention of blocks of queries to blocks of keys, with what joining several blocks needs: the
-log-sum-exp.
+"""Attention of blocks of queries to blocks of keys, with the log-sum-exp that is needed to combine
+several blocks.
 
     forward   o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T)
-    backward  given o and lse of *all* keys that the queries saw, the block's exact share of the gradients: with
-              P = exp(scale q k^T - lse) and D = sum_d(do o):  dv = P^T do,  dS = P (do v^T - D),  dq = scale dS k, …
+    backward  given o and lse over *all* keys that the queries saw, the block's exact share of
+              the gradients: with P = exp(scale q k^T - lse) and D = sum_d(do o):
+              dv = P^T do,  dS = P (do v^T - D),  dq = scale dS k, …
 
 So a softmax over several blocks needs no mask and no copies of keys: each block is a dense product
-on a stock kernel. Causal blocks are square: a query sees the keys up to its own place. Decides how
-each kernel is called; which one a device and a type get is decided in ``forest_attention.py``.
+on a stock kernel. Causal blocks are square: a query sees the keys up to its own position. This file
+decides how each kernel is called; ``forest_attention.py`` decides which kernel a device and a type
+get.
 
-Legend: B blocks of one shape, n queries and m keys of a block, H query heads, K heads of keys and
-values, d size of a head, T tokens, N stretches of queries or keys, one after another.
+Legend: B blocks of one shape, n queries and m keys of a block, H query heads, K key-value heads, d
+head size, T tokens, N consecutive ranges of queries or keys.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from ramify.errors import ConfigError
 
 _aten = torch.ops.aten
 _MAX_SCORES = 1 << 24
-"""Scores that ``PlainAttentionKernel`` holds at once."""
+"""Maximum number of scores that ``PlainAttentionKernel`` holds at once."""
 
 
 class BlockKernel(Protocol):
-    """One block at a time. Tensors are views [B, H, n or m, d] whose last dimension is dense;
-    ``lse`` is fp32 [B, H, n]."""
+    """Attention kernel for one block at a time. Tensors are views [B, H, n or m, d] whose last
+    dimension is contiguous; ``lse`` is fp32 [B, H, n]."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -53,7 +55,7 @@ class BlockKernel(Protocol):
 
 
 class CpuFlashKernel:
-    """PyTorch's own CPU kernel: fp32, fp64, bf16, fp16."""
+    """PyTorch's own CPU flash attention: fp32, fp64, bf16, fp16."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -81,7 +83,7 @@ class CpuFlashKernel:
 
 
 class PlainAttentionKernel:
-    """Matrix products and a softmax, a stretch of queries at a time: any device, any type."""
+    """Matrix products and a softmax over some queries at a time: any device, any type."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -132,16 +134,16 @@ class PlainAttentionKernel:
 
 
 class VarlenRanges(NamedTuple):
-    """Where each of N stretches of queries or keys stands in a tensor of them all."""
+    """Positions of N consecutive ranges of queries or keys in one tensor."""
 
     bounds: Tensor
-    """[N + 1] int32, on the device: stretch i is ``[bounds[i], bounds[i + 1])``."""
+    """[N + 1] int32, on the device: range i is ``[bounds[i], bounds[i + 1])``."""
     longest: int
 
 
 class VarlenKernel(Protocol):
-    """Many blocks of different sizes in one call: stretch i of the queries sees stretch i of the
-    keys. Tensors are [T, H or K, d], dense; ``lse`` is fp32 [H, T]."""
+    """Attention kernel for many blocks of different sizes in one call: range i of the queries sees
+    range i of the keys. Tensors are [T, H or K, d], contiguous; ``lse`` is fp32 [H, T]."""
 
     def forward(
         self,
@@ -153,7 +155,7 @@ class VarlenKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """(o, lse, what ``backward`` wants besides)"""
+        """(o, lse, additional state for ``backward``)"""
         ...
 
     def backward(
@@ -175,8 +177,7 @@ class VarlenKernel(Protocol):
 
 
 class CudaFlashKernel:
-    """FlashAttention as PyTorch brings it along: fp16 and bf16 on a GPU. Heads of keys are not
-    repeated."""
+    """FlashAttention as included in PyTorch: fp16 and bf16 on a GPU. Key heads are not repeated."""
 
     @staticmethod
     def takes(dtype: torch.dtype, head_size: int) -> bool:
@@ -207,7 +208,7 @@ class CudaFlashKernel:
         )
         if lse.shape != (q.shape[1], q.shape[0]):
             raise ConfigError(
-                "training on a GPU in bf16 needs torch 2.7 or later, and this is "
+                "training on a GPU in bf16 needs torch 2.7 or later, but this is "
                 f"{torch.__version__}"
             )
         return o, lse, (state, unused)
@@ -248,8 +249,8 @@ class CudaFlashKernel:
 
 
 class PlainVarlenKernel:
-    """``PlainAttentionKernel``, stretch by stretch: what ``CudaFlashKernel`` computes, on any
-    device; the reference for it."""
+    """``PlainAttentionKernel``, range by range: computes what ``CudaFlashKernel`` does, on any
+    device, and is the reference for it."""
 
     def forward(
         self,
@@ -285,14 +286,14 @@ class PlainVarlenKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for at, seen in _pairs(queries, keys):
-            given = (
+            inputs = (
                 _block(do, at),
                 _block(q, at),
                 *_keys(k, v, seen, q),
                 _block(o, at),
                 lse[None, :, at],
             )
-            dq_block, dk_block, dv_block = PlainAttentionKernel().backward(*given, causal, scale)
+            dq_block, dk_block, dv_block = PlainAttentionKernel().backward(*inputs, causal, scale)
             dq[at] = dq_block[0].transpose(0, 1)
             for whole, part in ((dk, dk_block), (dv, dv_block)):
                 whole[seen] = (

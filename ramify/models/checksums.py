@@ -1,12 +1,14 @@
-"""Checksums of a folder's files, so that a file whose bytes changed on disk is found before it is
+"""Checksums of a folder's files, which detect a file whose bytes changed on disk before it is
 loaded.
 
-    FOLDER/checksums.json     {"files": {"policy/model.safetensors": {"bytes": 2031616, "sha256": "9f2c…"}, …}}
+    FOLDER/checksums.json
+        {"files": {"policy/model.safetensors": {"bytes": 2031616, "sha256": "9f2c…"}, …}}
 
-Of a file of at most ``CHUNK`` bytes it is what ``sha256sum`` prints. A larger one is read in chunks
-by several threads, and its checksum is that of the chunks' checksums, one after the other. Folders
-without the file are not checked: they are older, or from elsewhere. Leaves out when checksums are
-written and what is done about a damaged file.
+For a file of at most ``CHUNK`` bytes it is what ``sha256sum`` prints. A larger file is read in
+chunks by several threads, and its checksum is that of the chunks' concatenated checksums. Folders
+without checksums.json are not checked: they are older, or were made by another program.
+
+Not here: when checksums are written, and what happens with a damaged file.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ CHUNK = 64 << 20
 """Bytes that one thread reads at a time."""
 _BLOCK = 1 << 20
 _THREADS = 8
-_COPY = "copy the folder again from where it is whole"
+_COPY = "restore the folder from an intact copy"
 
 
 class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one file held when it was written."""
+    """Size and checksum of one file when it was written."""
 
     bytes: int
     """Its size."""
@@ -43,14 +45,14 @@ class _Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write(folder: Path) -> None:
-    """Write the checksums of all files below ``folder``; none where there is no such folder."""
+    """Write the checksums of all files below ``folder``; nothing if the folder does not exist."""
     if not folder.is_dir():
         return
-    names = [str(each.relative_to(folder)) for each in sorted(folder.rglob("*")) if each.is_file()]
-    found = _sums(folder, [name for name in names if name != FILE])
+    names = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
+    checksums = _sums(folder, [name for name in names if name != FILE])
     path = folder / FILE
     aside = path.with_name(f".{FILE}.tmp")
-    aside.write_bytes(msgspec.json.format(msgspec.json.encode(_Checksums(found))))
+    aside.write_bytes(msgspec.json.format(msgspec.json.encode(_Checksums(checksums))))
     aside.replace(path)
 
 
@@ -63,8 +65,8 @@ def check(folder: Path, under: str = "", advice: Callable[[], str] | None = None
     """Compare the files of ``folder`` whose path begins with ``under`` with its checksums, if it
     has any.
 
-    Raises StoreError that names the first file that is missing or differs, and ends with
-    ``advice()``."""
+    Raises StoreError, which names the first missing or different file and ends with ``advice()``.
+    """
     path = folder / FILE
     if not path.is_file():
         return
@@ -73,43 +75,42 @@ def check(folder: Path, under: str = "", advice: Callable[[], str] | None = None
         known = msgspec.json.decode(path.read_bytes(), type=_Checksums).files
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StoreError(f"{path} is damaged: {error}; {what_to_do()}") from None
-    wanted = {name: each for name, each in known.items() if name.startswith(under)}
-    for name, problem in _problems(folder, wanted):
+    expected = {name: checksum for name, checksum in known.items() if name.startswith(under)}
+    for name, problem in _problems(folder, expected):
         raise StoreError(f"{folder / name} is damaged: {problem}; {what_to_do()}")
 
 
 def check_model(folder: Path) -> None:
-    """``check`` for a model's folder, which may also be the part ``policy`` of a checkpoint."""
+    """``check`` for a model's folder, which may also be the ``policy`` folder of a checkpoint."""
     if (folder / FILE).is_file():
         check(folder)
     elif (folder.parent / "state.json").is_file():
         check(folder.parent, f"{folder.name}/")
 
 
-def _problems(folder: Path, wanted: Mapping[str, FileChecksum]) -> Iterable[tuple[str, str]]:
-    """(name, what is wrong) of each file that is not what it was; sizes first, since they cost
-    nothing."""
-    for name, each in wanted.items():
+def _problems(folder: Path, expected: Mapping[str, FileChecksum]) -> Iterable[tuple[str, str]]:
+    """(name, problem) of each file that has changed; sizes first, since checking them is free."""
+    for name, checksum in expected.items():
         path = folder / name
         if not path.is_file():
             yield name, "it is missing"
-        elif path.stat().st_size != each.bytes:
+        elif path.stat().st_size != checksum.bytes:
             yield (
                 name,
-                f"it has {path.stat().st_size:,} bytes, and had {each.bytes:,} when it was written",
+                f"it has {path.stat().st_size:,} bytes, but had {checksum.bytes:,} when written",
             )
-    found = _sums(folder, wanted)
-    for name, each in wanted.items():
-        if found[name] != each:
+    current = _sums(folder, expected)
+    for name, checksum in expected.items():
+        if current[name] != checksum:
             yield (
                 name,
-                f"its sha256 begins with {found[name].sha256[:12]}, and was {each.sha256[:12]}… "
-                "when written",
+                f"its sha256 begins with {current[name].sha256[:12]}, but was "
+                f"{checksum.sha256[:12]}… when written",
             )
 
 
 def _sums(folder: Path, names: Iterable[str]) -> dict[str, FileChecksum]:
-    """Name -> its checksum now. Raises StoreError for a file that cannot be read."""
+    """Name -> its current checksum. Raises StoreError for a file that cannot be read."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     parts = [
         (name, start) for name, size in sizes.items() for start in range(0, max(size, 1), CHUNK)

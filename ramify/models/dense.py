@@ -1,20 +1,21 @@
-"""The dense decoder of Llama, Mistral, Qwen2 and Qwen3, over one flat axis of tokens.
+"""The dense decoder of Llama, Mistral, Qwen2 and Qwen3, over one flat token axis.
 
-It decides everything between ids and logits except attention, which is the caller's: the engine's
-writes and reads a cache of keys and values, the trainer's walks a forest of segments. A token knows
-only its position; which tokens stand beside it in the batch changes nothing.
+It computes everything between ids and logits except attention, which the caller passes in: the
+engine's reads and writes a KV cache, the trainer's walks a forest of segments. A token only knows
+its position; the other tokens in the batch change nothing.
 
     ids_T, positions_T ── embed ──┐
-        per layer:  norm ─ q k v ─ (q, k norm) ─ rotate ─ attend(layer, q, k, v, scale) ─ o_proj ─ + ─ norm ─ mlp ─ +
+        per layer:  norm ─ q k v ─ (q, k norm) ─ rotate ─ attend(layer, q, k, v, scale)
+                    ─ o_proj ─ + ─ norm ─ mlp ─ +
     norm ── h_TD ── logits ── [N, V]
 
 Parameters have the names of Hugging Face's modules (``model.layers.0.self_attn.q_proj.weight``), so
-that state dicts go back and forth. Left out: dropout, sliding windows (``DenseShape.window`` stays
-inside them, where they change nothing), mixtures of experts, and rotary scalings other than Llama
-3's; ``DenseShape.of`` refuses these by name.
+that state dicts are interchangeable. Not supported: dropout, sliding windows (``DenseShape.window``
+stays inside them, where they change nothing), mixtures of experts, and rotary scalings other than
+Llama 3's; ``DenseShape.of`` rejects these by name.
 
-Legend: T tokens, N rows of them, D width, H query heads, K heads of keys and values, d size of a
-head, V vocabulary.
+Legend: T tokens, N rows of them, D width, H query heads, K key-value heads, d head size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -34,30 +35,29 @@ _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class CausalAttention(Protocol):
-    """Causal attention of the tokens of a batch, each to itself and to what stands before it on its
+    """Causal attention of the tokens of a batch, each to itself and to the earlier tokens on its
     path."""
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
-        """The attended values, [T, H, d]. Query head h reads head ``h // (H / K)`` of keys and
-        values."""
+        """The attention output, [T, H, d]. Query head h reads key-value head ``h // (H / K)``."""
         ...
 
 
 class Llama3Scaling(msgspec.Struct, frozen=True):
-    """Llama 3.1's stretching of the slow rotations (``rope_type: llama3``)."""
+    """Llama 3.1's scaling of slow rotations (``rope_type: llama3``)."""
 
     factor: float
-    """By how much the slowest rotations are slowed."""
+    """How much the slowest rotations are slowed down."""
     low_freq_factor: float
     high_freq_factor: float
     original_window: int
-    """Positions that the model was first trained on."""
+    """Number of positions in the original training."""
 
 
 class DenseShape(msgspec.Struct, frozen=True):
-    """What of a configuration decides the numbers."""
+    """The fields of a configuration that determine the computation."""
 
     architecture: str
     """``llama``, ``mistral``, ``qwen2`` or ``qwen3``."""
@@ -76,24 +76,24 @@ class DenseShape(msgspec.Struct, frozen=True):
     rope_theta: float
     rope_scaling: Llama3Scaling | None
     window: int
-    """Positions for which the computation is that of the original: its window, or its sliding
-    window if smaller."""
+    """Number of positions for which the computation matches the original: its window, or its
+    sliding window if smaller."""
     tied: bool
     """Whether the embedding is also the output matrix."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """Whether each head of queries and keys is normed before it is rotated."""
+    """Whether each head of queries and keys is normalized before it is rotated."""
 
     @classmethod
     def of(cls, config: Any) -> DenseShape:
-        """The shape of a Hugging Face ``PretrainedConfig``; ConfigError names what this file does
-        not compute."""
+        """The shape of a Hugging Face ``PretrainedConfig``. Raises ConfigError, which names the
+        first feature that this file does not support."""
         kind = config.model_type
         if reason := unsupported(config):
             raise ConfigError(
-                f"{kind}: {reason}; such a model runs as a Hugging Face module, not as Dense"
+                f"{kind}: {reason}; such a model runs as a Hugging Face module, not as DenseModel"
             )
         bias = bool(getattr(config, "attention_bias", False))
         window, sliding = int(config.max_position_embeddings), _sliding_window(config)
@@ -120,9 +120,9 @@ class DenseShape(msgspec.Struct, frozen=True):
 
 
 def unsupported(config: Any) -> str | None:
-    """Why ``DenseModel`` cannot compute a model of this configuration; None where it can."""
+    """Why ``DenseModel`` cannot run a model of this configuration; None if it can."""
     if config.model_type not in _ARCHITECTURES:
-        return f"the architecture '{config.model_type}' is none of {', '.join(_ARCHITECTURES)}"
+        return f"the architecture '{config.model_type}' is not one of {', '.join(_ARCHITECTURES)}"
     if config.hidden_act != "silu":
         return f"hidden_act '{config.hidden_act}' is not silu"
     kind = _rope(config).get("rope_type", "default")
@@ -134,18 +134,18 @@ def unsupported(config: Any) -> str | None:
 
 
 class DenseModel(nn.Module):
-    """The decoder. Made without initial values (``policy.load`` sets them); fp32 unless
-    converted."""
+    """Decoder model of Llama, Mistral, Qwen2 and Qwen3. It is created without initial values
+    (``models.load`` sets them), in fp32 unless converted."""
 
     def __init__(self, config: Any) -> None:
-        """``config``: a Hugging Face configuration; raises ConfigError where ``unsupported`` has a
+        """``config``: a Hugging Face configuration. Raises ConfigError if ``unsupported`` gives a
         reason."""
         super().__init__()
         self.shape = shape = DenseShape.of(config)
         self.model = _Trunk(shape)
         self.lm_head = _Linear(shape.width, shape.vocab_size, bias=False)
         self._frequencies = frequencies(shape)
-        """[d / 2] radians per position, in fp32 whatever the parameters are in."""
+        """[d / 2] radians per position, in fp32 whatever the parameters' precision."""
         self._tie()
 
     def hidden(
@@ -157,8 +157,9 @@ class DenseModel(nn.Module):
     ) -> Tensor:
         """Hidden states [T, D] after the last norm, from ids and positions (both [T], integers).
 
-        With ``rows_N``, [N] different indices, those alone: [N, D]. Of the others the last layer
-        computes no more than their keys and values."""
+        With ``rows_N``, [N] distinct indices, only those rows: [N, D]. For the other tokens, the
+        last layer only computes keys and values.
+        """
         h_TD = self.model.embed_tokens(ids_T)
         cos_T1d, sin_T1d = self._rotations(positions_T, h_TD.dtype)
         last = len(self.model.layers) - 1
@@ -171,8 +172,8 @@ class DenseModel(nn.Module):
         return cast(Tensor, self.lm_head(h_ND)).float()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As of any module; the output matrix of a tied model may be left out, as Hugging Face does
-        in its files."""
+        """As for any module. The output matrix of a tied model may be missing, as in Hugging Face's
+        files."""
         if self.shape.tied:
             state_dict = {**state_dict, "lm_head.weight": state_dict["model.embed_tokens.weight"]}
         outcome = super().load_state_dict(state_dict, strict, assign)
@@ -181,7 +182,7 @@ class DenseModel(nn.Module):
 
     def _rotations(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, 1, d]; the first half of the sines is negative, as ``_rotate``
-        wants it."""
+        expects."""
         if self._frequencies.device != positions_T.device:
             self._frequencies = self._frequencies.to(positions_T.device)
         angles = positions_T[:, None, None].float() * self._frequencies
@@ -202,8 +203,8 @@ class _Trunk(nn.Module):
 
 
 class _Layer(nn.Module):
-    # What is inside a layer is called by ``forward``: on small models a module's ``__call__`` costs
-    # as much as its product (28 % of a step of 48 rows, 3 layers of width 128). Hooks belong on
+    # The parts of a layer are called by ``forward``: on small models a module's ``__call__`` costs
+    # as much as its product (28 % of a step of 48 rows, 3 layers of width 128). Register hooks on
     # whole layers.
     def __init__(self, shape: DenseShape) -> None:
         super().__init__()
@@ -281,13 +282,13 @@ class _Mlp(nn.Module):
 
 class _Linear(nn.Linear):
     def reset_parameters(self) -> None:
-        """Whoever makes a model fills it; on the meta device this alone would import torch's
-        compiler, 1.5 s."""
+        """Skip initialization, since every caller fills the model. On the meta device, it alone
+        would import torch's compiler, which takes 1.5 s."""
 
 
 class _Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """As ``_Linear``."""
+        """See ``_Linear``."""
 
 
 class _Norm(nn.Module):
@@ -299,15 +300,15 @@ class _Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight.to(x.dtype), self.eps)  # x is of another type under autocast
+        return rms_norm(x, self.weight.to(x.dtype), self.eps)  # under autocast x has another type
 
 
 def frequencies(shape: DenseShape) -> Tensor:
-    """Radians per position of each pair of a head, [d / 2] in fp32: theta^(-2i/d), stretched as
-    Llama 3.1 does.
+    """Radians per position of each pair of a head, [d / 2] in fp32: theta^(-2i/d), scaled as in
+    Llama 3.1.
 
-    There, with wavelength w = 2π/f, window c and factor s: f where w < c / high, f / s where w > c
-    / low, and between them (1 - m) f / s + m f with m = (c / w - low) / (high - low).
+    With wavelength w = 2π/f, window c and factor s, the scaled value is f if w < c / high, f / s if
+    w > c / low, and between them (1 - m) f / s + m f with m = (c / w - low) / (high - low).
     """
     powers = torch.arange(0, shape.head_size, 2, dtype=torch.float, device="cpu") / shape.head_size
     f = 1.0 / (shape.rope_theta**powers)
@@ -321,19 +322,22 @@ def frequencies(shape: DenseShape) -> Tensor:
 
 
 def _rotate(x_Thd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-    """Pairs (i, i + d/2) of each head turned by the position's angle; ``sin`` carries the signs."""
+    """Pairs (i, i + d/2) of each head, rotated by the position's angle; ``sin`` carries the
+    signs."""
     return torch.addcmul(x_Thd * cos_T1d, x_Thd.roll(x_Thd.shape[-1] // 2, -1), sin_T1d)
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """Rotary parameters, under the names of transformers 5 also where an older one made the
-    configuration."""
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    theta = found.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0
+    """Rotary parameters under the names of transformers 5, also for configurations of older
+    versions."""
+    parameters = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
+    theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0
     return {
-        **found,
+        **parameters,
         "rope_theta": theta,
-        "rope_type": found.get("rope_type") or found.get("type") or "default",
+        "rope_type": parameters.get("rope_type") or parameters.get("type") or "default",
     }
 
 
@@ -347,7 +351,7 @@ def _scaling(rope: dict[str, Any], window: int) -> Llama3Scaling | None:
 
 
 def _sliding_window(config: Any) -> int | None:
-    """The tokens that a layer with a sliding window sees; None where no layer has one."""
+    """Number of tokens that a sliding-window layer sees; None if no layer has one."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "sliding_attention" not in kinds:
         return None

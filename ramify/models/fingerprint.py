@@ -1,10 +1,10 @@
-"""A short name for weights: equal for equal bits, on every device, and different if one bit or the
-order of rows changes.
+"""A short fingerprint of weights: equal for equal bits, on every device, and different if one bit
+or the order of rows changes.
 
-A parameter's bytes are read as 64-bit integers w_i, zeros after the last, and Σ w_i · (2i + 1) is
-taken modulo 2^64; name, shape and precision go into the hash with it. Integer sums do not depend on
-the order in which a device adds. With i = W r + c that is Σ_c (2c + 1) Σ_r w_rc + 2W Σ_r r Σ_c
-w_rc: sums of rows and columns, at the speed of memory.
+A parameter's bytes are read as 64-bit integers w_i, padded with zeros, and Σ w_i · (2i + 1) is
+taken modulo 2^64. Name, shape and precision are hashed together with this sum. Integer sums do not
+depend on the order in which a device adds. With i = W r + c the sum is Σ_c (2c + 1) Σ_r w_rc + 2W
+Σ_r r Σ_c w_rc: sums of rows and columns, at the speed of memory.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor, nn
 
 _COLUMNS = 1024
 _ROWS, _GPU_ROWS = 128, 8192
-"""At once: on a CPU what stays in its cache."""
+"""Rows summed at a time; on a CPU as many as fit into its cache."""
 _WORD = 8
 """Bytes."""
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Of all parameters; sixteen hexadecimal digits."""
+    """Fingerprint of all parameters; sixteen hexadecimal digits."""
     return fingerprint_of(module.named_parameters())
 
 
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Of named tensors, in whatever order they come."""
+    """Fingerprint of named tensors, independent of their order."""
     digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(tensors, key=lambda each: each[0]):
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
         digest.update(
             f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sum(tensor.detach())}\n".encode()
         )
@@ -40,17 +40,17 @@ def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
 def _sum(tensor: Tensor) -> int:
     bytes_N = tensor.contiguous().flatten().view(torch.uint8)
     line = _COLUMNS * _WORD
-    whole = len(bytes_N) // line
-    total = _sum_of_lines(bytes_N[: whole * line], 0)
-    if rest := len(bytes_N) - whole * line:
+    num_rows = len(bytes_N) // line
+    total = _sum_of_lines(bytes_N[: num_rows * line], 0)
+    if rest := len(bytes_N) - num_rows * line:
         last = torch.zeros(line, dtype=torch.uint8, device=tensor.device)
-        last[:rest] = bytes_N[whole * line :]
-        total += _sum_of_lines(last, whole)
+        last[:rest] = bytes_N[num_rows * line :]
+        total += _sum_of_lines(last, num_rows)
     return total % (1 << 64)
 
 
 def _sum_of_lines(bytes_N: Tensor, first: int) -> int:
-    """Of whole rows, the first of which is row ``first``."""
+    """Weighted sum of whole rows, the first of which is row ``first``."""
     if bytes_N.storage_offset() % _WORD:
         bytes_N = bytes_N.clone()
     words_RC, device = bytes_N.view(torch.int64).view(-1, _COLUMNS), bytes_N.device

@@ -1,22 +1,22 @@
-"""Attention over a packed forest: every token sees the tokens of its path, and shared tokens stand
-once.
+"""Attention over a packed forest: every token sees the tokens of its path, and shared tokens are
+stored once.
 
-    segments      0 [prompt]            segment  own block (causal)     blocks of those below it (all keys)
-    in preorder   ├── 1 [turn, cells]      0        0 x 0                  1 2 3 4 x 0
-                  │   ├── 2 [child]        1        1 x 1                  2 3 x 1
+    segments      0 [prompt]            segment  own block (causal)   descendant blocks (all keys)
+    in preorder   ├── 1 [turn, cells]      0        0 x 0                1 2 3 4 x 0
+                  │   ├── 2 [child]        1        1 x 1                2 3 x 1
                   │   └── 3 [child]        2, 3     2 x 2, 3 x 3
                   └── 4 [sibling]          4        4 x 4
 
-In preorder the descendants of a segment are one stretch of queries, so its keys and values are read
-once for all of them, without a mask and without a copy for each sibling; forks at any depth are
-just more blocks. What a query saw in several blocks is joined by their log-sum-exps (2205.14135),
-and the backward pass goes through the same blocks. Forward and backward cost what the tree costs,
-and the numbers are those of the separate paths.
+In preorder, the descendants of a segment are one contiguous range of queries. Its keys and values
+are therefore read once for all of them, without a mask and without a copy for each sibling; forks
+at any depth are just more blocks. The results of several blocks are combined by their log-sum-exps
+(2205.14135), and the backward pass runs over the same blocks. Forward and backward cost as much as
+the tree, and the numbers are those of the separate paths.
 
-Leaves out windows and dropout: ``trunk.py`` keeps to models without, or runs them on rows.
+Not here: windows and dropout (``trunk.py`` only uses models without them, or runs them on rows).
 
-Legend: T tokens, S segments, H query heads, K heads of keys and values, d size of a head, N queries
-or keys of one level.
+Legend: T tokens, S segments, H query heads, K key-value heads, d head size, N queries or keys of
+one level.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class DescendantRange(NamedTuple):
     start: int
     end: int
     level: int
-    """Segments above this one."""
+    """Number of segments above this one."""
 
 
 class ForestAttentionPlan(NamedTuple):
-    """The blocks of a forest."""
+    """The attention blocks of a forest."""
 
     own: list[int]
     """Lengths of the segments that have tokens, in order: causal blocks, one after another."""
     below: list[DescendantRange]
-    """A segment's before those of its descendants."""
+    """Descendant blocks; a segment's block precedes those of its descendants."""
 
     @classmethod
     def of(cls, segments: Many[Segment]) -> ForestAttentionPlan:
@@ -79,11 +79,11 @@ class ForestAttentionPlan(NamedTuple):
 
 
 class ForestAttention:
-    """Implements ``dense.CausalAttention`` for the forest of one batch; one object serves all
-    layers."""
+    """Attention over the forest of one batch; one object serves all layers. Implements
+    ``dense.CausalAttention``."""
 
     def __init__(self, segments: Many[Segment], kernel: Kernel | None = None) -> None:
-        """``kernel``: by default the fastest that the queries' device and type have."""
+        """``kernel``: by default the fastest for the queries' device and type."""
         self._plan = ForestAttentionPlan.of(segments)
         self._kernel = kernel
         self._walks: dict[tuple[str, torch.dtype, int], _Walk] = {}
@@ -110,12 +110,12 @@ def _fastest(device: str, dtype: torch.dtype, head_size: int) -> Kernel:
 
 
 class _Walk(Protocol):
-    """A plan, and how its blocks are gone through with one kind of kernel."""
+    """A plan, and how one kind of kernel runs its blocks."""
 
     def forward(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(o [T, H, d], lse [H, T], what ``backward`` wants besides)"""
+        """(o [T, H, d], lse [H, T], additional tensors for ``backward``)"""
         ...
 
     def backward(
@@ -148,10 +148,12 @@ class _Attend(torch.autograd.Function):
 
 
 class _Blocks:
-    """Block after block, on views: no index, no copy of queries or keys but for repeated heads.
+    """Block after block, on views: no index, and no copy of queries or keys except for repeated
+    heads.
 
-    A block of a few dozen tokens takes some 30 µs, so views are made for all blocks at once where
-    that is possible."""
+    A block of a few dozen tokens takes some 30 µs, so views are made for all blocks at once if
+    possible.
+    """
 
     def __init__(self, plan: ForestAttentionPlan, kernel: BlockKernel) -> None:
         self._plan, self._kernel = plan, kernel
@@ -170,9 +172,9 @@ class _Blocks:
         lse = lse_HT[None]
         own = (_split(x, self._plan.own) for x in (q, k, v, o, lse))
         for q_own, k_own, v_own, o_own, lse_own in zip(*own, strict=True):
-            found, found_lse = self._kernel.forward(q_own, k_own, v_own, True, scale)
-            o_own.copy_(found)
-            lse_own.copy_(found_lse)
+            block_o, block_lse = self._kernel.forward(q_own, k_own, v_own, True, scale)
+            o_own.copy_(block_o)
+            lse_own.copy_(block_lse)
         for below in self._plan.below:
             at, seen = (below.start, below.end), (below.key_start, below.start)
             more, more_lse = self._kernel.forward(
@@ -192,20 +194,22 @@ class _Blocks:
         )
         lse = lse_HT[None]
         own = (_split(x, self._plan.own) for x in (do, q, k, v, o, lse, dq, dk, dv))
-        for do_own, q_own, k_own, v_own, o_own, lse_own, *wanted in zip(*own, strict=True):
-            found = self._kernel.backward(do_own, q_own, k_own, v_own, o_own, lse_own, True, scale)
-            for whole, part in zip(wanted, found, strict=True):
-                whole.copy_(part)
+        for do_own, q_own, k_own, v_own, o_own, lse_own, *gradient_views in zip(*own, strict=True):
+            block_gradients = self._kernel.backward(
+                do_own, q_own, k_own, v_own, o_own, lse_own, True, scale
+            )
+            for gradient, part in zip(gradient_views, block_gradients, strict=True):
+                gradient.copy_(part)
         for below in self._plan.below:
             at, seen = (below.start, below.end), (below.key_start, below.start)
             k_seen, v_seen, o_at, lse_at = _at(k, *seen), _at(v, *seen), _at(o, *at), _at(lse, *at)
-            found = self._kernel.backward(
+            block_gradients = self._kernel.backward(
                 _at(do, *at), _at(q, *at), k_seen, v_seen, o_at, lse_at, False, scale
             )
-            for whole, part in zip(
-                (_at(dq, *at), _at(dk, *seen), _at(dv, *seen)), found, strict=True
+            for gradient, part in zip(
+                (_at(dq, *at), _at(dk, *seen), _at(dv, *seen)), block_gradients, strict=True
             ):
-                whole.add_(part)
+                gradient.add_(part)
         return gradients[0], _summed(gradients[1], k_TKd), _summed(gradients[2], v_TKd)
 
 
@@ -213,15 +217,15 @@ class _Level(NamedTuple):
     """The blocks below all segments of one level, in one call."""
 
     rows: Tensor
-    """[N] which queries."""
+    """[N] indices of the queries."""
     queries: VarlenRanges
     key_rows: Tensor
-    """[N] which keys."""
+    """[N] indices of the keys."""
     keys: VarlenRanges
 
 
 class _Levels:
-    """All own blocks in one call, then a call per level of the forest, on gathered queries and
+    """All own blocks in one call, then one call per level of the forest, on gathered queries and
     keys."""
 
     def __init__(
@@ -241,7 +245,7 @@ class _Levels:
         o_THd, lse_HT, more = self._kernel.forward(
             q_THd, k_TKd, v_TKd, self._own, self._own, True, scale
         )
-        kept = list(more)
+        saved = list(more)
         for level in self._levels:
             q, k, v = q_THd[level.rows], k_TKd[level.key_rows], v_TKd[level.key_rows]
             o_more, lse_more, more = self._kernel.forward(
@@ -250,17 +254,17 @@ class _Levels:
             o, lse = o_THd[level.rows], lse_HT[:, level.rows]
             _join(_heads_first(o), lse[None], _heads_first(o_more), lse_more[None])
             o_THd[level.rows], lse_HT[:, level.rows] = o, lse
-            kept += more
-        return o_THd, lse_HT, kept
+            saved += more
+        return o_THd, lse_HT, saved
 
     def backward(
         self, do_THd: Tensor, saved: tuple[Tensor, ...], more: list[Tensor], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_THd, k_TKd, v_TKd, o_THd, lse_HT = (each.contiguous() for each in saved)
+        q_THd, k_TKd, v_TKd, o_THd, lse_HT = (x.contiguous() for x in saved)
         do_THd = do_THd.contiguous()
         per_call = len(more) // (1 + len(self._levels))
-        given = (do_THd, q_THd, k_TKd, v_TKd, o_THd, lse_HT, tuple(more[:per_call]))
-        dq_THd, dk_TKd, dv_TKd = self._kernel.backward(*given, self._own, self._own, True, scale)
+        inputs = (do_THd, q_THd, k_TKd, v_TKd, o_THd, lse_HT, tuple(more[:per_call]))
+        dq_THd, dk_TKd, dv_TKd = self._kernel.backward(*inputs, self._own, self._own, True, scale)
         for index, level in enumerate(self._levels, 1):
             do, q, o, lse = (
                 *(x[level.rows] for x in (do_THd, q_THd, o_THd)),
@@ -293,21 +297,21 @@ def _stretches(lengths: list[int], device: torch.device) -> VarlenRanges:
 
 
 def _join(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Put what queries saw in further keys together with what they saw before, in place. [1, H, n,
-    d] and [1, H, n]"""
+    """Combine attention over further keys with the attention so far, in place. [1, H, n, d] and [1,
+    H, n]"""
     share = torch.sigmoid(more_lse - lse).to(o.dtype)
     o.transpose(1, 2).lerp_(more.transpose(1, 2), share.transpose(1, 2)[..., None])
     lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 def _repeated(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
-    """[T, H, d]: each head of keys as often as query heads read it."""
+    """[T, H, d]: each key head repeated for every query head that reads it."""
     groups = q_THd.shape[1] // x_TKd.shape[1]
     return x_TKd if groups == 1 else x_TKd.repeat_interleave(groups, 1)
 
 
 def _summed(grad_THd: Tensor, x_TKd: Tensor) -> Tensor:
-    """[T, K, d]: the gradient of what ``_repeated`` repeated."""
+    """[T, K, d]: the gradient before ``_repeated``."""
     groups = grad_THd.shape[1] // x_TKd.shape[1]
     return grad_THd if groups == 1 else grad_THd.view(*x_TKd.shape[:2], groups, -1).sum(2)
 
@@ -318,7 +322,7 @@ def _heads_first(x_THd: Tensor) -> Tensor:
 
 
 def _split(x: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
-    """Views of the stretches that make up dimension 2."""
+    """Views of the consecutive ranges of dimension 2."""
     return torch.split(x, lengths, 2)
 
 

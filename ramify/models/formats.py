@@ -1,13 +1,13 @@
-"""Conversation formats whose messages each stand between fixed marks: what stands before and after,
-by role.
+"""Conversation formats whose messages are each enclosed by fixed marks, by role.
 
     ChatML, Qwen   <|im_start|>user¶hello<|im_end|>¶<|im_start|>assistant¶
-    Llama 3        <|start_header_id|>user<|end_header_id|>¶¶hello<|eot_id|><|start_header_id|>assistant<|end_header_id|>¶¶
+    Llama 3        <|start_header_id|>user<|end_header_id|>¶¶hello<|eot_id|>
+                   <|start_header_id|>assistant<|end_header_id|>¶¶
     tiny           <|u|>hello<|a|>
 
-What a format leaves to the template of a tokenizer (the text before the first message, a thinking
-block at the start of a reply, blanks cut off) is found out by ``marked_renderer.py``. To add a
-format, add an entry.
+The rest is up to the tokenizer's template (the text before the first message, a thinking block at
+the start of a reply, stripped blanks); ``marked_renderer.py`` detects it. To add a format, add an
+entry.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import msgspec
 
 
 class ChatFormat(msgspec.Struct, frozen=True):
-    """One way of writing a conversation down."""
+    """One way to write a conversation."""
 
     name: str
     tokens: tuple[str, ...]
-    """Its markers: each must be one token."""
+    """Its markers; each must be one token."""
     end: str
     """The marker that ends a reply."""
     opens: dict[str, str]
-    """Role -> what stands before a message's content. Roles that are missing cannot be written."""
+    """Role -> text before a message's content. Roles that are missing cannot be written."""
     closes: dict[str, str]
-    """Role -> what stands after it; the assistant's begins with ``end``."""
+    """Role -> text after the content; the assistant's begins with ``end``."""
     prelude: str = ""
-    """What stands before the first message where no template says it."""
+    """Text before the first message if the tokenizer has no template to define it."""
     wraps_tools: bool = False
-    """Qwen's way with tools: results in a user message, calls as JSON in ``<tool_call>``; used
-    where the template agrees."""
+    """Qwen's style of tool use: results in a user message, calls as JSON in ``<tool_call>``; used
+    if the template agrees."""
 
 
 def _chatml() -> ChatFormat:

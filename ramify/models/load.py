@@ -1,12 +1,12 @@
-"""A policy: model, tokenizer and renderer that belong together; loaded from Hugging Face's layout,
-made anew, saved.
+"""A policy: a model with its tokenizer and renderer. Loads it from Hugging Face's layout, creates
+it from scratch, and saves it.
 
-    policy = load("path/or/hub-name")               a folder, or a model that is already in the Hugging Face cache
+    policy = load("path/or/hub-name")               a folder, or a model in the Hugging Face cache
     policy = from_config(config, tokenizer, seed)   random weights
     save(policy, "folder")                          transformers loads it and computes the same
 
 Dense Llama, Mistral, Qwen2 and Qwen3 models run as ``DenseModel``; every other causal language
-model runs as transformers' own module. Nothing is downloaded and no code of a checkpoint is run.
+model runs as transformers' own module. Nothing is downloaded, and no code of a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from ramify.progress import report_progress
 
 _GENERATION = "generation_config.json"
 _OUTPUTS = ("o_proj.weight", "down_proj.weight")
-"""Matrices that write into the residual stream: begun at half size, so that depth does not blow it
-up."""
+"""Matrices that write into the residual stream. They are initialized at half size, so that
+activations do not grow with depth."""
 _EMBEDDING_STD = 0.02
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How replies are drawn where a request does not say: ``generation_config.json``."""
+    """How replies are sampled if a request does not say: ``generation_config.json``."""
 
     temperature: float = 1.0
     """0 takes the likeliest token."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 for all."""
+    """0 keeps all tokens."""
 
 
 @dataclasses.dataclass
 class Policy:
-    """A model with what belongs to it."""
+    """A model with its tokenizer, renderer and configuration."""
 
     model: nn.Module
     """``DenseModel``, or a transformers module whose ``forward`` gives ``logits``."""
@@ -63,14 +63,14 @@ class Policy:
     config: Any
     """The Hugging Face configuration."""
     version: int
-    """Counts up with every change of the weights that others are told of."""
+    """Increases with every published change of the weights."""
     name: str
-    """As it was loaded; shown to people."""
+    """The path or name it was loaded from; shown to people."""
     defaults: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
 
     @property
     def window(self) -> int:
-        """Tokens that prompt and reply together may have."""
+        """Maximum tokens of prompt and reply together."""
         return (
             DenseShape.of(self.config).window
             if isinstance(self.model, DenseModel)
@@ -87,7 +87,7 @@ class Policy:
 
     @property
     def num_parameters(self) -> int:
-        """A tied matrix counts once."""
+        """Number of parameters; a tied matrix counts once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
@@ -98,13 +98,13 @@ def load(
     *,
     thinking: bool | None = None,
 ) -> Policy:
-    """The policy in a folder, or of a hub name whose files are already on disk.
+    """The policy in a folder, or with a hub name whose files are already on disk.
 
-    ``dtype``: by default fp32 on a CPU, elsewhere as stored. ``device``: by default a GPU where
-    there is one; ``meta``: without weights, for who writes its ids and does not compute.
-    ``thinking`` switches a hybrid model's thinking where its template can. Raises ConfigError for a
-    folder that is not there, weights that are not those of its configuration, a tokenizer that does
-    not fit its template."""
+    ``dtype``: by default fp32 on a CPU, otherwise as stored. ``device``: by default a GPU if there
+    is one; ``meta`` loads no weights, for callers that only render ids. ``thinking`` switches a
+    hybrid model's thinking, if its template supports that. Raises ConfigError for a missing folder,
+    weights that do not match the configuration, or a tokenizer that does not match its template.
+    """
     folder = _folder(path_or_name)
     check_model(folder)
     config = _config(folder)
@@ -114,8 +114,8 @@ def load(
     generation = _generation(folder)
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
-            f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: "
-            "they differ"
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens but the model has "
+            f"{config.vocab_size}: they do not belong together"
         )
     return Policy(
         model=_model(folder, config, dtype, device),
@@ -139,12 +139,13 @@ def from_config(
 ) -> Policy:
     """A policy with random weights, the same for the same seed on every device.
 
-    Matrices are normal with standard deviation 1 / sqrt(inputs), half of that where they write into
-    the residual stream; embeddings and an untied output matrix with 0.02; biases 0, norms 1."""
+    Matrices are normal with standard deviation 1 / sqrt(inputs), half of that if they write into
+    the residual stream; embeddings and an untied output matrix have 0.02; biases are 0, norms 1.
+    """
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the configuration {config.vocab_size}: "
-            "give them one size"
+            f"the tokenizer has {len(tokenizer)} tokens but the configuration has "
+            f"{config.vocab_size}: use the same size for both"
         )
     if unsupported(config) is None:
         model: nn.Module = DenseModel(config)
@@ -166,12 +167,12 @@ def from_config(
 
 
 def save(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``policy`` in Hugging Face's layout, weights cast to ``dtype`` where given:
-    config.json, generation_config.json, model.safetensors, tokenizer with its chat template. The
-    folder may exist."""
+    """Write ``policy`` in Hugging Face's layout, with weights cast to ``dtype`` if given:
+    config.json, generation_config.json, model.safetensors, and the tokenizer with its chat
+    template. The folder may exist."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    drop(folder)  # they are of what was there before
+    drop(folder)  # these are the checksums of the previous files
     if isinstance(policy.model, DenseModel):
         config = policy.config.__class__.from_dict(policy.config.to_dict())
         config.architectures = [_architecture(policy)]
@@ -187,11 +188,12 @@ def save(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -
 def load_into(policy: Policy, folder: str | Path) -> None:
     """Replace the weights of ``policy`` by those of a checkpoint, in place.
 
-    Raises ConfigError, naming the first difference, where the checkpoint is of another
-    configuration."""
+    Raises ConfigError, which names the first difference, if the checkpoint has another
+    configuration.
+    """
     folder = Path(folder)
     if difference := config_difference(policy.config, _config(folder)):
-        raise ConfigError(f"{folder} is a checkpoint of another configuration: {difference}")
+        raise ConfigError(f"{folder} is a checkpoint with another configuration: {difference}")
     if isinstance(policy.model, DenseModel):
         load_weights(policy.model, read_weights(folder), str(folder))
     else:
@@ -203,7 +205,7 @@ def _folder(path_or_name: str | Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if folder.exists():
-        raise ConfigError(f"{folder} is no model: it has no config.json")
+        raise ConfigError(f"{folder} is not a model: it has no config.json")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -211,20 +213,19 @@ def _folder(path_or_name: str | Path) -> Path:
         return Path(snapshot_download(str(path_or_name), local_files_only=True))
     except LocalEntryNotFoundError:
         raise ConfigError(
-            f"there is no folder '{path_or_name}', and no model of that name in the Hugging Face "
-            "cache: give a folder, or "
-            f"download it first (hf download {path_or_name})"
+            f"found no folder '{path_or_name}', and no model of that name in the Hugging Face "
+            f"cache: give a folder, or download it first (hf download {path_or_name})"
         ) from None
     except HFValidationError:
         raise ConfigError(
-            f"there is no folder '{path_or_name}': give one with a config.json and weights"
+            f"found no folder '{path_or_name}': give one with a config.json and weights"
         ) from None
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """What tokenizer.json says, and no more: ``AutoTokenizer`` would make it a class of the model's
-    family, which may cut text up in another way. Raises ConfigError where there is none that can be
-    used."""
+    """The tokenizer of tokenizer.json as it is. ``AutoTokenizer`` would use a class of the model's
+    family, which may split text differently. Raises ConfigError if the file is missing or
+    unusable."""
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
             f"{folder} has no tokenizer.json: save its tokenizer as a fast one (use_fast=True) "
@@ -234,15 +235,15 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # noqa: BLE001 (the tokenizers library raises this class itself)
         raise ConfigError(
-            f"{folder}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+            f"{folder}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}"
         ) from None
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     return tokenizer
 
 
 def read_config(path_or_name: str | Path) -> Any:
-    """The configuration of a folder, or of a hub name whose files are on disk, and nothing else of
-    it. Raises ConfigError."""
+    """The configuration in a folder, or with a hub name whose files are on disk; nothing else is
+    loaded. Raises ConfigError."""
     return _config(_folder(path_or_name))
 
 
@@ -251,18 +252,18 @@ def _config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{folder}/config.json is not understood: {str(error).splitlines()[0]}"
+            f"{folder}/config.json cannot be read: {str(error).splitlines()[0]}"
         ) from None
 
 
 def _device(name: torch.device | str) -> torch.device:
-    """Raises ConfigError for one that there is not."""
+    """Raises ConfigError for a device that does not exist."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
-            f"there is no device '{name}' here: {str(error).splitlines()[0]}"
+            f"this machine has no device '{name}': {str(error).splitlines()[0]}"
         ) from None
     return device
 
@@ -284,17 +285,17 @@ def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) 
     check_weights(model, weights, str(folder))
     moved = {}
     with report_progress(
-        "loading", sum(each.nbytes for each in weights.values()), "bytes", str(folder)
+        "loading", sum(tensor.nbytes for tensor in weights.values()), "bytes", str(folder)
     ) as work:
-        for name, each in weights.items():
-            moved[name] = each.to(device, dtype)
-            work.more(each.nbytes)
+        for name, tensor in weights.items():
+            moved[name] = tensor.to(device, dtype)
+            work.more(tensor.nbytes)
     model.load_state_dict(moved, assign=True)
     return model.eval()
 
 
 def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """transformers' own module, for what is not ``DenseModel``."""
+    """transformers' own module, for architectures that ``DenseModel`` does not support."""
     from transformers.utils import logging
 
     shows_progress = logging.is_progress_bar_enabled()
@@ -312,15 +313,15 @@ def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
 def _save_module(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
     state = module.state_dict()
     cast = {
-        name: each.to(dtype) if dtype and each.is_floating_point() else each
-        for name, each in state.items()
+        name: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
     }
     module.save_pretrained(folder, state_dict=cast)
 
 
 def _begin(name: str, parameter: nn.Parameter, seed: int) -> None:
-    """Fill one parameter. Keyed by its name, so that it does not depend on which others there
-    are."""
+    """Initialize one parameter. The random numbers depend on its name, so they do not depend on the
+    other parameters."""
     with torch.no_grad():
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -328,7 +329,7 @@ def _begin(name: str, parameter: nn.Parameter, seed: int) -> None:
         std = float(parameter.shape[1]) ** -0.5 * (0.5 if name.endswith(_OUTPUTS) else 1.0)
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             std = _EMBEDDING_STD
-        # One hash of both: a CPU generator takes no more than 32 bits of its seed.
+        # Hash seed and name together: a CPU generator uses only 32 bits of its seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
@@ -338,18 +339,18 @@ def _generation(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_bytes())) if path.is_file() else {}
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
+        raise ConfigError(f"{path} is not JSON: {error}") from None
 
 
 def _defaults(generation: dict[str, Any]) -> SamplingDefaults:
     if generation.get("do_sample") is False:
         return SamplingDefaults(temperature=0.0)
-    found = {
+    values = {
         name: generation[name]
         for name in ("temperature", "top_p", "top_k")
         if generation.get(name) is not None
     }
-    return msgspec.convert(found, SamplingDefaults, strict=False)
+    return msgspec.convert(values, SamplingDefaults, strict=False)
 
 
 def _generation_config(policy: Policy) -> dict[str, Any]:
@@ -368,26 +369,28 @@ def _generation_config(policy: Policy) -> dict[str, Any]:
 def _stop_ids(
     generation: dict[str, Any], config: Any, tokenizer: PreTrainedTokenizerFast
 ) -> list[int]:
-    found: list[int] = []
-    for given in (
+    ids: list[int] = []
+    for candidate in (
         generation.get("eos_token_id"),
         getattr(config, "eos_token_id", None),
         tokenizer.eos_token_id,
     ):
-        found += given if isinstance(given, list) else [] if given is None else [given]
-    return list(dict.fromkeys(found))
+        ids += (
+            candidate if isinstance(candidate, list) else [] if candidate is None else [candidate]
+        )
+    return list(dict.fromkeys(ids))
 
 
 def _architecture(policy: Policy) -> str:
-    """The name of its class in transformers. The class itself is not asked: it would be imported,
-    which takes seconds."""
+    """Name of its class in transformers. The class itself is not imported, which would take
+    seconds."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[policy.config.model_type])
 
 
 def stored_dtype(config: Any, device: str) -> torch.dtype:
-    """The precision of a checkpoint's weights on a kind of device: fp32 on a CPU, else as
+    """Precision for a checkpoint's weights on a kind of device: fp32 on a CPU, otherwise as
     stored."""
     if device == "cpu":
         return torch.float32
@@ -396,8 +399,8 @@ def stored_dtype(config: Any, device: str) -> torch.dtype:
 
 
 def window_of(config: Any) -> int:
-    """Tokens that prompt and reply together may have. Raises ConfigError where the configuration
-    does not say."""
+    """Maximum tokens of prompt and reply together. Raises ConfigError if the configuration does not
+    say."""
     inner = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         if (window := getattr(inner, name, None)) is not None:

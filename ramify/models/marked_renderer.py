@@ -1,14 +1,14 @@
-"""The renderer of formats with fixed marks: token by token what the tokenizer's template writes,
-and never changed later.
+"""The renderer of formats with fixed marks: it writes the same tokens as the tokenizer's template,
+and never changes them later.
 
-What a template adds to the format is found by asking it, once, when a policy is loaded:
+What a template adds to the format is detected by calling it once when a policy is loaded:
 
-    prelude     what it writes before the first message: a default system message, today's date, the tools
-    opening     how a reply begins besides its mark: an empty thinking block where thinking is off
-    trims       whether it cuts the blanks around a message off
+    prelude     the text before the first message: a default system message, the date, the tools
+    opening     what begins a reply after its mark: an empty thinking block if thinking is off
+    trims       whether it strips the blanks around a message
 
-Histories only grow: the thinking of earlier replies stays where the model wrote it, also where a
-template would drop it. So a path trains as one sequence, and a cache of it stays good.
+Conversations only grow: the thinking of earlier replies stays where the model wrote it, even if a
+template would drop it. So a path trains as one sequence, and its cache stays valid.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _TOOL_TALK = (
 
 
 class MarkedRenderer:
-    """Renders one format. Made by ``renderer.renderer_of``, which tries whether it fits a
-    tokenizer's template."""
+    """Renderer of one format. It is made by ``renderer.renderer_of``, which tests whether it
+    matches a tokenizer's template."""
 
     unstable = ""
 
@@ -61,7 +61,7 @@ class MarkedRenderer:
         *,
         trims: bool = False,
     ) -> None:
-        """Raises ConfigError where the tokenizer has no token for a marker, or the template writes
+        """Raises ConfigError if the tokenizer has no token for a marker, or the template writes
         something else."""
         self.name = format.name
         self._format, self._pieces, self._template, self._trims = format, pieces, template, trims
@@ -76,21 +76,22 @@ class MarkedRenderer:
         self._opening = self._reply_opening()
         self._compare(CANNED)
         self.takes_tools = format.wraps_tools and self._agrees_on_tools()
-        """Whether tools can be offered, and their calls read."""
+        """Whether it can offer tools and read their calls."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Ids of the whole conversation and of the beginning of the next reply.
 
-        Raises ConfigError for a role that the format cannot write."""
+        Raises ConfigError for a role that the format cannot write.
+        """
         if tools and not self.takes_tools:
             raise ConfigError(
-                f"the {self.name} renderer of this tokenizer cannot offer tools: leave native "
-                "tools out"
+                f"the {self.name} renderer of this tokenizer cannot offer tools: remove native "
+                "tools"
             )
         return self._pieces.joined(self._conversation(messages, tools, self._opening))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Ids to append after the sampled ids ``after``: the reply's end where it was not sampled,
+        """Ids to append after the sampled ids ``after``: the reply's end if it was not sampled,
         ``messages``, and the beginning of the next reply."""
         closing = list(self._parts(self._format.closes["assistant"]))
         if after and after[-1] == self._end:
@@ -137,17 +138,17 @@ class MarkedRenderer:
                 )
 
     def _reply(self, message: Message, opening: str) -> Iterator[Part]:
-        """A reply as it is on a path: the given opening, then what the model wrote."""
+        """A reply as it is on a path: the opening, then what the model wrote."""
         thought = message.reasoning is not None
-        given = opening if thought == opening.endswith("<think>\n") else ""
-        written = joined_reply(message).removeprefix(given if thought else "")
-        yield from self._parts(self._format.opens["assistant"] + given)
-        yield None  # the model wrote from here on: no token reaches over this point
+        written_before = opening if thought == opening.endswith("<think>\n") else ""
+        written = joined_reply(message).removeprefix(written_before if thought else "")
+        yield from self._parts(self._format.opens["assistant"] + written_before)
+        yield None  # the model wrote the rest: no token spans this point
         yield written.strip() if self._trims and not thought else written
         yield from self._parts(self._format.closes["assistant"])
 
     def _tool_result(self, messages: Sequence[Message], index: int) -> Iterator[Part]:
-        """Results that follow each other share one user message."""
+        """Consecutive results share one user message."""
         if index == 0 or messages[index - 1].role != "tool":
             yield from self._parts(self._format.opens["user"].rstrip("\n"))
         yield f"\n<tool_response>\n{messages[index].content}\n</tool_response>"
@@ -161,13 +162,13 @@ class MarkedRenderer:
         return message.content.strip() if self._trims else message.content
 
     def _parts(self, text: str) -> Iterator[Part]:
-        """Text of the format or the template with its markers as ids."""
+        """Text of the format or the template, with its markers as ids."""
         for piece in self._marks.split(text):
             if piece:
                 yield self._ids.get(piece, piece)
 
     def _prelude(self, tools: Sequence[Tool]) -> tuple[str, str]:
-        """What the template writes around a system message at the beginning."""
+        """Text that the template writes before and after an initial system message."""
         opens, closes = self._format.opens, self._format.closes
         if "system" not in opens:
             return "", ""
@@ -175,16 +176,16 @@ class MarkedRenderer:
             return self._format.prelude + opens["system"], closes["system"]
         key = msgspec.json.encode(list(tools))
         if key not in self._preludes:
-            before, found, after = self._before_question(
+            before, sentinel, after = self._before_question(
                 [Message("system", _SENTINEL)], tools
             ).partition(_SENTINEL)
-            if not found:
+            if not sentinel:
                 raise ConfigError("the chat template drops the system message")
             self._preludes[key] = before, after
         return self._preludes[key]
 
     def _bare_prelude(self, tools: Sequence[Tool]) -> str:
-        """What the template writes before a first message that is no system message."""
+        """Text that the template writes before a first message that is not a system message."""
         if not self._template.source:
             return self._format.prelude
         key = msgspec.json.encode(list(tools))
@@ -203,39 +204,40 @@ class MarkedRenderer:
         return text.removesuffix(question)
 
     def _reply_opening(self) -> str:
-        """What the template begins a reply with, after the format's own mark."""
+        """Text with which the template begins a reply, after the format's own mark."""
         if not self._template.source:
             return ""
         plain, generating = (
-            self._template.text([_QUESTION], generate=each) for each in (False, True)
+            self._template.text([_QUESTION], generate=generate) for generate in (False, True)
         )
-        begun = plain + self._format.opens["assistant"]
-        if not generating.startswith(begun):
+        expected_start = plain + self._format.opens["assistant"]
+        if not generating.startswith(expected_start):
             raise ConfigError(
-                f"the template begins a reply otherwise: {first_difference(begun, generating)}"
+                "the template begins a reply differently: "
+                f"{first_difference(expected_start, generating)}"
             )
-        return generating.removeprefix(begun)
+        return generating.removeprefix(expected_start)
 
     def _compare(self, talks: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> None:
-        """Raises ConfigError where a talk is written otherwise than by the template, up to the
-        openings of past replies, which templates drop and paths keep."""
+        """Raise ConfigError if a conversation is written differently than by the template, except
+        for the openings of past replies, which templates drop and paths keep."""
         for talk in talks if self._template.source else ():
             if talk[0].role == "system" and "system" not in self._format.opens:
                 continue
-            theirs = self._pieces.marked(self._template.text(talk, generate=True, tools=tools))
-            ours = [
+            expected = self._pieces.marked(self._template.text(talk, generate=True, tools=tools))
+            candidates = [
                 self._unbroken(self._conversation(talk, tools, opening))
                 for opening in ("", self._opening)
             ]
-            if theirs not in ours:
-                texts = self._pieces.decode(ours[0]), self._pieces.decode(theirs)
+            if expected not in candidates:
+                texts = self._pieces.decode(candidates[0]), self._pieces.decode(expected)
                 raise ConfigError(
                     f"the {self.name} renderer differs from the template: "
                     f"{first_difference(*texts)}"
                 )
 
     def _unbroken(self, parts: Iterator[Part]) -> list[int]:
-        """Ids as of one text, where tokens may reach from a reply's header into the reply."""
+        """Ids of the parts as one text, in which tokens may span a reply's header and the reply."""
         return self._pieces.joined(part for part in parts if part is not None)
 
     def _agrees_on_tools(self) -> bool:

@@ -1,15 +1,16 @@
-"""Messages to token ids and back, so that a conversation only ever grows by ids.
+"""Conversion of messages to token ids and back, in which a conversation only ever grows by ids.
 
-    prompt(messages)                        a conversation from its beginning, ready for a reply
-    extend(messages, after=ids)             what to append to a path whose last sampled ids are ``ids``
-    parse(ids)                              the reply that was sampled
+    prompt(messages)              a conversation from its beginning, ready for a reply
+    extend(messages, after=ids)   what to append to a path whose last sampled ids are ``ids``
+    parse(ids)                    the reply that was sampled
 
-    prompt([u])  ──sampled r──▶  prompt([u]) + r  ──extend([o], after=r)──▶  prompt([u]) + r + extend([o], after=r)
-                                                                             = prompt([u, parse(r), o])
+    prompt([u])  ─ sampled r ─▶  prompt([u]) + r
+                 ─ extend([o], after=r) ─▶  prompt([u]) + r + extend([o], after=r)
+                                            = prompt([u, parse(r), o])
 
-The last line holds wherever ``r`` are the ids that the tokenizer itself gives to what they say.
-Which renderer a tokenizer gets is decided by its chat template and its tokens; whatever is chosen
-has written canned conversations as the template itself does, or it is not chosen.
+The last line holds if ``r`` are the ids that the tokenizer itself gives to their text. The chat
+template and the tokens of a tokenizer decide which renderer it gets. A renderer is only chosen if
+it writes canned conversations exactly as the template does.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from ramify.types.message import Message
 
 
 class Renderer(Protocol):
-    """How one policy's conversations are written."""
+    """How one policy's conversations are written as token ids."""
 
     name: str
     """``tiny``, ``chatml``, ``llama3`` or ``template``."""
     stop_ids: tuple[int, ...]
     """Sampling any of these ends a reply."""
     unstable: str
-    """Why ``extend`` is not possible; empty where it is."""
+    """Why ``extend`` is not possible; empty if it is."""
     takes_tools: bool
     """Whether ``prompt`` can offer native tools."""
 
@@ -45,7 +46,7 @@ class Renderer(Protocol):
         ...
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Ids to append after the sampled ids ``after``; closes the reply where its end was not
+        """Ids to append after the sampled ids ``after``; closes the reply if its end was not
         sampled."""
         ...
 
@@ -60,12 +61,13 @@ def renderer_of(
     stop_ids: Sequence[int] = (),
     thinking: bool | None = None,
 ) -> Renderer:
-    """The renderer for a tokenizer. ``stop_ids`` end a reply besides the format's own end;
-    ``thinking`` switches a hybrid model's thinking on or off, where its template knows
+    """The renderer for a tokenizer. ``stop_ids`` end a reply in addition to the format's own end;
+    ``thinking`` switches a hybrid model's thinking on or off, if its template uses
     ``enable_thinking``.
 
-    Raises ConfigError for a tokenizer without its template's tokens, or with neither template nor
-    known tokens."""
+    Raises ConfigError for a tokenizer without its template's tokens, or with neither a template nor
+    known tokens.
+    """
     pieces, template = TextPieces(tokenizer), ChatTemplate(tokenizer, thinking)
     for format in FORMATS:
         if not _uses(format, template, pieces):
@@ -80,8 +82,7 @@ def renderer_of(
         known = ", ".join(format.tokens[0] for format in FORMATS)
         raise ConfigError(
             "the tokenizer has no chat template, and none of the markers of a known format "
-            f"({known}): set its "
-            "chat_template to the one that the model was trained with"
+            f"({known}): set its chat_template to the one that the model was trained with"
         )
     return TemplateRenderer(pieces, template, stop_ids)
 

@@ -1,5 +1,4 @@
-"""A model's raw text taken apart: thinking, content, calls of tools; and written together again, to
-the same letter."""
+"""Split a model's raw text into thinking, content and tool calls, and join them again exactly."""
 
 from __future__ import annotations
 
@@ -14,18 +13,22 @@ _CALL = re.compile(r"\n?<tool_call>\n(\{.*?\})\n</tool_call>", re.DOTALL)
 def split_reply(text: str, *, thinks: bool, tool_calls: bool) -> Message:
     """``"<think>\\nhm\\n</think>\\n\\nyes"`` -> reasoning ``"hm"``, content ``"yes"``.
 
-    ``thinks``: a thinking block at the beginning is reasoning, also one that was cut off.
-    ``tool_calls``: calls at the end, as Qwen writes them, are calls; one that is no JSON stays
-    text."""
+    ``thinks``: a thinking block at the beginning is reasoning, even if it was cut off.
+    ``tool_calls``: calls at the end, in Qwen's format, are tool calls; one that is not JSON stays
+    text.
+    """
     reasoning = None
     if thinks and (text.startswith("<think>") or "</think>" in text):
         inside, _, text = text.removeprefix("<think>").partition("</think>")
         reasoning, text = inside.strip("\n"), text.lstrip("\n")
     calls: tuple[ToolCall, ...] = ()
     if tool_calls and (begin := _CALL.search(text)) is not None:
-        found = [_call(index, body) for index, body in enumerate(_CALL.findall(text))]
-        if None not in found:
-            calls, text = tuple(call for call in found if call is not None), text[: begin.start()]
+        parsed_calls = [_call(index, body) for index, body in enumerate(_CALL.findall(text))]
+        if None not in parsed_calls:
+            calls, text = (
+                tuple(call for call in parsed_calls if call is not None),
+                text[: begin.start()],
+            )
     return Message("assistant", text, reasoning, calls)
 
 

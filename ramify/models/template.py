@@ -1,15 +1,16 @@
-"""A renderer for any chat template: what a conversation's text gains when messages are added to it.
+"""A renderer for any chat template: it appends what a conversation's text gains when messages are
+added.
 
 It renders a conversation once without and once with the added messages, and takes the difference.
-That is only right where a template never changes what it has written before; a few canned
-conversations are tried when a policy is loaded, and ``unstable`` says what was found. Then
-``prompt`` still works, ``extend`` does not.
+That is only right if a template never changes what it wrote before. A few canned conversations are
+tested when a policy is loaded, and ``unstable`` contains the result: if it is not empty, ``prompt``
+works but ``extend`` does not.
 
-Where the end of a reply's header and its beginning would make one token, a path has two, and a
-fresh ``prompt`` one.
+If the end of a reply's header and the beginning of the reply would form one token, a path has two
+tokens and a fresh ``prompt`` one.
 
-The formats that ``marked_renderer.py`` knows are better rendered there: it never reads a marker in
-a message as one. Here a message's markers are made harmless by a zero-width space.
+Formats in ``formats.py`` are better rendered by ``marked_renderer.py``, which never reads a marker
+in a message as one. Here, a zero-width space makes a message's markers harmless.
 """
 
 from __future__ import annotations
@@ -40,21 +41,22 @@ CANNED: tuple[tuple[Message, ...], ...] = (_TALK, (Message("system", "Answer bri
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, called with our messages."""
+    """A tokenizer's chat template, applied to our messages."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, thinking: bool | None) -> None:
-        """``thinking`` is passed on as ``enable_thinking`` where it is not None."""
+        """``thinking`` is passed as ``enable_thinking`` unless it is None."""
         self._tokenizer = tokenizer
         self._fields: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         self.source = _source(tokenizer)
-        """The template itself; empty where the tokenizer has none."""
+        """The template itself; empty if the tokenizer has none."""
 
     def text(
         self, messages: Sequence[Message], *, generate: bool, tools: Sequence[Tool] = ()
     ) -> str:
         """The conversation as text; ``generate`` adds the beginning of the next reply.
 
-        Raises ConfigError where the template refuses these messages."""
+        Raises ConfigError if the template refuses these messages.
+        """
         from jinja2 import TemplateError
 
         try:
@@ -81,7 +83,7 @@ class ChatTemplate:
 
 
 class TemplateRenderer:
-    """Renders by the tokenizer's own template."""
+    """Renderer that uses the tokenizer's own template."""
 
     name = "template"
     takes_tools = False
@@ -101,13 +103,13 @@ class TemplateRenderer:
         """Ids of the whole conversation and of the beginning of the next reply."""
         if tools:
             raise ConfigError(
-                "this tokenizer's replies are not read for calls of tools: leave native tools out"
+                "this tokenizer's replies are not parsed for tool calls: remove native tools"
             )
         safe = [self._harmless(message) for message in messages]
         return self._pieces.marked(self._template.text(safe, generate=True))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Ids to append after the sampled ids ``after``. Raises ConfigError where the template is
+        """Ids to append after the sampled ids ``after``. Raises ConfigError if the template is
         ``unstable``."""
         if self.unstable:
             raise ConfigError(f"this chat template cannot be extended: {self.unstable}")
@@ -122,15 +124,15 @@ class TemplateRenderer:
         )
 
     def _gain(self, messages: Sequence[Message]) -> str:
-        """What the template writes after a reply's text, with ``messages`` following it."""
-        whole = self._template.text([*_STAND_IN, *messages], generate=True)
-        _, reply, gain = whole.rpartition(_STAND_IN[1].content)
+        """What the template writes after a reply's text when ``messages`` follow it."""
+        text = self._template.text([*_STAND_IN, *messages], generate=True)
+        _, reply, gain = text.rpartition(_STAND_IN[1].content)
         if not reply:
-            raise ConfigError(f"the chat template does not write what a reply says: {whole[:80]!r}")
+            raise ConfigError(f"the chat template does not write a reply's content: {text[:80]!r}")
         return gain
 
     def _why_unstable(self) -> str:
-        """The reason why extending differs from rendering afresh; empty where it does not."""
+        """Why extending differs from rendering from scratch; empty if it does not."""
         for talk in filter(self._template.accepts, CANNED):
             for end in range(len(talk)):
                 if talk[end].role == "assistant" and (reason := self._differs(talk, end)):
@@ -138,7 +140,7 @@ class TemplateRenderer:
         return ""
 
     def _differs(self, talk: Sequence[Message], reply: int) -> str:
-        """How the path up to the reply at index ``reply`` and the messages after differs from a
+        """How the path up to the reply at index ``reply`` and the messages after it differ from a
         fresh rendering."""
         path = self._template.text(talk[:reply], generate=True) + talk[reply].content
         fresh = self._template.text(talk[: reply + 2], generate=True)
@@ -158,7 +160,7 @@ class TemplateRenderer:
         if self._markers is None or not self._markers.search(message.content):
             return message
         content = self._markers.sub(
-            lambda found: found[0][0] + "\u200b" + found[0][1:], message.content
+            lambda match: match[0][0] + "\u200b" + match[0][1:], message.content
         )
         return Message(
             message.role, content, message.reasoning, message.tool_calls, message.tool_call_id
@@ -166,7 +168,7 @@ class TemplateRenderer:
 
 
 def _source(tokenizer: PreTrainedTokenizerFast) -> str:
-    """The default one, where a tokenizer has several."""
+    """The template, or the default one of several."""
     template = tokenizer.chat_template
     return str(template.get("default", "")) if isinstance(template, dict) else template or ""
 

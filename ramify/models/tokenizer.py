@@ -1,13 +1,13 @@
-"""A small byte-level BPE tokenizer, trained in code from given texts: the one of policies that are
-made from nothing.
+"""A small byte-level BPE tokenizer, trained on given texts, for policies that are trained from
+scratch.
 
     <|u|>count rows of 'red'<0x0A>len 812<|a|>print(context[:70])<|end|>
 
-Pieces are words with the space before them, single digits, newlines, runs of signs, runs of blanks;
-so numbers are copied digit by digit, and 'red' keeps its quote apart (GPT-2's rule for English
-contractions would make it 're + d). Every byte has a token, so that any text can be written. The
-conversation's form is the format ``tiny`` of ``formats.py``, also as a chat template, so that other
-programs render the same.
+Text is split into words with the space before them, single digits, newlines, runs of punctuation
+and runs of blanks. So numbers are copied digit by digit, and 'red' keeps its quote separate
+(GPT-2's rule for English contractions would make it 're + d). Every byte has a token, so any text
+can be written. The conversation format is ``tiny`` of ``formats.py``, also written as a chat
+template, so that other programs render the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAD, USER, ASSISTANT, END = "<|pad|>", "<|u|>", "<|a|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, USER, ASSISTANT, END)
 """Ids 0 to 3."""
 UNKNOWN = "<|?|>"
-"""Of a tokenizer of words; id 4."""
+"""The unknown token of a word tokenizer; id 4."""
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'assistant' %}<|a|>{{ message.content }}<|end|>"
@@ -41,14 +41,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTo
     """A tokenizer of ``vocab_size`` tokens: 4 special ones, 256 bytes, and the most frequent merges
     in ``texts``.
 
-    The same texts give the same tokenizer. Raises ConfigError where the texts hold fewer merges
-    than were asked for, since the model's embedding would then be larger than what its ids
-    reach."""
+    The same texts give the same tokenizer. Raises ConfigError if the texts contain fewer merges
+    than requested, since the model's embedding would then have rows that no id reaches.
+    """
     least = len(SPECIAL_TOKENS) + _NUM_BYTES
     if vocab_size < least:
         raise ConfigError(
-            f"a vocabulary of {vocab_size} is too small: {least} tokens stand for bytes and "
-            "markers alone"
+            f"a vocabulary of {vocab_size} is too small: bytes and markers alone take {least} "
+            "tokens"
         )
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(_PIECES), "isolated")
@@ -64,39 +64,40 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTo
     bpe.train_from_iterator(texts, trainer)
     if bpe.get_vocab_size() != vocab_size:
         raise ConfigError(
-            f"the texts give a vocabulary of {bpe.get_vocab_size()} tokens, not {vocab_size}: give "
-            "more texts, or ask for fewer"
+            f"the texts give a vocabulary of {bpe.get_vocab_size()} tokens, not {vocab_size}: "
+            "give more texts, or a smaller vocab_size"
         )
     return _conversing(bpe)
 
 
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer that knows ``words`` and nothing else: at each place the longest that fits is one
-    token; what lies between them is unknown. For languages that were made up for a policy. A text
-    of words comes back to the letter.
+    """A tokenizer that knows only ``words``: at each position the longest match is one token, and
+    text between matches is unknown. For languages made up for a policy. A text of words survives a
+    round trip exactly.
 
-    Raises ConfigError for a word that is there twice, empty, or a marker."""
+    Raises ConfigError for a word that is duplicate, empty, or a marker.
+    """
     vocabulary = [*SPECIAL_TOKENS, UNKNOWN, *words]
     if not words or len(set(vocabulary)) < len(vocabulary) or "" in vocabulary:
-        twice = sorted({word for word in vocabulary if not word or vocabulary.count(word) > 1})
+        invalid = sorted({word for word in vocabulary if not word or vocabulary.count(word) > 1})
         raise ConfigError(
-            "the words of a tokenizer must be there, not empty, and different; these are not: "
-            f"{twice}"
+            "the words of a tokenizer must be given, not empty, and distinct; these are not: "
+            f"{invalid}"
         )
-    whole = Tokenizer(
+    word_level = Tokenizer(
         models.WordLevel({word: id for id, word in enumerate(vocabulary)}, unk_token=UNKNOWN)
     )
     longest_first = sorted(words, key=len, reverse=True)
-    whole.pre_tokenizer = pre_tokenizers.Split(
+    word_level.pre_tokenizer = pre_tokenizers.Split(
         Regex("|".join(map(re.escape, longest_first))), "isolated"
     )
-    whole.decoder = decoders.Fuse()
-    return _conversing(whole, unk_token=UNKNOWN)
+    word_level.decoder = decoders.Fuse()
+    return _conversing(word_level, unk_token=UNKNOWN)
 
 
 def _conversing(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
     """``tokenizer`` with the markers and the template of conversations."""
-    whole = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
@@ -104,5 +105,5 @@ def _conversing(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast
         clean_up_tokenization_spaces=False,
         **special,
     )
-    whole.chat_template = TEMPLATE
-    return whole
+    wrapped.chat_template = TEMPLATE
+    return wrapped

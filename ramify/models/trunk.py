@@ -1,16 +1,16 @@
-"""A model as the trainer sees it: hidden states over one packed axis of tokens, and logits of some
-of them.
+"""A model as the trainer sees it: hidden states over one packed token axis, and logits of some of
+them.
 
-    Dense                    forest attention
-    transformers module      forest attention through its attention interface, where a probe gives the numbers of separate
-                             rows; else padded rows of whole paths, by its own attention
+    DenseModel             forest attention
+    transformers module    forest attention through its attention interface, if a probe gives the
+                           numbers of separate rows; otherwise padded rows of whole paths, with its
+                           own attention
 
-A model whose layers keep a state (linear attention, state spaces), look through a sliding window or
-scale scores in some way of their own cannot take a forest; it runs on rows, and ``shares`` tells
-the packer so.
+A model whose layers keep a state (linear attention, state spaces), use a sliding window or scale
+scores in a special way cannot run a forest. It runs on rows, and ``shares`` tells the packer so.
 
-Legend: T tokens of a batch, N rows of hidden states, D width, B rows of a padded batch, L the
-longest of them.
+Legend: T tokens of a batch, N rows of hidden states, D width, B rows of a padded batch, L length of
+the longest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ramify.types.sequence import Segment
 
 
 class ModelTrunk(Protocol):
-    """Everything of a model but what a loss does with it."""
+    """A model without its loss: hidden states and logits."""
 
     @property
     def shares(self) -> bool:
@@ -38,13 +38,13 @@ class ModelTrunk(Protocol):
         ...
 
     def scope(self) -> AbstractContextManager[None]:
-        """To be entered around forward and backward passes; outside it the model is as it was."""
+        """Context for forward and backward passes; outside it the model is unchanged."""
         ...
 
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
     ) -> Tensor:
-        """[N, D] after the last norm: those of ``rows_N``, [N] different indices."""
+        """[N, D] after the last norm, of the rows ``rows_N``, [N] distinct indices."""
         ...
 
     def logits(self, h_ND: Tensor) -> Tensor:
@@ -53,15 +53,15 @@ class ModelTrunk(Protocol):
 
 
 def trunk_of(model: Any) -> ModelTrunk:
-    """The trunk of a model in evaluation mode; ConfigError where its output cannot be computed from
-    hidden states."""
-    if hasattr(model, "get_base_model"):  # adapters of PEFT stand inside the model itself
+    """The trunk of a model in evaluation mode. Raises ConfigError if its output cannot be computed
+    from hidden states."""
+    if hasattr(model, "get_base_model"):  # PEFT's adapters are inside the model itself
         model = model.get_base_model()
     return DenseTrunk(model) if isinstance(model, DenseModel) else ModuleTrunk(model)
 
 
 class DenseTrunk:
-    """Implements ``ModelTrunk``."""
+    """Trunk of a ``DenseModel``. Implements ``ModelTrunk``."""
 
     shares = True
 
@@ -81,12 +81,12 @@ class DenseTrunk:
 
 
 class ModuleTrunk:
-    """Implements ``ModelTrunk`` for a causal language model of transformers."""
+    """Trunk of a transformers causal language model. Implements ``ModelTrunk``."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._body = model.base_model
-        # One for all trunks of a model: the trainer's, and the engine's where it samples from the
+        # One for all trunks of a model: the trainer's, and the engine's if it samples from the
         # same module.
         self._current = getattr(self._body, "ramify_forest", None) or _CurrentAttention()
         for module in self._body.modules():
@@ -98,15 +98,15 @@ class ModuleTrunk:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        # The model may be the one that the engine samples from, with its own attention and cache.
-        own = self._model.config._attn_implementation
+        # The engine may sample from the same model, with its own attention and cache.
+        original = self._model.config._attn_implementation
         if self.shares:
             register()
             self._model.set_attn_implementation(NAME)
         try:
             yield
         finally:
-            self._model.set_attn_implementation(own)
+            self._model.set_attn_implementation(original)
             self._current.attend = None
 
     def hidden(
@@ -120,9 +120,10 @@ class ModuleTrunk:
         return self.attended(ids_T, positions_T, ForestAttention(segments))
 
     def attended(self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttention) -> Tensor:
-        """[T, D], with attention by ``attend``; inside ``scope``, and only where it ``shares``."""
-        # Stays set until the scope ends: layers that are computed again in the backward pass look
-        # for it then.
+        """[T, D], with attention by ``attend``; only inside ``scope``, and only if the model
+        ``shares``."""
+        # Stays set until the scope ends: layers that are recomputed in the backward pass need it
+        # again.
         self._current.attend = attend
         out = self._body(
             input_ids=ids_T[None],
@@ -136,7 +137,7 @@ class ModuleTrunk:
         return self._scale(self._model.get_output_embeddings()(h_ND).float())
 
     def _on_rows(self, ids_T: Tensor, segments: Many[Segment]) -> Tensor:
-        """Segments are whole paths: padded at their ends, where a causal model does not look."""
+        """Hidden states of whole paths, padded at their ends, which a causal model ignores."""
         if any(segment.parent >= 0 for segment in segments):
             raise ConfigError(
                 "this model runs on rows, but the batch has shared segments: pack it with "
@@ -152,7 +153,7 @@ class ModuleTrunk:
         return cast(Tensor, out.last_hidden_state[inside_BL.to(ids_T.device)])
 
     def _can_share(self, ids: Tensor) -> bool:
-        """Whether a small forest gives what its paths give by themselves."""
+        """Whether a small forest gives the same numbers as its separate paths."""
         config = self._model.config
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
             return False
@@ -160,7 +161,7 @@ class ModuleTrunk:
         positions = torch.tensor([0, 1, 2, 3, 2, 3, 4], device=ids.device)
         forest = [Segment(0, 2, -1), Segment(2, 4, 0), Segment(4, 7, 0)]
         with torch.no_grad():
-            wanted = torch.stack(
+            expected = torch.stack(
                 [self._on_rows(ids[row], [Segment(0, len(row), -1)])[-1] for row in rows]
             )
             self.shares = True
@@ -169,44 +170,43 @@ class ModuleTrunk:
                     h_TD = self._all_hidden(ids, positions, forest)
             except (NotImplementedError, ValueError, TypeError, RuntimeError):
                 return False
-        tolerance = 1e-3 if wanted.dtype == torch.float32 else 5e-2
+        tolerance = 1e-3 if expected.dtype == torch.float32 else 5e-2
         return bool(
-            torch.allclose(h_TD[[3, 6]].float(), wanted.float(), rtol=tolerance, atol=tolerance)
+            torch.allclose(h_TD[[3, 6]].float(), expected.float(), rtol=tolerance, atol=tolerance)
         )
 
     def _check_head(self, ids: Tensor) -> None:
         with torch.no_grad():
             row = [Segment(0, len(ids), -1)]
             with self.scope():
-                ours = self.logits(
+                logits = self.logits(
                     self._all_hidden(ids, torch.arange(len(ids), device=ids.device), row)
                 )
-            theirs = self._model(input_ids=ids[None], use_cache=False).logits[0].float()
-        if not torch.allclose(ours, theirs, rtol=5e-2, atol=5e-2):
+            expected = self._model(input_ids=ids[None], use_cache=False).logits[0].float()
+        if not torch.allclose(logits, expected, rtol=5e-2, atol=5e-2):
             raise ConfigError(
                 f"{type(self._model).__name__}: its logits are not its output matrix times its "
-                "hidden states (largest "
-                f"difference {float((ours - theirs).abs().max()):.3g}), so its log-probabilities "
-                "cannot be trained here"
+                "hidden states (largest difference "
+                f"{float((logits - expected).abs().max()):.3g}), so its log-probabilities cannot "
+                "be trained here"
             )
 
 
 class _CurrentAttention:
-    """Where the layers of one model find the attention of the batch that they compute."""
+    """Holder from which the layers of one model get the attention of the current batch."""
 
     attend: CausalAttention | None = None
 
 
 NAME = "ramify_forest"
-"""Of the attention function, as transformers knows it."""
+"""Name of the attention function in transformers."""
 _MEANINGLESS = {"sliding_window", "is_causal", "position_ids", "cache_position", "use_cache"}
-"""Arguments of attention functions that change nothing here, as those that only ask for more output
-(``output_…``) do not; any other that is set is refused."""
+"""Arguments of attention functions that have no effect here, like those that only request more
+output (``output_…``); any other argument that is set is rejected."""
 
 
 def register() -> None:
-    """Make the function known to transformers, under ``NAME``; once is enough, more does no
-    harm."""
+    """Register the function with transformers under ``NAME``; repeated calls do no harm."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -226,12 +226,12 @@ def _attention(
     """transformers' signature: query [1, H, T, d], key and value [1, K, T, d] -> [1, T, H, d]."""
     unknown = [
         name
-        for name, each in more.items()
-        if each is not None and name not in _MEANINGLESS and not name.startswith("output_")
+        for name, argument in more.items()
+        if argument is not None and name not in _MEANINGLESS and not name.startswith("output_")
     ]
     if unknown or attention_mask is not None or dropout:
         raise NotImplementedError(
-            f"forest attention knows no {', '.join(unknown) or 'mask or dropout'}"
+            f"forest attention does not support {', '.join(unknown) or 'mask or dropout'}"
         )
     attend = module.ramify_forest.attend
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -241,8 +241,8 @@ def _attention(
 
 
 def _logit_scale(config: Any) -> Callable[[Tensor], Tensor]:
-    """What some families do with logits: soft caps (Gemma), a factor (Cohere), a divisor
-    (Granite)."""
+    """Transformation of the logits in some families: soft caps (Gemma), a factor (Cohere), a
+    divisor (Granite)."""
     cap, factor = (
         getattr(config, "final_logit_softcapping", None),
         getattr(config, "logit_scale", None),

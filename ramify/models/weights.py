@@ -1,8 +1,8 @@
 """Weights of a policy on disk: safetensors in Hugging Face's layout, one file or several with an
 index.
 
-Reading compares before it copies, and names the first thing that does not fit. Writing casts where
-asked, stores a tied output matrix once, and splits what is larger than five gigabytes.
+Reading compares before it copies, and names the first tensor that does not fit. Writing casts if
+requested, stores a tied output matrix once, and splits files larger than five gigabytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ramify.errors import ConfigError, StoreError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _IGNORED = ("rotary_emb.inv_freq",)
-"""Ends of keys that old checkpoints hold and that are computed."""
+"""Suffixes of keys in old checkpoints whose values are computed instead."""
 _UNCHECKED = frozenset(
     {
         "_name_or_path",
@@ -33,12 +33,12 @@ _UNCHECKED = frozenset(
         "return_dict",
     }
 )
-"""Fields of a configuration that change no number."""
+"""Fields of a configuration that do not affect the computation."""
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, mapped from disk. Raises StoreError where there are none or a
-    file is broken."""
+    """All tensors of a checkpoint, mapped from disk. Raises StoreError if there are none or a file
+    is broken."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -54,7 +54,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def check_weights(module: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
-    """Raises ConfigError that names the first tensor that is missing, too many, or of another
+    """Raise ConfigError, which names the first tensor that is missing, unexpected, or has another
     shape."""
     expected = module.state_dict()
     shared = _shared(module)
@@ -63,14 +63,13 @@ def check_weights(module: nn.Module, weights: Mapping[str, Tensor], where: str) 
             if name in shared and shared[name] in weights:
                 continue
             raise ConfigError(
-                f"{where} has no tensor '{name}', which its config.json asks for: the checkpoint "
-                "is not whole"
+                f"{where} has no tensor '{name}', which its config.json requires: the checkpoint "
+                "is incomplete"
             )
         if weights[name].shape != tensor.shape:
             raise ConfigError(
-                f"{where}: tensor '{name}' is {_shape(weights[name])}, and {_shape(tensor)} by the "
-                "configuration: "
-                "the weights belong to another config.json"
+                f"{where}: tensor '{name}' is {_shape(weights[name])}, but {_shape(tensor)} in "
+                "the configuration: the weights belong to another config.json"
             )
     if extra := next((name for name in weights if name not in expected), None):
         raise ConfigError(
@@ -81,8 +80,8 @@ def check_weights(module: nn.Module, weights: Mapping[str, Tensor], where: str) 
 def load_weights(
     module: nn.Module, weights: Mapping[str, Tensor], where: str = "the checkpoint"
 ) -> None:
-    """Copy ``weights`` into the parameters of ``module``, in their place and precision. Raises as
-    ``check_weights``."""
+    """Copy ``weights`` into the parameters of ``module``, in place and in their precision. Raises
+    like ``check_weights``."""
     check_weights(module, weights, where)
     expected = module.state_dict()
     with torch.no_grad():
@@ -91,7 +90,7 @@ def load_weights(
 
 
 def write_weights(module: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the parameters of ``module`` into ``folder``, cast to ``dtype`` where given."""
+    """Write the parameters of ``module`` to ``folder``, cast to ``dtype`` if given."""
     from huggingface_hub import save_torch_state_dict
 
     state = module.state_dict()
@@ -101,8 +100,8 @@ def write_weights(module: nn.Module, folder: Path, dtype: torch.dtype | None = N
 
 
 def config_difference(ours: Any, theirs: Any) -> str:
-    """The first field in which two Hugging Face configurations differ in a way that matters; empty
-    where none."""
+    """The first relevant field in which two Hugging Face configurations differ; empty if there is
+    none."""
     mine, other = ours.to_dict(), theirs.to_dict()
     for name in ["model_type", *sorted(mine.keys() | other.keys())]:
         if name not in _UNCHECKED and mine.get(name) != other.get(name):
@@ -123,18 +122,19 @@ def _files(folder: Path) -> Iterator[Path]:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError) as error:
         raise StoreError(
-            f"{index} is no index of safetensors files: {error!r}; copy or download it again"
+            f"{index} is not an index of safetensors files: {error!r}; copy or download it again"
         ) from None
     for name in names:
         if not (folder / name).is_file():
             raise StoreError(
-                f"{folder}: {_INDEX} names {name}, which is not there: the download is not whole"
+                f"{folder}: {_INDEX} names {name}, which is missing: the download is incomplete"
             )
         yield folder / name
 
 
 def _shared(module: nn.Module) -> dict[str, str]:
-    """Names of parameters that are another one, such as a tied output matrix -> that other name."""
+    """Parameter name -> the other name of the same parameter, such as that of a tied output
+    matrix."""
     first: dict[int, str] = {}
     shared = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -1,8 +1,10 @@
-"""Large values by content: ``blobs/ab/abcd…`` holds the bytes whose SHA-256 is ``abcd…``, once.
+"""Large values stored by content: ``blobs/ab/abcd…`` holds the bytes whose SHA-256 is ``abcd…``,
+once.
 
-A blob is written to a file of its own and renamed into place, so that a reader sees all of it or
-nothing. Leaves out which blobs are still needed (``prune.py``) and what the bytes mean (whoever
-puts them).
+A blob is written to a separate file and renamed into place, so a reader sees all of it or nothing.
+
+Not here: which blobs are still needed (see ``prune.py``) and what the bytes mean (the caller
+decides).
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class BlobStore:
         return self.root / digest[:2] / digest
 
     def put(self, data: Bytes, digest: str | None = None) -> str:
-        """The digest of ``data``, which is now stored. ``digest`` spares the hashing where the
-        caller has it."""
+        """Store ``data`` and return its digest. Pass ``digest`` to skip the hashing if it is
+        known."""
         data = memoryview(data).cast("B")
         digest = digest or hashlib.sha256(data).hexdigest()
         path = self.path(digest)
@@ -56,7 +58,7 @@ class BlobStore:
         return digest
 
     def get(self, digest: str) -> bytes:
-        """The bytes, checked against their name."""
+        """The bytes, verified against their digest."""
         with self.map(digest) as view:
             data = bytes(view)
         if hashlib.sha256(data).hexdigest() != digest:
@@ -68,7 +70,7 @@ class BlobStore:
 
     @contextmanager
     def map(self, digest: str) -> Iterator[memoryview]:
-        """The bytes as a read-only view of the file, without a copy and without a check."""
+        """The bytes as a read-only view of the file, without a copy or verification."""
         path = self.path(digest)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -88,15 +90,15 @@ class BlobStore:
             os.close(fd)
 
     def flush_failed(self, error: OSError) -> None:
-        """A blob that did not reach the disk is found damaged when it is read; its run can still be
-        shown."""
+        """Nothing to do: a blob that did not reach the disk is found damaged when it is read, and
+        its run can still be shown."""
 
     def __contains__(self, digest: str) -> bool:
         return self.path(digest).exists()
 
     def list(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Every file, those left behind by a writer that was killed included (their names begin
-        with a dot)."""
+        """Every file, including those that a killed writer left behind (their names begin with a
+        dot)."""
         if not self.root.is_dir():
             return
         for folder in os.scandir(self.root):
@@ -108,8 +110,8 @@ class BlobStore:
                         continue
 
     def delete(self, digest: str, spare_after: float) -> int:
-        """Delete the blob unless it was put again after ``spare_after`` (Unix time); the bytes
-        freed."""
+        """Delete the blob unless it was put again after ``spare_after`` (Unix time); returns the
+        bytes freed."""
         path = self.path(digest)
         with self._hold(fcntl.LOCK_EX):
             try:
@@ -123,8 +125,8 @@ class BlobStore:
 
     @contextmanager
     def _hold(self, how: int) -> Iterator[None]:
-        """Keeps "it is there, so I need not write it" and "nobody needs it, so I delete it"
-        apart."""
+        """Lock that separates "it exists, so I do not write it" from "it is not needed, so I delete
+        it"."""
         lock = self.root / ".lock"
         try:
             fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
@@ -140,7 +142,7 @@ class BlobStore:
 
 
 def _refresh(path: Path, size: int) -> bool:
-    """Whether the whole blob is there; if so it now counts as put a moment ago."""
+    """Whether the complete blob exists; if so, its time is renewed as if it had just been put."""
     try:
         if path.stat().st_size != size:
             return False

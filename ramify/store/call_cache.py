@@ -1,7 +1,8 @@
-"""Replies kept by the hash of what was asked, over all runs; used only where a user asks for it.
+"""Cache of replies by the hash of the request, shared by all runs; only used on request.
 
-The hash covers model, whole prompt and sampling, so a hit is a reply to the very same request. A
-cache that cannot be read or written is a StoreError, not a silent miss: a miss costs money.
+The hash covers the model, the whole prompt and the sampling settings, so a hit is a reply to
+exactly the same request. A cache that cannot be read or written raises StoreError instead of
+missing silently, because a miss costs money.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CallCache:
-    """``get`` and ``put`` replies. Safe for several threads and processes at once."""
+    """Persistent cache of replies. Safe for several threads and processes at once."""
 
     def __init__(self, store: Store) -> None:
         self.path = make_folder(store.root / "cache") / "replies.sqlite"
@@ -52,8 +53,8 @@ class CallCache:
             raise self._failed(error) from error
 
     def put(self, prompt_hash: str, reply: Reply) -> None:
-        """Keep ``reply``. One with text that is not Unicode is left out: it could not be read back
-        as it was."""
+        """Store ``reply``. A reply with text that is not valid Unicode is skipped, since it could
+        not be read back exactly."""
         try:
             data = msgspec.msgpack.encode(reply)
         except UnicodeEncodeError:
@@ -63,7 +64,7 @@ class CallCache:
         )
 
     def prune(self, older_than_s: float = 0.0) -> int:
-        """Delete replies that were stored longer ago than that; how many."""
+        """Delete replies that were stored more than ``older_than_s`` ago; returns how many."""
         deleted = self._change("DELETE FROM replies WHERE at <= ?", time.time() - older_than_s)
         with self._lock:
             self._database.execute("VACUUM")
@@ -86,6 +87,6 @@ class CallCache:
 
     def _failed(self, error: Exception) -> StoreError:
         return StoreError(
-            f"the call cache {self.path} cannot be used: {error}; delete the file, or ask without "
-            "it"
+            f"the call cache {self.path} cannot be used: {error}; delete the file, or run without "
+            "the cache"
         )

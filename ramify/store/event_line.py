@@ -1,8 +1,8 @@
-"""One event as one line of JSON, whatever the event holds.
+"""One event as one line of JSON, whatever the event contains.
 
-The fast path is one call of the codec. The slow path is for what JSON or UTF-8 cannot hold, and for
-secrets: lone surrogates become ``\\\\udc80`` escapes, an infinite number the largest finite one, a
-secret ``«redacted NAME»``.
+The fast path is a single call of the codec. The slow path handles values that JSON or UTF-8 cannot
+represent, and secrets: lone surrogates become ``\\\\udc80`` escapes, an infinite number becomes the
+largest finite one, and a secret becomes ``«redacted NAME»``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode_line(event: AnyEvent, secrets: SecretRedactor) -> bytes:
-    """``event`` as JSON and a newline."""
+    """``event`` as JSON with a newline."""
     if (
         type(event) is ReplyReceived
         and event.reply.logprobs
@@ -38,9 +38,8 @@ def encode_line(event: AnyEvent, secrets: SecretRedactor) -> bytes:
 def _plain_line(event: AnyEvent, secrets: SecretRedactor, cause: Exception | None = None) -> bytes:
     try:
         plain = msgspec.to_builtins(event)
-        may_be_nan = (
-            type(event) is not ReplyReceived
-        )  # what a session answered may be anything; log-probabilities may not
+        # A session may return any value, but log-probabilities must be numbers.
+        may_be_nan = type(event) is not ReplyReceived
         return (
             _encoder.encode(
                 {key: _clean(value, secrets, may_be_nan) for key, value in plain.items()}

@@ -1,8 +1,8 @@
-"""Group commit: one thread per store that puts written files on the disk, so that no event loop
-waits for it.
+"""Group commit: one thread per store that flushes written files to disk, so that no event loop
+waits for the disk.
 
-append ── flush(file) ──> due {file: owner} ──> thread: fsync, once however often it was asked for meanwhile
-close ─── settle(owner): what is due is done here, what is under way is waited for
+    append ── flush(file) ──▶ due {file: owner} ──▶ thread: one fsync for all requests so far
+    close  ── settle(owner): runs what is due, and waits for what is in progress
 """
 
 from __future__ import annotations
@@ -13,20 +13,24 @@ from pathlib import Path
 from typing import Protocol
 
 IDLE_S = 2.0
+"""Seconds without work after which the thread ends."""
 
 
 File = int | Path
-"""An open descriptor, or a file to open for the purpose: so that what waits holds no descriptor."""
+"""An open descriptor, or a file to open when it is flushed, so that waiting files hold no
+descriptors."""
 
 
 class FlushTarget(Protocol):
+    """Owner of flushed files, which is notified of errors."""
+
     def flush_failed(self, error: OSError) -> None:
-        """The bytes may not be on the disk."""
+        """The bytes may not be on disk."""
         ...
 
 
 class FsyncFlusher:
-    """``fsync`` in the background, many requests for one file as one."""
+    """``fsync`` in a background thread; several requests for one file become one."""
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
@@ -36,6 +40,7 @@ class FsyncFlusher:
         self._running = False
 
     def flush(self, file: File, owner: FlushTarget) -> None:
+        """Queue ``file`` for a flush, and return at once."""
         with self._turn:
             self._due[file] = owner
             if self._running:
@@ -44,11 +49,11 @@ class FsyncFlusher:
             self._running = True
         try:
             threading.Thread(target=self._run, name="ramify-flusher", daemon=True).start()
-        except RuntimeError:  # the interpreter is going down: ``settle`` does the work
+        except RuntimeError:  # the interpreter is shutting down: ``settle`` does the work
             self._running = False
 
     def settle(self, owner: FlushTarget) -> None:
-        """Returns when nothing of ``owner`` is due or under way."""
+        """Return once no file of ``owner`` is due or in progress."""
         with self._turn:
             mine = [file for file, other in self._due.items() if other is owner]
             for file in mine:
@@ -69,7 +74,7 @@ class FsyncFlusher:
                 self._turn.notify_all()
 
     def _next(self) -> bool:
-        """Take the oldest file that is due; False after an idle while, which ends the thread."""
+        """Take the oldest due file; False after ``IDLE_S`` without one, which ends the thread."""
         with self._turn:
             if not self._due:
                 self._turn.wait_for(lambda: bool(self._due), IDLE_S)
@@ -92,6 +97,6 @@ def _sync(file: File, owner: FlushTarget) -> None:
         finally:
             os.close(fd)
     except FileNotFoundError:
-        return  # deleted since: nothing to keep
+        return  # deleted meanwhile: nothing to flush
     except OSError as error:
         owner.flush_failed(error)

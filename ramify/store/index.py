@@ -1,8 +1,7 @@
-"""One line per run for a listing, remembered so that thousands of journals need not be read again.
+"""Summaries of runs for a listing, cached so that thousands of journals need not be read again.
 
-The index is a cache of the journals and is never trusted over them: an entry counts while the
-journal's size and time of change are what they were. Writers do not touch it. If it is lost, locked
-or damaged, a listing reads the journals.
+The index is only a cache: an entry is valid while the journal's size and modification time are
+unchanged. Writers do not touch it. If it is lost, locked or damaged, a listing reads the journals.
 """
 
 from __future__ import annotations
@@ -21,11 +20,15 @@ from ramify.types.trajectory import Stop
 if TYPE_CHECKING:
     import sqlite3
 
-_SCHEMA = "CREATE TABLE IF NOT EXISTS runs (id TEXT PRIMARY KEY, size INTEGER, changed INTEGER, summary BLOB)"
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS runs "
+    "(id TEXT PRIMARY KEY, size INTEGER, changed INTEGER, summary BLOB)"
+)
 PATIENCE_S = 2.0
-"""To wait for another process that writes the index, before the journals are read instead."""
+"""How long to wait for another process that writes the index before reading the journals
+instead."""
 _VERSION = 2
-"""Of the summaries; a file with another one is made anew."""
+"""Version of the summaries; an index with another version is rebuilt."""
 
 
 class RunSummary(msgspec.Struct, omit_defaults=True):
@@ -33,33 +36,35 @@ class RunSummary(msgspec.Struct, omit_defaults=True):
 
     id: str
     question: str = ""
-    """The first one of a conversation."""
+    """The first question of a conversation."""
     model: str = ""
-    """Of the root call."""
+    """Model of the root call."""
     started_at: float = 0.0
     """Unix time."""
     seconds: float = 0.0
     """From the start to the last event."""
     num_questions: int = 0
     num_calls: int = 0
-    """Calls in the tree, the root included."""
+    """Calls in the tree, including the root."""
     depth: int = 0
     usage: Usage = Usage()
     cost: float | None = None
-    """Dollars; None where no model had a price."""
+    """Dollars; None if no model had a price."""
     stop: Stop | None = None
-    """None while the run is written, and where it was killed."""
+    """None while the run is being written, and if it was killed."""
     num_bytes: int = 0
-    """Of the journal, without blobs."""
+    """Size of the journal, without blobs."""
     alive: bool = False
     """Whether a process is writing it now."""
     problem: str | None = None
     """Why the journal could not be read."""
     rewards: dict[str, float] = {}
-    """Of the whole run, where it was scored."""
+    """Rewards of the whole run, if it was scored."""
 
 
 class _Bill(msgspec.Struct):
+    """The costs in a reply."""
+
     usage: Usage = Usage()
     cost: float | None = None
 
@@ -85,8 +90,8 @@ _glance = msgspec.json.Decoder(_Glance)
 
 
 def summarise(path: Path) -> RunSummary:
-    """Read the journal at ``path`` for its summary: the numbers that ``TrajectoryFold`` would give,
-    several times faster."""
+    """Read the journal at ``path`` for its summary: the same numbers as ``TrajectoryFold``, several
+    times faster."""
     summary, number = RunSummary(path.stem), 0
     try:
         for line in lines(path):
@@ -134,37 +139,38 @@ def _charge(summary: RunSummary, usage: Usage, cost: float | None) -> None:
 
 
 class RunIndex:
-    """Summaries of the journals given, from memory where they have not changed."""
+    """Summaries of journals, cached while they are unchanged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def summaries(self, journals: Iterable[Path]) -> list[RunSummary]:
-        """In the order given; journals that are gone are left out."""
+        """Summaries in the given order, without journals that no longer exist."""
         stats = {}
         for path in journals:
             try:
                 stats[path] = path.stat()
             except FileNotFoundError:
                 continue
-        known = self._read([path.stem for path in stats])
-        found: list[RunSummary] = []
+        cached = self._read([path.stem for path in stats])
+        summaries: list[RunSummary] = []
         fresh: list[tuple[str, int, int, bytes]] = []
         for path, stat in stats.items():
-            size, changed, data = known.get(path.stem, (-1, -1, b""))
+            size, changed, data = cached.get(path.stem, (-1, -1, b""))
             if (size, changed) == (stat.st_size, stat.st_mtime_ns):
-                found.append(msgspec.json.decode(data, type=RunSummary))
+                summaries.append(msgspec.json.decode(data, type=RunSummary))
                 continue
             summary = summarise(path)
-            found.append(summary)
+            summaries.append(summary)
             if summary.problem is None:
                 fresh.append(
                     (path.stem, stat.st_size, stat.st_mtime_ns, msgspec.json.encode(summary))
                 )
         self._write(fresh)
-        return found
+        return summaries
 
     def forget(self, ids: Iterable[str]) -> None:
+        """Delete the entries of these runs."""
         import sqlite3
 
         try:
@@ -189,7 +195,7 @@ class RunIndex:
             finally:
                 database.close()
         except sqlite3.OperationalError:
-            return {}  # locked, or a disk that cannot be written: slower, not wrong
+            return {}  # locked, or not writable: slower, but still correct
         except sqlite3.DatabaseError:
             self.path.unlink(missing_ok=True)
             return {}

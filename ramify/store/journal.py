@@ -1,8 +1,8 @@
-"""A run's journal while it is written: one writer, one line and one ``write()`` per event.
+"""Writing a run's journal: one writer, and one line and one ``write()`` per event.
 
-The lock is ``flock`` on the journal itself, so that the system frees it when the writer dies;
-``RUN_ID.writer`` beside it only says who that is. Replies are put on the disk by the store's
-flusher, since they are what was paid for.
+The lock is ``flock`` on the journal itself, so that the system releases it when the writer dies;
+``RUN_ID.writer`` next to it only names the writer. The store's flusher flushes replies to disk,
+since they are what was paid for.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from ramify.store.private_files import FILE_MODE, Bytes, write_all
 from ramify.types.event import AnyEvent, ReplyReceived
 
 _PATIENCE_S = 0.3
-"""How long to try for the lock: a reader that asks whether a writer lives holds it for an
-instant."""
+"""How long to try for the lock: a reader that checks for a live writer holds it for an instant."""
 
 
 class JournalWriter(msgspec.Struct, frozen=True):
-    """Who is writing a journal."""
+    """The process that writes a journal."""
 
     pid: int
     host: str
@@ -41,12 +40,13 @@ class JournalWriter(msgspec.Struct, frozen=True):
 
 
 def this_process() -> JournalWriter:
+    """This process as a writer."""
     return JournalWriter(os.getpid(), socket.gethostname())
 
 
 class Journal:
-    """Appends events to ``path``; ``store.create`` and ``store.reopen`` make one. Safe for several
-    threads."""
+    """A journal open for writing. Appends events to ``path``; made by ``store.create`` and
+    ``store.reopen``. Safe for several threads."""
 
     def __init__(
         self, path: Path, fd: int, blobs: BlobStore, flusher: FsyncFlusher, secrets: SecretRedactor
@@ -61,37 +61,37 @@ class Journal:
         self._size = os.fstat(fd).st_size
         self._failure: OSError | None = None
         self._gap: StoreError | None = None
-        """Why an event was not written: none is written after it."""
+        """Why an event was not written; none is written after it."""
         self._closed = False
 
     def append(self, event: AnyEvent) -> None:
-        """Write ``event``: from here it survives the death of this process, and a reply soon that
+        """Write ``event``. It then survives the death of this process, and a reply soon also that
         of the machine.
 
-        Raises StoreError if it cannot be written, and for every event after that one: the journal
-        stays one that a killed run leaves, which can be resumed."""
+        Raises StoreError if it cannot be written, and for every later event: the journal then ends
+        like that of a killed run, which can be resumed.
+        """
         line = encode_line(event, self._secrets)
         with self._lock:
             self._check()
             try:
                 write_all(self._fd, line, self.path)
             except StoreError as error:
-                # a smaller event may still fit, but a journal with a gap cannot be resumed
+                # A smaller event might still fit, but a journal with a gap cannot be resumed.
                 self._gap = error
-                os.ftruncate(
-                    self._fd, self._size
-                )  # half a line must not stay: the next event would continue it
+                # Remove a partial line, which the next event would otherwise continue.
+                os.ftruncate(self._fd, self._size)
                 raise
             self._size += len(line)
             if type(event) is ReplyReceived:
                 self._flusher.flush(self._fd, self)
 
     def put_blob(self, data: Bytes, digest: str | None = None) -> str:
-        """Store ``data`` by content and return its digest, to be named by an event after this."""
+        """Store ``data`` by content and return its digest, for a later event to refer to."""
         return self._blobs.put(data, digest)
 
     def close(self) -> None:
-        """Everything is on the disk and the lock is free. Idempotent."""
+        """Flush everything to disk and release the lock. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -100,9 +100,8 @@ class Journal:
         self._flusher.settle(self._blobs)
         self._flusher.settle(self)
         writer_file(self.path).unlink(missing_ok=True)
-        fcntl.flock(
-            self._fd, fcntl.LOCK_UN
-        )  # a process forked from this one may still hold the descriptor
+        # Unlock explicitly: a process forked from this one may still hold the descriptor.
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
         if self._failure is not None:
             raise _not_on_disk(self.path, self._failure)
@@ -133,6 +132,7 @@ class Journal:
 
 
 def writer_file(journal: Path) -> Path:
+    """The file next to a journal that names its writer."""
     return journal.with_suffix(".writer")
 
 
@@ -149,7 +149,7 @@ def open_locked(path: Path, flags: int) -> int:
     except BaseException:
         os.close(fd)
         raise
-    os.close(fd)  # pruned between opening and locking: this is no longer the run's file
+    os.close(fd)  # pruned between opening and locking: the run's file is another one now
     return open_locked(path, flags)
 
 
@@ -166,11 +166,12 @@ def _lock(fd: int, path: Path) -> None:
 
 
 def in_use(path: Path, holder: str) -> RunInUse:
+    """The error for a journal that another process writes."""
     return RunInUse(f"run {path.stem} is being written by {holder}: stop that one first")
 
 
 def writer(path: Path) -> JournalWriter | None:
-    """Who is writing the journal at ``path`` now; None if nobody is, also where the writer was
+    """The process that is writing the journal at ``path`` now; None if there is none, or it was
     killed."""
     named = _named(path)
     if named is None:
@@ -196,13 +197,13 @@ def _named(path: Path) -> JournalWriter | None:
 
 
 def cut_torn_line(fd: int) -> int:
-    """Truncate a journal after its last whole line; the bytes cut."""
+    """Truncate a journal after its last complete line; returns the bytes cut."""
     size = end = os.fstat(fd).st_size
     while end > 0:
         start = max(0, end - 65536)
-        found = os.pread(fd, end - start, start).rfind(b"\n")
-        if found >= 0:
-            end = start + found + 1
+        newline = os.pread(fd, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
             break
         end = start
     if end < size:

@@ -1,7 +1,7 @@
-"""A journal as it is read: whole, cut off, still being written, or damaged.
+"""Reading a journal: complete, cut off, still being written, or damaged.
 
-A last line without a newline is one that a writer did not finish: it is left out. Anything else
-that cannot be read is an error that names the file and the line.
+A last line without a newline is incomplete and is skipped. Anything else that cannot be read is an
+error that names the file and the line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ramify.types.trajectory import SCHEMA_VERSION
 _BLOCK_BYTES = 1 << 20
 _MANY_BYTES = 1 << 18
 _RETRIES = 3
-"""How often in a row a follower reads again what could not be read while the writer lives."""
+"""How often in a row a follower retries an unreadable line while the writer lives."""
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
@@ -28,7 +28,7 @@ class _Version(msgspec.Struct):
 
 
 def lines(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """The whole lines from ``offset`` on, without their newlines."""
+    """The complete lines from ``offset``, without their newlines."""
     try:
         with open(path, "rb", buffering=_BLOCK_BYTES) as file:
             file.seek(offset)
@@ -41,26 +41,28 @@ def lines(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 
 def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """The same lines with their newlines, many at a time, for whoever decodes many at a time."""
+    """The same lines with their newlines, many at a time, for faster decoding."""
     try:
         with open(path, "rb") as file:
             file.seek(offset)
             while block := file.read(_MANY_BYTES) + file.readline():
-                whole = block[: block.rfind(b"\n") + 1]
-                if whole:
-                    yield whole
-                if len(whole) < len(block):
-                    return  # the rest of this line is still to be written
+                complete = block[: block.rfind(b"\n") + 1]
+                if complete:
+                    yield complete
+                if len(complete) < len(block):
+                    return  # the rest of this line is not written yet
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:
+    """The events of the journal at ``path``, in order."""
     for number, line in enumerate(lines(path), start=1):
         yield decode_line(line, path, number)
 
 
 def decode_line(line: bytes, path: Path, number: int) -> AnyEvent:
+    """The event in a line. Raises StoreError, which names the file and the line."""
     if line.startswith(b'{"type":"RunStarted"'):
         check_version(line, path)
     try:
@@ -72,11 +74,11 @@ def decode_line(line: bytes, path: Path, number: int) -> AnyEvent:
 
 
 def check_version(line: bytes, path: Path) -> None:
-    """Raises StoreError for the first line of a run that a newer Ramify wrote."""
+    """Raise StoreError if a newer version of Ramify wrote the run that begins with this line."""
     try:
         version = msgspec.json.decode(line, type=_Version).schema_version
     except (msgspec.DecodeError, RecursionError):
-        return  # the whole decode says it better
+        return  # decoding the whole line gives a better error
     if version > SCHEMA_VERSION:
         raise StoreError(
             f"{path} was written by a newer Ramify (schema {version}; this one reads up to "
@@ -86,17 +88,18 @@ def check_version(line: bytes, path: Path) -> None:
 
 
 async def follow(path: Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
-    """Every event from the first on, and those that come, until all is read and nobody writes any
-    more.
+    """All events from the first, and new ones as they arrive, until everything is read and the
+    writer has exited.
 
-    Between two questions of a conversation the writer lives, so following continues. What cannot be
-    read is read again a few times, in case the writer was at work there. Raises StoreError if it
-    stays so, or if the journal was replaced."""
-    import asyncio  # heavy, and no other reader needs it
+    Between two questions of a conversation the writer lives, so following continues. An unreadable
+    line is retried a few times, in case the writer was just working on it. Raises StoreError if it
+    stays unreadable, or if the journal was replaced.
+    """
+    import asyncio  # slow to import, and only used here
 
     offset, number, failures, inode = 0, 0, 0, 0
     while True:
-        alive = writer(path) is not None  # asked first: what its last act wrote is read below
+        alive = writer(path) is not None  # first: its last lines are still read below
         try:
             inode = _same_file(path, inode, offset)
             for line in lines(path, offset):
@@ -115,7 +118,7 @@ async def follow(path: Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
 
 def _same_file(path: Path, inode: int, offset: int) -> int:
     """The inode of ``path``. Raises StoreError if it is not ``inode``, or if the file is shorter
-    than what was read."""
+    than what was already read."""
     try:
         stat = path.stat()
     except OSError as error:

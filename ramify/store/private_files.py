@@ -1,4 +1,4 @@
-"""Private folders and files, and writes that are whole or an error that names the file."""
+"""Private folders and files, and writes that are complete or raise an error that names the file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ramify.errors import StoreError
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 EVALUATIONS = "evaluations"
-"""Folder of a store with a file for each evaluation; ``evaluate/record.py`` writes them."""
+"""Folder of a store with one file per evaluation; ``evaluate/record.py`` writes them."""
 Bytes = bytes | bytearray | memoryview
 
 
 def make_folder(path: Path) -> Path:
-    """``path`` as a folder; it and every parent that was missing are for their owner alone."""
+    """Create the folder ``path`` and its missing parents, accessible by their owner alone."""
     if path.is_dir():
         return path
     if path.parent != path:
@@ -24,22 +24,21 @@ def make_folder(path: Path) -> Path:
         path.mkdir(FOLDER_MODE, exist_ok=True)
     except OSError as error:
         raise StoreError(
-            f"cannot make the folder {path}: {error.strerror}; set RAMIFY_HOME to one that is "
-            "writable"
+            f"cannot create the folder {path}: {error.strerror}; set RAMIFY_HOME to a writable one"
         ) from error
     return path
 
 
 def write_all(fd: int, data: Bytes, path: Path) -> None:
-    """All of ``data`` in one ``write()`` where the system takes it so; StoreError naming ``path``
-    otherwise."""
+    """Write all of ``data``, in a single ``write()`` if the system accepts it. Raises StoreError,
+    which names ``path``."""
     try:
         written = os.write(fd, data)
         if written == len(data):
             return
-        rest = memoryview(data)
-        while written < len(rest):
-            written += os.write(fd, rest[written:])
+        view = memoryview(data)
+        while written < len(view):
+            written += os.write(fd, view[written:])
     except OSError as error:
         raise StoreError(
             f"cannot write {path}: {error.strerror}; free some space, or set RAMIFY_HOME"
@@ -47,7 +46,7 @@ def write_all(fd: int, data: Bytes, path: Path) -> None:
 
 
 def remove_file(path: Path) -> int:
-    """The bytes freed; 0 where it was gone already."""
+    """Delete a file and return the bytes freed; 0 if it did not exist."""
     try:
         size = path.stat().st_size
         path.unlink()

@@ -1,9 +1,9 @@
-"""Deleting runs, evaluations, and the blobs that nothing names any more.
+"""Deletion of runs, evaluations, and blobs that no journal refers to.
 
-Which blobs are needed is read from the journals: every quoted string of 64 hexadecimal digits
-counts as a name. A run that is about to name a blob has put it (which renews the blob's time) a
-moment before; so a blob is spared that was put after the run it is deleted with had ended, or
-within the last hour where some run is being written.
+The journals show which blobs are needed: every quoted string of 64 hexadecimal digits counts as a
+reference. A run puts a blob (which renews the blob's time) just before it refers to it. So a blob
+is kept if it was put after the end of the run that is deleted, or, while any run is being written,
+if it was put within the last hour.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from ramify.store.journal import open_locked, writer, writer_file
 from ramify.store.private_files import EVALUATIONS, FILE_MODE, remove_file
 
 DEFAULT_MAX_BYTES = 20 << 30
-"""Above this a store warns; ``$RAMIFY_STORE_MAX_BYTES`` sets another cap."""
+"""Size above which a store warns; ``$RAMIFY_STORE_MAX_BYTES`` sets another limit."""
 GRACE_S = 3600.0
-"""A blob put more recently is not litter while runs are being written."""
+"""Age below which a blob is never deleted while runs are being written."""
 SETTLE_S = 60.0
-"""Nor is one put more recently that no run has named yet, whether or not one is being written."""
+"""Age below which an unreferenced blob is not deleted, whether or not a run is being written."""
 _STALE_S = 3600.0
-"""How old a measurement of the store's size may be before it is taken again."""
+"""Age after which a measurement of the store's size is repeated."""
 _NAME = re.compile(rb'"([0-9a-f]{64})"')
 
 
 class PruneResult(msgspec.Struct):
-    """What was deleted, oldest first."""
+    """Ids of what was deleted, oldest first."""
 
     runs: list[str]
-    """Their ids."""
+    """Ids of the runs."""
     evaluations: list[str]
-    """Theirs."""
+    """Ids of the evaluations."""
 
 
 class _Size(msgspec.Struct):
+    """A measurement of the store's size."""
+
     num_bytes: int
     at: float
 
@@ -59,8 +61,8 @@ class StorePruner:
         self._warned = False
 
     def remove(self, path: Path) -> int:
-        """Delete this journal and what only it named; the bytes freed. StoreError where it is being
-        written."""
+        """Delete this journal and the blobs that only it refers to; returns the bytes freed. Raises
+        StoreError while it is being written."""
         stat, candidates = _delete(path)
         return stat.st_size + self._collect(candidates)
 
@@ -71,32 +73,33 @@ class StorePruner:
         keep_last: int | None,
         max_bytes: int | None,
     ) -> PruneResult:
-        """The ids of the runs and of the evaluations that are gone. Both go by the same rules, each
-        counted by itself."""
-        records = sorted(
-            (self._root / EVALUATIONS).glob("*.jsonl"), reverse=True
-        )  # their names begin with their time
+        """Delete runs and evaluations and return their ids. The same rules apply to both, each
+        counted separately."""
+        # Their names begin with their time.
+        records = sorted((self._root / EVALUATIONS).glob("*.jsonl"), reverse=True)
         records = records[keep_last or 0 :][::-1]
         oldest_first = [
             path for path in newest_first[keep_last or 0 :][::-1] if writer(path) is None
         ]
         if older_than_s is None:
             takes_all = keep_last is not None and max_bytes is None
-            going, leaving = (oldest_first, records) if takes_all else ([], [])
+            old_runs, old_records = (oldest_first, records) if takes_all else ([], [])
         else:
-            going, leaving = (_older(paths, older_than_s) for paths in (oldest_first, records))
+            old_runs, old_records = (
+                _older(paths, older_than_s) for paths in (oldest_first, records)
+            )
         removed = PruneResult(
-            self._remove_all(going), [path.stem for path in leaving if _delete_record(path)]
+            self._remove_all(old_runs), [path.stem for path in old_records if _delete_record(path)]
         )
         self._sweep()
         if max_bytes is not None:
-            gone = {*removed.runs, *removed.evaluations}
-            left = [path for path in (*oldest_first, *records) if path.stem not in gone]
-            self._fit(max_bytes, sorted(left, key=lambda path: path.stat().st_mtime), removed)
+            deleted = {*removed.runs, *removed.evaluations}
+            remaining = [path for path in (*oldest_first, *records) if path.stem not in deleted]
+            self._fit(max_bytes, sorted(remaining, key=lambda path: path.stat().st_mtime), removed)
         return removed
 
     def measure(self) -> int:
-        """Bytes under the root, remembered for ``warn_if_full``."""
+        """Total size in bytes of the root folder, cached for ``warn_if_full``."""
         total = sum(_walk(self._root))
         data = msgspec.json.encode(_Size(total, time.time()))
         try:
@@ -108,12 +111,12 @@ class StorePruner:
             with os.fdopen(fd, "wb") as file:
                 file.write(data)
         except OSError:
-            pass  # it is only a memory: the next one measures again
+            pass  # it is only a cache: the next call measures again
         return total
 
     def warn_if_full(self) -> None:
-        """Warn, once per store object, when the store is over its cap. Measures at most once an
-        hour."""
+        """Warn, once per store object, if the store exceeds its size limit. Measures at most once
+        an hour."""
         if self._warned:
             return
         size = self._remembered()
@@ -121,9 +124,8 @@ class StorePruner:
         if size > cap:
             self._warned = True
             warnings.warn(
-                f"the store {self._root} holds {size / 1e9:.1f} GB, over its cap of "
-                f"{cap / 1e9:.1f} GB: "
-                "prune old runs, or set RAMIFY_STORE_MAX_BYTES",
+                f"the store {self._root} holds {size / 1e9:.1f} GB, more than its limit of "
+                f"{cap / 1e9:.1f} GB: prune old runs, or set RAMIFY_STORE_MAX_BYTES",
                 stacklevel=4,
             )
 
@@ -135,7 +137,7 @@ class StorePruner:
         return size.num_bytes if abs(time.time() - size.at) < _STALE_S else self.measure()
 
     def _remove_all(self, journals: list[Path]) -> list[str]:
-        """As ``remove``, with one scan for all; journals that somebody has begun to write again
+        """Like ``remove``, with one scan for all. Journals that a process has begun to write again
         stay."""
         removed, candidates = [], dict[str, float]()
         for path in journals:
@@ -151,7 +153,7 @@ class StorePruner:
         return removed
 
     def _fit(self, max_bytes: int, oldest_first: list[Path], removed: PruneResult) -> None:
-        """Delete until the store fits, and add to ``removed``."""
+        """Delete until the store fits ``max_bytes``, and add the ids to ``removed``."""
         size = self.measure()
         for path in oldest_first:
             if size <= max_bytes:
@@ -169,7 +171,7 @@ class StorePruner:
             removed.runs.append(path.stem)
 
     def _sweep(self) -> None:
-        """Delete every blob that no journal names, and files that a killed writer left behind."""
+        """Delete blobs that no journal refers to, and files that a killed writer left behind."""
         settled, stale = time.time() - SETTLE_S, time.time() - GRACE_S
         candidates = {}
         for path, stat in self._blobs.list():
@@ -183,8 +185,8 @@ class StorePruner:
                 remove_file(path)
 
     def _collect(self, candidates: dict[str, float]) -> int:
-        """Delete the candidates (digest -> spare it if put after this time) that no journal names;
-        bytes freed."""
+        """Delete the candidates (digest -> keep it if put after this time) that no journal refers
+        to; returns the bytes freed."""
         if not candidates:
             return 0
         writing = any(writer(path.with_suffix(".jsonl")) for path in self._runs.glob("*.writer"))
@@ -197,20 +199,21 @@ class StorePruner:
 
 
 def max_store_bytes() -> int:
-    given = os.environ.get("RAMIFY_STORE_MAX_BYTES")
-    if not given:
+    """The size limit from the environment, or the default. Raises ConfigError."""
+    text = os.environ.get("RAMIFY_STORE_MAX_BYTES")
+    if not text:
         return DEFAULT_MAX_BYTES
     try:
-        return int(float(given))
+        return int(float(text))
     except ValueError:
         raise ConfigError(
-            f"RAMIFY_STORE_MAX_BYTES is {given!r}: give a number of bytes, such as 20e9"
+            f"RAMIFY_STORE_MAX_BYTES is {text!r}: give a number of bytes, such as 20e9"
         ) from None
 
 
 def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
-    """Delete a journal that nobody writes; what it was, and the digests it named -> when it
-    ended."""
+    """Delete a journal that no process writes: (its file's attributes, the digests it referred to
+    -> when it ended)."""
     try:
         fd = open_locked(path, 0)
     except OSError as error:
@@ -231,7 +234,7 @@ def _older(paths: list[Path], than_s: float) -> list[Path]:
 
 
 def _delete_record(path: Path) -> bool:
-    """Delete an evaluation's file that nobody writes; whether it is gone."""
+    """Delete an evaluation's file that no process writes; returns whether it was deleted."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -247,14 +250,14 @@ def _delete_record(path: Path) -> bool:
 
 
 def _names(path: Path) -> Iterator[str]:
-    """The digests that a journal names."""
+    """The digests that a journal refers to."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 return
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                for found in _NAME.finditer(data):
-                    yield found[1].decode()
+                for match in _NAME.finditer(data):
+                    yield match[1].decode()
     except FileNotFoundError:
         return
 

@@ -1,11 +1,13 @@
-"""What a journal recorded, as a resumed or replayed run asks for it: by where in the tree, and
-checked by content.
+"""Recorded replies of a journal, for a run that is resumed or replayed. They are looked up by their
+place in the tree and verified by content.
 
-    replay   every reply and tool result must be there; a missing or different one is ``ReplayDiverged``
-    resume   what is there is used; what is missing (None) is asked for and paid
-In both, a request at a recorded place with another hash is ``ReplayDiverged``, so that nothing is spent in silence, and
-from there on nothing is written; and a request that had failed for good fails again, as it did. A resume leaves out the
-failure that ended the run: that request is sent again.
+    replay   every reply and tool result must be recorded; a missing or different one raises
+             ``ReplayDiverged``
+    resume   what is recorded is used; what is missing (None) is requested again, and paid for
+
+In both, a request at a recorded place with another hash raises ``ReplayDiverged``, so that no money
+is spent silently, and nothing is written after that. A request that had failed for good fails again
+in the same way. A resume skips the failure that ended the run: that request is sent again.
 """
 
 from __future__ import annotations
@@ -34,20 +36,20 @@ Key = tuple[object, ...]
 
 
 class RecordedReplies:
-    """Looks up what ``events`` recorded. Holds references to the events, no copies."""
+    """Lookup of what ``events`` recorded. Holds references to the events, no copies."""
 
     started: RunStarted
-    """The first one of a conversation."""
+    """The first question of a conversation."""
     questions: list[RunStarted]
     ended: RunEnded | None
-    """The last question's end; None if the run can be resumed: it was killed, stopped without an
+    """End of the last question; None if the run can be resumed: it was killed, stopped without an
     answer, or failed."""
     diverged: ReplayDiverged | None
-    """How the run that asks first differed from the recorded one, if it did."""
+    """How the current run first differed from the recorded one, if it did."""
     attempts: list[AttemptFailed]
     """Failed attempts, some of which may have been paid: a resumed run is charged for them."""
     last_s: float
-    """When the last event happened, in seconds since the run began."""
+    """Time of the last event, in seconds since the run began."""
 
     def __init__(self, events: Iterable[AnyEvent], strict: bool = False) -> None:
         self.strict = strict
@@ -58,7 +60,7 @@ class RecordedReplies:
         self.last_s = 0.0
         self._ends: dict[str, CallEnded] = {}
         self._cells: dict[tuple[str, int, int], Cell] = {}
-        self._asked: dict[tuple[str, int], RequestStarted] = {}
+        self._requests: dict[tuple[str, int], RequestStarted] = {}
         self._replaced: dict[tuple[str, int, str], tuple[RequestStarted, RequestStarted]] = {}
         """(call, turn, hash) of a refused prompt -> its request, and the request that replaced
         it."""
@@ -68,21 +70,21 @@ class RecordedReplies:
         self._held: set[Key] = set()
         self._sub_calls: set[str] = set()
         self._booked: set[tuple[str, int]] = set()
-        """Requests whose last attempt is accounted for, although they have no reply."""
+        """Requests without a reply whose last attempt is accounted for."""
         for event in events:
             self._add(event)
         if not self.questions:
             raise StoreError(
-                "the journal holds no RunStarted event: the run was cut off before its first act"
+                "the journal contains no RunStarted event: the run was cut off before it began"
             )
         self.started = self.questions[0]
 
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None:
-        """The reply that was recorded for this request, with the prompt ids that it added. Raises
-        what ended the call, where that was the outcome."""
+        """The reply recorded for this request, with the prompt ids that it added. Raises the error
+        that ended the call, if that was the outcome."""
         self.check(call, turn, prompt_hash)
-        if (call, turn) not in self._asked:
-            self._fail_again(call)  # for want of budget, it was never sent
+        if (call, turn) not in self._requests:
+            self._fail_again(call)  # the budget ran out before it was sent
             self._missing(f"a request of call {call}, turn {turn} (prompt {prompt_hash[:12]})")
             return None
         reply = self._replies.get((call, turn))
@@ -92,83 +94,87 @@ class RecordedReplies:
         return None if reply is None else reply.reply
 
     def check(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Raises ReplayDiverged if another request was recorded there, or if the run diverged
-        before; Refused if the model refused this prompt and another one replaced it."""
+        """Raises ReplayDiverged if another request was recorded at this place, or if the run
+        diverged before; Refused if the model refused this prompt and another one replaced it."""
         if self.diverged is not None:
             raise self.diverged
-        asked = self._asked.get((call, turn))
-        if asked is not None and asked.prompt_hash != prompt_hash:
+        recorded = self._requests.get((call, turn))
+        if recorded is not None and recorded.prompt_hash != prompt_hash:
             self._refuse_again(call, turn, prompt_hash)
             raise self._diverged(
                 f"run {self.started.id}, call {call}, turn {turn}: the prompt has hash "
-                f"{prompt_hash[:12]} but "
-                f"{asked.prompt_hash[:12]} was recorded; the code, tools or context have changed, "
-                "so ask as a new run"
+                f"{prompt_hash[:12]} but {recorded.prompt_hash[:12]} was recorded; the code, tools "
+                "or context have changed, so start a new run"
             )
 
     def reused_ids(self, call: str, turn: int) -> int:
-        """How many ids of the call's path the prompt of a recorded reply began with."""
+        """Number of ids of the call's path with which the prompt of a recorded reply began."""
         return self._replies[call, turn].reused_ids
 
     def attempts_at(self, call: str, turn: int) -> list[AttemptFailed]:
-        """What was sent for this turn and failed; some of it may have been paid."""
+        """Failed requests of this turn; some of them may have been paid."""
         return self._attempts.get((call, turn), [])
 
     def in_flight(self, call: str, turn: int) -> bool:
-        """Whether this request had been sent, perhaps paid, and not been answered when the run was
-        cut off."""
+        """Whether this request had been sent, perhaps paid, but not answered when the run was cut
+        off."""
         place = (call, turn)
-        is_open = place in self._asked and place not in self._replies and place not in self._booked
+        is_open = (
+            place in self._requests and place not in self._replies and place not in self._booked
+        )
         return is_open and call not in self._ends
 
     def unanswered(self) -> list[RequestStarted]:
-        """Every request that was in flight."""
-        return [asked for (call, turn), asked in self._asked.items() if self.in_flight(call, turn)]
+        """All requests that were in flight."""
+        return [
+            request
+            for (call, turn), request in self._requests.items()
+            if self.in_flight(call, turn)
+        ]
 
     def last_word(self, call: str, turn: int) -> Stop | None:
-        """The limit at which this request was the call's last, if it was."""
-        asked = self._asked.get((call, turn))
-        return None if asked is None else asked.last_word
+        """The limit because of which this request was the call's last, if it was."""
+        request = self._requests.get((call, turn))
+        return None if request is None else request.last_word
 
     def cell(self, call: str, turn: int, cell: int) -> Cell | None:
-        """What this cell was recorded to have done."""
+        """The recorded result of this cell."""
         return self._cells.get((call, turn, cell))
 
     def was_skipped(self, call: str, turn: int, cell: int) -> bool:
-        """Whether the run was closing by the time of this cell: nothing came after it but the last
-        word, if that."""
+        """Whether the run was already ending at this cell: at most the call's last request came
+        after it."""
         if (call, turn, cell) in self._cells:
             return False
-        asked, ended = self._asked.get((call, turn + 1)), self._ends.get(call)
-        if asked is not None:
-            return asked.last_word is not None
+        next_request, ended = self._requests.get((call, turn + 1)), self._ends.get(call)
+        if next_request is not None:
+            return next_request.last_word is not None
         return ended is not None and ended.stop.is_truncated()
 
     def tool(
         self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str
     ) -> ToolAnswered | None:
-        """What a user's tool was recorded to have returned or raised."""
-        found = self._tools.get((call, turn, cell, ordinal))
+        """The recorded result or error of a user's tool."""
+        recorded = self._tools.get((call, turn, cell, ordinal))
         place = f"call {call}, turn {turn}, cell {cell}, tool call {ordinal}"
-        if found is None:
+        if recorded is None:
             self._missing(f"a tool's answer at {place}")
             return None
-        if found.arguments_hash != arguments_hash:
+        if recorded.arguments_hash != arguments_hash:
             raise self._diverged(
                 f"run {self.started.id}, {place}: the arguments have hash {arguments_hash[:12]} "
-                "but "
-                f"{found.arguments_hash[:12]} was recorded for tool '{found.name}'; ask as a new "
-                "run"
+                f"but {recorded.arguments_hash[:12]} was recorded for tool '{recorded.name}'; "
+                "start a new run"
             )
-        return found
+        return recorded
 
     def holds(self, event: AnyEvent) -> bool:
-        """True if a resumed run must not append this event: the journal has it already, or the run
-        has diverged, and the journal stays as it is for the right program."""
+        """True if a resumed run must not append this event: the journal already has it, or the run
+        has diverged and the journal must stay unchanged for the original program."""
         return self.diverged is not None or _key(event) in self._held
 
     def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Raise Refused for a prompt that was refused, and that another prompt replaced at the same
+        """Raise Refused for a prompt that was refused and that another prompt replaced at the same
         place."""
         if (call, turn, prompt_hash) not in self._replaced:
             return
@@ -177,8 +183,8 @@ class RecordedReplies:
             f"call {call}, turn {turn}: the prompt {prompt_hash[:12]} was refused when it was "
             "recorded"
         )
-        # With as many messages, it was shortened; a last word without them is sent for no other
-        # reason.
+        # A replacement with as many messages was shortened. A last request with other messages is
+        # only ever sent because the prompt was too long.
         error.too_long = len(before.prompt) == len(after.prompt) or before.last_word is not None
         raise error
 
@@ -194,10 +200,10 @@ class RecordedReplies:
         raise ModelError(reason)
 
     def _reopen(self) -> None:
-        """The run was stopped before it had an answer, or failed: forget how it and its unfinished
-        calls ended. What a sub-call met stays, since a cell has seen it."""
+        """Forget how the run and its unfinished calls ended, since it was stopped without an
+        answer, or failed. Failures of sub-calls stay, since a cell has seen them."""
         self.ended = None
-        self._booked.update(self._asked)
+        self._booked.update(self._requests)
         for id, ended in list(self._ends.items()):
             is_stopped = ended.stop is Stop.CANCELLED and ended.answer is None
             if is_stopped or (ended.stop is Stop.ERROR and id not in self._sub_calls):
@@ -211,7 +217,7 @@ class RecordedReplies:
     def _missing(self, what: str) -> None:
         if self.strict:
             raise self._diverged(
-                f"run {self.started.id} recorded no such thing as {what}; resume it to ask for it"
+                f"run {self.started.id} did not record {what}; resume the run to request it"
             )
 
     def _can_be_resumed(self, end: RunEnded) -> bool:
@@ -222,7 +228,7 @@ class RecordedReplies:
 
     def _add(self, event: AnyEvent) -> None:
         if isinstance(event, ScoreAdded):
-            return  # about the run, and no part of what it did
+            return  # a score is about the run, not part of it
         self._held.add(_key(event))
         self.last_s = max(self.last_s, event.at_s)
         match event:
@@ -230,15 +236,15 @@ class RecordedReplies:
                 self.questions.append(event)
                 self.ended = None
             case RequestStarted():
-                before = self._asked.get((event.call, event.turn))
+                before = self._requests.get((event.call, event.turn))
                 if before is not None:
                     self._replaced[before.call, before.turn, before.prompt_hash] = (before, event)
-                self._asked[event.call, event.turn] = event
+                self._requests[event.call, event.turn] = event
             case AttemptFailed():
                 self.attempts.append(event)
                 self._attempts.setdefault((event.call, event.turn), []).append(event)
             case ReplyReceived():
-                if (event.call, event.turn) not in self._asked:
+                if (event.call, event.turn) not in self._requests:
                     raise StoreError(
                         f"call {event.call}, turn {event.turn} has a reply but no request in the "
                         "journal"
@@ -261,7 +267,7 @@ class RecordedReplies:
 
 
 def _key(event: AnyEvent) -> Key:
-    """What makes two events the same fact, whenever they happened."""
+    """Identity of an event, independent of its time."""
     match event:
         case RunStarted() | CallStarted() | CallEnded():
             return (type(event), event.id)

@@ -1,11 +1,14 @@
-"""Runs on disk: where they are, how one is begun, found, read and deleted.
+"""Runs on disk: their location, and how they are created, found, read and deleted.
 
-    ROOT/runs/RUN_ID.jsonl      a run's events, one a line, appended only     (journal.py, journal_reader.py)
-    ROOT/runs/RUN_ID.writer     who is writing it now
-    ROOT/blobs/ab/DIGEST        contexts and long outputs, once by content    (blobs.py)
-    ROOT/index.sqlite           summaries for a listing; may be deleted       (index.py)
-    ROOT/cache/replies.sqlite   the optional call cache                       (call_cache.py)
-ROOT is the argument, else ``$RAMIFY_HOME``, else the platform's folder for user data. All of it is for its owner alone.
+    ROOT/runs/RUN_ID.jsonl      a run's events, one per line, append-only  (journal.py,
+                                journal_reader.py)
+    ROOT/runs/RUN_ID.writer     the process that writes it now
+    ROOT/blobs/ab/DIGEST        contexts and long outputs, stored once     (blobs.py)
+    ROOT/index.sqlite           summaries for a listing; may be deleted    (index.py)
+    ROOT/cache/replies.sqlite   the optional call cache                    (call_cache.py)
+
+ROOT is the argument, otherwise ``$RAMIFY_HOME``, otherwise the platform's folder for user data. All
+of it is accessible by its owner alone.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ _DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
 
 
 class Store:
-    """The runs under one folder. Safe for several threads and processes at once."""
+    """The runs in one folder. Safe for several threads and processes at once."""
 
     def __init__(self, root: str | Path | None = None) -> None:
         self.root = make_folder(Path(root).expanduser() if root is not None else default_root())
@@ -47,8 +50,8 @@ class Store:
         self._pruner = StorePruner(self.root, self._runs, self.blobs)
 
     def new_id(self, question: str) -> str:
-        """``20260301-142501-5gk0x7m-which-host-failed``: sorts by time (UTC, to the microsecond),
-        reads, is unique."""
+        """A unique, readable id that sorts by time (UTC, to the microsecond), such as
+        ``20260301-142501-5gk0x7m-which-host-failed``."""
         now = time.time()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
         fraction = _base32(int(now % 1 * 1e6), 4)
@@ -57,7 +60,7 @@ class Store:
         return "-".join([stamp, fraction + unique, *(word[:16] for word in words)])
 
     def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> Journal:
-        """A journal for a new run. ``secrets`` (name -> value) are kept out of it, as are those of
+        """A journal for a new run. ``secrets`` (name -> value) are redacted in it, as are those of
         the environment."""
         if not _ID.fullmatch(run_id):
             raise StoreError(
@@ -69,15 +72,14 @@ class Store:
             fd = open_locked(path, os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             raise StoreError(
-                f"run {run_id} exists already in {self._runs}: resume it, or take another id"
+                f"run {run_id} already exists in {self._runs}: resume it, or use another id"
             ) from None
         except OSError as error:
             raise StoreError(f"cannot create {path}: {error.strerror}") from error
         return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets))
 
     def reopen(self, run: str | Path, secrets: Mapping[str, str] | None = None) -> Journal:
-        """The journal of an earlier run, to go on with. A line that its writer did not finish is
-        cut off."""
+        """The journal of an earlier run, to continue it. An incomplete last line is cut off."""
         path = self.path(run)
         try:
             fd = open_locked(path, 0)
@@ -87,25 +89,26 @@ class Store:
         return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets))
 
     def check_free(self, run: str | Path) -> None:
-        """Raises RunInUse, naming the process, while one is writing ``run``."""
-        found = writer(self.path(run))
-        if found is not None:
-            raise in_use(self.path(run), str(found))
+        """Raise RunInUse, which names the process, while ``run`` is being written."""
+        holder = writer(self.path(run))
+        if holder is not None:
+            raise in_use(self.path(run), str(holder))
 
     def append(self, run: str | Path, events: Iterable[AnyEvent]) -> None:
-        """Add to a run that nobody writes: what became known after its end, as a ``Scored``."""
+        """Append to a run that no process writes what became known after its end, such as a
+        ``ScoreAdded``."""
         with self.reopen(run) as journal:
             for event in events:
                 journal.append(event)
 
     def path(self, run: str | Path) -> Path:
-        """The journal that ``run`` means: a run's id, the unique beginning of one, ``"last"``, or a
-        ``.jsonl`` file."""
+        """The journal that ``run`` refers to: a run's id, the unique beginning of one, ``"last"``,
+        or a ``.jsonl`` file."""
         name = str(run)
         if name.endswith(".jsonl"):
             path = Path(name).expanduser()
             if not path.is_file():
-                raise UnknownRun(f"there is no journal {path}")
+                raise UnknownRun(f"the journal {path} does not exist")
             return path
         exact = self._runs / f"{name}.jsonl"
         if _ID.fullmatch(name) and exact.is_file():
@@ -113,20 +116,21 @@ class Store:
         journals = self._journals()
         if name == "last" and journals:
             return journals[0]
-        found = [path for path in journals if path.stem.startswith(name)] if name else []
-        if len(found) == 1:
-            return found[0]
-        raise UnknownRun(self._not_found(name, journals, found))
+        matches = [path for path in journals if path.stem.startswith(name)] if name else []
+        if len(matches) == 1:
+            return matches[0]
+        raise UnknownRun(self._not_found(name, journals, matches))
 
     def events(self, run: str | Path) -> Iterator[AnyEvent]:
-        """The events of ``run``, oldest first; readable while it is written."""
+        """The events of ``run``, oldest first; also readable while it is being written."""
         return read_events(self.path(run))
 
     def follow(self, run: str | Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
-        """The events of ``run`` from the first on, and those to come while somebody writes it."""
+        """The events of ``run`` from the first, and new ones while it is being written."""
         return follow(self.path(run), poll_s)
 
     def load(self, run: str | Path) -> Trajectory:
+        """The trajectory of ``run``."""
         fold = TrajectoryFold()
         for event in self.events(run):
             fold.apply(event)
@@ -144,8 +148,8 @@ class Store:
         return summaries
 
     def remove(self, run: str | Path) -> int:
-        """Delete a run and the blobs that no other run needs; the bytes freed. Refused while it is
-        written."""
+        """Delete a run and the blobs that no other run needs; returns the bytes freed. Not possible
+        while it is being written."""
         path = self.path(run)
         if path.parent.resolve() != self._runs.resolve():
             raise StoreError(f"{path} is outside the store {self.root}: delete the file yourself")
@@ -159,24 +163,26 @@ class Store:
         keep_last: int | None = None,
         max_bytes: int | None = None,
     ) -> PruneResult:
-        """Delete runs and evaluations, oldest first, and the blobs that no run needs; the ids
-        deleted.
+        """Delete runs and evaluations, oldest first, and the blobs that no run needs; returns the
+        ids.
 
-        ``keep_last`` newest runs, and as many evaluations, stay in any case. Of the others go those
-        whose last event is older than ``older_than_s`` (all of them where neither this nor
-        ``max_bytes`` is given), then as many as it takes for the store to fit ``max_bytes``. What
-        is being written stays. Without arguments, only litter goes."""
+        The ``keep_last`` newest runs, and as many evaluations, always stay. Of the others, those
+        whose last event is older than ``older_than_s`` are deleted (all of them if neither this nor
+        ``max_bytes`` is given), then as many as necessary for the store to fit ``max_bytes``. Runs
+        that are being written stay. Without arguments, only unreferenced blobs and leftover files
+        are deleted.
+        """
         removed = self._pruner.prune(self._journals(), older_than_s, keep_last, max_bytes)
         self._index.forget(removed.runs)
         return removed
 
     def size(self) -> int:
-        """Bytes on disk: journals, blobs, index and cache."""
+        """Size in bytes on disk: journals, blobs, index and cache."""
         return self._pruner.measure()
 
     def _journals(self) -> list[Path]:
-        """Newest first. An id that does not begin with its time is placed by the file's time of
-        change."""
+        """Journals, newest first. An id that does not begin with its time is sorted by the file's
+        modification time."""
         keyed = []
         for entry in os.scandir(self._runs):
             if entry.name.endswith(".jsonl"):
@@ -186,17 +192,21 @@ class Store:
                     continue
         return [path for _, path in sorted(keyed, reverse=True)]
 
-    def _not_found(self, name: str, journals: list[Path], found: list[Path]) -> str:
-        if found:
-            return f"{len(found)} runs begin with {name!r}, {found[-1].stem} among them: give more of the id"
+    def _not_found(self, name: str, journals: list[Path], matches: list[Path]) -> str:
+        if matches:
+            return (
+                f"{len(matches)} runs begin with {name!r}, such as {matches[-1].stem}: give more "
+                "of the id"
+            )
         if not journals:
-            return f"there is no run in {self._runs}"
+            return f"the store {self._runs} has no runs"
         close = get_close_matches(name, [path.stem for path in journals], n=1, cutoff=0.4)
         hint = f"did you mean {close[0]}? " if close else ""
-        return f"there is no run {name!r} in {self._runs}: {hint}the last one is {journals[0].stem}"
+        return f"found no run {name!r} in {self._runs}: {hint}the last one is {journals[0].stem}"
 
 
 def default_root() -> Path:
+    """The store's folder if none is given."""
     home = os.environ.get("RAMIFY_HOME")
     if home:
         return Path(home).expanduser()

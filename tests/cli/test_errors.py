@@ -140,7 +140,7 @@ CASES = {
     ),
     "no question": ([*MODEL], 2, r"no question: ramify ask"),
     "resume with settings": (["--resume", "last", "--max-cost", "3"], 2, r"remove --max-cost"),
-    "resume of nothing": (["--resume", "last"], 2, r"there is no run in"),
+    "resume of nothing": (["--resume", "last"], 2, r"has no runs"),
 }
 
 

@@ -105,7 +105,7 @@ def test_what_it_refuses(shell: Shell) -> None:
             ExitCode.USAGE,
             "--resume continues the evaluation with its original settings: remove TASK, --model, --sandbox",
         ),
-        (("ledger", "--against", "x"), ExitCode.USAGE, "there is no evaluation 'x'"),
+        (("ledger", "--against", "x"), ExitCode.USAGE, "found no evaluation 'x'"),
         (("ledger", "--against", "x", "--no-store"), ExitCode.USAGE, "remove --no-store"),
     ):
         shell.write("my_task.py", MINE)
@@ -127,7 +127,7 @@ def test_a_model_that_always_fails(shell: Shell) -> None:
     done = shell.run(*(word for word in words if word != "-q"))
     assert done.code == ExitCode.ERROR
     assert done.out.splitlines()[2].split() == ["all", "10", "-"]
-    assert "10 of 10 attempts failed and are left out; the first: " in done.out
+    assert "10 of 10 attempts failed and are not counted; the first: " in done.out
     assert "no such key" in done.out
     assert "10 of 10 attempts, no average · 10 failed" in done.err
     assert done.err.splitlines()[-1].startswith(

@@ -1,4 +1,4 @@
-"""A small task and a model that answers it, right as often as it is told to."""
+"""A small task and a model that answers it, right as often as the test asks."""
 
 from __future__ import annotations
 

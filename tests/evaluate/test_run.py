@@ -1,5 +1,5 @@
-"""Whole evaluations through the engine: what is asked, what failure is, and going on after a
-stop."""
+"""Whole evaluations through the engine: what is asked, what counts as failure, and how
+an interrupted one continues."""
 
 from __future__ import annotations
 
@@ -105,7 +105,6 @@ def test_concurrency_is_bounded() -> None:
 
 
 # --- failures
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_fails_has_no_reward_and_the_rest_goes_on() -> None:
@@ -118,7 +117,7 @@ def test_a_model_that_fails_has_no_reward_and_the_rest_goes_on() -> None:
     assert "no such key" in failed[0].error
     figures = report(found)
     assert (figures.failed, figures.rows[0].average) == (1, MeanEstimate(1.0, 1.0, 1.0))
-    assert "1 of 8 attempts failed and are left out; the first: " in table(figures)
+    assert "1 of 8 attempts failed and are not counted; the first: " in table(figures)
 
 
 def test_an_item_with_too_few_scored_attempts_is_left_out_of_pass_at_k() -> None:
@@ -207,7 +206,6 @@ def test_wrong_input() -> None:
 
 
 # --- records
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
@@ -256,18 +254,18 @@ def test_one_process_writes_a_record_at_a_time(tmp_path: Path) -> None:
 
 def test_records_by_name(tmp_path: Path) -> None:
     records = EvaluationRecords(tmp_path)
-    with pytest.raises(StoreError, match="there is no evaluation 'last': there is none in"):
+    with pytest.raises(StoreError, match="found no evaluation 'last': there is none in"):
         records.path("last")
     made = records.create(plan(task="ramify.tasks.ledger.task:ledger"))
     made.close()
     assert made.id.endswith("-ramify.tasks.ledger.task-test")
     assert records.path(made.id[:17]) == records.path("last") == made.path
-    with pytest.raises(StoreError, match=f"there is no evaluation 'x': the last is {made.id}"):
+    with pytest.raises(StoreError, match=f"found no evaluation 'x': the last is {made.id}"):
         records.path("x")
     for text, message in (
-        ("", "is no evaluation: its first line must be a plan"),
+        ("", "is not an evaluation: its first line must be a plan"),
         ("{}\n", "line 1"),
-        ('{"type":"outcome","item":"a","attempt":0}\n', "is no evaluation"),
+        ('{"type":"outcome","item":"a","attempt":0}\n', "is not an evaluation"),
     ):
         made.path.write_text(text)
         with pytest.raises(StoreError, match=message):
@@ -276,7 +274,7 @@ def test_records_by_name(tmp_path: Path) -> None:
 
 def test_a_record_of_another_plan_names_the_difference() -> None:
     same_plan(plan(), plan())
-    with pytest.raises(ConfigError, match="the evaluation was begun with attempts 2, and not 3"):
+    with pytest.raises(ConfigError, match="the evaluation was started with attempts 2, not 3"):
         same_plan(plan(attempts=2), plan(attempts=3))
 
 
@@ -293,7 +291,6 @@ def test_stored_runs_are_named_and_know_their_task(tmp_path: Path) -> None:
 
 
 # --- two evaluations
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_a_difference_is_taken_over_the_same_items() -> None:

@@ -85,7 +85,7 @@ def test_majority_by_hand(
 
 def test_majority_needs_enough() -> None:
     with pytest.raises(
-        ConfigError, match="majority@3 needs at least 3 attempts at each item, and there are 2"
+        ConfigError, match="majority@3 needs at least 3 attempts at each item, but there are 2"
     ):
         majority_at_k(["a", "b"], [1, 0], 3)
 
@@ -113,7 +113,7 @@ def test_an_interval_is_what_resampling_gives() -> None:
 
 
 def test_an_interval_is_as_wide_as_the_theory_says() -> None:
-    """Of 400 coins with 100 heads: 0.25 +- 1.96·sqrt(0.25·0.75/400) = 0.25 +- 0.0424."""
+    """400 coins with 100 heads give 0.25 +- 1.96·sqrt(0.25·0.75/400) = 0.25 +- 0.0424."""
     figure = mean_with_interval([1.0] * 100 + [0.0] * 300)
     assert figure.value == 0.25
     assert figure.low == pytest.approx(0.25 - 0.0424, abs=0.006)
@@ -133,7 +133,7 @@ def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
 def test_one_item_and_none() -> None:
     assert mean_with_interval([0.5]) == MeanEstimate(0.5, 0.5, 0.5)
     assert mean_with_interval([1.0, 1.0]) == MeanEstimate(1.0, 1.0, 1.0)
-    with pytest.raises(ConfigError, match="no item to take a mean over"):
+    with pytest.raises(ConfigError, match="cannot take a mean over no items"):
         mean_with_interval([])
 
 

@@ -105,13 +105,13 @@ def test_wrong_calls() -> None:
     ):
         Env()
     env = Env(extras={"index": 0})
-    with pytest.raises(ConfigError, match="step needs a run that goes on: call init first"):
+    with pytest.raises(ConfigError, match="step needs a running attempt: call init first"):
         env.step("1")
     env.init([])
-    with pytest.raises(ConfigError, match="init was called before"):
+    with pytest.raises(ConfigError, match="init was already called"):
         env.init([])
     env.step("FINAL(0)")
-    with pytest.raises(ConfigError, match="and not after the end"):
+    with pytest.raises(ConfigError, match="do not call step after the end"):
         env.step("1")
 
 

@@ -1,4 +1,4 @@
-"""Our tasks in verifiers, with the real library where it is installed: rows, rewards, and whole
+"""Our tasks in verifiers, with the real library if it is installed: rows, rewards, and whole
 episodes over HTTP."""
 
 from __future__ import annotations
@@ -119,5 +119,5 @@ def test_rows_of_others_are_refused(module: str) -> None:
 
     from ramify.evaluate.verifiers_env import _item
 
-    with pytest.raises(ConfigError, match="the ramify harness runs tasks of ramify only"):
+    with pytest.raises(ConfigError, match="the ramify harness only runs tasks of ramify"):
         _item(vf.TaskData(prompt="?"))

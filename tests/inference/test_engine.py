@@ -138,7 +138,7 @@ def test_it_tells_how_full_it_is() -> None:
     running.step()
     assert running.pressure == CachePressure(
         0.75, 2, 0
-    )  # three slots of 128 tokens, where there is memory for four
+    )  # three slots of 128 tokens, with memory for four
     drained(running)
     assert running.pressure == CachePressure(0.0, 0, 0)
 

@@ -62,7 +62,7 @@ def test_what_a_model_was_made_for(tmp_path: Path) -> None:
 
 
 def test_names_that_lead_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no folder '/nowhere'"):
+    with pytest.raises(ConfigError, match="found no folder '/nowhere'"):
         connect("local:/nowhere")
     with pytest.raises(ConfigError, match="'local:' names no model"):
         ramify.RLM("local:").completion("text", "question")

@@ -64,7 +64,7 @@ def test_callers_that_wait_stay_while_their_children_run() -> None:
         slots.release(slot)
     assert (
         admitted(slots, "next", "0.1")[0] == 1
-    )  # longest unused but for its parent: the finished sibling
+    )  # least recently used except its parent: the finished sibling
     slots.release(1)
     assert admitted(slots, "last", "0.1.0")[0] == 2
     assert admitted(slots, "root2", "0")[::2] == (0, 4)
@@ -107,7 +107,7 @@ def test_what_runs_moves_together() -> None:
     slots.release(2)
     assert slots.compact() == [SlotMove("swap", 4, 0, 2), SlotMove("swap", 3, 1, 2)]
     assert slots.running() == [0, 1]
-    assert admitted(slots, "aab")[::2] == (4, 2)  # the idle ones are still known where they are now
+    assert admitted(slots, "aab")[::2] == (4, 2)  # idle slots are still known after the move
 
 
 def test_other_sizes_keep_what_fits() -> None:

@@ -103,7 +103,7 @@ _TEXTS = [
 ] * 20
 
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""As Llama 3 and Qwen cut text up: newlines are a piece of their own."""
+"""How Llama 3 and Qwen split text: newlines are separate pieces."""
 
 
 @cache
@@ -128,7 +128,7 @@ def _bytes() -> str:
 
 
 def tokenizer_of(name: str, *, without: str = "") -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with the template ``name`` and its markers, but for ``without``."""
+    """A byte-level tokenizer with the template ``name`` and its markers, except ``without``."""
     if name == "tiny":
         return copy.deepcopy(_tiny())
     template, markers = TEMPLATES[name]

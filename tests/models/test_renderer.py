@@ -152,7 +152,6 @@ def test_a_template_that_changes_what_it_wrote_is_said_to() -> None:
 
 
 # --- thinking
-# ------------------------------------------------------------------------------------------------------
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:
@@ -192,7 +191,6 @@ def test_thinking_switched_off_begins_each_reply_with_an_empty_block() -> None:
 
 
 # --- tools
-# ---------------------------------------------------------------------------------------------------------
 
 TOOL = Tool("look", "Look.", {"type": "object", "properties": {}})
 
@@ -248,5 +246,5 @@ def test_a_call_that_is_no_json_stays_text() -> None:
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "tiny", "gemma"])
 def test_tools_are_refused_where_the_template_has_none(name: str) -> None:
-    with pytest.raises(ConfigError, match="leave native tools out"):
+    with pytest.raises(ConfigError, match="remove native tools"):
         renderer_of(tokenizer_of(name)).prompt([USER], [TOOL])

@@ -74,7 +74,7 @@ FOREST = [
 ]
 IDS, POSITIONS = [3, 1, 4, 1, 5, 9, 2, 6, 7, 1, 8], [0, 1, 2, 3, 4, 5, 3, 4, 4, 5, 6]
 ENDS = [5, 7, 10]
-"""Where the last token of each row stands in the forest."""
+"""Position of each row's last token in the forest."""
 
 
 def model(config: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Two tiny checkpoints with a ChatML template, made in a second from nothing; run as a process of
-its own.
+"""Two tiny checkpoints with a ChatML template, made from scratch in a second; run as a separate
+process.
 
     python checkpoint.py FOLDER < {"plain": …, "first": …, "then": …}    ->  FOLDER/reader  FOLDER/noise
 

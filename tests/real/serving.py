@@ -37,7 +37,7 @@ class Serving(msgspec.Struct, frozen=True):
     url: str
     """Base URL, with /v1."""
     folder: Path
-    """Of the checkpoints; the server runs in it, so ``reader`` and ``noise`` are names of
+    """Folder of the checkpoints; the server runs in it, so ``reader`` and ``noise`` are names of
     models."""
     log: Path
 

@@ -1,7 +1,7 @@
 """Runs over HTTP through a server that was not written here: ``transformers serve``, with two tiny
 checkpoints.
 
-What a model says is no matter here (``checkpoint.py`` has it); what counts is the protocol: that
+What a model says does not matter here (see ``checkpoint.py``); what counts is the protocol: that
 runs go through, that every token is counted as the server counts it, that bounds reach it, and what
 its refusals are called.
 """

@@ -1,5 +1,5 @@
 """vLLM itself, where RAMIFY_VLLM names its program (``…/bin/vllm``; its CPU build will do): weights
-by our carriers through its own routes, and the output matrix that is tied to the embeddings, which
+by our weight sync methods through its own routes, and the output matrix that is tied to the embeddings, which
 its ``reload_weights`` leaves as it was.
 
 Seen with the CPU build of vLLM 0.32.0: some 100 s to start; a sync of the packaged policy 0.1 to

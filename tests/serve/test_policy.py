@@ -303,7 +303,7 @@ GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tok
         ),
         (
             {**GOOD, "tools": [{"type": "function", "function": {"name": "f"}}]},
-            "leave native tools out",
+            "remove native tools",
             None,
         ),
         (

@@ -111,7 +111,7 @@ def test_a_killed_writer_leaves_its_events_and_no_lock(store: Store):
 
 def test_create_refuses_a_second_run_of_that_name_and_bad_names(store: Store):
     write_run(store, "r1")
-    with pytest.raises(StoreError, match="run r1 exists already"):
+    with pytest.raises(StoreError, match="run r1 already exists"):
         store.create("r1")
     for name in ("", "../r", ".r", "a/b", "x" * 129, "a b"):
         with pytest.raises(StoreError, match="cannot name a run"):

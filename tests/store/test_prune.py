@@ -232,7 +232,8 @@ def test_a_full_store_warns_once(store: Store, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAMIFY_STORE_MAX_BYTES", "1e3")
     store.blobs.put(b"x" * 5000)
     with pytest.warns(
-        UserWarning, match=r"the store .* holds 0\.0 GB, over its cap of 0\.0 GB: prune old runs"
+        UserWarning,
+        match=r"the store .* holds 0\.0 GB, more than its limit of 0\.0 GB: prune old runs",
     ):
         store.create("r1").close()
     with warnings.catch_warnings():
@@ -255,7 +256,7 @@ def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pyte
     assert Store().root.is_relative_to(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        StoreError, match=r"cannot make the folder .*file: File exists; set RAMIFY_HOME"
+        StoreError, match=r"cannot create the folder .*file: File exists; set RAMIFY_HOME"
     ):
         Store(tmp_path / "file" / "x")
 

@@ -41,23 +41,23 @@ def test_a_run_is_found_by_id_prefix_last_and_path(store: Store, tmp_path: Path)
 
 
 def test_a_run_that_is_not_there_gets_the_nearest(store: Store):
-    with pytest.raises(StoreError, match="there is no run in "):
+    with pytest.raises(StoreError, match="has no runs"):
         store.path("last")
     write_run(store, "20260101-000000-aaaa")
     write_run(store, "20260101-000000-abbb")
     with pytest.raises(
-        StoreError, match="2 runs begin with '20260101-000000', 20260101-000000-aaaa among them"
+        StoreError, match="2 runs begin with '20260101-000000', such as 20260101-000000-aaaa"
     ):
         store.path("20260101-000000")
     with pytest.raises(
         StoreError, match=r"no run '20260101-000000-aaax' .*did you mean 20260101-000000-aaaa?"
     ):
         store.path("20260101-000000-aaax")
-    with pytest.raises(StoreError, match=r"there is no journal .*gone\.jsonl"):
+    with pytest.raises(StoreError, match=r"the journal .*gone\.jsonl does not exist"):
         store.path("gone.jsonl")
-    with pytest.raises(StoreError, match="there is no run ''"):
+    with pytest.raises(StoreError, match="found no run ''"):
         store.path("")
-    with pytest.raises(StoreError, match=r"there is no run '../../etc/passwd'"):
+    with pytest.raises(StoreError, match=r"found no run '../../etc/passwd'"):
         store.path("../../etc/passwd")
 
 

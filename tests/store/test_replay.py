@@ -46,9 +46,7 @@ def test_another_prompt_at_a_recorded_place_is_never_paid_in_silence(strict: boo
 
 def test_what_was_not_recorded_is_asked_on_resume_and_refused_on_replay():
     assert RecordedReplies(events()).reply("0.7", 0, "f" * 64) is None
-    with pytest.raises(
-        ReplayDiverged, match=r"recorded no such thing as a request of call 0\.7, turn 0"
-    ):
+    with pytest.raises(ReplayDiverged, match=r"did not record a request of call 0\.7, turn 0"):
         RecordedReplies(events(), strict=True).reply("0.7", 0, "f" * 64)
 
 
@@ -128,7 +126,7 @@ def test_every_event_is_held_whenever_it_happens_again():
 
 
 def test_a_journal_that_holds_nothing_says_so():
-    with pytest.raises(StoreError, match="holds no RunStarted event"):
+    with pytest.raises(StoreError, match="contains no RunStarted event"):
         RecordedReplies([])
 
 

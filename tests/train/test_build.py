@@ -94,7 +94,7 @@ def close(made: RunParts) -> None:
         ),
         (
             msgspec.structs.replace(small(), sft=None),
-            "a model made from nothing needs a tokenizer, or demonstrations",
+            "a model trained from scratch needs a tokenizer, or demonstrations",
         ),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_starte
         {"policy": lambda folder: save(other.policy, folder)},
     )
     with pytest.raises(
-        ConfigError, match=r"tensor 'model\.embed_tokens\.weight' is \d+x48, and \d+x32 by"
+        ConfigError, match=r"tensor 'model\.embed_tokens\.weight' is \d+x48, but \d+x32 in"
     ):
         train(run, tmp_path, resume=tmp_path)
     assert not (tmp_path / "inference").exists()
@@ -179,14 +179,14 @@ def test_demonstrations_longer_than_the_window_are_left_out_aloud() -> None:
     made = RunParts(changed("policy", shape={**SHAPE, "max_position_embeddings": 200}), said.append)
     close(made)
     assert max(map(len, made.rows)) <= 200
-    assert "sequences to be imitated are left out: the longest has" in said[0]
+    assert "demonstration sequences are left out: the longest has" in said[0]
 
 
 def test_a_group_of_one_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="a group of one has nothing to be compared with"):
+    with pytest.warns(UserWarning, match="a group of one has no other rollout to compare with"):
         close(RunParts(changed("rl", rollout=RolloutOptions(group=1)), print))
     with pytest.warns(
-        UserWarning, match=r"rl\.loss\.kl=k1: the gradient of k1 does not know the reference"
+        UserWarning, match=r"rl\.loss\.kl=k1: the gradient of k1 does not depend on the reference"
     ):
         close(RunParts(changed("rl", loss=LossSpec(kl_beta=0.1, kl="k1")), print))
     with warnings.catch_warnings():
@@ -248,14 +248,14 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     for name in ("no_run.py", "other.py"):
         with pytest.raises(ConfigError, match=r"has no `def run\(\) -> Run`"):
             recipe(tmp_path / name)
-    with pytest.raises(ConfigError, match=r"missing\.py is no recipe: there is no such file"):
+    with pytest.raises(ConfigError, match=r"missing\.py is not a recipe: the file does not exist"):
         recipe(tmp_path / "missing.py")
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
     run = small(warmup=None, rl=None)
     train(run, tmp_path)
-    with pytest.raises(ConfigError, match="holds a run already: resume it"):
+    with pytest.raises(ConfigError, match="already contains a run: resume it"):
         train(run, tmp_path)
     again = stored(tmp_path)
     assert again == run
@@ -275,7 +275,7 @@ def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
         CheckpointStore(tmp_path).save(CheckpointState(step=1, config=plain(run)), {})
         assert stored(tmp_path, ["seed=2"]) == msgspec.structs.replace(run, seed=2)
     CheckpointStore(tmp_path).save(CheckpointState(step=2, config={**plain(run), "colour": 1}), {})
-    with pytest.raises(ConfigError, match="give the recipe that it was made by"):
+    with pytest.raises(ConfigError, match="give the recipe that made it"):
         stored(tmp_path)
 
 
@@ -321,7 +321,7 @@ def test_what_is_kept_of_a_run_has_no_secrets(
     }
     check_config(state, plain(run("sk-second")))
     with pytest.raises(
-        ConfigError, match=r"does not say what task\.options\.api_key was, for it may be a secret"
+        ConfigError, match=r"does not contain task\.options\.api_key, since it may be a secret"
     ):
         stored(tmp_path)
 

@@ -87,7 +87,7 @@ def test_what_is_missing_or_cut_short_is_found(tmp_path: Path) -> None:
     )
     (latest / "weights").write_text("ab")
     with pytest.raises(
-        StoreError, match="weights is damaged: it has 2 bytes, and had 3 when it was written"
+        StoreError, match="weights is damaged: it has 2 bytes, but had 3 when written"
     ):
         verify(latest)
     (latest / "weights").unlink()

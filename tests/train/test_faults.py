@@ -156,7 +156,7 @@ def test_engines_that_sleep_while_the_trainer_learns_change_nothing_not_even_one
     assert all(slept)
     assert len(said) == 1
     assert (
-        f"it was asked POST http://127.0.0.1:{said[0].split(':')[2].split(' ')[0]}/wake_up?tags=weights"
+        f"the failed request: POST http://127.0.0.1:{said[0].split(':')[2].split(' ')[0]}/wake_up?tags=weights"
         in said[0]
     )
     assert said[0].endswith("no engine is left; it is started again")

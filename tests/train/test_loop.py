@@ -128,7 +128,7 @@ def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(
     train(run, tmp_path, resume=tmp_path, say=pytest.fail)
     assert all(torch.equal(ended[name], each) for name, each in weights_of(tmp_path).items())
     assert len(read_rows(tmp_path, "first")) == 1
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         train(run, tmp_path, resume=aside / f"step-{last:06d}")
 
 
@@ -178,7 +178,7 @@ def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
         (0.25, 0),
     ]
     assert [sentence for sentence in said if sentence.startswith("validation")] == [
-        "validation: all 2 attempts failed for reasons not the policy's own: this evaluation has "
+        "validation: all 2 attempts failed for reasons outside the policy: this evaluation has "
         "no score; the first: task "
         f"'sometimes', item {JUDGED[2]}: its score raised OSError: the grader is down"
     ]

@@ -98,7 +98,7 @@ def test_an_attempt_that_failed_is_no_attempt_of_an_evaluation() -> None:
     assert report("test", items[:1], groups[2:], {}, max_failed=1.0, say=said.append) == {
         "test/failed": 2.0
     }
-    ours = "attempts failed for reasons not the policy's own"
+    ours = "attempts failed for reasons outside the policy"
     assert said == [
         f"test: 3 of 6 {ours} and are left out of the score; the first: no session could be had",
         f"test: 3 of 6 {ours}, above evaluate.max_failed=0.49: this evaluation has no score; the "

@@ -177,7 +177,7 @@ def test_a_stalled_rollout_is_given_up_and_leaves_its_stacks() -> None:
 
     groups = rolled(never, group=1, limits={"max_seconds": 0.05}, grace_s=0.1, on_stall=told.append)
     for trajectory in (t for group in groups for t in group.trajectories):
-        assert trajectory.errors[-1] == "it did not end within 0.05 s, and was given up"
+        assert trajectory.errors[-1] == "it did not end within 0.05 s and was cancelled"
         assert trajectory.rewards == {}
     assert "item len/train/0" in told[0] + told[1]
     assert f"{__file__}:" in told[0]

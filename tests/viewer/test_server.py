@@ -379,7 +379,7 @@ def test_an_evaluation_is_shown_as_far_as_it_can_be_read(world: World, tmp_path:
     async def ask(get: Get, _: ViewServer) -> None:
         damaged = await get("/api/evaluation", key="p0/damaged.jsonl")
         assert (damaged["num_made"], len(damaged["problems"])) == (8, 1)
-        assert "line 4 is damaged and left out" in damaged["problems"][0]
+        assert "line 4 is damaged and was skipped" in damaged["problems"][0]
         assert damaged["passes"] == [[1, 0.75], [2, 1.0]]
         assert {each["run"] for each in damaged["attempts"]} == {None}  # its store is elsewhere
         assert (await get("/api/evaluation", key="p0/begun.jsonl"))["report"] is None

@@ -1,8 +1,11 @@
-"""One server's HTTP: JSON out, JSON back, every wait bounded, and errors that say which server was
-asked what.
+"""HTTP requests to one server: JSON out and back, a timeout on every wait, and errors that name the
+server and the request.
 
-Unreachable    never sent            ReplyLost     sent, and no whole answer in time
-ServerFailed   a 5xx                 Refused       a 4xx           Conflict   409: the engine lacks what a delta builds on
+    Unreachable    the request was never sent
+    ReplyLost      the request was sent, and no complete answer arrived in time
+    ServerFailed   status 5xx
+    Refused        status 4xx
+    EngineStateConflict   status 409: the engine lacks the weights that a delta builds on
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ _CONNECT_S = 10.0
 
 
 class EngineStateConflict(Refused):
-    """The server is in another state than the request supposes."""
+    """The server is not in the state that the request assumes."""
 
 
 class EngineHttpApi:
-    """Belongs to the event loop of its first request."""
+    """HTTP client of one server. It belongs to the event loop of its first request."""
 
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -38,7 +41,7 @@ class EngineHttpApi:
         return await self._ask("POST", path, body, timeout_s)
 
     async def close(self) -> None:
-        """For good: who still asks gets Unreachable."""
+        """Close for good: any later request raises Unreachable."""
         self._is_closed = True
         session, self._session = self._session, None
         if session is not None:
@@ -62,7 +65,7 @@ class EngineHttpApi:
                 asyncio.timeout(timeout_s),
                 self._session.request(method, where, data=data, headers=headers) as answer,
             ):
-                said = await answer.read()
+                payload = await answer.read()
         except TimeoutError:
             raise ReplyLost(f"{method} {where}: no answer within {timeout_s:g} s") from None
         except aiohttp.ClientConnectorError as error:
@@ -74,22 +77,22 @@ class EngineHttpApi:
                 f"{method} {where}: the connection broke ({error or type(error).__name__})"
             ) from None
         if answer.status != 200:
-            raise _error(f"{method} {where}", answer.status, said)
-        return _object(where, said)
+            raise _error(f"{method} {where}", answer.status, payload)
+        return _object(where, payload)
 
 
-def _object(where: str, said: bytes) -> dict[str, Any]:
-    if not said.strip():
+def _object(where: str, payload: bytes) -> dict[str, Any]:
+    if not payload.strip():
         return {}
     try:
-        found = msgspec.json.decode(said)
+        value = msgspec.json.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return {"text": said.decode("utf-8", "replace")}
-    return found if isinstance(found, dict) else {"found": found}
+        return {"text": payload.decode("utf-8", "replace")}
+    return value if isinstance(value, dict) else {"found": value}
 
 
-def _error(where: str, status: int, said: bytes) -> ModelError:
-    text = f"{where} answered {status}: {_message(said)}"
+def _error(where: str, status: int, payload: bytes) -> ModelError:
+    text = f"{where} answered {status}: {_message(payload)}"
     if status == 409:
         return EngineStateConflict(text)
     if status == 429:
@@ -97,14 +100,14 @@ def _error(where: str, status: int, said: bytes) -> ModelError:
     return ServerFailed(text) if status >= 500 else Refused(text)
 
 
-def _message(said: bytes) -> str:
-    """What an error's body says, at most 300 characters on one line."""
+def _message(payload: bytes) -> str:
+    """The message in an error's body, at most 300 characters on one line."""
     try:
-        found = msgspec.json.decode(said)
+        value = msgspec.json.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        found = said[:2000].decode("utf-8", "replace")
-    while isinstance(found, dict):
-        found = next(
-            (found[name] for name in ("error", "message", "detail") if found.get(name)), str(found)
+        value = payload[:2000].decode("utf-8", "replace")
+    while isinstance(value, dict):
+        value = next(
+            (value[name] for name in ("error", "message", "detail") if value.get(name)), str(value)
         )
-    return " ".join(str(found).split())[:300]
+    return " ".join(str(value).split())[:300]

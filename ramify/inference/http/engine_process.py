@@ -1,8 +1,8 @@
-"""Engines as processes of this run: which command starts one, on which port, and what is said where
-it does not come up.
+"""Engines as processes of this run: the command and port of each, and the error if one does not
+start.
 
-Their output goes to a file, whose last lines are quoted where they fail; they end with the trainer
-(``ramify/child.py``).
+Their output goes to a log file, whose last lines are quoted if they fail. They end with the trainer
+(see ``ramify/child.py``).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ PROGRAMS = {
     "vllm": ("vllm", "serve"),
     "sglang": (sys.executable, "-m", "sglang.launch_server"),
 }
-"""Engine -> what starts one, where ``InferenceSpec.command`` is empty."""
+"""Engine -> the command that starts it if ``InferenceSpec.command`` is empty."""
 INSIDE = Path(__file__).parent / "inside"
-"""The folder of the one file that is loaded inside vLLM."""
+"""Folder of the one file that is loaded inside vLLM."""
 _HOST = "127.0.0.1"
 _END_S = 10.0
 _POLL_S = 0.01
@@ -38,19 +38,19 @@ _GONE_S = 1.0
 
 
 class EngineHandle(Protocol):
-    """A process that serves."""
+    """An engine process that serves HTTP."""
 
     url: str
     log: Path
 
     async def restart(self) -> None:
-        """End what is left of it, and start it again; ``url`` may be another one then. Raises
-        ConfigError where that cannot be."""
+        """Stop the process if it still runs, and start it again, possibly at another ``url``.
+        Raises ConfigError if it cannot be started."""
         ...
 
     @property
     def ended(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Exit status; None while the process runs."""
         ...
 
     def said(self) -> str:
@@ -58,12 +58,12 @@ class EngineHandle(Protocol):
         ...
 
     def close(self) -> None:
-        """End it and what it started. Idempotent."""
+        """Stop the process and its children. Idempotent."""
         ...
 
 
 class EngineProcess:
-    """Implements ``EngineHandle``: one that was started here."""
+    """An engine process on this machine. Implements ``EngineHandle``."""
 
     def __init__(
         self,
@@ -75,16 +75,21 @@ class EngineProcess:
         window: int,
         log: Path,
     ) -> None:
-        """Raises ConfigError where the command is not there."""
-        self.url, self.log = f"http://{_HOST}:{port}", log
-        self._spec, self._index = spec, index
+        """Raises ConfigError if the command is not found."""
+        self.url = f"http://{_HOST}:{port}"
+        self.log = log
+        self._spec = spec
+        self._index = index
         self._command = engine_command(spec, checkpoint, port, dtype, window)
         log.unlink(missing_ok=True)
         self.start()
 
     def start(self) -> None:
-        """Start it, the first time or again once ``close`` has returned. Belongs into a thread that
-        lasts: with the one it is called in the engine ends. Raises ConfigError as above."""
+        """Start the process: the first time, or again after ``close`` has returned.
+
+        Call it in a long-lived thread: the engine ends together with the thread that started it.
+        Raises ConfigError if the command is not found.
+        """
         environment = engine_environment(self._spec, self._index)
         try:
             self._child = ChildProcess(
@@ -92,14 +97,13 @@ class EngineProcess:
             )
         except OSError as error:
             raise ConfigError(
-                f"an engine cannot be started: {self._command[0]}: {error.strerror}; give "
-                "inference.command, or install "
-                f"{self._spec.engine}"
+                f"an engine cannot be started: {self._command[0]}: {error.strerror}; set "
+                f"inference.command, or install {self._spec.engine}"
             ) from None
 
     async def restart(self) -> None:
-        """As ``EngineHandle.restart``."""
-        await asyncio.to_thread(self.close)  # it may still run, and not answer
+        """See ``EngineHandle.restart``."""
+        await asyncio.to_thread(self.close)  # it may still run without answering
         self.start()
 
     @property
@@ -114,13 +118,14 @@ class EngineProcess:
 
 
 async def status_of(engine: EngineHandle | None) -> int | None:
-    """Its exit status; None while it runs, and where nothing is known of it. Another machine may
-    take its time to say so."""
+    """Exit status of an engine; None while it runs, or if it has no process here. The call may be
+    slow for an engine on another machine."""
     return None if engine is None else await asyncio.to_thread(lambda: engine.ended)
 
 
 async def ended_soon(engine: EngineHandle | None) -> int | None:
-    """As ``status_of``, of one whose connections broke: the process is gone a moment later."""
+    """``status_of`` for an engine whose connections broke: wait a moment for its process to
+    exit."""
     return None if engine is None else await asyncio.to_thread(_ended_within, engine, _GONE_S)
 
 
@@ -132,53 +137,56 @@ def _ended_within(engine: EngineHandle, wait_s: float) -> int | None:
 
 
 def ports_for(spec: InferenceSpec) -> list[int]:
-    """A port for each server that is to be started. Raises ConfigError for one that is in use."""
-    with contextlib.ExitStack() as held:
-        taken = []
-        for wanted in spec.ports or (0,) * spec.num:
-            holder = held.enter_context(socket.socket())
+    """One port for each server to start. Raises ConfigError for a port that is in use."""
+    # All sockets stay bound until every port is chosen, so that no port is chosen twice.
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for port in spec.ports or (0,) * spec.num:
+            holder = stack.enter_context(socket.socket())
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                holder.bind((_HOST, wanted))
+                holder.bind((_HOST, port))
             except OSError as error:
                 raise ConfigError(
-                    f"inference.ports: an engine cannot listen on {_HOST}:{wanted} "
-                    f"({error.strerror}): choose another "
-                    "port, leave ports out for free ones, or give urls to use what runs there"
+                    f"inference.ports: an engine cannot listen on {_HOST}:{port} "
+                    f"({error.strerror}): choose another port, omit ports to use free ones, or "
+                    "set urls to use the server that runs there"
                 ) from None
-            taken.append(holder.getsockname()[1])
-        return taken
+            ports.append(holder.getsockname()[1])
+        return ports
 
 
 def check_program(spec: InferenceSpec) -> None:
-    """Raises ConfigError where this machine does not have what starts an engine."""
+    """Raise ConfigError if this machine lacks the program that starts the engine."""
     if spec.urls:
         return
     program = (spec.command or PROGRAMS[spec.engine])[0]
-    lacks = "" if shutil.which(program) else f"no program '{program}' is there, or on PATH"
+    problem = "" if shutil.which(program) else f"no program '{program}', also not on PATH"
     if spec.engine == "sglang" and not spec.command and find_spec("sglang") is None:
-        lacks = f"the package sglang is not installed for {sys.executable}"
-    if lacks:
-        first, beyond = (".".join(map(str, each)) for each in VERSIONS.get(spec.engine, ((), ())))
-        known = f"pip install '{spec.engine}>={first},<{beyond}', " if first else ""
+        problem = f"the package sglang is not installed for {sys.executable}"
+    if problem:
+        first, next_unsupported = (
+            ".".join(map(str, each)) for each in VERSIONS.get(spec.engine, ((), ()))
+        )
+        install = f"pip install '{spec.engine}>={first},<{next_unsupported}', " if first else ""
         raise ConfigError(
-            f"inference.engine={spec.engine} is to be started, and {lacks}: {known}name what "
-            "starts it in inference.command, "
-            "or give inference.urls of servers that run already"
+            f"inference.engine={spec.engine} cannot be started: {problem}: {install}set "
+            "inference.command to the command that starts it, or inference.urls to servers that "
+            "already run"
         )
 
 
 def engine_command(
     spec: InferenceSpec, checkpoint: Path, port: int, dtype: str, window: int, host: str = _HOST
 ) -> list[str]:
-    """What starts an engine that listens on ``host``, this machine's loopback where nothing else is
-    said."""
+    """The command that starts an engine which listens on ``host``, by default the loopback
+    interface."""
     begin = list(spec.command or PROGRAMS[spec.engine])
     folder, at = str(checkpoint), ["--host", host, "--port", str(port), "--dtype", dtype]
     if spec.engine == "ramify":
         own = [*at, "--weight-transfer"]
-        if ":" in spec.carried_by:
-            own += ["--weight-sync", spec.carried_by]
+        if ":" in spec.weight_sync_name:
+            own += ["--weight-sync", spec.weight_sync_name]
         return [*begin, folder, *own, *spec.args]
     if spec.engine == "vllm":
         own = [
@@ -200,7 +208,7 @@ def engine_command(
 
 
 def engine_environment(spec: InferenceSpec, index: int) -> dict[str, str]:
-    """What is added to the environment of a machine for the engine ``index`` on it."""
+    """Environment variables to add for engine number ``index`` on a machine."""
     added = {}
     if spec.gpus:
         added["CUDA_VISIBLE_DEVICES"] = spec.gpus[index]

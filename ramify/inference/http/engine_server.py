@@ -1,5 +1,5 @@
-"""What a trainer does with one engine behind HTTP, whatever software it is. ``vllm.py`` and
-``sglang.py`` say how."""
+"""Interface to one engine behind HTTP, whatever software it runs. ``vllm.py`` and ``sglang.py``
+implement it."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ from ramify.types.message import VersionSpan
 
 
 class ServerInfo(NamedTuple):
-    """What a server says of itself."""
+    """Facts that a server reports about itself."""
 
     version: str
-    """Of its software."""
+    """Version of its software."""
     window: int | None
     dtype: str
-    """As ``float32``; empty where it does not say."""
+    """Such as ``float32``; empty if it does not say."""
     vocabulary: int | None
     logprobs_mode: str
-    """``processed_logprobs``: of the distribution that was drawn from. Empty where it does not
-    say."""
+    """``processed_logprobs`` if log-probabilities are those of the distribution that was sampled
+    from. Empty if it does not say."""
     levels: tuple[int, ...] = (1, 2)
-    """At which it can sleep, as far as it says."""
+    """Levels at which it can sleep, as far as it says."""
 
 
 class SampledIds(NamedTuple):
-    """Ids that came out."""
+    """Sampled ids and their log-probabilities."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     end: str
-    """``stop``, ``length``; ``abort`` where a pause ended it."""
+    """``stop`` or ``length``; ``abort`` if a pause ended the reply."""
     cached: int
-    """Prompt tokens that were computed before."""
+    """Prompt tokens that were already in the cache."""
     versions: tuple[VersionSpan, ...] | None
-    """Where the server says it."""
+    """Which version sampled which tokens; None if the server does not say."""
     kept: tuple[tuple[int, ...], ...] | None
 
 
 class EngineServer(Protocol):
-    """Implemented for each software. All raise ModelError, which names the server and what was
-    asked."""
+    """One engine server; each software has its implementation. All methods raise ModelError, which
+    names the server and the request."""
 
     url: str
     updates_in_place: bool
-    """Whether requests in flight can wait for new weights and go on exactly; else they are ended
-    and sent again."""
+    """True if requests in flight can wait for new weights and continue exactly. If False, they are
+    ended and sent again."""
 
     async def facts(self) -> ServerInfo:
-        """Raises ConfigError for a version of another protocol, or a server that takes no
+        """Raises ConfigError for a server with another protocol version, or one that takes no
         weights."""
         ...
 
     async def healthy(self) -> None:
-        """Raises where it does not say in time that it is alive."""
+        """Raise ModelError if the server does not report in time that it is alive."""
         ...
 
     async def sample(
@@ -64,47 +64,48 @@ class EngineServer(Protocol):
     ) -> SampledIds: ...
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability at temperature 1 of each of ``ids`` but the first."""
+        """Log-probability at temperature 1 of each of ``ids`` except the first."""
         ...
 
     async def pressure(self) -> CachePressure | None:
-        """How its cache bears what is asked; None where it does not say."""
+        """Load on its cache; None if it does not say."""
         ...
 
     async def takes_id(self, id: int) -> bool:
-        """Whether ``id`` is of its vocabulary."""
+        """Whether ``id`` is in its vocabulary."""
         ...
 
     async def fingerprint(self) -> str | None: ...
 
     async def pause(self) -> None:
-        """No request goes on until ``resume``."""
+        """Stop all requests until ``resume``."""
         ...
 
     async def resume(self) -> None: ...
 
     async def open_weights(self, info: dict[str, Any]) -> None:
-        """What the carrier says once."""
+        """Send the setup information of the weight sync, once."""
         ...
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """One chunk of a sync, or all of it. With the ``last`` the weights are ``version``, and
-        nothing of others is remembered. Raises Conflict where the engine lacks what it builds
-        on."""
+        """Apply one chunk of a sync. After the ``last`` chunk the weights are ``version``, and
+        everything cached under older weights is cleared. Raises EngineStateConflict if the engine
+        lacks the weights that the chunk builds on."""
         ...
 
     async def sleep(self, level: int) -> None:
-        """Give memory back for whoever shares the device: keys and values are forgotten, and
-        weights are kept in main memory (1) or dropped (2). Nobody is answered until all of ``TAGS``
-        are awake. It may not sleep already."""
+        """Release memory for other users of the device. The KV cache is dropped; the weights move
+        to main memory (level 1) or are dropped (level 2). No request is answered until all of
+        ``TAGS`` are awake. Must not be called on a server that already sleeps."""
         ...
 
     async def wake(self, tag: str) -> None:
-        """Take back what ``tag`` names, which sleeps."""
+        """Allocate the memory of ``tag`` again, which must be asleep."""
         ...
 
     async def is_asleep(self) -> bool:
-        """Whether it was left asleep; False where it does not say."""
+        """Whether the server is asleep, for example left so by an earlier run; False if it does not
+        say."""
         ...
 
     async def close(self) -> None: ...

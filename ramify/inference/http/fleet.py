@@ -1,14 +1,17 @@
-"""The engines of one run: which of them answer, who is asked next, and what happens when one goes.
+"""The engines of one run: which of them answer, which one gets the next request, and what happens
+when one stops answering.
 
-    a tree's calls     go to one server, where what they share is computed already
-    a new tree         goes to the one with least to do
-    a server that does not answer is dropped, aloud, and brought back where it may be (``membership.py``); its trees move
+    calls of one tree             go to the same server, which has cached their prefix
+    a new tree                    goes to the server with the least load
+    a server that does not answer is dropped with a log line, and brought back if allowed
+                                  (``membership.py``); its trees move to other servers
 
-One that was started for the run is started again, perhaps elsewhere, and then has another address.
-Who only asks, while another gives the weights, is told by that other which ones have them
-(``engine_list.py``).
+An engine that was started for the run is started again, possibly elsewhere and then at another
+address. A client that only samples, while another process updates the weights, gets the list of
+engines with current weights from that process (``engine_list.py``).
 
-Leaves out what is asked (``http_engines.py``) and how weights reach them (``update_engines.py``).
+Not here: the requests themselves (see ``http_engines.py``) and how weights reach the engines (see
+``update_engines.py``).
 """
 
 from __future__ import annotations
@@ -45,69 +48,71 @@ ENGINES: dict[str, Callable[[str, InferenceSpec, str], EngineServer]] = {
     "sglang": SglangServer,
 }
 Launch = Callable[[InferenceSpec, int, Path, str, int, Path], EngineHandle]
-"""What starts an engine: of the spec, which one, a checkpoint, dtype, window and the file for its
-output."""
+"""Function that starts an engine: (spec, index, checkpoint, dtype, window, log file) -> its
+handle."""
 _MAX_TREES = 65_536
-_TOLD = 3
-"""Of the engines that went last an error says why."""
+_MAX_REASONS = 3
+"""Number of most recently lost engines whose reasons an error lists."""
 
 
 class EnginesDropped(Exception):
-    """Servers were dropped in the middle of something that all of them had to do."""
+    """Servers were dropped during an operation that all of them had to do."""
 
 
 class EngineFleet:
-    """Belongs to one event loop."""
+    """All engine servers of a run. Belongs to one event loop."""
 
     def __init__(
         self, policy: Policy, spec: InferenceSpec, name: str, say: Callable[[str], None]
     ) -> None:
-        """Ports are checked here, before anything is started. ``name`` is told in errors."""
-        self.spec, self._name, self._say = spec, name, say
+        """Ports are checked here, before anything is started. ``name`` appears in errors."""
+        self.spec = spec
+        self._name = name
+        self._say = say
         self._vocabulary: int = policy.config.vocab_size
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._window = policy.window
         self._key = os.environ.get(spec.key_variable, "")
         self._ports = [] if spec.urls else ports_for(spec)
         self._processes: dict[str, EngineHandle] = {}
-        """By each address that one had."""
+        """Each address that a process has had -> the process."""
         self._urls: list[str] = []
         self.alive: list[EngineServer] = []
-        """Those that may be asked."""
+        """Servers that may be asked."""
         self.in_flight: dict[str, int] = {}
-        """URL -> requests that it is answering."""
+        """URL -> number of requests in flight there."""
         self.trees: OrderedDict[Hashable, EngineServer] = OrderedDict()
-        """Tree -> the server that it began at."""
+        """Tree -> the server on which it began."""
         self.membership = EngineMembership(spec.restarts, self._bring, say)
         self._asleep: dict[str, list[str]] = {}
-        """URL -> what of ``TAGS`` sleeps there."""
+        """URL -> those of ``TAGS`` that sleep there."""
         self._older: set[str] = set()
-        """URLs of those that are back, and do not have the newest weights yet."""
+        """URLs of servers that are back but do not have the newest weights yet."""
         self._leads = False
         self.listed: EngineList | None = None
-        """Who says which engines may be asked, where that is another."""
+        """List of usable engines, if another process updates the weights."""
 
     # --- from start to end
-    # ---------------------------------------------------------------------------------------
 
     async def start(
         self, out: Path, save: Callable[[Path], None], launch: Launch | None, *, leads: bool = True
     ) -> None:
-        """Start the servers, or attach to them, and check each. Raises ConfigError. ``leads``:
-        False where another decides when they sleep."""
+        """Start the servers, or attach to them, and check each. Raises ConfigError. ``leads`` is
+        False if another process decides when they sleep."""
         self._leads = leads
         self._urls = list(self.spec.urls) or self._launched(out, save, launch)
         self.alive = [self._server(url) for url in self._urls]
         self.in_flight = dict.fromkeys(self._urls, 0)
-        await asyncio.gather(*(self._until_up(each, self.spec.probe_s) for each in self.alive))
+        await asyncio.gather(*(self._until_up(server, self.spec.probe_s) for server in self.alive))
         await asyncio.gather(*map(self._check, self.alive))
 
     async def close(self) -> None:
-        """End what was started here; what goes on without this run answers again. Idempotent."""
+        """Stop the servers that were started here; wake those that continue without this run.
+        Idempotent."""
         await self.membership.close()
         if self.spec.urls:
             await asyncio.gather(
-                *(self._leave(each) for each in self.alive if each.url in self._asleep)
+                *(self._leave(server) for server in self.alive if server.url in self._asleep)
             )
         servers, self.alive = self.alive, []
         for server in servers:
@@ -141,9 +146,8 @@ class EngineFleet:
         await until_up(server, process, wait_s, self.spec.restarts)
 
     async def _check(self, server: EngineServer) -> None:
-        if (
-            self._leads and self.spec.urls and await server.is_asleep()
-        ):  # a run that was killed left it so
+        # A run that was killed may have left its servers asleep.
+        if self._leads and self.spec.urls and await server.is_asleep():
             self._asleep[server.url] = list(TAGS)
             await self._leave(server)
         policy = {"vocabulary": self._vocabulary, "window": self._window}
@@ -156,15 +160,14 @@ class EngineFleet:
         )
 
     # --- who sleeps
-    # ----------------------------------------------------------------------------------------------
 
     @property
     def is_any_asleep(self) -> bool:
         return bool(self._asleep)
 
     async def sleep(self) -> None:
-        """All that do not sleep give their memory back. Raises what one refuses; Lost where some
-        went."""
+        """Put all servers that are awake to sleep. Raises the error of a server that refuses, or
+        EnginesDropped if some were lost."""
 
         async def act(server: EngineServer) -> None:
             if server.url not in self._asleep:
@@ -174,7 +177,7 @@ class EngineFleet:
         await self.all(act)
 
     async def wake(self, tag: str) -> None:
-        """All where it sleeps take ``tag`` back. Raises as ``sleep``."""
+        """Wake ``tag`` on all servers where it sleeps. Raises like ``sleep``."""
         if self._asleep:
             await self.all(lambda server: self._wake(server, tag))
 
@@ -187,7 +190,7 @@ class EngineFleet:
                 del self._asleep[server.url]
 
     async def _leave(self, server: EngineServer) -> None:
-        """Have it answer, as far as it does."""
+        """Make the server answer requests again, as far as possible."""
         with contextlib.suppress(ModelError):
             for tag in TAGS:
                 await self._wake(server, tag)
@@ -195,72 +198,75 @@ class EngineFleet:
         self._asleep.pop(server.url, None)
 
     # --- who is asked
-    # --------------------------------------------------------------------------------------------
 
     def pick(self, tree: Hashable) -> EngineServer:
-        """The server that the tree began at; for a new one that with least to do, of equals the one
-        with fewest trees. Raises ServerFailed where none is left."""
+        """The server on which the tree began. A new tree gets the server with the fewest requests
+        in flight, and among equals the one with the fewest trees. Raises ServerFailed if no server
+        is left."""
         if not self.alive:
             raise self.none_left()
         server = self.trees.get(tree)
         if server is None or server not in self.alive:
-            load = dict.fromkeys((each.url for each in self.alive), 0)
-            for each in self.trees.values():
-                if each.url in load:
-                    load[each.url] += 1
-            server = min(self.alive, key=lambda each: (self.in_flight[each.url], load[each.url]))
+            load = dict.fromkeys((candidate.url for candidate in self.alive), 0)
+            for candidate in self.trees.values():
+                if candidate.url in load:
+                    load[candidate.url] += 1
+            server = min(
+                self.alive,
+                key=lambda candidate: (self.in_flight[candidate.url], load[candidate.url]),
+            )
         self.trees[tree] = server
         self.trees.move_to_end(tree)
         while len(self.trees) > _MAX_TREES:
             self.trees.popitem(last=False)
         return server
 
-    def told(self, urls: Sequence[str]) -> None:
-        """Whoever gives the weights asks the engines at ``urls`` now."""
+    def set_listed(self, urls: Sequence[str]) -> None:
+        """Take over the list of engines that have current weights."""
         assert self.listed is not None
-        self.listed.told(urls)
-        known = {
+        self.listed.set(urls)
+        known_urls = {
             server.url for server in (*self.alive, *self.membership.ready)
         } | self.membership.expected
         for url in urls:
-            if url not in known:
+            if url not in known_urls:
                 self.membership.expect(url)
 
     async def all(self, act: Callable[[EngineServer], Awaitable[None]]) -> None:
-        """``act`` at every server. Raises Lost where some went, else Conflict where one is in
-        another state, for either may be why others refuse; else what the first refuses."""
+        """Run ``act`` on every server. Raises EnginesDropped if some were lost, otherwise
+        EngineStateConflict if one is in another state (either may be why others refuse), otherwise
+        the first error."""
         servers = list(self.alive)
         results = await asyncio.gather(*map(act, servers), return_exceptions=True)
         failed = [
-            (server, each)
-            for server, each in zip(servers, results, strict=True)
-            if isinstance(each, BaseException)
+            (server, result)
+            for server, result in zip(servers, results, strict=True)
+            if isinstance(result, BaseException)
         ]
-        gone = (Unreachable, ReplyLost, ServerFailed)
-        left = [
+        lost_errors = (Unreachable, ReplyLost, ServerFailed)
+        remaining = [
             error
             for server, error in failed
-            if not isinstance(error, gone) or not await self.is_gone(server, error)
+            if not isinstance(error, lost_errors) or not await self.is_gone(server, error)
         ]
-        if len(left) < len(failed):
+        if len(remaining) < len(failed):
             raise EnginesDropped
-        if left:
-            raise min(left, key=lambda error: not isinstance(error, EngineStateConflict))
+        if remaining:
+            raise min(remaining, key=lambda error: not isinstance(error, EngineStateConflict))
 
     # --- servers that go and come
-    # --------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """How many engines answer, how often one went away and came back; nothing where none ever
-        went."""
+        """Number of live engines, and how many were lost and came back; empty if none was ever
+        lost."""
         if not self.membership.num_lost:
             return {}
         lost, back = float(self.membership.num_lost), float(self.membership.num_back)
         return {"engines": float(len(self.alive)), "engines_lost": lost, "engines_back": back}
 
     async def is_gone(self, server: EngineServer, error: Exception) -> bool:
-        """Whether ``server``, at which ``error`` was met, does not answer any more; it is dropped
-        then, and that is said."""
+        """Whether ``server``, which caused ``error``, no longer answers. If so, it is dropped and
+        logged."""
         if server not in self.alive:
             return True
         process = self._processes.get(server.url)
@@ -273,46 +279,46 @@ class EngineFleet:
         ended, how = await ended_soon(process), ""
         if process is not None and ended is not None:
             how = f", and ended with status {ended}: {await asyncio.to_thread(process.said)}"
-        if server in self.alive:  # another request may have found out meanwhile
+        if server in self.alive:  # another request may have dropped it meanwhile
             await self._drop(
-                server, f"{server.url} does not answer any more; it was asked {error}{how}"
+                server, f"{server.url} no longer answers; the failed request: {error}{how}"
             )
         return True
 
     async def is_older(self, server: EngineServer, sampled: SampledIds, version: int) -> bool:
-        """Whether the server has weights from before ``version``, which it was given: somebody else
-        started it anew. It is dropped then."""
+        """Whether the server answered with weights from before ``version``, which it was given:
+        another program must have restarted it. If so, it is dropped."""
         first = min((span.version for span in sampled.versions or ()), default=version)
         if first >= version:
             return False
         if server in self.alive:
             await self._drop(
                 server,
-                f"{server.url} answers with version {first} of the weights, and was given version "
+                f"{server.url} answers with version {first} of the weights, but was given version "
                 f"{version}",
             )
         return True
 
     @property
     def answering(self) -> tuple[str, ...]:
-        """URLs of those that have the newest weights: others may be told of them."""
+        """URLs of the servers with the newest weights, which other clients may use."""
         return tuple(server.url for server in self.alive if server.url not in self._older)
 
     def take_back(self) -> None:
-        """Those that are back are asked from now on, and given weights first where that is done
-        here."""
+        """Use the servers that are back again. If this fleet updates the weights, they get them
+        first."""
         back = self.membership.take_ready()
         self.in_flight |= {server.url: 0 for server in back if server.url not in self.in_flight}
         self._older |= {server.url for server in back}
         self.alive += back
 
-    def all_given(self) -> None:
-        """All that are asked have the newest weights."""
+    def mark_all_updated(self) -> None:
+        """Record that all servers in use have the newest weights."""
         self._older.clear()
 
-    async def one_is_back(self) -> None:
-        """Return once a server answers, or none is expected any more. Raises ServerFailed where
-        nothing happens."""
+    async def wait_for_engine(self) -> None:
+        """Return once a server answers, or none is expected any more. Raises ServerFailed on a
+        timeout."""
         wait_s = 2 * self.spec.update_s + (
             self.spec.start_s if self._processes else self.spec.return_s
         )
@@ -320,13 +326,13 @@ class EngineFleet:
             raise self.none_left(f"; none came back within {wait_s:g} s")
 
     def none_left(self, more: str = "") -> ServerFailed:
-        error = ServerFailed(f"{self._name}: no engine is left: {self.why()}{more}")
+        error = ServerFailed(f"{self._name}: no engine is left: {self.loss_reasons()}{more}")
         error.transient = False
         return error
 
-    def why(self) -> str:
-        """What became of those that went last."""
-        return "; ".join(self.membership.why[-_TOLD:]) or "none was started"
+    def loss_reasons(self) -> str:
+        """Reasons of the most recent losses."""
+        return "; ".join(self.membership.reasons[-_MAX_REASONS:]) or "none was started"
 
     async def _drop(self, server: EngineServer, why: str) -> None:
         self.alive.remove(server)
@@ -334,29 +340,29 @@ class EngineFleet:
         self._older.discard(server.url)
         process = self._processes.get(server.url)
         if self.listed is not None:
-            self.listed.went(server.url)
-        is_expected = self.membership.left(server.url, why)
+            self.listed.remove(server.url)
+        is_expected = self.membership.record_loss(server.url, why)
         num, of = len(self.alive), len(self._urls)
-        left = f"goes on with {num} of {of} engines" if num else "no engine is left"
+        left = f"continuing with {num} of {of} engines" if num else "no engine is left"
         back = (
             "it is started again"
             if process is not None
-            else f"it is waited for, {self.spec.return_s:g} s at most"
+            else f"waiting for it for at most {self.spec.return_s:g} s"
         )
-        back = back if self.listed is None else "the run looks after it"
+        back = back if self.listed is None else "the run brings it back"
         self._say(f"{why}; {left}{f'; {back}' if is_expected else ''}")
         await server.close()
 
     async def _bring(self, url: str) -> EngineServer:
-        """The server of ``url`` once it answers again and fits."""
+        """The server at ``url`` once it answers again and passes the checks."""
         if self.listed is not None:
-            await self.listed.back(url)
+            await self.listed.wait_for(url)
             return self._server(url)
         process = self._processes.get(url)
         if process is not None:
             await process.restart()
             if process.url not in self._processes:
-                self._say(f"the engine of {url} is started again at {process.url}")
+                self._say(f"the engine of {url} was started again at {process.url}")
             self._processes[process.url], url = process, process.url
         server = self._server(url)
         try:

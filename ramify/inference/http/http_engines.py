@@ -1,11 +1,14 @@
-"""Engines behind HTTP as one ``InferenceClient``: the same ids, the same numbers, whether they are
-one or many.
+"""Engines behind HTTP as one ``InferenceClient``: one server or many give the same ids and numbers.
 
-    complete ── gate ── which server ── ids in, ids out ── server gone? the next one ── ended by an update? go on ──▶ Reply
+    complete ─▶ wait until open ─▶ pick a server ─▶ send ids, get ids ─▶ Reply
+                                    ▲    server gone: pick the next │
+                                    └── ended by an update: resume ─┘
 
-A reply that an update interrupts is continued from its ids under the new weights, and says which
-version sampled what. When no server is left, whoever asks is told why. Who answers and who went is
-``fleet.py``, how weights get there ``update_engines.py``.
+A reply that an update interrupts is continued from its ids under the new weights, and records which
+version sampled which tokens. When no server is left, waiting callers get an error with the reason.
+
+Not here: which servers answer (see ``fleet.py``) and how weights reach them (see
+``update_engines.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from ramify.inference.http.fleet import EngineFleet, Launch
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.http.membership import EngineMembership
 from ramify.inference.http.partial_reply import PartialReply, tree_of
-from ramify.inference.http.pressure import together
+from ramify.inference.http.pressure import combined
 from ramify.inference.http.update_engines import EngineWeightSync
 from ramify.inference.prompts import prompt_ids, spoken, too_long
 from ramify.inference.weight_sync.base import WeightSync, weight_sync_class
@@ -36,19 +39,20 @@ from ramify.types.message import Finish, Reply, Usage
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 _MAX_ABORTS = 64
-"""Updates that one reply may live through."""
+"""Maximum number of updates that may interrupt one reply."""
 T = TypeVar("T")
 
 
 class HttpEngines:
-    """Belongs to one event loop. ``start`` comes first."""
+    """Client of one or more engine servers. Belongs to one event loop; call ``start`` first."""
 
     def __init__(
         self, policy: Policy, spec: InferenceSpec, *, name: str, say: Callable[[str], None] = print
     ) -> None:
-        """``policy`` says what engines must be: its renderer writes the ids. Ports, carrier and
-        spec are checked here, before anything is started; raises ConfigError."""
-        self.name, self.window = name, policy.window
+        """``policy`` defines what the engines must serve, and its renderer writes the ids. Ports,
+        weight sync and spec are checked here, before anything is started; raises ConfigError."""
+        self.name = name
+        self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
         self.scaffold = "tiny" if policy.renderer.name == "tiny" else None
         self._policy = policy
@@ -57,21 +61,20 @@ class HttpEngines:
 
     @property
     def version(self) -> int:
-        """Of the weights that all engines answer with."""
+        """Version of the weights that all engines answer with."""
         return self._sync.version
 
     @property
     def engines(self) -> list[CheckedEngine]:
-        """Each by itself, for checks that every one has to pass."""
+        """Each engine by itself, for checks that every one must pass."""
         return [CheckedEngine(self, self._fleet, server) for server in self._fleet.alive]
 
     @property
     def membership(self) -> EngineMembership:
-        """Those that went away."""
+        """The engines that were lost, and those that return."""
         return self._fleet.membership
 
     # --- from start to end
-    # ---------------------------------------------------------------------------------------
 
     async def start(
         self,
@@ -81,11 +84,14 @@ class HttpEngines:
         *,
         gone: Callable[[str], None] | None = None,
     ) -> None:
-        """Start the servers, or attach to them; check each; open the way for weights. ``save``
-        writes a checkpoint for those that are started, below ``out``, by ``launch`` where it is not
-        on this machine. Raises ConfigError for a server that is not what the policy needs.
-        ``gone``: for who only asks, while another gives the weights, which is told the address of
-        an engine that does not answer and then says by ``listed`` which ones do."""
+        """Start the servers, or attach to them; check each; open the weight sync.
+
+        ``save`` writes a checkpoint below ``out`` for servers to start, which ``launch`` starts if
+        they are not on this machine. ``gone`` is for a client that only samples while another
+        process updates the weights: it is called with the address of an engine that does not
+        answer, and ``listed`` then says which engines may be used. Raises ConfigError for a server
+        that does not fit the policy.
+        """
         try:
             await self._fleet.start(out, save, launch, leads=gone is None)
             if gone is None:
@@ -95,52 +101,52 @@ class HttpEngines:
                 self._fleet.listed = EngineList(
                     gone, spec.start_s + 2 * spec.update_s + spec.return_s
                 )
-                self.membership.came = self._ask_again
+                self.membership.on_return = self._ask_again
         except BaseException:
             await self.close()
             raise
 
     def follow(self, version: int) -> None:
-        """Another has given the servers this version."""
+        """Record that another process has given the servers this version."""
         self._sync.follow(version)
 
     def listed(self, urls: Sequence[str]) -> None:
-        """Another, which gives the weights, asks the engines at ``urls`` now."""
-        self._fleet.told(urls)
+        """Set the list of usable engines; called if another process updates the weights."""
+        self._fleet.set_listed(urls)
 
     @property
     def answering(self) -> tuple[str, ...]:
-        """Addresses of the engines that may be asked: they have the newest weights."""
+        """Addresses of the engines that have the newest weights and may be asked."""
         return self._fleet.answering
 
     async def look_after(self, url: str, who: str) -> None:
-        """``who`` got no answer from the engine at ``url``: bring it back, where it is gone."""
+        """``who`` got no answer from the engine at ``url``: drop it and bring it back if it is
+        gone."""
         for server in [each for each in self._fleet.alive if each.url == url]:
             await self._fleet.is_gone(server, Unreachable(f"by {who}"))
 
     async def _ask_again(self) -> None:
-        """Ask those that are back, which another gives the weights to; a reply by older ones is not
-        taken."""
+        """Use the engines that are back, whose weights another process updates. Replies with older
+        weights are rejected."""
         self._fleet.take_back()
-        self._fleet.all_given()
-        self.membership.tell()
+        self._fleet.mark_all_updated()
+        self.membership.notify()
 
     async def close(self) -> None:
-        """Free the carrier and end what was started here. Idempotent."""
+        """Close the weight sync and stop the servers that were started here. Idempotent."""
         await self.membership.close()
         self._sync.close()
         await self._fleet.close()
 
     # --- replies
-    # -------------------------------------------------------------------------------------------------
 
     async def complete(self, request: Request) -> Reply:
-        """One reply. Raises Refused where the prompt does not fit, ServerFailed where no engine is
+        """One reply. Raises Refused if the prompt does not fit, ServerFailed if no engine is
         left."""
         return await self.complete_at(request, None)
 
     async def complete_at(self, request: Request, only: EngineServer | None) -> Reply:
-        """As ``complete``, by one server."""
+        """``complete`` by one given server."""
         started = time.perf_counter()
         sampling = self._with_defaults(request.sampling)
         ids = prompt_ids(self._policy.renderer, request)
@@ -157,23 +163,24 @@ class HttpEngines:
     async def _sampled(
         self, so_far: PartialReply, sampling: Sampling, request: Request, only: EngineServer | None
     ) -> tuple[int, SampledIds]:
-        """(the version that was asked, what it sampled), by the first server that answers."""
+        """(version that was current when asked, sampled ids), from the first server that
+        answers."""
         fleet, tree = self._fleet, tree_of(request)
-        asked = msgspec.structs.replace(sampling, max_tokens=so_far.left)
+        remaining = msgspec.structs.replace(sampling, max_tokens=so_far.left)
         while True:
             await self._sync.is_open.wait()
             if only is None and not fleet.alive and self.membership.is_any_expected:
-                await fleet.one_is_back()
+                await fleet.wait_for_engine()
                 continue
             server, version = only or fleet.pick(tree), self.version
             fleet.in_flight[server.url] += 1
             try:
                 stop_ids = self._policy.renderer.stop_ids
-                sampled = await server.sample(so_far.ids, asked, stop_ids, request.affinity)
+                sampled = await server.sample(so_far.ids, remaining, stop_ids, request.affinity)
                 if not await fleet.is_older(server, sampled, version):
                     return version, sampled
                 if only is not None:
-                    raise EngineLost(self.membership.why[-1])
+                    raise EngineLost(self.membership.reasons[-1])
             except (Unreachable, ReplyLost, ServerFailed) as error:
                 if not await fleet.is_gone(server, error) or only is not None:
                     raise
@@ -222,22 +229,24 @@ class HttpEngines:
         return await self._fleet.pick("logprobs").score(ids)
 
     async def fingerprint(self) -> str | None:
-        """Of all servers; raises TrainError where they are not the same."""
+        """The common fingerprint of all servers; raises TrainError if they differ."""
         servers = list(self._fleet.alive)
-        found = dict(
+        fingerprints = dict(
             zip(
                 servers,
-                await asyncio.gather(*(each.fingerprint() for each in servers)),
+                await asyncio.gather(*(server.fingerprint() for server in servers)),
                 strict=True,
             )
         )
-        if len(set(found.values())) > 1:
-            told = ", ".join(f"{server.url}: {value}" for server, value in found.items())
-            raise TrainError(f"the engines have different weights ({told}): the weight sync failed")
-        return next(iter(found.values()), None)
+        if len(set(fingerprints.values())) > 1:
+            details = ", ".join(f"{server.url}: {value}" for server, value in fingerprints.items())
+            raise TrainError(
+                f"the engines have different weights ({details}): the weight sync failed"
+            )
+        return next(iter(fingerprints.values()), None)
 
     async def pressure(self) -> CachePressure | None:
-        """How their caches bear what is asked: of the fullest, and what waits at all of them."""
+        """Cache load of the fullest server, and the queued sequences of all of them."""
 
         async def of(server: EngineServer) -> CachePressure | None:
             try:
@@ -245,51 +254,56 @@ class HttpEngines:
             except ModelError:
                 return None
 
-        return together(await asyncio.gather(*map(of, self._fleet.alive)))
+        return combined(await asyncio.gather(*map(of, self._fleet.alive)))
 
     async def sleep(self) -> bool:
-        """Let the engines give their memory back until the next ``update``, for a trainer on the
-        same devices, where the spec has it so; whether it does. Who asks meanwhile waits. Raises
-        ServerFailed where no engine is left."""
+        """Release the engines' memory until the next ``update``, for a trainer on the same devices,
+        if the spec enables it; returns whether it does. Requests wait until then. Raises
+        ServerFailed if no engine is left."""
         return await self._sync.sleep()
 
     def metrics(self) -> dict[str, float]:
-        """How many engines answer, how often one went away and came back; nothing where none ever
-        went."""
+        """Number of live engines, and how many were lost and came back; empty if none was ever
+        lost."""
         return self._fleet.metrics()
 
     # --- weights
-    # -------------------------------------------------------------------------------------------------
 
     async def update(self, weights: object, version: int) -> None:
-        """From now on ``weights``, the sources of all tensors, answer as ``version`` at every
-        server. Raises TrainError with the last good version where a server does not take them."""
+        """Switch every server to ``weights``, the sources of all tensors, as ``version``. Raises
+        TrainError with the last good version if a server does not accept them."""
         assert isinstance(weights, list)
         await self._sync.update(weights, version)
 
     async def rejoin(self, weights: object, version: int) -> bool:
-        """Give ``weights``, which answer as ``version`` already, to servers that came back; whether
-        there were any."""
+        """Give ``weights``, which already answer as ``version``, to servers that came back; returns
+        whether there were any."""
         assert isinstance(weights, list)
         return await self._sync.rejoin(weights, version)
 
 
 def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
-    """Raises ConfigError for options that it does not have."""
+    """The weight sync of ``spec``. Raises ConfigError for options that it does not have."""
     options = dict(spec.weight_sync_options)
-    if spec.carried_by == "shared" and spec.engine == "ramify" and policy.device.type == "cpu":
+    if (
+        spec.weight_sync_name == "shared"
+        and spec.engine == "ramify"
+        and policy.device.type == "cpu"
+    ):
         options = {"in_place": True, **options}
-    if spec.carried_by == "delta" and spec.engine == "vllm":
+    if spec.weight_sync_name == "delta" and spec.engine == "vllm":
         options |= {"places": False, "layers": True}
-    weight_sync: WeightSync = weight_sync_class(spec.carried_by)(**options)
+    weight_sync: WeightSync = weight_sync_class(spec.weight_sync_name)(**options)
     return weight_sync
 
 
 class CheckedEngine:
-    """One server of several, as far as a check needs it."""
+    """One of several servers, with only the methods that a check needs."""
 
     def __init__(self, engines: HttpEngines, fleet: EngineFleet, server: EngineServer) -> None:
-        self._engines, self._fleet, self._server = engines, fleet, server
+        self._engines = engines
+        self._fleet = fleet
+        self._server = server
         self.name = server.url
 
     async def complete(self, request: Request) -> Reply:
@@ -302,7 +316,7 @@ class CheckedEngine:
         return await self._asked(self._server.score(ids))
 
     async def _asked(self, answer: Awaitable[T]) -> T:
-        """Raises EngineLost where the server is gone."""
+        """Raises EngineLost if the server is gone."""
         try:
             return await answer
         except (Unreachable, ReplyLost, ServerFailed) as error:

@@ -1,14 +1,16 @@
 """Which engines behind HTTP a run samples from, as plain data: the part ``inference`` of a recipe.
 
-    InferenceSpec()                                             one `ramify serve-policy` is started, on a free port
-    InferenceSpec(engine="vllm", num=2, gpus=("0", "1"))        two servers of vLLM
-    InferenceSpec(engine="sglang", urls=("http://n1:30000",))   one that runs already
+    InferenceSpec()                                   start one `ramify serve-policy` on a free port
+    InferenceSpec(engine="vllm", num=2, gpus=("0", "1"))        start two vLLM servers
+    InferenceSpec(engine="sglang", urls=("http://n1:30000",))   use one that already runs
 
-Protocols that are spoken, with the versions that they were written for:
+Supported protocols, with the versions that they were written for:
 
-    ramify     PROTOCOL of ``inference/base.py``, both sides the same
-    vllm       0.29 to 0.32: weight transfer in four phases (init, start, update, finish), RL routes, ids in and out
-    sglang     0.5.x from 0.5.23: update_weights_from_disk, pause_generation with modes, weight_version
+    ramify     PROTOCOL of ``inference/base.py``, the same on both sides
+    vllm       0.29 to 0.32: weight transfer in four phases (init, start, update, finish),
+               RL routes, token ids in and out
+    sglang     0.5.x from 0.5.23: update_weights_from_disk, pause_generation with modes,
+               weight_version
 """
 
 from __future__ import annotations
@@ -23,56 +25,57 @@ VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "vllm": ((0, 29), (0, 33)),
     "sglang": ((0, 5, 23), (0, 6)),
 }
-"""Engine -> (the first version whose protocol this is, the first that nobody has looked at)."""
+"""Engine -> (first version with this protocol, first version that was not checked)."""
 KEY_VARIABLE = "RAMIFY_ENGINE_KEY"
 
 
 class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Engines in processes of their own."""
+    """Inference engines in separate processes."""
 
     engine: Literal["ramify", "vllm", "sglang"] = "ramify"
     urls: tuple[str, ...] = ()
-    """Of servers that run already, without /v1; empty: they are started, and ended with the run."""
+    """Servers that already run, without /v1. If empty, servers are started, and stopped with the
+    run."""
     num: int = 1
-    """Servers to start."""
+    """Number of servers to start."""
     ports: tuple[int, ...] = ()
-    """For those that are started, one each; empty: free ones."""
+    """One port for each server to start; empty: free ports."""
     gpus: tuple[str, ...] = ()
-    """CUDA_VISIBLE_DEVICES of each that is started; empty: as it is."""
+    """CUDA_VISIBLE_DEVICES of each server to start; empty: unchanged."""
     command: tuple[str, ...] = ()
-    """What starts one; empty: `ramify serve-policy`, `vllm serve` or `python -m
+    """Command that starts a server; empty: `ramify serve-policy`, `vllm serve` or `python -m
     sglang.launch_server`. Folder, port and the options that the protocol needs are added."""
     args: tuple[str, ...] = ()
-    """Further options of it."""
+    """Additional options of the command."""
     weight_sync: str = ""
-    """How weights get there: of ``inference.weights.base.CARRIERS``, or module:Class; empty: shared
-    memory, for SGLang files."""
+    """How weights are sent: a name in ``inference.weight_sync.base.WEIGHT_SYNCS``, or module:Class.
+    Empty: shared memory, or files for SGLang."""
     weight_sync_options: dict[str, str | int | float | bool] = {}
     key_variable: str = KEY_VARIABLE
-    """Environment variable with the key that servers ask for. Where it is not set, those that are
-    started get one that is made for the run, and none is sent to ``urls``."""
+    """Environment variable with the API key of the servers. If it is not set, servers that are
+    started get a key made for the run, and no key is sent to ``urls``."""
     start_s: float = 600.0
-    """How long a server may take to answer after it was started."""
+    """Timeout in seconds until a started server answers."""
     request_s: float = 600.0
-    """How long a reply may take."""
+    """Timeout in seconds for one reply."""
     update_s: float = 300.0
-    """How long one step of a weight update may take."""
+    """Timeout in seconds for one step of a weight update."""
     probe_s: float = 5.0
-    """How long a server may take to say that it is alive."""
+    """Timeout in seconds for a health check."""
     restarts: int = 3
-    """How often an engine that went away is brought back without its having taken a new version of
-    the weights in between: started again, where it was started here, or waited for. 0: others go on
+    """How often a lost engine may be brought back without having taken a new version of the weights
+    in between: started again if it was started here, otherwise waited for. 0: the others continue
     without it."""
     return_s: float = 120.0
-    """How long an engine that runs already (``urls``) is waited for when it went away; one that is
-    started again has ``start_s``."""
+    """How many seconds to wait for an engine of ``urls`` that was lost; one that is started again
+    has ``start_s``."""
     sleep: Literal["auto", "learn", "never"] = "auto"
-    """learn: engines give their device's memory back while the trainer learns, and take it again
-    for the weights that it made. auto: where they share a GPU with it."""
+    """learn: engines release their device's memory while the trainer learns, and take it again for
+    the new weights. auto: if they share a GPU with the trainer."""
     sleep_level: Literal[0, 1, 2] = 0
     """1: weights go to main memory meanwhile. 2: they are dropped, and each update brings all of
     them. 0: 2 for engines that end with the run; 1 for those that outlive it (``urls``), and where
-    differences alone are carried (``delta``)."""
+    only differences are sent (``delta``)."""
     tolerance: float = 0.0
     """Most that two log-probabilities of engine and trainer may differ by in the canary, whose mean
     difference may be a tenth of it; 0: 1e-4 for `ramify` and 1e-3 for others if engine and trainer
@@ -85,24 +88,23 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if min(waits) <= 0 or min(self.tolerance, self.restarts) < 0:
             raise ConfigError(
                 "inference: start_s, request_s, update_s, probe_s and return_s must be positive, "
-                "tolerance and restarts not "
-                "negative"
+                "and tolerance and restarts must not be negative"
             )
         for name, given in (("ports", self.ports), ("gpus", self.gpus)):
             if given and len(given) != self.num:
                 raise ConfigError(
                     f"inference.{name} has {len(given)} entries for {self.num} servers: give one "
-                    "for each"
+                    "for each server"
                 )
         if len(set(self.ports)) != len(self.ports):
-            raise ConfigError(f"inference.ports={self.ports}: each server needs one of its own")
+            raise ConfigError(f"inference.ports={self.ports}: each server needs a different port")
         bad = next((url for url in self.urls if not url.startswith(("http://", "https://"))), None)
         if bad is not None:
-            raise ConfigError(f"inference.urls: '{bad}' is no address; write http://HOST:PORT")
+            raise ConfigError(f"inference.urls: '{bad}' is not an address; write http://HOST:PORT")
         if self.urls and (self.ports or self.command or self.args or self.gpus or self.num != 1):
             raise ConfigError(
-                "inference: with urls nothing is started: leave num, ports, gpus, command and args "
-                "out"
+                "inference: with urls no server is started: remove num, ports, gpus, command and "
+                "args"
             )
         if self.engine == "sglang" and self.weight_sync not in ("", "file"):
             raise ConfigError(
@@ -113,31 +115,31 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             asked = self.weight_sync_options
             if asked.get("places", False) or not asked.get("layers", True):
                 raise ConfigError(
-                    "inference: vLLM takes whole layers: leave weight_sync_options.places and "
-                    "layers out for the carrier 'delta'"
+                    "inference: vLLM takes whole layers: remove weight_sync_options.places and "
+                    "layers for the weight sync 'delta'"
                 )
 
     @property
     def level(self) -> int:
-        """At which they sleep while the trainer learns; 0 where they do not, or nobody has decided
-        it yet (``auto``)."""
+        """Sleep level while the trainer learns; 0 if the engines do not sleep, or if that is not
+        decided yet (``auto``)."""
         if self.sleep != "learn":
             return 0
         return self.sleep_level or (1 if self.urls or self.weight_sync == "delta" else 2)
 
     @property
-    def carried_by(self) -> str:
+    def weight_sync_name(self) -> str:
+        """Name of the weight sync that is used."""
         return self.weight_sync or ("file" if self.engine == "sglang" else "shared")
 
 
 def check_version(engine: str, where: str, version: str) -> None:
-    """Raises ConfigError for a version whose protocol is another one."""
+    """Raise ConfigError for a version with another protocol."""
     first, beyond = VERSIONS[engine]
     found = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
     if not found or found < first or found >= beyond:
         low, high = (".".join(map(str, each)) for each in (first, beyond))
         raise ConfigError(
-            f"{where} is {engine} {version or 'of no version'}, and its protocol is known from "
-            f"{low} to before {high}: run one "
-            "of those there"
+            f"{where} is {engine} {version or 'of no version'}, and only versions from {low} to "
+            f"before {high} are supported: run one of those"
         )

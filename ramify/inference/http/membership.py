@@ -1,11 +1,14 @@
-"""Engines that went away: whether they come back, and what those who need one wait for.
+"""Engines that were lost: whether they come back, and how callers wait for one.
 
-    an engine goes ── expected? ── bring it (start it again, or wait for it; check it) ── ready ── new weights ──▶ it answers
-                          └ no: it was gone ``restarts`` times since it last took a new version: others go on without it
+    an engine is lost ── may it return? ── bring it back ── ready ── new weights ──▶ it answers
+                             └ no: it was lost more than ``restarts`` times since it last took
+                               a new version; the others continue without it
 
-An engine that is back has old weights, so nobody asks it before it was given those of now: by the
-next update, or by whoever is told that it is there (``came``). Leaves out how one is started and
-checked (``http_engines.py``, ``engine_process.py``).
+"Bring it back" starts the engine again or waits for it, and checks it. An engine that is back has
+old weights, so it is not used before it gets the current ones: with the next update, or from the
+callback ``on_return``.
+
+Not here: how an engine is started and checked (see ``http_engines.py`` and ``engine_process.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from ramify.inference.http.engine_server import EngineServer
 
 
 class EngineMembership:
-    """Belongs to one event loop."""
+    """Tracks lost and returning engines. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -27,24 +30,27 @@ class EngineMembership:
         bring: Callable[[str], Awaitable[EngineServer]],
         say: Callable[[str], None],
     ) -> None:
-        """``restarts``: how often one engine may go without having taken a new version in between.
-        ``bring`` returns the engine of an address once it answers and fits; raises RamifyError
-        where it does not in time."""
-        self._restarts, self._bring, self._say = restarts, bring, say
-        self.came: Callable[[], Awaitable[None]] | None = None
-        """Gives the newest weights to what is ready; it deals with its own errors."""
+        """``restarts``: how often one engine may be lost without having taken a new version in
+        between. ``bring`` returns the engine at an address once it answers and fits; it raises
+        RamifyError if that does not happen in time."""
+        self._restarts = restarts
+        self._bring = bring
+        self._say = say
+        self.on_return: Callable[[], Awaitable[None]] | None = None
+        """Gives the newest weights to ready engines; it handles its own errors."""
         self.ready: list[EngineServer] = []
-        """Back, and without the weights of now."""
-        self.why: list[str] = []
-        """Why each that went did."""
-        self.num_lost = self.num_back = 0
+        """Engines that are back but do not have the current weights."""
+        self.reasons: list[str] = []
+        """Why each lost engine was lost, in order."""
+        self.num_lost = 0
+        self.num_back = 0
         self._coming: dict[str, asyncio.Task[None]] = {}
         self._tries: dict[str, int] = {}
         self._news = asyncio.Event()
 
     @property
     def expected(self) -> set[str]:
-        """Addresses of those that are to come."""
+        """Addresses of the engines that are expected back."""
         return set(self._coming)
 
     @property
@@ -53,20 +59,20 @@ class EngineMembership:
 
     @property
     def is_any_coming(self) -> bool:
-        """Whether one is being brought back."""
+        """Whether an engine is being brought back."""
         return bool(self._coming)
 
-    def left(self, url: str, why: str) -> bool:
-        """An engine is gone; whether it is expected back."""
+    def record_loss(self, url: str, why: str) -> bool:
+        """Record the loss of an engine; returns whether it is expected back."""
         self.num_lost += 1
-        self.why.append(why)
+        self.reasons.append(why)
         if not self._may_try(url):
             return False
         self.expect(url)
         return True
 
-    def took(self) -> None:
-        """All that answer have taken a new version: what went before counts no more."""
+    def record_update(self) -> None:
+        """Record that all live engines have taken a new version: earlier losses no longer count."""
         self._tries.clear()
 
     def take_ready(self) -> list[EngineServer]:
@@ -75,21 +81,21 @@ class EngineMembership:
         return ready
 
     async def news(self, timeout_s: float) -> bool:
-        """Return once an engine is ready, answers, or is given up; False where nothing of it
-        happens in time."""
+        """Return True once an engine is ready, answers, or is given up; False after
+        ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
             return True
         return False
 
-    def tell(self) -> None:
-        """Wake all who wait for news."""
+    def notify(self) -> None:
+        """Wake all callers that wait for news."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     async def close(self) -> None:
-        """Expect nobody any more. Idempotent."""
+        """Stop waiting for engines. Idempotent."""
         coming, self._coming = list(self._coming.values()), {}
         for task in coming:
             task.cancel()
@@ -103,7 +109,7 @@ class EngineMembership:
         return self._tries[url] <= self._restarts
 
     def expect(self, url: str) -> None:
-        """An engine that was never asked is to come."""
+        """Start to wait for an engine, also for one that was never asked."""
         self._coming[url] = asyncio.ensure_future(self._return(url))
 
     async def _return(self, url: str) -> None:
@@ -115,17 +121,17 @@ class EngineMembership:
             return
         finally:
             self._coming.pop(url, None)
-            self.tell()
-        if self.came is not None:
-            await self.came()
+            self.notify()
+        if self.on_return is not None:
+            await self.on_return()
 
     async def _until_back(self, url: str) -> EngineServer:
         while True:
             try:
                 return await self._bring(url)
             except RamifyError as error:
-                self.why.append(f"{url} did not come back: {error}")
+                self.reasons.append(f"{url} did not come back: {error}")
                 is_last = not self._may_try(url)
-                self._say(f"{self.why[-1]}; it is {'given up' if is_last else 'tried again'}")
+                self._say(f"{self.reasons[-1]}; it is {'given up' if is_last else 'tried again'}")
                 if is_last:
                     raise

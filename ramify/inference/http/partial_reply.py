@@ -1,5 +1,5 @@
-"""A reply that is put together of parts, since updates may interrupt it; and what calls have in
-common that share a server."""
+"""A reply that is assembled from parts, since updates may interrupt it, and the key that sends the
+calls of one tree to the same server."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ramify.types.message import VersionSpan
 
 
 class PartialReply:
-    """A reply as far as it is."""
+    """The part of a reply that was sampled so far."""
 
     def __init__(self, prompt: Iterable[int], left: int) -> None:
         self.ids = list(prompt)
-        """Given, then sampled."""
+        """Prompt ids, then sampled ids."""
         self.left = left
-        """Tokens that may still come."""
+        """Number of tokens that may still follow."""
         self.sampled: list[int] = []
         self.logprobs: list[float] = []
         self.kept: list[tuple[int, ...]] = []
@@ -49,7 +49,7 @@ class PartialReply:
 
 
 def tree_of(request: Request) -> Hashable:
-    """What all calls of one tree have in common: the seed of a rollout; else how its call's
+    """A key that all calls of one tree share: the seed of a rollout, otherwise how the call's
     conversation begins."""
     if request.sampling.seed is not None:
         return request.sampling.seed

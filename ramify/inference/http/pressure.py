@@ -1,11 +1,13 @@
-"""How full a server's cache is, read off the metrics that it shows to monitors (``GET /metrics``,
-Prometheus's text form).
+"""Cache load of a server, read from its monitoring metrics (``GET /metrics``, Prometheus text
+format).
 
-    vllm:kv_cache_usage_perc{model_name="m"} 0.87        ──>  Pressure(full=0.87, waiting=3, evicted=12)
-    vllm:num_requests_waiting{model_name="m"} 3.0             of several engines behind one server the fullest, and sums
-    vllm:num_preemptions_total{model_name="m"} 12.0
+    vllm:kv_cache_usage_perc{model_name="m"} 0.87
+    vllm:num_requests_waiting{model_name="m"} 3.0      ──▶  CachePressure(full=0.87,
+    vllm:num_preemptions_total{model_name="m"} 12.0                       waiting=3, evicted=12)
 
-Decides the names, of vLLM and of SGLang. A server that shows none of them does not say.
+If several engines run behind one server, the fullest cache counts, and the numbers of sequences are
+summed. This file decides the metric names of vLLM and SGLang. A server with none of them reports
+nothing.
 """
 
 from __future__ import annotations
@@ -22,22 +24,22 @@ _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULT
 
 
 def read(text: str) -> CachePressure | None:
-    """What a server's metrics say; None where they do not speak of a cache."""
-    found: dict[str, list[float]] = {}
+    """The cache load in a server's metrics; None if they do not mention a cache."""
+    values_by_name: dict[str, list[float]] = {}
     for name, value in _LINE.findall(text):
         if name in (*_FULL, *_WAITING, *_EVICTED):
-            found.setdefault(name, []).append(float(value))
-    full = [value for name in _FULL for value in found.get(name, ())]
+            values_by_name.setdefault(name, []).append(float(value))
+    full = [value for name in _FULL for value in values_by_name.get(name, ())]
     if not full:
         return None
     waiting, evicted = (
-        sum(sum(found.get(name, ())) for name in names) for names in (_WAITING, _EVICTED)
+        sum(sum(values_by_name.get(name, ())) for name in names) for names in (_WAITING, _EVICTED)
     )
     return CachePressure(max(full), int(waiting), int(evicted))
 
 
 def write(pressure: CachePressure) -> str:
-    """The same in vLLM's names."""
+    """The inverse of ``read``, with vLLM's names."""
     values = (pressure.full, pressure.waiting, pressure.evicted)
     kinds = ("gauge", "gauge", "counter")
     return "".join(
@@ -46,13 +48,14 @@ def write(pressure: CachePressure) -> str:
     )
 
 
-def together(found: Iterable[CachePressure | None]) -> CachePressure | None:
-    """Of several servers: the fullest, and sums; None where none says it."""
-    told = [each for each in found if each is not None]
-    if not told:
+def combined(loads: Iterable[CachePressure | None]) -> CachePressure | None:
+    """Combined load of several servers: the fullest cache, and sums; None if no server reports
+    any."""
+    known = [load for load in loads if load is not None]
+    if not known:
         return None
     return CachePressure(
-        max(each.full for each in told),
-        sum(each.waiting for each in told),
-        sum(each.evicted for each in told),
+        max(load.full for load in known),
+        sum(load.waiting for load in known),
+        sum(load.evicted for load in known),
     )

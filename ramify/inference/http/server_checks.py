@@ -1,5 +1,5 @@
-"""Whether a server may be asked: it answers, and what it serves is what the policy needs. All
-errors are ConfigErrors."""
+"""Checks of a server before it is used: it answers, and it serves what the policy needs. All errors
+are ConfigErrors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FLAGS = {
     ("sglang", 2): "--enable-memory-saver",
     ("sglang", 1): "--enable-memory-saver and --enable-weights-cpu-backup",
 }
-"""Software and level of sleep -> what it has to be started with."""
+"""(software, sleep level) -> the flags that it must be started with."""
 
 
 async def until_up(
     server: EngineServer, process: EngineHandle | None, wait_s: float, restarts: int
 ) -> None:
-    """Return once ``server`` answers. ``process`` is what was started for it: one that was killed
-    before it answered is started again, ``restarts`` times."""
+    """Return once ``server`` answers. ``process`` is the process that was started for it; if it is
+    killed before it answers, it is started again up to ``restarts`` times."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -33,21 +33,22 @@ async def until_up(
             ended = await status_of(process)
             if process is not None and ended is not None:
                 if ended >= 0 or not restarts:
-                    said = await asyncio.to_thread(process.said)
+                    log_tail = await asyncio.to_thread(process.said)
                     raise ConfigError(
                         f"the engine at {server.url} ended with status {ended} before it answered; "
                         f"its log {process.log} "
-                        f"ends: {said}"
+                        f"ends: {log_tail}"
                     ) from None
                 restarts -= 1
-                await process.restart()  # another may fare better
+                await process.restart()  # the next try may succeed
                 if process.url != server.url:
                     raise ConfigError(
-                        f"the engine at {server.url} is started again at {process.url}"
+                        f"the engine at {server.url} was started again at {process.url}"
                     ) from None
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"no engine answers: {error}; is the server up, and inference.engine right?"
+                    f"no engine answers: {error}; is the server up, and is inference.engine "
+                    "correct?"
                 ) from None
         await asyncio.sleep(_POLL_S)
 
@@ -55,8 +56,9 @@ async def until_up(
 async def check(
     server: EngineServer, software: str, *, vocabulary: int, dtype: str, window: int, level: int = 0
 ) -> None:
-    """Compare what ``server`` says of itself with the policy's vocabulary (ids), dtype (as
-    ``float32``) and window (tokens); above 0 it must be able to sleep at ``level``."""
+    """Compare what ``server`` reports with the policy's vocabulary (number of ids), dtype (such as
+    ``float32``) and window (tokens). If ``level`` is above 0, it must be able to sleep at that
+    level."""
     try:
         facts = await server.facts()
         _check_level(server.url, software, level, facts)
@@ -70,8 +72,8 @@ async def check(
     if not fits:
         raise ConfigError(
             f"the engine at {server.url} has another vocabulary "
-            f"({facts.vocabulary or 'found by asking'}) than the policy "
-            f"({vocabulary}): serve the policy's own checkpoint"
+            f"({facts.vocabulary or 'found by probing'}) than the policy ({vocabulary}): serve "
+            "the policy's own checkpoint"
         )
     _check_numbers(server.url, facts, dtype, window)
 
@@ -100,7 +102,6 @@ def _check_numbers(url: str, facts: ServerInfo, dtype: str, window: int) -> None
         )
     if facts.logprobs_mode not in ("", "processed_logprobs"):
         raise ConfigError(
-            f"the engine at {url} returns {facts.logprobs_mode}, which are not those that were "
-            "drawn from: start it with "
-            "--logprobs-mode processed_logprobs"
+            f"the engine at {url} returns {facts.logprobs_mode}, which are not those of the "
+            "distribution that was sampled from: start it with --logprobs-mode processed_logprobs"
         )

@@ -1,12 +1,14 @@
 """SGLang behind HTTP.
 
     ids       POST /generate with input_ids, return_logprob; logprob_start_len 0 to score
-    weights   POST /pause_generation ─ /update_weights_from_disk ─ /flush_cache ─ /continue_generation
-    memory    POST /pause_generation ─ /release_memory_occupation ─ /resume_memory_occupation for weights, then for kv_cache;
-              it needs --enable-memory-saver, and to keep weights meanwhile --enable-weights-cpu-backup
+    weights   POST /pause_generation ─ /update_weights_from_disk ─ /flush_cache
+                   ─ /continue_generation
+    memory    POST /pause_generation ─ /release_memory_occupation
+                   ─ /resume_memory_occupation for weights, then for kv_cache
 
-Its log-probabilities are those at the temperature that was asked for, before top-p and top-k cut.
-Files carry the weights: its other routes (tensor, distributed) take pickles or need a GPU.
+Sleeping needs --enable-memory-saver, and keeping the weights meanwhile --enable-weights-cpu-backup.
+Its log-probabilities are those at the requested temperature, before top-p and top-k are applied.
+Weights are sent as files: its other routes (tensor, distributed) take pickles or need a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from ramify.inference.http.inference_spec import InferenceSpec, check_version
 
 
 class SglangServer:
-    """Implements ``Server``."""
+    """Client of one SGLang server. Implements ``EngineServer``."""
 
     updates_in_place = False
 
@@ -80,10 +82,10 @@ class SglangServer:
         )
         try:
             about = answer["meta_info"]
-            told = about["output_token_logprobs"]
+            token_logprobs = about["output_token_logprobs"]
             return SampledIds(
-                tuple(int(id) for _, id, *_ in told),
-                tuple(float(logprob) for logprob, *_ in told),
+                tuple(int(id) for _, id, *_ in token_logprobs),
+                tuple(float(logprob) for logprob, *_ in token_logprobs),
                 str((about["finish_reason"] or {}).get("type")),
                 int(about.get("cached_tokens") or 0),
                 None,
@@ -94,13 +96,13 @@ class SglangServer:
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         params = {"max_new_tokens": 1, "temperature": 1.0}
-        asked = {
+        body = {
             "input_ids": list(ids),
             "sampling_params": params,
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self._generate(asked)
+        answer = await self._generate(body)
         try:
             return [
                 float(logprob) for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]
@@ -130,23 +132,24 @@ class SglangServer:
         await self._post("/continue_generation", {})
 
     async def open_weights(self, info: dict[str, Any]) -> None:
-        """It is told the folder with each update."""
+        """Nothing to send: each update names its folder."""
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """All of it, in one folder."""
-        asked = {"model_path": info["path"], "weight_version": str(version), "flush_cache": True}
-        answer = await self._post("/update_weights_from_disk", asked)
+        """Load all weights from one folder."""
+        body = {"model_path": info["path"], "weight_version": str(version), "flush_cache": True}
+        answer = await self._post("/update_weights_from_disk", body)
         if not answer.get("success", True):
             raise BadReply(f"POST {self.url}/update_weights_from_disk: {answer.get('message')}")
         await self._post("/flush_cache", {})
 
     async def sleep(self, level: int) -> None:
-        """Whether weights are kept is decided when it is started. It must be idle, or it ends."""
+        """Release the memory. Whether weights are kept is decided by the server's flags. The server
+        must be idle, otherwise it exits."""
         await self.pause()
         await self._post("/release_memory_occupation", {"tags": list(TAGS)})
 
     async def wake(self, tag: str) -> None:
-        """It ends where ``tag`` does not sleep."""
+        """Allocate the memory of ``tag`` again. The server exits if ``tag`` is not asleep."""
         await self._post("/resume_memory_occupation", {"tags": [tag]})
 
     async def is_asleep(self) -> bool:
@@ -155,8 +158,8 @@ class SglangServer:
     async def close(self) -> None:
         await self._api.close()
 
-    async def _generate(self, asked: dict[str, Any]) -> dict[str, Any]:
-        return await self._api.post("/generate", asked, self._spec.request_s)
+    async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._api.post("/generate", body, self._spec.request_s)
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return await self._api.post(path, body, self._spec.update_s)
@@ -168,7 +171,8 @@ class SglangServer:
 
 
 def _levels(about: dict[str, Any]) -> tuple[int, ...]:
-    """At which it can sleep, by the options that it was started with, where it says them."""
+    """Levels at which it can sleep, by the flags that it was started with, as far as it reports
+    them."""
     if not about.get("enable_memory_saver", True):
         return ()
     return (1, 2) if about.get("enable_weights_cpu_backup", True) else (2,)

@@ -1,11 +1,14 @@
-"""New weights to all engines, and again to those that went and came back.
+"""Weight updates of all engines, and again for those that were lost and came back.
 
-    update ── pause all ─ chunks of weights to all ─ resume all ──▶ version
-    sleep  ── nobody is asked … update: wake weights ─ (as above, whole) ─ wake keys and values ──▶ version
+    update ── pause all ─ send chunks of weights to all ─ resume all ──▶ version
+    sleep  ── requests wait … update: wake the weights ─ (as above, all weights) ─
+              wake the KV cache ──▶ version
 
-One that goes on the way is dropped, and the others get everything again; one that lacks what a
-difference builds on, too. Leaves out what carries the bytes (``inference/weights``), and whether
-what arrived is right (``train/selfcheck.py``).
+An engine that is lost on the way is dropped, and the others get all weights again. The same happens
+if an engine lacks the weights that a delta builds on.
+
+Not here: how the bytes travel (see ``inference/weight_sync``), and whether the right weights
+arrived (see ``train/selfcheck.py``).
 """
 
 from __future__ import annotations
@@ -23,49 +26,53 @@ from ramify.inference.weight_sync.base import WeightChunk, WeightSource, WeightS
 
 
 class EngineWeightSync:
-    """Belongs to one event loop."""
+    """Sends each new version of the weights to all engines of a fleet. Belongs to one event
+    loop."""
 
     def __init__(
         self, fleet: EngineFleet, weight_sync: WeightSync, version: int, say: Callable[[str], None]
     ) -> None:
-        self._fleet, self._weight_sync, self._say = fleet, weight_sync, say
+        self._fleet = fleet
+        self._weight_sync = weight_sync
+        self._say = say
         self.version = version
-        """Of the weights that all engines answer with."""
+        """Version of the weights that all engines answer with."""
         self.is_open = asyncio.Event()
-        """Not set while weights change, or engines sleep."""
+        """Cleared while weights change or engines sleep; requests wait for it."""
         self.is_open.set()
         self._updating = asyncio.Lock()
-        self._lacks = False
-        """Whether some engine has nothing that a difference could build on."""
+        self._needs_all = False
+        """True if some engine lacks the weights that a delta could build on."""
 
     async def open(self) -> None:
-        """Make the way for weights. Raises ConfigError."""
+        """Prepare the weight sync and all engines for it. Raises ConfigError."""
         try:
-            await self._open_carrier()
+            await self._open_weight_sync()
         except EnginesDropped:
             raise ConfigError(
-                f"an engine went away while it was prepared for weights: {self._fleet.why()}"
+                "an engine was lost while it was prepared for weights: "
+                f"{self._fleet.loss_reasons()}"
             ) from None
 
     def close(self) -> None:
-        """Free what carries the bytes. Idempotent."""
+        """Close the weight sync. Idempotent."""
         self._weight_sync.close()
 
     def follow(self, version: int) -> None:
-        """Another has given the engines this version."""
+        """Record that another process has given the engines this version."""
         self.version = version
-        self._fleet.membership.took()
+        self._fleet.membership.record_update()
 
     async def update(self, sources: list[WeightSource], version: int) -> None:
-        """From now on ``sources``, all tensors, answer as ``version`` at every engine. Raises
-        TrainError with the last good version where one does not take them."""
+        """Switch every engine to ``sources``, all tensors, as ``version``. Raises TrainError with
+        the last good version if an engine does not accept them."""
         async with self._updating:
             await self._give(sources, version)
-            self._fleet.membership.took()
+            self._fleet.membership.record_update()
 
     async def rejoin(self, sources: list[WeightSource], version: int) -> bool:
-        """Give ``sources``, which answer as ``version`` already, to engines that came back; whether
-        there were any."""
+        """Give ``sources``, which already answer as ``version``, to engines that came back; returns
+        whether there were any."""
         async with self._updating:
             if not self._fleet.membership.ready:  # an update came first
                 return False
@@ -77,14 +84,14 @@ class EngineWeightSync:
         return True
 
     async def sleep(self) -> bool:
-        """Let all engines give their devices' memory back until the next update, and those that are
-        on their way before they are given weights; nobody is asked meanwhile. Whether they are to
-        sleep at all. Raises ServerFailed where none is left."""
+        """Release the memory of all engines until the next update; returns whether they sleep at
+        all. It includes engines that are still coming back, before they get weights. Requests wait
+        meanwhile. Raises ServerFailed if no engine is left."""
         if not self._fleet.spec.level:
             return False
         async with self._updating:
             self.is_open.clear()
-            self._lacks |= self._fleet.spec.level > 1
+            self._needs_all |= self._fleet.spec.level > 1
             try:
                 while not await self._slept():
                     pass
@@ -94,99 +101,95 @@ class EngineWeightSync:
         return True
 
     async def _slept(self) -> bool:
-        """One try; False where engines went or came meanwhile. One that starts takes its device's
-        memory, so it is waited for."""
+        """One attempt; False if engines were lost or came back meanwhile. An engine that is
+        starting takes its device's memory, so it is waited for."""
         fleet = self._fleet
         if fleet.membership.is_any_coming:
             await fleet.membership.news(fleet.spec.start_s)
             return False
         if fleet.membership.ready:
             fleet.take_back()
-            self._lacks = await self._reopened()
+            self._needs_all = await self._reopened()
         if not fleet.alive:
             raise fleet.none_left()
         try:
             await fleet.sleep()
         except EnginesDropped:
-            self._lacks = await self._reopened()
+            self._needs_all = await self._reopened()
             return False
         return True
 
     async def _give(self, sources: list[WeightSource], version: int) -> None:
         try:
             await self._sent(sources, version)
-            self._fleet.all_given()
+            self._fleet.mark_all_updated()
             self.version = version
         except (ModelError, ConfigError, OSError, RuntimeError) as error:
             raise TrainError(
-                f"the engines did not take version {version} of the weights: {error}; the last "
-                "good one is version "
-                f"{self.version}"
+                f"the engines did not accept version {version} of the weights: {error}; the last "
+                f"good one is version {self.version}"
             ) from error
         finally:
             self.is_open.set()
-            self._fleet.membership.tell()
+            self._fleet.membership.notify()
 
     async def _sent(self, sources: list[WeightSource], version: int) -> None:
-        fleet, whole, is_new = self._fleet, self._lacks, False
-        while True:  # at most as often as servers may go
+        fleet, whole, is_new = self._fleet, self._needs_all, False
+        while True:  # bounded by how often servers may be lost
             if fleet.membership.ready:
                 self.is_open.clear()
                 fleet.take_back()
                 whole = is_new = await self._reopened()
             elif not fleet.alive and fleet.membership.is_any_expected:
-                await fleet.one_is_back()
+                await fleet.wait_for_engine()
             elif not fleet.alive:
                 raise TrainError(
-                    f"version {version} of the weights cannot be given to anybody: {fleet.why()}; "
-                    "the last good one is "
-                    f"version {self.version}"
+                    f"version {version} of the weights cannot be sent, since no engine is left: "
+                    f"{fleet.loss_reasons()}; the last good one is version {self.version}"
                 )
             else:
                 try:
                     await self._send(sources, version, whole)
-                    self._lacks = False
+                    self._needs_all = False
                     return
                 except EnginesDropped:
                     whole = is_new = await self._reopened()
                 except EngineStateConflict as error:
                     if is_new:
                         raise
-                    self._say(f"{error}: all weights are sent")
+                    self._say(f"{error}: sending all weights")
                     whole = is_new = await self._reopened()
 
     async def _send(self, sources: list[WeightSource], version: int, whole: bool) -> None:
         chunks = iter(self._weight_sync.chunks(sources, version, whole=whole))
-        chunk = await asyncio.to_thread(
-            next, chunks, None
-        )  # engines go on meanwhile: finding differences takes time
+        # The engines keep answering meanwhile: finding the differences takes time.
+        chunk = await asyncio.to_thread(next, chunks, None)
         self.is_open.clear()
         await self._fleet.wake("weights")
         await self._fleet.all(lambda server: server.pause())
         first = True
         while chunk is not None:
-            given = partial(_give, chunk, version, first)
-            told, first = asyncio.ensure_future(self._fleet.all(given)), False
+            give_chunk = partial(_give, chunk, version, first)
+            requests, first = asyncio.ensure_future(self._fleet.all(give_chunk)), False
             try:
                 if chunk.send is not None:
-                    await self._broadcast(chunk.send, told)
-                chunk = await asyncio.to_thread(
-                    next, chunks, None
-                )  # written while the engines read the one before
+                    await self._broadcast(chunk.send, requests)
+                # The next chunk is written while the engines read this one.
+                chunk = await asyncio.to_thread(next, chunks, None)
             finally:
-                await told
+                await requests
         await self._fleet.wake("kv_cache")
         await self._fleet.all(lambda server: server.resume())
 
-    async def _broadcast(self, send: Callable[[], None], told: asyncio.Future[None]) -> None:
+    async def _broadcast(self, send: Callable[[], None], requests: asyncio.Future[None]) -> None:
         try:
             await asyncio.to_thread(send)
         except RuntimeError:
-            await told  # says who is gone, or what was refused
+            await requests  # raises the reason: a lost engine, or a refusal
             raise
 
-    async def _open_carrier(self) -> None:
-        """Raises Lost where a server went meanwhile."""
+    async def _open_weight_sync(self) -> None:
+        """Raises EnginesDropped if a server was lost meanwhile."""
         alive = self._fleet.alive
         infos = dict(
             zip([each.url for each in alive], self._weight_sync.open(len(alive)), strict=True)
@@ -195,21 +198,21 @@ class EngineWeightSync:
         try:
             await self._fleet.all(lambda server: server.open_weights(infos[server.url]))
         except ModelError as error:
-            weight_sync = self._fleet.spec.carried_by
+            weight_sync = self._fleet.spec.weight_sync_name
             raise ConfigError(
-                f"an engine cannot be given weights by '{weight_sync}': {error}"
+                f"an engine cannot receive weights by '{weight_sync}': {error}"
             ) from None
         finally:
             with contextlib.suppress(RuntimeError):
                 await joined
 
     async def _reopened(self) -> bool:
-        """Another group, of those that are left; True."""
+        """Open the weight sync again for the engines that are left; returns True."""
         while True:
             self._weight_sync.close()
             try:
                 if self._fleet.alive:
-                    await self._open_carrier()
+                    await self._open_weight_sync()
                 return True
             except EnginesDropped:
                 pass

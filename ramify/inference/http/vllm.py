@@ -1,12 +1,16 @@
-"""vLLM behind HTTP, and `ramify serve-policy`, which has the same routes and says more.
+"""vLLM behind HTTP, and `ramify serve-policy`, which has the same routes and reports more.
 
-    ids       POST /v1/completions with ids as the prompt, return_token_ids, logprobs 0, prompt_logprobs to score
-    weights   POST /pause ─ /start_weight_update ─ /update_weights … ─ /finish_weight_update ─ /reset_prefix_cache ─ /resume
-    memory    POST /sleep?level=… ─ /wake_up?tags=weights ─ (weights) ─ /wake_up?tags=kv_cache; GET /is_sleeping
+    ids       POST /v1/completions with ids as the prompt, return_token_ids, logprobs 0;
+                   prompt_logprobs to score
+    weights   POST /pause ─ /start_weight_update ─ /update_weights … ─ /finish_weight_update
+                   ─ /reset_prefix_cache ─ /resume
+    memory    POST /sleep?level=… ─ /wake_up?tags=weights ─ (weights) ─ /wake_up?tags=kv_cache
+              GET  /is_sleeping
 
-vLLM needs VLLM_SERVER_DEV_MODE=1, ``--logprobs-mode processed_logprobs``, to sleep
-``--enable-sleep-mode``, and for the carriers of this package the one file that is loaded inside it
-(``inside/ramify_in_vllm.py``). What starts it gives all of them (``engine_process.py``).
+vLLM needs VLLM_SERVER_DEV_MODE=1 and ``--logprobs-mode processed_logprobs``, for sleeping also
+``--enable-sleep-mode``, and for the weight sync methods of this package the one file that is loaded
+inside it (``inside/ramify_in_vllm.py``). ``engine_process.py`` sets all of them when it starts
+vLLM.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ _ROUTES = (
 
 
 class VllmServer:
-    """Implements ``Server``."""
+    """Client of one vLLM server. Implements ``EngineServer``."""
 
     updates_in_place = False
 
@@ -100,9 +104,10 @@ class VllmServer:
         }
         answer = await self._api.post("/v1/completions", body, self._spec.request_s)
         try:
-            told = answer["choices"][0]["prompt_logprobs"]
+            token_logprobs = answer["choices"][0]["prompt_logprobs"]
             return [
-                float(each[str(id)]["logprob"]) for id, each in zip(ids[1:], told[1:], strict=True)
+                float(candidates[str(id)]["logprob"])
+                for id, candidates in zip(ids[1:], token_logprobs[1:], strict=True)
             ]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BadReply(
@@ -140,7 +145,7 @@ class VllmServer:
             return bool(
                 (await self._api.get("/is_sleeping", self._spec.probe_s)).get("is_sleeping")
             )
-        except Refused:  # it has no such route, and so does not sleep
+        except Refused:  # without this route it cannot sleep
             return False
 
     async def close(self) -> None:
@@ -150,8 +155,8 @@ class VllmServer:
         await self._api.post(path, body or {}, self._spec.update_s)
 
     def _drawing(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
-        """Its random numbers: of this call at this length, since vLLM begins them anew with each
-        request."""
+        """Sampling seed of this call at this prompt length, since vLLM restarts its random numbers
+        with each request."""
         if sampling.seed is None:
             return {}
         digest = hashlib.blake2b(
@@ -163,12 +168,12 @@ class VllmServer:
         if about["ramify_protocol"] != PROTOCOL:
             raise ConfigError(
                 f"{self.url} speaks protocol {about['ramify_protocol']} (ramify "
-                f"{about.get('version')}), and this is protocol "
-                f"{PROTOCOL}: install the same version of ramify on both sides"
+                f"{about.get('version')}), but this is protocol {PROTOCOL}: install the same "
+                "version of ramify on both sides"
             )
         if not about.get("weight_transfer"):
             raise ConfigError(
-                f"{self.url} takes no weights: start it with `ramify serve-policy "
+                f"{self.url} does not take weights: start it with `ramify serve-policy "
                 "--weight-transfer`"
             )
 
@@ -177,19 +182,18 @@ class VllmServer:
         missing = [path for path in _ROUTES if path not in paths]
         if missing:
             raise ConfigError(
-                f"{self.url} has no route {missing[0]}: start vLLM with VLLM_SERVER_DEV_MODE=1 and "
-                "with "
-                '--weight-transfer-config \'{"backend": "ramify"}\''
+                f"{self.url} has no route {missing[0]}: start vLLM with VLLM_SERVER_DEV_MODE=1 "
+                f'and --weight-transfer-config \'{{"backend": "ramify"}}\''
             )
 
     async def _about_model(
         self, about: dict[str, Any]
     ) -> tuple[str, int | None, str, tuple[int, ...]]:
-        """(dtype, vocabulary, mode of log-probabilities, levels of sleep)"""
+        """(dtype, vocabulary, log-probability mode, sleep levels)"""
         if "ramify_protocol" in about:
             return about["dtype"], about["vocab_size"], about["logprobs_mode"], (1, 2)
-        told = await self._api.get("/server_info?config_format=json", 4 * self._spec.probe_s)
-        model = (told.get("vllm_config") or {}).get("model_config") or {}
+        server_info = await self._api.get("/server_info?config_format=json", 4 * self._spec.probe_s)
+        model = (server_info.get("vllm_config") or {}).get("model_config") or {}
         levels = (1, 2) if model.get("enable_sleep_mode", True) else ()
         return (
             str(model.get("dtype", "")).removeprefix("torch."),
@@ -204,7 +208,8 @@ class VllmServer:
         )
 
     async def takes_id(self, id: int) -> bool:
-        """Whether ``id`` is of its vocabulary, for a server that does not say how large that is."""
+        """Whether ``id`` is in its vocabulary, for a server that does not report its vocabulary
+        size."""
         try:
             await self._api.post(
                 "/v1/completions",
@@ -217,7 +222,7 @@ class VllmServer:
 
 
 class RamifyServer(VllmServer):
-    """`ramify serve-policy --weight-transfer`."""
+    """Client of `ramify serve-policy --weight-transfer`."""
 
     updates_in_place = True
 
@@ -225,9 +230,8 @@ class RamifyServer(VllmServer):
         about = await self._api.get("/version", self._spec.probe_s)
         if "ramify_protocol" not in about:
             raise ConfigError(
-                f"{self.url} is no `ramify serve-policy` (it is of version "
-                f"{about.get('version')}): set inference.engine to "
-                "what runs there"
+                f"{self.url} is not a `ramify serve-policy` server (its version is "
+                f"{about.get('version')}): set inference.engine to the software that runs there"
             )
         return await super().facts()
 
@@ -235,13 +239,14 @@ class RamifyServer(VllmServer):
         return str((await self._api.get("/fingerprint", self._spec.update_s))["fingerprint"])
 
     async def pause(self) -> None:
-        """An update pauses by itself, and what runs goes on exactly."""
+        """Nothing to do: an update pauses the engine by itself, and running requests continue
+        exactly."""
 
     async def resume(self) -> None:
-        """So does its end."""
+        """Nothing to do: the end of an update resumes the engine."""
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """In one request what vLLM takes three for: most syncs of differences have one chunk."""
+        """One request for what takes three with vLLM: most delta syncs have a single chunk."""
         ends = {"weight_version": str(version)} if last else {}
         await self._post("/update_weights", {"update_info": info, "begins": first, **ends})
 
@@ -249,14 +254,14 @@ class RamifyServer(VllmServer):
         return {"seed": sampling.seed, "prompt_cache_key": affinity}
 
 
-def _sampled(answer: dict[str, Any], given: Sequence[int]) -> SampledIds:
+def _sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
     choice = answer["choices"][0]
     ids = tuple(choice["token_ids"] or ())
     logprobs = tuple(map(float, (choice["logprobs"] or {"token_logprobs": ()})["token_logprobs"]))
     if len(ids) != len(logprobs):
         raise ValueError(f"{len(ids)} ids and {len(logprobs)} log-probabilities")
-    back = choice.get("prompt_token_ids")
-    if back is not None and list(back) != list(given):
+    echoed_ids = choice.get("prompt_token_ids")
+    if echoed_ids is not None and list(echoed_ids) != list(prompt_ids):
         raise ValueError("the prompt came back with other ids than it was given")
     spans, kept = choice.get("versions"), choice.get("kept")
     cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get(

@@ -1,12 +1,12 @@
-"""The engine: one step after the other, each over everything that can go on.
+"""The inference engine: steps one after the other, each over all sequences that can continue.
 
-    waiting ── admit ──▶ slots ── step: one token of each that decodes, and prompts in chunks ───▶ runner ──▶ logits
-       ▲                                                                                              │
-       └── preempted, where memory is short                    finished ◀── stop? ── append ◀── draw ─┘
+    waiting ─ admit ─▶ slots ─ step: one token per decoding slot, ─▶ runner ─▶ logits
+       ▲                       prompts in chunks                                 │
+       └── preempted if memory is short      finished ◀─ stop? ─ append ◀─ draw ─┘
 
-Synchronous and single-threaded; ``engine_thread.py`` runs it, ``local_client.py`` talks to it. A
-sequence that is preempted, or whose cache is forgotten because the weights changed, is computed
-again from its ids and goes on drawing where it was, so that what it samples does not depend on what
+Synchronous and single-threaded; ``engine_thread.py`` runs it, ``local_client.py`` calls it. A
+sequence that was preempted, or whose cache was cleared because the weights changed, is recomputed
+from its ids and continues sampling. What it samples therefore does not depend on what
 happened to its cache or on what else was in the batch.
 """
 
@@ -30,26 +30,26 @@ from ramify.inference.local.step import EngineStep, SlotSpan
 from ramify.inference.local.step_timing import StepTimings
 
 _LEAST_CAPACITY = 128
-"""Tokens per slot to begin with."""
+"""Initial number of tokens per slot."""
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """What the engine may use."""
+    """Limits on what the engine may use."""
 
     slots: int
-    """Sequences at once, at most."""
+    """Maximum number of concurrent sequences."""
     prefill_tokens: int
-    """Prompt tokens per step, at most: a long prompt does not hold up those that decode."""
+    """Maximum prompt tokens per step, so that a long prompt does not delay decoding sequences."""
     cache_bytes: int
-    """Memory for keys and values. Where long sequences need more, there are fewer slots."""
+    """Memory for keys and values. If long sequences need more, there are fewer slots."""
     window: int
-    """Tokens of a sequence, at most."""
+    """Maximum tokens of a sequence."""
     reuse: bool = True
-    """Whether what was computed for one request serves others."""
+    """Whether cached prefixes of one request serve others."""
 
 
 class LocalEngine:
-    """Steps of many sequences over one model."""
+    """Continuous batching of many sequences over one model."""
 
     def __init__(self, runner: ModelRunner, room: EngineLimits, version: int = 0) -> None:
         self.version = version
@@ -71,16 +71,16 @@ class LocalEngine:
 
     @property
     def pressure(self) -> CachePressure:
-        """May be asked from any thread."""
+        """Load on the cache. May be read from any thread."""
         num_running = sum(owner is not None for owner in list(self._slots.owner))
-        taken = num_running * self._slots.capacity * self.runner.bytes_per_token
+        used_bytes = num_running * self._slots.capacity * self.runner.bytes_per_token
         return CachePressure(
-            min(taken / self.room.cache_bytes, 1.0), len(self._waiting), self.num_preempted
+            min(used_bytes / self.room.cache_bytes, 1.0), len(self._waiting), self.num_preempted
         )
 
     def add(self, generation: Generation) -> None:
-        """Take a sequence whose prompt and reply fit the window. Raises Refused where the cache
-        could never hold it."""
+        """Queue a sequence whose prompt and reply fit the window. Raises Refused if the cache could
+        never hold it."""
         most = self._most_tokens()
         if generation.num_prompt >= most:
             error = Refused(
@@ -94,21 +94,19 @@ class LocalEngine:
         self._waiting.append(generation)
 
     def cancel(self, generation: Generation) -> None:
-        """The sequence is taken out before the next step; what was computed of it stays for
-        others."""
+        """Remove the sequence before the next step; its cached prefix stays available to others."""
         generation.cancelled = self._has_cancelled = True
 
     def forget(self, version: int) -> None:
-        """The weights have changed and are now called ``version``: nothing that was computed
-        holds."""
+        """Clear all caches: the weights have changed and are now called ``version``."""
         self.version = version
         self._slots.forget()
         self.runner.forget()
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
-        """One pass through the model; the sequences that ended with it."""
-        began = time.thread_time()
+        """Run one pass through the model; returns the sequences that ended with it."""
+        started = time.thread_time()
         self._drop_cancelled()
         self._make_room()
         self._admit()
@@ -125,13 +123,13 @@ class LocalEngine:
         slots = [*step.slots, *(span.slot for span in itertools.compress(step.spans, wanted))]
         finished = self._append(slots, logits_nV) if slots else []
         self.paces.note(
-            len(slots), sum(len(span.ids) for span in step.spans), time.thread_time() - began
+            len(slots), sum(len(span.ids) for span in step.spans), time.thread_time() - started
         )
         return finished
 
     def sleep(self) -> None:
-        """Give the memory of keys and values back; the next sequence takes it again. What runs
-        waits, and is computed again."""
+        """Release the memory of the KV cache; the next sequence allocates it again. Running
+        sequences wait, and are recomputed."""
         for slot in reversed(self._slots.running()):
             self._waiting.appendleft(self._owner(slot))
             self._slots.release(slot)
@@ -141,18 +139,18 @@ class LocalEngine:
         self._resize(1, min(_LEAST_CAPACITY, self.room.window))
 
     def wake(self) -> None:
-        """Take the memory that an engine begins with."""
+        """Allocate the memory that an engine begins with."""
         self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, self.room.window))
 
     def drain(self) -> list[Generation]:
-        """Take out every sequence, as after a failure; nothing that was computed is used again."""
-        taken = [*self._waiting, *(owner for owner in self._slots.owner if owner is not None)]
+        """Remove and return all sequences, for example after a failure, and clear all caches."""
+        generations = [*self._waiting, *(owner for owner in self._slots.owner if owner is not None)]
         self._waiting.clear()
         for slot in self._slots.running():
             self._slots.release(slot)
         self._slots.forget()
         self.runner.forget()
-        return taken
+        return generations
 
     def _append(self, slots: Sequence[int], logits_nV: torch.Tensor) -> list[Generation]:
         owners = [self._owner(slot) for slot in slots]
@@ -169,8 +167,8 @@ class LocalEngine:
         return finished
 
     def _planned(self) -> EngineStep:
-        """What the next step computes: all that decode, and as much of prompts as there is room
-        for."""
+        """The next step: one token of each decoding sequence, and as many prompt tokens as
+        allowed."""
         step = EngineStep()
         left, computed = self.room.prefill_tokens, self._slots.length_S.tolist()
         for slot, owner in enumerate(self._slots.owner):
@@ -187,8 +185,8 @@ class LocalEngine:
         return step
 
     def _admit(self) -> None:
-        """Waiting sequences in order of arrival; one that waits for a sibling's prompt lets others
-        by."""
+        """Admit waiting sequences in order of arrival; one that waits for a sibling's prompt lets
+        others pass."""
         passed: list[Generation] = []
         while self._waiting and len(passed) < self._slots.num_slots and None in self._slots.owner:
             generation = self._waiting.popleft()
@@ -201,17 +199,21 @@ class LocalEngine:
         self._waiting.extendleft(reversed(passed))
 
     def _make_room(self) -> None:
-        """Slots long enough for what runs and is next, to its end where memory allows that for all
-        slots; fewer of them where memory is short, more again when it is not."""
+        """Resize the slots for the running and the next sequences: to their full length if memory
+        allows that for all slots. There are fewer slots if memory is short, and more again when it
+        is not."""
         num_running = sum(owner is not None for owner in self._slots.owner)
         next_up = itertools.islice(self._waiting, max(self._slots.num_slots - num_running, 1))
-        inside = [*(owner for owner in self._slots.owner if owner is not None), *next_up]
-        needed = max((len(each.ids) for each in inside), default=0)
-        in_the_end = self._rounded(
-            max((each.num_prompt + each.max_tokens for each in inside), default=0)
+        candidates = [*(owner for owner in self._slots.owner if owner is not None), *next_up]
+        needed = max((len(generation.ids) for generation in candidates), default=0)
+        final_length = self._rounded(
+            max(
+                (generation.num_prompt + generation.max_tokens for generation in candidates),
+                default=0,
+            )
         )
-        if self._fitting(in_the_end) == self.room.slots:
-            needed = max(needed, in_the_end)
+        if self._fitting(final_length) == self.room.slots:
+            needed = max(needed, final_length)
         capacity = self._slots.capacity
         if needed > capacity:
             capacity = min(max(2 * capacity, self._rounded(needed)), self._most_tokens())
@@ -225,7 +227,7 @@ class LocalEngine:
             self._resize(self._fitting(capacity), capacity)
 
     def _rounded(self, num_tokens: int) -> int:
-        """The next power of two, within what a sequence may have."""
+        """The next power of two, at most the longest possible sequence."""
         return min(1 << max(num_tokens - 1, 1).bit_length(), self._most_tokens())
 
     def _resize(self, num_slots: int, capacity: int) -> None:
@@ -235,7 +237,7 @@ class LocalEngine:
         self._waiting.extendleft(reversed(lost))
 
     def _fitting(self, capacity: int) -> int:
-        """How many slots of ``capacity`` there may be."""
+        """How many slots of ``capacity`` fit into memory."""
         if not self.runner.bytes_per_token:
             return self.room.slots
         return max(
@@ -264,6 +266,6 @@ class LocalEngine:
         return owner
 
     def __iter__(self) -> Iterator[Generation]:
-        """The sequences inside, running ones first."""
+        """All sequences, running ones first."""
         yield from (owner for owner in self._slots.owner if owner is not None)
         yield from self._waiting

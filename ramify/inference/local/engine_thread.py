@@ -1,11 +1,11 @@
-"""The one thread in which an engine lives: it steps while there is work, and does what others ask
-between two steps.
+"""The thread in which an engine lives: it steps while there is work, and runs calls from other
+threads between two steps.
 
     asyncio ── call(f) ──▶ inbox ──▶ f()          between steps, in order of arrival
                                      engine.step()
-            ◀── done(generation) ────┘            for each that ended; also where the engine failed
+            ◀── done(generation) ────┘            for each that ended, also if the engine failed
 
-Everything that touches the model's weights goes through here, so a step never sees half of an
+Everything that touches the model's weights runs in this thread, so a step never sees half of an
 update.
 """
 
@@ -25,8 +25,8 @@ Done = Callable[[Generation, BaseException | None], None]
 
 
 class EngineThread:
-    """Runs ``engine``. Its thread begins with the first call and is a daemon: it keeps no program
-    from ending."""
+    """Runs ``engine`` in a thread, which starts with the first call. It is a daemon thread, so it
+    does not keep the program from exiting."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine
@@ -45,20 +45,20 @@ class EngineThread:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
-                except BaseException as error:  # noqa: BLE001 (rises where the result is asked for)
+                except BaseException as error:  # noqa: BLE001 (raised by the caller)
                     future.set_exception(error)
 
         self._put(run)
         return future
 
     def add(self, generation: Generation, done: Done) -> None:
-        """Take ``generation``; ``done`` is called in the engine's thread when it ended, or with why
-        it could not."""
+        """Queue ``generation``. ``done`` is called in the engine's thread when it has ended, or
+        with the error that prevented it."""
 
         def run() -> None:
             try:
                 self.engine.add(generation)
-            except Exception as error:  # noqa: BLE001 (it is the caller's)
+            except Exception as error:  # noqa: BLE001 (passed to the caller)
                 done(generation, error)
             else:
                 self._done[generation] = done
@@ -66,7 +66,7 @@ class EngineThread:
         self._put(run)
 
     def cancel(self, generation: Generation) -> None:
-        """Take ``generation`` out before the next step; its ``done`` is not called."""
+        """Remove ``generation`` before the next step; its ``done`` is not called."""
 
         def run() -> None:
             if self._done.pop(generation, None) is not None:
@@ -76,9 +76,9 @@ class EngineThread:
             self._put(run)
 
     def pause(self, *, abort: bool = False) -> None:
-        """No further step until ``resume``; what runs stays where it is, and what others ask is
-        still done. With ``abort`` it ends as far as it is, as ``done`` is told, with the end
-        ``abort``."""
+        """Stop stepping until ``resume``. Running sequences keep their slots, and calls from
+        other threads still run. With ``abort``, running sequences end at once with the end
+        ``abort``, and their ``done`` is called."""
         with self._wake:
             self._is_paused = True
         if abort:
@@ -90,7 +90,8 @@ class EngineThread:
             self._wake.notify()
 
     def close(self) -> None:
-        """End the thread after the step it is in; what has not ended by then fails. Idempotent."""
+        """End the thread after its current step; sequences that have not ended by then fail.
+        Idempotent."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
@@ -129,7 +130,7 @@ class EngineThread:
     def _step(self) -> None:
         try:
             finished = self.engine.step()
-        except Exception as error:  # noqa: BLE001 (it is everybody's who waits)
+        except Exception as error:  # noqa: BLE001 (passed to all callers)
             self._fail(error)
             return
         for generation in finished:

@@ -1,6 +1,6 @@
-"""One request inside the engine: what it was given, what it has sampled so far, and when it ends.
+"""One request inside the engine: its prompt, what it has sampled so far, and when it ends.
 
-A generation does not know its slot or what is cached of it; a preempted one loses nothing but time.
+A generation does not know its slot or what is cached of it, so a preempted one only loses time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from ramify.types.message import VersionSpan
 
 End = Literal["stop", "length", "abort"]
 _LONGEST_CHARACTER = 4
-"""Bytes; a token holds at least one byte, so this many tokens hold a character."""
+"""Bytes of the longest character. A token holds at least one byte, so this many tokens hold a
+character."""
 
 
 class Generation:
@@ -33,10 +34,10 @@ class Generation:
         affinity: str = "",
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """``seed``: two generations with the same one draw the same numbers. ``stop``: texts that
-        end the reply, for which ``decode`` makes text of ids."""
+        """``seed``: two generations with the same seed draw the same random numbers. ``stop``:
+        texts that end the reply; ``decode`` turns ids into text to find them."""
         self.ids = list(prompt_ids)
-        """Given, then sampled."""
+        """Prompt ids, then sampled ids."""
         self.num_prompt = len(self.ids)
         self.max_tokens = max_tokens
         self.draw = draw
@@ -46,18 +47,18 @@ class Generation:
         self._versions: list[tuple[int, int]] = []
         self._version: int | None = None
         self.end: End | None = None
-        """Why it ended; None while it goes on."""
+        """Why it ended; None while it runs."""
         self.stopped_at: str = ""
         """The stop text that ended it."""
         self.num_reused = 0
-        """Prompt tokens whose keys and values were there already."""
+        """Prompt tokens whose keys and values were already cached."""
         self.cancelled = False
         self._stop_ids = frozenset(stop_ids)
         self._stop = tuple(stop)
         self._decode = decode
         digest = hashlib.blake2b(seed.encode(), digest_size=16).digest()
         self.uniform = random.Random(int.from_bytes(digest)).random
-        """The next number in [0, 1) of this generation; called once per token."""
+        """The next random number in [0, 1) of this generation; called once per token."""
         self._tail = max((len(text.encode()) for text in stop), default=0) + _LONGEST_CHARACTER
 
     @property
@@ -66,12 +67,12 @@ class Generation:
 
     @property
     def kept(self) -> tuple[tuple[int, ...], ...] | None:
-        """For each sampled token the ids it was drawn from; None where that was always all."""
+        """For each sampled token the ids it was drawn from; None if nothing was truncated."""
         return tuple(self._kept) or None
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Which version sampled which tokens; empty where none was."""
+        """Which version sampled which tokens; empty if no token was sampled."""
         if not self._versions:
             return ()
         ends = [start for start, _ in self._versions[1:]] + [len(self.logprobs)]
@@ -81,7 +82,7 @@ class Generation:
         )
 
     def append(self, id: int, logprob: float, kept: tuple[int, ...] | None, version: int) -> None:
-        """Take one more token, as it was drawn; ``end`` is set where it is the last."""
+        """Append one sampled token; sets ``end`` if it is the last."""
         self.ids.append(id)
         if version != self._version:
             self._version = version
@@ -91,8 +92,8 @@ class Generation:
             self._kept.append(kept)
         if id in self._stop_ids:
             self.end = "stop"
-        elif self._stop and (found := self._stop_text()):
-            self.end, self.stopped_at = "stop", found
+        elif self._stop and (stop_text := self._stop_text()):
+            self.end, self.stopped_at = "stop", stop_text
         elif len(self.logprobs) >= self.max_tokens:
             self.end = "length"
 
@@ -100,5 +101,5 @@ class Generation:
         """The stop text that the last token completed; of several, the one that begins first."""
         assert self._decode is not None
         tail = self._decode(self.sampled[-self._tail :])
-        found = [(at, text) for text in self._stop if (at := tail.find(text)) >= 0]
-        return min(found)[1] if found else ""
+        matches = [(at, text) for text in self._stop if (at := tail.find(text)) >= 0]
+        return min(matches)[1] if matches else ""

@@ -1,13 +1,13 @@
-"""The keys and values of all slots, in one tensor, and attention over them.
+"""The KV cache of all slots, in one tensor, and attention over it.
 
     kv[0 or 1, layer, slot, head, position, :]        keys or values
 
-One tensor, so that copying the beginning of a slot to another is one operation. Rows of positions
-are contiguous, so that what a step computed is written by one ``index_copy_`` for each of keys and
-values. What was never written is zero: a masked position may then hold anything finite, never NaN.
+With a single tensor, copying the beginning of a slot to another is one operation. Rows of positions
+are contiguous, so one ``index_copy_`` each writes the keys and the values of a step. Memory starts
+as zeros: a masked position may hold any finite number, but never NaN.
 
-Legend: L layers, S slots, K heads of keys and values, C positions that a slot has, d head size; T
-tokens of a step, n slots up to the last that decodes, g query heads per head of keys.
+Legend: L layers, S slots, K key-value heads, C positions per slot, d head size; T tokens of a step,
+n slots up to the last that decodes, g query heads per key head.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ramify.inference.local.step import EngineStep, SlotSpan
 
 
 class CacheLayout(NamedTuple):
-    """What the keys and values of a model look like."""
+    """Shape and type of a model's keys and values."""
 
     num_layers: int
     heads: int
@@ -36,16 +36,19 @@ class CacheLayout(NamedTuple):
 
     @property
     def bytes_per_token(self) -> int:
-        """For one position of one slot."""
+        """Bytes of one position of one slot."""
         return 2 * self.num_layers * self.heads * self.size * self.dtype.itemsize
 
 
 class KeyValueCache:
-    """Memory of ``num_slots`` x ``capacity`` tokens."""
+    """Keys and values of ``num_slots`` x ``capacity`` tokens."""
 
     def __init__(self, layout: CacheLayout, num_slots: int, capacity: int) -> None:
-        self.layout, self.num_slots, self.capacity = layout, num_slots, capacity
-        self.heads, self.size = layout.heads, layout.size
+        self.layout = layout
+        self.num_slots = num_slots
+        self.capacity = capacity
+        self.heads = layout.heads
+        self.size = layout.size
         self.kv = torch.zeros(
             2,
             layout.num_layers,
@@ -59,23 +62,24 @@ class KeyValueCache:
         self.rows = [
             (k.view(-1, self.size), v.view(-1, self.size)) for k, v in zip(*self.kv, strict=True)
         ]
-        """For each layer keys and values as rows [S K C, d]."""
+        """Per layer, keys and values as rows [S K C, d]."""
         self.blocks = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(*self.kv, strict=True)]
-        """For each layer keys and values by slot and head, [S K, C, d]."""
+        """Per layer, keys and values by slot and head, [S K, C, d]."""
 
     def change(self, change: SlotMove) -> None:
+        """Copy or swap the first positions of two slots."""
         source, target = (
             self.kv[:, :, slot, :, : change.length] for slot in (change.source, change.target)
         )
         if change.kind == "copy":
             target.copy_(source)
         else:
-            kept = source.clone()
+            saved = source.clone()
             source.copy_(target)
-            target.copy_(kept)
+            target.copy_(saved)
 
     def resized(self, stay: Sequence[int], num_slots: int, capacity: int) -> KeyValueCache:
-        """A new cache whose first slots hold what the slots ``stay`` of this one do."""
+        """A new cache whose first slots hold the contents of this cache's slots ``stay``."""
         new = KeyValueCache(self.layout, num_slots, capacity)
         width = min(self.capacity, capacity)
         for index, slot in enumerate(stay):
@@ -84,7 +88,7 @@ class KeyValueCache:
 
 
 class StepAttention:
-    """``CausalAttention`` for one step: first the tokens that decode, then the longer spans."""
+    """``CausalAttention`` for one step: first the decoding tokens, then the longer spans."""
 
     def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
         self._cache = cache
@@ -98,19 +102,19 @@ class StepAttention:
     ) -> Tensor:
         for rows, new in zip(self._cache.rows[layer], (k_TKd, v_TKd), strict=True):
             rows.index_copy_(0, self._write_at, new.reshape(-1, self._cache.size))
-        done = (
+        outputs = (
             []
             if self._decoding is None
             else [self._decoding(layer, q_THd[: self._num_decoding], scale)]
         )
         start = self._num_decoding
         for chunk in self._chunks:
-            done.append(chunk(layer, q_THd[start : start + chunk.length], scale))
+            outputs.append(chunk(layer, q_THd[start : start + chunk.length], scale))
             start += chunk.length
-        return done[0] if len(done) == 1 else torch.cat(done)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _rows_of(self, step: EngineStep) -> Tensor:
-        """[T K] rows of the cache where the step's keys and values go."""
+        """[T K] rows of the cache to which the step's keys and values are written."""
         cache = self._cache
         stride = cache.heads * cache.capacity
         rows = [
@@ -123,13 +127,13 @@ class StepAttention:
 
 
 class _DecodeAttention:
-    """One token of each of some slots, over the block of slots up to the last of them."""
+    """Attention of one token each of some slots, over the block of slots up to the last of them."""
 
     def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
         device = cache.kv.device
         self._n = step.slots[-1] + 1
         self._length = max(step.positions) + 1
-        if device.type != "cpu":  # attention kernels like their memory aligned
+        if device.type != "cpu":  # GPU attention kernels prefer aligned memory
             self._length = min(-(-self._length // 16) * 16, cache.capacity)
         self._cache = cache
         is_dense = len(step.slots) == self._n
@@ -138,8 +142,8 @@ class _DecodeAttention:
             last_n = torch.zeros(self._n, dtype=torch.long).index_copy_(
                 0, torch.tensor(step.slots), last_n
             )
-        # A slot that does not decode looks at its first position, so that its row, which nobody
-        # reads, is a number.
+        # A slot that does not decode attends to its first position, so that its unused row is
+        # finite.
         hidden_nT = torch.arange(self._length) > last_n[:, None]
         bias_nT = torch.zeros(hidden_nT.shape, dtype=cache.kv.dtype).masked_fill_(
             hidden_nT, float("-inf")
@@ -164,24 +168,25 @@ class _DecodeAttention:
         heads, size = self._cache.heads, self._cache.size
         k, v = (block[: self._n * heads, : self._length] for block in self._cache.blocks[layer])
         q_mgd = q_nHd.reshape(self._n * heads, -1, size)
-        if (
-            self._two_products
-        ):  # 1.1 to 1.7 times as fast on a CPU as the one call, and exact elsewhere
+        # 1.1 to 1.7 times as fast on a CPU as the single call, and exact elsewhere.
+        if self._two_products:
             weights = torch.baddbmm(self._bias_m1T, q_mgd, k.transpose(1, 2), alpha=scale).softmax(
                 -1
             )
             return torch.bmm(weights, v)
-        q, k, v = (each.view(self._n, heads, *each.shape[1:]) for each in (q_mgd, k, v))
+        q, k, v = (x.view(self._n, heads, *x.shape[1:]) for x in (q_mgd, k, v))
         bias = self._bias_n1T[:, None].expand(-1, heads, q.shape[2], -1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
 
 
 class _Chunk:
-    """Several tokens of one slot, over all of it up to each."""
+    """Causal attention of several tokens of one slot over that slot."""
 
     def __init__(self, cache: KeyValueCache, span: SlotSpan) -> None:
         self.length = len(span.ids)
-        self._cache, self._slot, self._end = cache, span.slot, span.end
+        self._cache = cache
+        self._slot = span.slot
+        self._end = span.end
         self._bias = None
         if span.start:
             hidden = torch.arange(span.end) > torch.arange(span.start, span.end)[:, None]
@@ -193,8 +198,8 @@ class _Chunk:
     def __call__(self, layer: int, q_THd: Tensor, scale: float) -> Tensor:
         k, v = (self._cache.kv[which, layer, self._slot, :, : self._end] for which in (0, 1))
         is_cpu = k.device.type == "cpu"
-        if not is_cpu:  # where masks and heads in groups together leave only the slow kernel
-            k, v = (each.repeat_interleave(q_THd.shape[1] // each.shape[0], 0) for each in (k, v))
+        if not is_cpu:  # there, a mask together with grouped heads leaves only the slow kernel
+            k, v = (x.repeat_interleave(q_THd.shape[1] // x.shape[0], 0) for x in (k, v))
         o = F.scaled_dot_product_attention(
             q_THd.transpose(0, 1)[None],
             k[None],

@@ -2,13 +2,14 @@
 log-probabilities out.
 
     client = LocalClient(load("folder"))
-    reply = await client.complete(Request(messages, Sampling(max_tokens=64, temperature=1.0, seed=7)))
-    await client.update(policy, version)          the trainer's weights, shared or copied, between two steps
+    sampling = Sampling(max_tokens=64, temperature=1.0, seed=7)
+    reply = await client.complete(Request(messages, sampling))
+    await client.update(policy, version)      # the trainer's weights, shared or copied
 
-Ids are extended, never made again: where a request brings the ids of its beginning (``known``),
+Ids are extended and never rendered twice: if a request brings the ids of its beginning (``known``),
 only the messages after them are rendered. The same request with the same seed gives the same reply,
-whatever else is in the batch. The seed is taken together with the call's id and the prompt's
-length, so that the turns and calls of one run draw different numbers.
+whatever else is in the batch. The seed is combined with the call's id and the prompt's length, so
+that the turns and calls of one run draw different numbers.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _CPU_CACHE_BYTES = 2 << 30
 
 
 class LocalClient:
-    """Answers with a policy of this process. Made once, it serves any number of runs and event
-    loops."""
+    """Client that answers with a policy of this process. One instance serves any number of runs and
+    event loops."""
 
     def __init__(
         self,
@@ -63,20 +64,21 @@ class LocalClient:
         cache_bytes: int | None = None,
         reuse: bool = True,
     ) -> None:
-        """``slots``: replies at once (128 on a CPU, else 256); ``prefill_tokens``: of prompts per
-        step (1024, else 8192); ``cache_bytes``: for keys and values (2 GiB, else a third of the
-        GPU's memory). Without ``reuse``, nothing computed for one request serves another."""
+        """``slots``: concurrent replies (128 on a CPU, otherwise 256). ``prefill_tokens``: prompt
+        tokens per step (1024 on a CPU, otherwise 8192). ``cache_bytes``: memory of the KV cache (2
+        GiB on a CPU, otherwise a third of the GPU's memory). Without ``reuse``, cached prefixes of
+        one request do not serve another."""
         self.policy = policy
         self._weights: dict[str, Tensor] = {}
-        """Name -> weight, once one was brought. They stay the objects that they are, whatever
-        becomes of their memory."""
+        """Name -> weight, filled by the first weight sync. These stay the same tensor objects,
+        whatever happens to their memory."""
         self._lent: set[str] = set()
-        """Names of weights that lie in memory which other engines compute with, too."""
+        """Names of weights in memory that other engines also compute with."""
         self.name = name or f"local:{policy.name}"
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
         self.scaffold = "tiny" if policy.renderer.name == "tiny" else None
-        """The scaffold that this policy was made for; None where any will do."""
+        """Scaffold that this policy was trained for; None if any will do."""
         is_cpu = policy.device.type == "cpu"
         room = EngineLimits(
             slots=slots or (128 if is_cpu else 256),
@@ -88,18 +90,18 @@ class LocalClient:
         )
         self.engine = LocalEngine(runner_of(policy.model), room, policy.version)
         self._thread = EngineThread(self.engine)
-        self._resting = SleepingWeights(policy.model)
+        self._sleeping_weights = SleepingWeights(policy.model)
 
     @property
     def version(self) -> int:
         return self.engine.version
 
     async def pressure(self) -> CachePressure:
-        """How its cache bears what is asked."""
+        """Load on the KV cache."""
         return self.engine.pressure
 
     async def complete(self, request: Request) -> Reply:
-        """One reply. Raises Refused where the prompt does not fit; cancelling it frees its slot
+        """One reply. Raises Refused if the prompt does not fit. Cancelling the task frees its slot
         before the next step."""
         started = time.perf_counter()
         generation = self._generation(request)
@@ -109,8 +111,8 @@ class LocalClient:
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, affinity: str = ""
     ) -> Generation:
-        """Ids in, ids out: ``ids`` continued, as it is when it has ended; ``end`` is ``abort``
-        where ``pause`` ended it. Raises as ``complete``."""
+        """Ids in, ids out: the continuation of ``ids``, returned when it has ended; ``end`` is
+        ``abort`` if ``pause`` ended it. Raises like ``complete``."""
         if len(ids) >= self.window:
             raise too_long(self.name, self.window, None, len(ids))
         generation = self._generation_of(ids, sampling, affinity)
@@ -118,10 +120,11 @@ class LocalClient:
         return generation
 
     async def stream(self, request: Request) -> AsyncGenerator[Message | Reply, None]:
-        """The message as it grows, some twenty times a second, and at last what ``complete``
+        """The message as it grows, some twenty times a second, and finally what ``complete``
         returns.
 
-        Text that may yet turn out to begin a stop text, and half a character, are held back."""
+        Text that may turn out to begin a stop text, and incomplete characters, are held back.
+        """
         started = time.perf_counter()
         generation = self._generation(request)
         finished = asyncio.ensure_future(self._finished(generation))
@@ -136,63 +139,69 @@ class LocalClient:
             finished.cancel()
 
     async def update(self, weights: object, version: int) -> None:
-        """From now on ``weights`` answer: a ``Policy`` or module (nothing is copied where it is the
-        one that answers already), or a state dict. Every cache is forgotten; a reply in the middle
-        is computed again under the new weights as far as it is, and goes on. Raises ConfigError,
-        naming the first difference, where they do not fit."""
+        """Switch to ``weights``: a ``Policy``, a module or a state dict. Nothing is copied if it is
+        the module that already answers.
+
+        All caches are cleared; a reply in progress is recomputed under the new weights and
+        continues. Raises ConfigError, which names the first difference, if the weights do not fit.
+        """
         await self.run(partial(self._take, weights, version))
 
     async def fingerprint(self) -> str:
         return await self.run(partial(fingerprint, self.policy.model))
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability at temperature 1 of each of ``ids`` but the first, given those before
-        it."""
+        """Log-probability at temperature 1 of each of ``ids`` except the first, given the ids
+        before it."""
         return await self.run(partial(self._logprobs, tuple(ids)))
 
     async def run(self, function: Callable[[], Result]) -> Result:
-        """Run ``function`` in the engine's thread between two steps: whatever changes the weights
-        in place belongs there."""
+        """Run ``function`` in the engine's thread between two steps. Code that changes the weights
+        in place must run there."""
         return await asyncio.wrap_future(cast("Future[Result]", self._thread.call(function)))
 
     def pause(self, *, abort: bool = False) -> None:
-        """Sample nothing until ``resume``; see ``EngineThread.pause``."""
+        """Stop sampling until ``resume``; see ``EngineThread.pause``."""
         self._thread.pause(abort=abort)
 
     def resume(self) -> None:
         self._thread.resume()
 
     async def sleep(self, tags: Collection[str] = ("kv_cache",), *, keep: bool = True) -> None:
-        """Give memory back until ``wake``: that of keys and values (``kv_cache``), of ``weights``,
-        which with ``keep`` stay in main memory, or of both. Who is asked meanwhile must be
-        paused."""
-        await self.run(partial(self._rest, tags, keep))
+        """Release memory until ``wake``: that of the KV cache (``kv_cache``), of the ``weights``,
+        or both. With ``keep``, the weights stay in main memory. Pause the engine first."""
+        await self.run(partial(self._sleep, tags, keep))
 
     async def wake(self, tags: Collection[str] = TAGS) -> None:
-        """Take it again. Weights that were not kept are ``missing`` until ``take`` has brought all
-        of them."""
+        """Allocate the memory again. Weights that were not kept are ``missing`` until ``take`` has
+        brought all of them."""
         await self.run(partial(self._wake, tags))
 
     @property
     def missing(self) -> list[str]:
-        """Weights that were given back, and that nobody has brought since."""
-        return self._resting.missing
+        """Weights that were dropped and have not been sent since."""
+        return self._sleeping_weights.missing
 
     def held(self) -> dict[str, int]:
-        """Bytes of ``weights`` and ``kv_cache`` that it takes now, where it computes."""
-        return {"weights": self._resting.num_bytes, "kv_cache": self.engine.runner.cache_bytes}
+        """Bytes of ``weights`` and ``kv_cache`` in use on the compute device."""
+        return {
+            "weights": self._sleeping_weights.num_bytes,
+            "kv_cache": self.engine.runner.cache_bytes,
+        }
 
     async def take(
         self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None
     ) -> None:
-        """Copy what a carrier brings into the weights, between two steps; ``forget`` comes when all
-        of it is there, or at once with ``version``, where none is ``missing``. Raises ValueError
-        that names the first tensor that is not this model's, Stale for a part of one that is
-        ``missing``."""
+        """Copy the pieces of a weight sync into the weights, between two steps.
+
+        Call ``forget`` once all pieces have arrived; with ``version`` this happens at once if no
+        weight is ``missing``. Raises ValueError, which names the first tensor that is not this
+        model's, or StaleWeights for a part of a tensor that is ``missing``.
+        """
         await self.run(partial(self._take_pieces, pieces, version))
 
     async def forget(self, version: int) -> None:
-        """The weights have changed and are now called ``version``."""
+        """Clear all caches: the weights have changed and are now called ``version``."""
         await self.run(partial(self.engine.forget, version))
 
     async def close(self) -> None:
@@ -254,9 +263,7 @@ class LocalClient:
         ended: asyncio.Future[None] = loop.create_future()
 
         def done(_: Generation, error: BaseException | None) -> None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the caller's loop was closed without a word: nobody waits
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nothing waits
                 loop.call_soon_threadsafe(_settle, ended, error)
 
         self._thread.add(generation, done)
@@ -300,9 +307,9 @@ class LocalClient:
         )
 
     def _take(self, weights: object, version: int) -> None:
-        given = weights.model if isinstance(weights, Policy) else weights
-        if given is not self.policy.model:
-            state = given.state_dict() if isinstance(given, nn.Module) else given
+        source = weights.model if isinstance(weights, Policy) else weights
+        if source is not self.policy.model:
+            state = source.state_dict() if isinstance(source, nn.Module) else source
             if not isinstance(state, Mapping):
                 raise ConfigError(
                     f"weights are a {type(weights).__name__}: give a policy, a module or a state "
@@ -314,71 +321,73 @@ class LocalClient:
     def _take_pieces(
         self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None
     ) -> None:
-        if self._resting.is_away:
+        if self._sleeping_weights.is_away:
             raise RuntimeError(
-                "the memory of the weights was given back: wake it up first (POST "
-                "/wake_up?tags=weights)"
+                "the memory of the weights was released: wake it first (POST /wake_up?tags=weights)"
             )
         self._weights = self._weights or self.policy.model.state_dict(keep_vars=True)
-        into: list[Tensor] = []
-        brought: list[Tensor] = []
+        targets: list[Tensor] = []
+        tensors: list[Tensor] = []
         for name, tensor, places, stays, holds in pieces():
-            ours = self._alike(name, tensor, places is None)
-            if stays and tensor.device == ours.device:
-                ours.data = tensor
+            weight = self._alike(name, tensor, places is None)
+            if stays and tensor.device == weight.device:
+                weight.data = tensor
                 self._lent.add(name)
-                self._resting.arrived(ours)
+                self._sleeping_weights.arrived(weight)
                 continue
-            if name in self._lent:  # other engines compute with it, too
+            if name in self._lent:  # other engines also compute with it
                 self._lent.remove(name)
-                ours.data = ours.data.clone()
+                weight.data = weight.data.clone()
             if places is None:
-                self._resting.arrived(ours)
+                self._sleeping_weights.arrived(weight)
                 if holds:
-                    into.append(ours.data)
-                    brought.append(tensor)
+                    targets.append(weight.data)
+                    tensors.append(tensor)
                 else:
-                    ours.data.copy_(tensor)
-            elif self._resting.lacks(ours):
+                    weight.data.copy_(tensor)
+            elif self._sleeping_weights.lacks(weight):
                 raise StaleWeights(
-                    f"tensor '{name}' was given back while this engine slept, and comes in part: "
-                    "send all of it"
+                    f"tensor '{name}' was dropped while this engine slept, and only a part of it "
+                    "was sent: send all of it"
                 )
             else:
-                ours.data.view(-1).index_copy_(0, places.to(ours.device), tensor.to(ours.device))
-        if into:
-            torch._foreach_copy_(into, brought)
-        if version is not None and not self._resting.missing:
+                weight.data.view(-1).index_copy_(
+                    0, places.to(weight.device), tensor.to(weight.device)
+                )
+        if targets:
+            torch._foreach_copy_(targets, tensors)
+        if version is not None and not self._sleeping_weights.missing:
             self.engine.forget(version)
 
     def _alike(self, name: str, tensor: Tensor, whole: bool) -> Tensor:
-        """The weight of this name. Raises ValueError where it is not as ``tensor``."""
-        ours = self._weights.get(name)
-        if ours is None:
+        """The weight of this name. Raises ValueError if its shape or type differs from
+        ``tensor``."""
+        weight = self._weights.get(name)
+        if weight is None:
             raise ValueError(
-                f"this model has no tensor '{name}': the trainer's policy is another one"
+                f"this model has no tensor '{name}': the trainer's policy is a different model"
             )
-        if tensor.dtype != ours.dtype or (whole and tensor.shape != ours.shape):
-            theirs, mine = (f"{tuple(each.shape)} of {each.dtype}" for each in (tensor, ours))
+        if tensor.dtype != weight.dtype or (whole and tensor.shape != weight.shape):
+            received, expected = (f"{tuple(x.shape)} of {x.dtype}" for x in (tensor, weight))
             raise ValueError(
-                f"tensor '{name}' is {theirs} and here {mine}: serve it in the trainer's precision "
-                "and shape"
+                f"tensor '{name}' is {received} at the trainer and {expected} here: serve the "
+                "model in the trainer's precision and shape"
             )
-        return ours
+        return weight
 
-    def _rest(self, tags: Collection[str], keep: bool) -> None:
+    def _sleep(self, tags: Collection[str], keep: bool) -> None:
         if "kv_cache" in tags:
             self.engine.sleep()
         if "weights" in tags:
-            self._resting.give_back(keep=keep)
-            if self._resting.is_away:
+            self._sleeping_weights.give_back(keep=keep)
+            if self._sleeping_weights.is_away:
                 self._lent.clear()
-        if self.policy.device.type == "cuda":  # else PyTorch keeps what was freed, for itself
+        if self.policy.device.type == "cuda":  # otherwise PyTorch keeps the freed memory
             torch.cuda.empty_cache()
 
     def _wake(self, tags: Collection[str]) -> None:
         if "weights" in tags:
-            self._resting.wake()
+            self._sleeping_weights.wake()
         if "kv_cache" in tags:
             self.engine.wake()
 
@@ -407,10 +416,10 @@ def _settle(ended: asyncio.Future[None], error: BaseException | None) -> None:
 
 
 def _settled(message: Message, stop: Sequence[str]) -> Message:
-    """``message`` without an end that may yet change: half a character, or the beginning of a stop
-    text."""
+    """``message`` without an end that may still change: an incomplete character, or the beginning
+    of a stop text."""
     content = message.content.rstrip("\ufffd")
-    held = max(
+    num_held = max(
         (n for text in stop for n in range(1, len(text)) if content.endswith(text[:n])), default=0
     )
-    return msgspec.structs.replace(message, content=content[: len(content) - held])
+    return msgspec.structs.replace(message, content=content[: len(content) - num_held])

@@ -1,8 +1,7 @@
-"""What the engine needs of a model: a step of tokens in, logits out, and a memory of slots.
+"""The model interface of the engine: a step of tokens in, logits out, and a cache of slots.
 
-``FlatRunner`` computes all spans of a step in one pass over one axis of tokens. Which models it can
-run is decided in ``runner_choice.py``; the others run one sequence at a time
-(``module_runner.py``).
+``FlatRunner`` computes all spans of a step in one pass over one token axis. ``runner_choice.py``
+decides which models it can run; the others run one sequence at a time (``module_runner.py``).
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ class ModelRunner(Protocol):
     """A model with a cache of slots."""
 
     bytes_per_token: int
-    """Of the cache; 0 where it is not laid out in advance."""
+    """Cache bytes per token; 0 if the cache is not allocated in advance."""
 
     @property
     def cache_bytes(self) -> int:
-        """That the cache takes now; 0 where that is not known."""
+        """Bytes that the cache uses now; 0 if that is not known."""
         ...
 
     def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
-        """Compute ``step`` into the cache; fp32 logits [n, V] after each token that decodes, and
-        after those spans that are ``wanted``, in order."""
+        """Compute ``step`` into the cache. Returns fp32 logits [n, V] after each decoding token and
+        after each span that is ``wanted``, in order."""
         ...
 
     def change(self, change: SlotMove) -> None:
@@ -40,11 +39,11 @@ class ModelRunner(Protocol):
         ...
 
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
-        """Make other slots, the first of which hold what the slots ``stay`` held."""
+        """Allocate new slots, the first of which take over the contents of the slots ``stay``."""
         ...
 
     def forget(self) -> None:
-        """Nothing that was computed will be read again."""
+        """Mark everything cached as outdated: it will not be read again."""
         ...
 
     def all_logits(self, ids: Sequence[int]) -> Tensor:
@@ -53,7 +52,7 @@ class ModelRunner(Protocol):
 
 
 class DecoderModel(Protocol):
-    """A model over one axis of tokens, as ``policy.dense.Dense``."""
+    """A model over one token axis, such as ``models.dense.DenseModel``."""
 
     def hidden(
         self,
@@ -71,10 +70,11 @@ class DecoderModel(Protocol):
 
 
 class FlatRunner:
-    """Computes all spans of a step in one pass."""
+    """Model runner that computes all spans of a step in one pass."""
 
     def __init__(self, decoder: DecoderModel, layout: CacheLayout) -> None:
-        self._decoder, self._layout = decoder, layout
+        self._decoder = decoder
+        self._layout = layout
         self.bytes_per_token = layout.bytes_per_token
         self._cache = KeyValueCache(layout, 1, 1)
 
@@ -101,13 +101,13 @@ class FlatRunner:
         self._cache = self._cache.resized(stay, num_slots, capacity)
 
     def forget(self) -> None:
-        """Slots are written before they are read."""
+        """Nothing to do: slots are written before they are read."""
 
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
-        alone = KeyValueCache(self._layout, 1, len(ids))
+        cache = KeyValueCache(self._layout, 1, len(ids))
         return self._decoder.logits(
-            self._hidden(EngineStep(spans=[SlotSpan(0, 0, ids)]), alone, None)
+            self._hidden(EngineStep(spans=[SlotSpan(0, 0, ids)]), cache, None)
         )
 
     def _hidden(self, step: EngineStep, cache: KeyValueCache, rows_N: Tensor | None) -> Tensor:
@@ -120,7 +120,7 @@ class FlatRunner:
 
 
 def dense_runner(model: DenseModel) -> FlatRunner:
-    """The runner of ``DenseModel``."""
+    """The runner of a ``DenseModel``."""
     shape, parameter = model.shape, next(model.parameters())
     return FlatRunner(
         model,

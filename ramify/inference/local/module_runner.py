@@ -1,12 +1,11 @@
-"""Any causal language model of transformers under the engine, with its own cache of one sequence
-per slot.
+"""Runner for any causal language model of transformers, with transformers' own cache per slot.
 
-Correct for every kind of model, and slow: each sequence goes through the model by itself. What a
-model's cache can do is tried, once, when it is loaded, since some take what they cannot do without
-a word:
+Correct for every kind of model, and slow: each sequence runs through the model by itself. What a
+model's cache supports is tested once when the model is loaded, since some caches silently give
+wrong results for unsupported operations:
 
-    cut       to be cut back to its first tokens, for a sequence that shares only those
-    extend    to be extended by several tokens at once; state-space models go on one by one
+    cut       crop the cache to its first tokens, for a sequence that shares only those
+    extend    extend it by several tokens at once; state-space models continue one by one
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class ModuleRunner:
             SlotSpan(*each)
             for each in zip(step.slots, step.positions, ([id] for id in step.ids), strict=True)
         ]
-        done = [self._after(self._memories[span.slot], span) for span in [*single, *step.spans]]
-        chosen = [*done[: len(single)], *itertools.compress(done[len(single) :], wanted)]
+        logits = [self._after(self._memories[span.slot], span) for span in [*single, *step.spans]]
+        chosen = [*logits[: len(single)], *itertools.compress(logits[len(single) :], wanted)]
         return torch.stack(chosen) if chosen else torch.empty(0)
 
     def change(self, change: SlotMove) -> None:
@@ -58,8 +57,8 @@ class ModuleRunner:
             memories[change.target] = memories[change.source].copy()
 
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
-        kept = [self._memories[slot] for slot in stay if slot < len(self._memories)]
-        self._memories = kept + [_Memory() for _ in range(num_slots - len(kept))]
+        memories = [self._memories[slot] for slot in stay if slot < len(self._memories)]
+        self._memories = memories + [_Memory() for _ in range(num_slots - len(memories))]
 
     def forget(self) -> None:
         self._memories = [_Memory() for _ in self._memories]
@@ -94,7 +93,7 @@ class ModuleRunner:
 
     @torch.inference_mode()
     def _try_out(self) -> None:
-        """Find out what the cache can do, by the logits that it gives."""
+        """Find out what the cache supports, by comparing logits."""
         vocabulary = self._module.config.get_text_config().vocab_size
         ids = [(1 + 13 * index) % vocabulary for index in range(8)]
         other = [*ids[:4], *((5 + 7 * index) % vocabulary for index in range(4))]
@@ -107,16 +106,16 @@ class ModuleRunner:
 
     def _gives(self, memory: _Memory, span: SlotSpan, ids: Sequence[int]) -> bool:
         try:
-            ours = self._after(memory, span)
+            cached = self._after(memory, span)
         except (NotImplementedError, ValueError, RuntimeError, AttributeError, IndexError):
             return False
-        theirs = self.all_logits(ids)[-1]
+        expected = self.all_logits(ids)[-1]
         tolerance = 1e-3 if self._module.dtype == torch.float32 else 5e-2
-        return bool(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance))
+        return bool(torch.allclose(cached, expected, rtol=tolerance, atol=tolerance))
 
 
 class _Memory:
-    """What a slot holds: the ids that went into it, and transformers' cache of them."""
+    """Contents of a slot: the ids that went into it, and transformers' cache of them."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -128,18 +127,14 @@ class _Memory:
         return other
 
     def cut(self, length: int, can_cut: bool) -> bool:
-        """Hold the first ``length`` tokens and no more; False where that is not possible."""
+        """Keep only the first ``length`` tokens; False if that is not possible."""
         if length == len(self.ids):
             return True
         if not can_cut or self.cache is None:
             return False
         try:
             self.cache.crop(length)
-        except (
-            NotImplementedError,
-            ValueError,
-            RuntimeError,
-        ):  # such as a sliding window that has moved on
-            return False
+        except (NotImplementedError, ValueError, RuntimeError):
+            return False  # such as a sliding window that has moved past these tokens
         del self.ids[length:]
         return bool(self.cache.get_seq_length() == length)

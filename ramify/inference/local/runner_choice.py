@@ -1,9 +1,10 @@
-"""Which runner a model gets: all sequences of a step in one pass where that computes what the model
-computes.
+"""Which runner a model gets: the one that computes all sequences of a step in one pass, if it gives
+the model's own results.
 
-Dense                    one pass
-transformers module      one pass through its attention interface, where a probe gives the logits of the module alone
-                         (``policy.trunk``); else one sequence at a time, with transformers' own cache
+    DenseModel             one pass
+    transformers module    one pass through its attention interface, if a probe gives the logits
+                           of the module alone (``models.trunk``); otherwise one sequence at a
+                           time, with transformers' own cache
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ramify.models.trunk import ModuleTrunk
 
 _TOLERANCE = {torch.float32: 1e-3}
 _COARSE = 5e-2
-"""Of logits in half precision."""
+"""Tolerance for logits in half precision."""
 
 
 def runner_of(model: nn.Module) -> ModelRunner:
@@ -34,7 +35,7 @@ def runner_of(model: nn.Module) -> ModelRunner:
 
 
 class _ModuleDecoder:
-    """A transformers module as a ``Decoder``."""
+    """A transformers module as a ``DecoderModel``."""
 
     def __init__(self, trunk: ModuleTrunk) -> None:
         self._trunk = trunk
@@ -56,7 +57,7 @@ class _ModuleDecoder:
 
 @torch.inference_mode()
 def _flat(module: Any) -> FlatRunner | None:
-    """The runner in one pass; None where the module does not lend itself to it."""
+    """The one-pass runner; None if the module does not support it."""
     try:
         trunk = ModuleTrunk(module)
     except ConfigError:
@@ -72,22 +73,22 @@ def _flat(module: Any) -> FlatRunner | None:
 
 
 def _agrees(runner: FlatRunner, module: Any) -> bool:
-    """Whether two sequences, in parts and beside each other, get the logits that they get alone."""
+    """Whether two sequences, in parts and side by side, get the same logits as separately."""
     vocabulary = module.config.get_text_config().vocab_size
-    one, other = ([(start + 13 * index) % vocabulary for index in range(8)] for start in (1, 5))
+    first, second = ([(start + 13 * index) % vocabulary for index in range(8)] for start in (1, 5))
     runner.resize([], 2, 8)
     steps = [
-        EngineStep(spans=[SlotSpan(0, 0, one[:5])]),
-        EngineStep([0], [5], one[5:6], [SlotSpan(1, 0, other[:6])]),
-        EngineStep([0, 1], [6, 6], [one[6], other[6]]),
-        EngineStep(spans=[SlotSpan(0, 7, one[7:])]),
+        EngineStep(spans=[SlotSpan(0, 0, first[:5])]),
+        EngineStep([0], [5], first[5:6], [SlotSpan(1, 0, second[:6])]),
+        EngineStep([0, 1], [6, 6], [first[6], second[6]]),
+        EngineStep(spans=[SlotSpan(0, 7, first[7:])]),
     ]
-    ours = torch.cat([runner.forward(step, [True] * len(step.spans)) for step in steps])
-    inputs = torch.tensor([one, other], device=ours.device)
-    theirs = module(input_ids=inputs, use_cache=False).logits.float()
-    expected = theirs[[0, 0, 1, 0, 1, 0], [4, 5, 5, 6, 6, 7]]
+    logits = torch.cat([runner.forward(step, [True] * len(step.spans)) for step in steps])
+    inputs = torch.tensor([first, second], device=logits.device)
+    all_logits = module(input_ids=inputs, use_cache=False).logits.float()
+    expected = all_logits[[0, 0, 1, 0, 1, 0], [4, 5, 5, 6, 6, 7]]
     tolerance = _TOLERANCE.get(module.dtype, _COARSE)
-    return bool(torch.allclose(ours, expected, rtol=tolerance, atol=tolerance))
+    return bool(torch.allclose(logits, expected, rtol=tolerance, atol=tolerance))
 
 
 def _layout(module: Any) -> CacheLayout:

@@ -1,11 +1,11 @@
-"""How the next token is drawn from logits, and with what probability it was.
+"""Sampling the next token from logits, and the log-probability of the sampled token.
 
-One uniform number per row picks the token by the inverse of the cumulative distribution (an
-exponential per entry of the vocabulary costs more than the rest of the draw). The number comes from
-the row's own generator, so what a request samples does not depend on what else is in the batch.
+One uniform number per row selects the token by inverting the cumulative distribution (one
+exponential per vocabulary entry would cost more than the rest of the draw). The number comes from
+the request's own generator, so what a request samples does not depend on the rest of the batch.
 
     temperature t > 0     log p = log_softmax(logits / t)
-    top_k, then top_p     only those ids, renormalised; ``kept`` says which
+    top_k, then top_p     only those ids, renormalised; ``kept`` lists them
     temperature 0         the likeliest id; log p is the model's own, at temperature 1
 
 Legend: n rows, V vocabulary.
@@ -22,16 +22,16 @@ from torch import Tensor
 
 
 class SamplingSettings(msgspec.Struct, frozen=True):
-    """Settings of one request."""
+    """Sampling settings of one request."""
 
     temperature: float = 1.0
     top_p: float = 1.0
-    """Keep the likeliest ids until their probabilities reach this sum; 1 for all."""
+    """Keep the likeliest ids until their probabilities reach this sum; 1 keeps all."""
     top_k: int = 0
-    """Keep this many ids; 0 for all."""
+    """Keep this many of the likeliest ids; 0 keeps all."""
 
     truncates: bool = False
-    """Whether ids are left out; computed."""
+    """Whether any ids are excluded; computed."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(
@@ -40,35 +40,35 @@ class SamplingSettings(msgspec.Struct, frozen=True):
 
 
 class SampledTokens(NamedTuple):
-    """One token per row."""
+    """One sampled token per row."""
 
     ids: list[int]
     logprobs: list[float]
     kept: list[tuple[int, ...] | None]
-    """For each row the ids that were left to draw from, likeliest first; None for all."""
+    """For each row the ids that could be drawn, likeliest first; None for all."""
 
 
 def draw(
     logits_nV: Tensor, settings: Sequence[SamplingSettings], uniforms: Sequence[float]
 ) -> SampledTokens:
-    """One token per row of fp32 logits, from one number in [0, 1) per row."""
+    """Sample one token per row of fp32 logits, using one number in [0, 1) per row."""
     logprobs_nV = _tempered(logits_nV, settings).log_softmax(-1)
     ids_n = pick(logprobs_nV, torch.tensor(uniforms, dtype=torch.float64, device=logits_nV.device))
-    greedy = [row for row, each in enumerate(settings) if each.temperature == 0]
+    greedy = [row for row, row_settings in enumerate(settings) if row_settings.temperature == 0]
     if greedy:
         ids_n[greedy] = logits_nV[greedy].argmax(-1)
     chosen_n = logprobs_nV.gather(1, ids_n[:, None])[:, 0]
     drawn = SampledTokens(ids_n.tolist(), chosen_n.tolist(), [None] * len(settings))
-    for row, each in enumerate(settings):
-        if each.truncates:
+    for row, row_settings in enumerate(settings):
+        if row_settings.truncates:
             drawn.ids[row], drawn.logprobs[row], drawn.kept[row] = _draw_kept(
-                logprobs_nV[row], each, uniforms[row]
+                logprobs_nV[row], row_settings, uniforms[row]
             )
     return drawn
 
 
 def _tempered(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
-    temperatures = [each.temperature or 1.0 for each in settings]
+    temperatures = [row.temperature or 1.0 for row in settings]
     if min(temperatures) == max(temperatures) == 1.0:
         return logits_nV
     return logits_nV / torch.tensor(temperatures, device=logits_nV.device)[:, None]
@@ -78,8 +78,9 @@ def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
     """[n] ids: the first whose cumulative probability exceeds the uniform number (float64, in [0,
     1)).
 
-    In float64, since single precision would round a number close to 1 up to the total, beyond the
-    last id."""
+    Computed in float64, since single precision could round a number close to 1 up to the total,
+    beyond the last id.
+    """
     cumulative_nV = logprobs_nV.double().exp_().cumsum_(-1)
     ids_n1 = torch.searchsorted(
         cumulative_nV, uniforms_n[:, None] * cumulative_nV[:, -1:], right=True
@@ -88,8 +89,8 @@ def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
 
 
 def kept_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
-    """The ids that top-k and then top-p leave, likeliest first; never none. Of equally likely ones
-    the lower come first."""
+    """The ids that remain after top-k and then top-p, likeliest first; at least one. Among equally
+    likely ids the lower come first."""
     order = logprobs_V.argsort(descending=True, stable=True)
     if settings.top_k:
         order = order[: settings.top_k]
@@ -103,7 +104,7 @@ def kept_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
 def _draw_kept(
     logprobs_V: Tensor, settings: SamplingSettings, uniform: float
 ) -> tuple[int, float, tuple[int, ...]]:
-    """(id, log-probability among the kept, the kept)"""
+    """(id, log-probability among the kept ids, the kept ids)"""
     kept = kept_ids(logprobs_V, settings)
     renormalised = logprobs_V[kept].log_softmax(-1)
     index = int(

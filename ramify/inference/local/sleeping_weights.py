@@ -1,11 +1,13 @@
-"""The weights of a model that answers, given back while it sleeps: kept in main memory, or dropped.
+"""A model's weights, released while the engine sleeps: moved to main memory, or dropped.
 
-    give_back(keep=True)  ── take_again                          what was there is there again
-    give_back(keep=False) ── take_again ── every tensor arrives  until then the model has no weights, and ``missing`` says which
+    give_back(keep=True)  ── wake                            the weights are back
+    give_back(keep=False) ── wake ── every tensor arrives    until then ``missing`` names those
+                                                             without values
 
-Parameters stay the objects that they are, so that whoever holds the model, or ties two matrices,
-need not know. Buffers stay. Leaves out the cache of keys and values (``engine.py``), and who sends
-weights (``serve/weight_routes.py``).
+Parameters stay the same objects, so that other holders of the model and tied matrices are not
+affected. Buffers stay.
+
+Not here: the KV cache (see ``engine.py``), and who sends weights (see ``serve/weight_routes.py``).
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ from torch import Tensor, nn
 
 
 class SleepingWeights:
-    """The weights of one model. Belongs to the engine's thread."""
+    """The weights of one model, which can be released and restored. Belongs to the engine's
+    thread."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._away: dict[str, Tensor] | None = None
-        """Name -> the weight in main memory, or one on PyTorch's meta device where it was dropped;
-        None while all are there."""
+        """Name -> the weight in main memory, or on PyTorch's meta device if it was dropped; None
+        while all weights are in place."""
         self._device = torch.device("cpu")
         self._missing: dict[int, str] = {}
-        """Identity -> name, of parameters whose memory is there again and whose values are not."""
+        """Identity -> name of the parameters whose memory is allocated again but whose values are
+        missing."""
 
     @property
     def is_away(self) -> bool:
@@ -35,17 +39,17 @@ class SleepingWeights:
 
     @property
     def missing(self) -> list[str]:
-        """Names of the tensors whose values nobody has brought since they were dropped."""
+        """Names of the tensors whose values were dropped and have not arrived since."""
         return list(self._missing.values())
 
     @property
     def num_bytes(self) -> int:
-        """That the weights take where the model computes."""
+        """Bytes of the weights on the compute device."""
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def give_back(self, *, keep: bool) -> None:
-        """Free the memory of all weights. With ``keep`` they go to main memory; where they are in
-        it already, they stay."""
+        """Free the memory of all weights. With ``keep`` they move to main memory; if they already
+        are in main memory, they stay."""
         parameters = dict(self._model.named_parameters())
         self._device = next(iter(parameters.values())).device
         if self._away is not None or (keep and self._device.type == "cpu"):
@@ -56,11 +60,11 @@ class SleepingWeights:
         for each in parameters.values():
             each.data = each.data.new_empty(0)
         if self._device.type == "cpu":
-            with contextlib.suppress(OSError, AttributeError):  # another C library than GNU's
-                ctypes.CDLL(None).malloc_trim(0)  # or it keeps what was freed, for later
+            with contextlib.suppress(OSError, AttributeError):  # not the GNU C library
+                ctypes.CDLL(None).malloc_trim(0)  # otherwise it keeps the freed memory
 
     def wake(self) -> None:
-        """Take the memory again, and what was kept into it. Idempotent."""
+        """Allocate the memory again, and restore the weights that were kept. Idempotent."""
         away, self._away = self._away, None
         for name, each in (away or {}).items():
             parameter = self._model.get_parameter(name)
@@ -71,9 +75,9 @@ class SleepingWeights:
                 parameter.data = each.to(self._device)
 
     def lacks(self, parameter: Tensor) -> bool:
-        """Whether the values of ``parameter``, by whichever of its names, are missing."""
+        """Whether the values of ``parameter`` are missing, under any of its names."""
         return id(parameter) in self._missing
 
     def arrived(self, parameter: Tensor) -> None:
-        """All values of ``parameter`` are there."""
+        """Record that all values of ``parameter`` have arrived."""
         self._missing.pop(id(parameter), None)

@@ -1,18 +1,18 @@
-"""Which generation lives in which slot, and what each slot still remembers of earlier ones.
+"""Which generation occupies which slot, and what each slot still caches of earlier ones.
 
-A slot is a row of the cache. What runs stands close together at the front, so that a step reads one
-block of the cache; behind them stand slots that wait with what was computed in them:
+A slot is a row of the KV cache. Running slots are close together at the front, so that a step reads
+one block of the cache; idle slots behind them keep what was computed in them:
 
     slot     0     1     2     3     4     5     6
-             run   run   run   —     idle  idle  empty       — one hole is tolerated: its call may be back soon
+             run   run   run   —     idle  idle  empty
+                               └ one hole is tolerated: its call may soon be back
 
-A new request takes over the idle slot whose tokens all begin it (the next turn of a call whose
-children have answered), or copies the longest beginning that any slot shares with it (a sibling
-under the same prompt), into an empty slot or the idle one that was not used for longest. Calls that
-wait for children count as used whenever a child asks.
+A new request takes over the idle slot whose tokens are all a prefix of it (the next turn of a call
+whose children have answered). Otherwise it copies the longest prefix that any slot shares with it
+(a sibling under the same prompt) into an empty slot or the least recently used idle one. Calls that
+wait for children count as used whenever a child sends a request.
 
-It decides; ``SlotMove`` says what the cache must do. Legend: S slots, C tokens that a slot can
-hold.
+This file decides; ``SlotMove`` tells the cache what to do. Legend: S slots, C tokens per slot.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from ramify.inference.local.generation import Generation
 
 _WORTH_WAITING = 32
-"""Tokens: a prompt that another one is just computing this much of waits for it and copies."""
+"""Minimum number of tokens for which a prompt waits until another one has computed them, to copy
+them."""
 _HOLES = 0.25
-"""Share of the running slots that may stand empty between them."""
+"""Maximum number of empty slots between running ones, as a share of the running slots."""
 
 
 class SlotMove(msgspec.Struct, frozen=True):
-    """Tokens [0, length) of slot ``source`` also go to ``target``; or the two change places."""
+    """Copy tokens [0, length) of slot ``source`` to ``target``, or swap the two slots."""
 
     kind: Literal["copy", "swap"]
     source: int
@@ -46,11 +47,12 @@ class SlotMove(msgspec.Struct, frozen=True):
 
 
 class SlotTable:
-    """The bookkeeping of all slots."""
+    """Bookkeeping of all slots."""
 
     def __init__(self, num_slots: int, capacity: int, *, reuse: bool = True) -> None:
-        """Without ``reuse`` nothing that was computed for one request serves another."""
-        self.num_slots, self.capacity = num_slots, capacity
+        """Without ``reuse``, cached prefixes of one request do not serve another."""
+        self.num_slots = num_slots
+        self.capacity = capacity
         self.owner: list[Generation | None] = [None] * num_slots
         self.length_S: NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
         """Tokens whose keys and values are in the slot."""
@@ -61,15 +63,15 @@ class SlotTable:
         self._reuse = reuse
 
     def running(self) -> list[int]:
-        """Slots of what runs, ascending."""
+        """Slots of running generations, ascending."""
         return [slot for slot, owner in enumerate(self.owner) if owner is not None]
 
     def admit(self, generation: Generation) -> tuple[int, list[SlotMove]] | None:
-        """(its slot, what to copy), or None where it has to wait. ``length_S`` then says what it
-        need not compute."""
+        """(the generation's slot, what to copy), or None if it has to wait. Afterwards ``length_S``
+        is the number of tokens that need not be computed."""
         self._touch_parents(generation.affinity)
-        wanted = np.asarray(generation.ids, dtype=np.int32)
-        ready_S, coming = self._shared(wanted)
+        ids = np.asarray(generation.ids, dtype=np.int32)
+        ready_S, coming = self._shared(ids)
         source = int(ready_S.argmax())
         shared = int(ready_S[source])
         if coming >= shared + _WORTH_WAITING:
@@ -82,44 +84,45 @@ class SlotTable:
             changes.append(SlotMove("copy", source, slot, shared))
         self.length_S[slot] = shared
         self._tokens_SC[slot] = -1
-        self._tokens_SC[slot, : len(wanted)] = wanted
+        self._tokens_SC[slot, : len(ids)] = ids
         self.owner[slot], self._affinity[slot] = generation, generation.affinity
         generation.num_reused = min(shared, generation.num_prompt)
         self._use(slot)
         return slot, changes
 
     def computed(self, step: EngineStep) -> None:
-        """The keys and values of these tokens are in their slots."""
+        """Record that the keys and values of these tokens are in their slots."""
         self.length_S[list(step.slots)] += 1
         for span in step.spans:
             self.length_S[span.slot] = span.end
 
     def append(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
-        """What runs in ``slots`` gets one more token each, at these positions, not yet computed."""
-        if (
-            max(positions) >= self.capacity
-        ):  # there will be more room, and the whole of it written, before it is computed
+        """Add one more token, not yet computed, to each of ``slots`` at the given positions."""
+        # A token beyond the capacity is skipped: the slot is enlarged and rewritten before it is
+        # computed.
+        if max(positions) >= self.capacity:
             fits = [index for index, position in enumerate(positions) if position < self.capacity]
             slots, positions, tokens = (
-                [each[index] for index in fits] for each in (slots, positions, tokens)
+                [column[index] for index in fits] for column in (slots, positions, tokens)
             )
         self._tokens_SC[slots, positions] = tokens
 
     def release(self, slot: int) -> None:
-        """The slot's generation is over; what was computed stays until somebody needs the room."""
+        """Free the slot of a finished generation; its cached prefix stays until the slot is
+        needed."""
         self.owner[slot] = None
         self._tokens_SC[slot, int(self.length_S[slot]) :] = -1
         self._use(slot)
 
     def forget(self) -> None:
-        """Nothing that was computed holds any more. What runs keeps its slot."""
+        """Mark everything cached as outdated. Running generations keep their slots."""
         self.length_S[:] = 0
         for slot, owner in enumerate(self.owner):
             if owner is None:
                 self._tokens_SC[slot] = -1
 
     def compact(self) -> list[SlotMove]:
-        """Move running slots forward until few holes stand between them."""
+        """Move running slots forward until there are few holes between them."""
         changes = []
         running = self.running()
         while running and running[-1] + 1 - len(running) > _HOLES * len(running):
@@ -130,11 +133,12 @@ class SlotTable:
         return changes
 
     def resize(self, num_slots: int, capacity: int) -> tuple[list[int], list[Generation]]:
-        """Make ``num_slots`` of ``capacity``: (the old slots that stay, in their new order; those
-        that lost theirs).
+        """Change to ``num_slots`` of ``capacity``: (the old slots that stay, in their new order;
+        the generations that lost theirs).
 
-        Running ones stay before idle ones, those that were used last before others; what an idle
-        slot holds beyond the new capacity is forgotten."""
+        Running slots stay before idle ones, and recently used ones before others. What an idle slot
+        holds beyond the new capacity is forgotten.
+        """
         running = self.running()
         idle = sorted(
             (slot for slot in range(self.num_slots) if self.owner[slot] is None),
@@ -163,10 +167,11 @@ class SlotTable:
         return stay, lost
 
     def _shared(self, wanted: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
-        """(for each slot, how many computed tokens begin ``wanted``; how many will when what runs
-        is computed).
+        """(for each slot, how many computed tokens are a prefix of ``wanted``; how many will be
+        once the running generations are computed).
 
-        The last token is left to compute, since its logits are wanted."""
+        The last token is always left to compute, since its logits are needed.
+        """
         most = min(len(wanted) - 1, self.capacity)
         if not self._reuse or most == 0:
             return np.zeros(self.num_slots, dtype=np.int64), 0
@@ -175,7 +180,7 @@ class SlotTable:
         return np.minimum(same_S, self.length_S), int(same_S.max())
 
     def _target(self, source: int, shared: int) -> int | None:
-        """The slot for what can begin with ``shared`` tokens of slot ``source``."""
+        """The slot for a generation that can reuse ``shared`` tokens of slot ``source``."""
         if self.owner[source] is None and shared and shared == self.length_S[source]:
             return source
         idle = [slot for slot, owner in enumerate(self.owner) if owner is None]
@@ -185,7 +190,8 @@ class SlotTable:
         return min(others, key=lambda slot: (self.length_S[slot] > 0, self._used_S[slot], slot))
 
     def _touch_parents(self, affinity: str) -> None:
-        """A call ``0.2.1`` keeps ``0.2`` and ``0`` fresh, which wait for it."""
+        """Mark the parents of a call as used: call ``0.2.1`` keeps ``0.2`` and ``0``, which wait
+        for it."""
         parents = set(_parents(affinity))
         if parents:
             for slot, owner in enumerate(self.owner):
@@ -196,13 +202,16 @@ class SlotTable:
         self._clock += 1
         self._used_S[slot] = self._clock
 
-    def _swap(self, one: int, other: int) -> SlotMove:
-        length = int(max(self.length_S[one], self.length_S[other]))
+    def _swap(self, first: int, second: int) -> SlotMove:
+        length = int(max(self.length_S[first], self.length_S[second]))
         for array in (self.length_S, self._tokens_SC, self._used_S):
-            array[[one, other]] = array[[other, one]]
-        self.owner[one], self.owner[other] = self.owner[other], self.owner[one]
-        self._affinity[one], self._affinity[other] = self._affinity[other], self._affinity[one]
-        return SlotMove("swap", one, other, length)
+            array[[first, second]] = array[[second, first]]
+        self.owner[first], self.owner[second] = self.owner[second], self.owner[first]
+        self._affinity[first], self._affinity[second] = (
+            self._affinity[second],
+            self._affinity[first],
+        )
+        return SlotMove("swap", first, second, length)
 
 
 def _parents(affinity: str) -> Iterator[str]:

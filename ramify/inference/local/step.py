@@ -1,4 +1,4 @@
-"""What one pass through a model computes."""
+"""The input of one pass through a model."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import NamedTuple
 
 
 class SlotSpan(NamedTuple):
-    """Tokens of one slot."""
+    """Consecutive tokens of one slot."""
 
     slot: int
     start: int
-    """Position of the first."""
+    """Position of the first token."""
     ids: Sequence[int]
 
     @property
     def end(self) -> int:
-        """Position after the last."""
+        """Position after the last token."""
         return self.start + len(self.ids)
 
 
 @dataclasses.dataclass(slots=True)
 class EngineStep:
-    """One token of each slot that decodes, in columns, since there are many; and some longer spans
-    after them."""
+    """One token of each decoding slot, stored in columns since there are many, followed by some
+    longer spans."""
 
     slots: list[int] = dataclasses.field(default_factory=list)
     """Ascending."""

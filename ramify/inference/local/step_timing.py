@@ -1,11 +1,11 @@
-"""What steps of an engine cost its thread in processor time, by how much there was to do: counted,
-not kept one by one.
+"""CPU time of an engine's steps, grouped by the amount of work; counted, not recorded one by one.
 
-    paces.note(sequences=12, read=0, cpu_s=0.0061)
-    paces.taken()  ──>  [Pace(sequences=16, reads=False, steps=311, tokens=3702, read=0, cpu_s=1.42), …]
+    timings.note(sequences=12, read=0, cpu_s=0.0061)
+    timings.taken()  ──▶  [StepTiming(sequences=16, reads=False, steps=311, tokens=3702,
+                                      read=0, cpu_s=1.42), …]
 
-Processor time says the same whether or not others are on the machine; seconds on the clock do not.
-A simulation of a run whose engine shares its processors needs the one (``cluster/cores.py``).
+CPU time is the same whether or not other processes use the machine; wall-clock time is not. A
+simulation of a run whose engine shares its cores needs CPU time (``cluster/cores.py``).
 """
 
 from __future__ import annotations
@@ -14,40 +14,41 @@ import msgspec
 
 
 class StepTiming(msgspec.Struct, kw_only=True):
-    """All steps of one kind."""
+    """Totals of all steps of one kind."""
 
     sequences: int
-    """That got a token: at most so many, and more than half of it. A power of two, or 0."""
+    """Upper bound on the sequences that got a token; more than half as many did. A power of two, or
+    0."""
     reads: bool
-    """Whether prompts were read beside them."""
+    """Whether the steps also processed prompt tokens."""
     steps: int = 0
     tokens: int = 0
-    """That sequences got, one each and step."""
+    """Sampled tokens, one per sequence and step."""
     read: int = 0
     """Prompt tokens."""
     cpu_s: float = 0.0
-    """Of the engine's thread, in Python and in the tensor library's own code."""
+    """CPU seconds of the engine's thread, in Python and in the tensor library."""
 
 
 class StepTimings:
-    """Of one engine. Noted in its thread, taken in any."""
+    """Step timings of one engine. Recorded in its thread, read in any."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[int, bool], StepTiming] = {}
+        self._timings: dict[tuple[int, bool], StepTiming] = {}
 
     def note(self, sequences: int, read: int, cpu_s: float) -> None:
-        """One step was made."""
+        """Record one step."""
         bound = 1 << (sequences - 1).bit_length() if sequences else 0
         key = (bound, read > 0)
-        found = self._of.get(key)
-        if found is None:
-            found = self._of[key] = StepTiming(sequences=bound, reads=read > 0)
-        found.steps += 1
-        found.tokens += sequences
-        found.read += read
-        found.cpu_s += cpu_s
+        timing = self._timings.get(key)
+        if timing is None:
+            timing = self._timings[key] = StepTiming(sequences=bound, reads=read > 0)
+        timing.steps += 1
+        timing.tokens += sequences
+        timing.read += read
+        timing.cpu_s += cpu_s
 
     def taken(self) -> list[StepTiming]:
-        """What was noted since the last time."""
-        found, self._of = self._of, {}
-        return [found[key] for key in sorted(found)]
+        """The totals since the last call."""
+        timings, self._timings = self._timings, {}
+        return [timings[key] for key in sorted(timings)]

@@ -1,18 +1,21 @@
-"""How weights get from a trainer to engines in other processes: one carrier, two halves, each
-carrier in one small file.
+"""Weight sync from a trainer to engines in other processes. Each method has a trainer half and an
+engine half, in one small file.
 
-    trainer   sources ── Carrier.chunks ──▶ Chunk.info  ── HTTP: update_weights ──▶ engine
-                            │ bytes                                                   │
-                            └──────── memory, a file, a broadcast, a GPU's handle ────┴─▶ Receiver.take ──▶ Piece, Piece, …
+    trainer   sources ── WeightSync.chunks ──▶ WeightChunk.info ── HTTP ──▶ engine
+                             │ bytes                                          │
+                             └── memory, a file, a broadcast, a GPU handle ───┴─▶
+                                 WeightReceiver.take ──▶ WeightPiece, WeightPiece, …
 
-What goes over HTTP is names, shapes and where the bytes are, in the form of vLLM's weight transfer
-(``names``, ``dtype_names``, ``shapes``). Tensors are streamed: a carrier holds two chunks at most,
-whatever the model's size. Which bytes arrived is not believed but checked: every sync ends with the
-fingerprint and the canary (``train/selfcheck.py``).
+HTTP carries names, shapes and the location of the bytes, in the form of vLLM's weight transfer
+(``names``, ``dtype_names``, ``shapes``). Tensors are streamed: a weight sync holds at most two
+chunks, whatever the model's size. Every sync is verified: it ends with the fingerprint check and
+the canary (``train/selfcheck.py``).
 
-Leaves out who is told what and when (``inference/http``), and how a training layout becomes tensors
-(``layout.py``). A carrier of one's own is named ``module:Class``; an engine takes it where it was
-started with the same name.
+A custom method is named ``module:Class``; an engine accepts it if it was started with the same
+name.
+
+Not here: which requests are sent when (see ``inference/http``), and how a training layout becomes
+tensors (see ``layout.py``).
 """
 
 from __future__ import annotations
@@ -40,19 +43,19 @@ WEIGHT_SYNCS = {
 }
 """Name -> class."""
 CHUNK_BYTES = 32 << 20
-"""Of a chunk, at least one tensor: two of them are what a sync needs of memory."""
+"""Size of a chunk, which holds at least one tensor. A sync needs memory for two chunks."""
 ALIGNMENT = 64
 _ALLOCATE: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)
-"""The system's call; None on macOS, where it is looked whether there is room."""
+"""The system call; None on macOS, where the free space is checked instead."""
 Info = Mapping[str, Any]
 
 
 class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
-    """A matrix with a low-rank adapter: base + scale * b @ a (LoRA, 2106.09685). Called, it is that
-    sum."""
+    """A matrix with a low-rank adapter: base + scale * b @ a (LoRA, 2106.09685). Calling it
+    computes that sum."""
 
     base: Tensor
-    """[rows, columns], held still."""
+    """[rows, columns], frozen."""
     pair: Callable[[], tuple[Tensor, Tensor]]
     """(a [rank, columns], b [rows, rank])"""
     scale: float
@@ -62,25 +65,25 @@ class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
 
 
 def added(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """base + scale * b @ a, rounded in one way wherever it is computed."""
+    """base + scale * b @ a, rounded the same way wherever it is computed."""
     return base + (scale * b @ a).to(base.dtype)
 
 
 class WeightSource(NamedTuple):
-    """One tensor of the trained policy as an engine is to have it. Nothing is gathered or cast
-    until ``full`` is called."""
+    """One tensor of the trained policy, in the form that an engine needs. Nothing is gathered or
+    cast until ``full`` is called."""
 
     name: str
-    """As in a checkpoint in Hugging Face's layout."""
+    """Its name in a checkpoint in Hugging Face's layout."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     stamp: Hashable
-    """Equal stamps of two syncs say that the tensor has not changed between them; None where nobody
-    knows."""
+    """Change marker: equal stamps in two syncs mean that the tensor has not changed between them.
+    None if that is not known."""
     full: Callable[[], Tensor]
-    """The whole tensor, contiguous, detached."""
+    """Returns the whole tensor, contiguous and detached."""
     adapted: AdaptedMatrix | None = None
-    """What ``full`` adds up, for a carrier whose engines can do that."""
+    """The parts that ``full`` adds up, for weight syncs whose engines can add them."""
 
     @property
     def num_bytes(self) -> int:
@@ -88,109 +91,111 @@ class WeightSource(NamedTuple):
 
 
 class WeightPiece(NamedTuple):
-    """What an engine is to take: a whole tensor, or values for some places of one."""
+    """What an engine receives: a whole tensor, or new values for some positions of one."""
 
     name: str
     tensor: Tensor
     places: Tensor | None = None
-    """Places of ``tensor``'s values in the flattened parameter; None: the tensor is whole."""
+    """Positions of ``tensor``'s values in the flattened parameter; None if the tensor is whole."""
     stays: bool = False
-    """Its memory stays as it is until another sync was taken: an engine may compute with it, and
-    needs no copy."""
+    """True if its memory stays unchanged until another sync was taken, so an engine may compute
+    with it without a copy."""
     holds: bool = False
-    """It stays at least until the chunk was taken: an engine may copy it together with others."""
+    """True if its memory stays unchanged at least until the chunk was taken, so an engine may copy
+    it together with others."""
 
 
 class WeightChunk(msgspec.Struct, eq=False):
-    """A part of one sync."""
+    """One part of a sync."""
 
     info: dict[str, Any]
-    """What engines are told: plain data."""
+    """Sent to the engines: plain data."""
     is_last: bool
-    """It ends the sync."""
+    """Whether it ends the sync."""
     send: Callable[[], None] | None = None
-    """What the trainer does meanwhile, in a thread; a broadcast needs both sides at once."""
+    """What the trainer runs at the same time, in a thread; a broadcast needs both sides at once."""
 
 
 class WeightSync(Protocol):
-    """The trainer's half. Belongs to one trainer; ``open`` comes first."""
+    """The trainer's half of a weight sync. Belongs to one trainer; call ``open`` first."""
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
-        """For each engine what it is told once. Raises ConfigError where this machine does not have
-        what it takes."""
+        """The setup information for each engine. Raises ConfigError if this machine does not
+        support the method."""
         ...
 
     def join(self) -> None:
-        """Done in a thread while the engines are told; waits for them where both sides have to
-        meet."""
+        """Wait for the engines to connect, if both sides have to meet. Runs in a thread while the
+        engines receive their setup information."""
         ...
 
     def chunks(
         self, sources: Iterable[WeightSource], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
-        """The weights of ``version``, in order. A chunk's bytes stay until the one after the next
-        is asked for. ``whole``: as if no engine had anything yet."""
+        """The weights of ``version``, in order. A chunk's bytes stay valid until the next chunk but
+        one is requested. ``whole``: send everything, as if no engine had any weights."""
         ...
 
     def close(self) -> None:
-        """Free what is held. Idempotent."""
+        """Free all resources. Idempotent."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """The engine's half; made of what ``open`` said, by ``WeightSync.receiver``."""
+    """The engine's half of a weight sync, made by ``WeightSync.receiver`` from the setup
+    information."""
 
     def take(self, info: Info) -> Iterator[WeightPiece]:
-        """What one chunk brings; a tensor holds until the next one is asked for. Raises ValueError
-        for a chunk that is not whole, and Stale where it builds on weights that this engine does
-        not have."""
+        """The pieces of one chunk; a tensor is valid until the next one is requested. Raises
+        ValueError for an incomplete chunk, and StaleWeights if it builds on weights that this
+        engine does not have."""
         ...
 
     def finished(self, version: str) -> None:
-        """All chunks of a sync were taken."""
+        """Called once all chunks of a sync were taken."""
         ...
 
     def close(self) -> None: ...
 
 
 def weight_sync_class(name: str) -> Any:
-    """The carrier of ``CARRIERS``, or at ``module:Class``. Raises ConfigError."""
+    """The class of a name in ``WEIGHT_SYNCS``, or at ``module:Class``. Raises ConfigError."""
     path = WEIGHT_SYNCS.get(name, name)
     module, sign, attribute = path.partition(":")
     if not sign:
         raise ConfigError(
-            f"unknown carrier '{name}': {nearest(name, WEIGHT_SYNCS)}; or module:Class of one of "
-            "your own"
+            f"unknown weight sync '{name}': {nearest(name, WEIGHT_SYNCS)}; or give module:Class "
+            "of a custom one"
         )
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the carrier '{name}' cannot be imported: {error}") from error
+        raise ConfigError(f"the weight sync '{name}' cannot be imported: {error}") from error
 
 
 class StaleWeights(ValueError):
-    """A chunk builds on weights that the engine does not have; everything has to be sent."""
+    """A chunk builds on weights that the engine does not have; all weights must be sent."""
 
 
 def in_chunks(
     sources: Iterable[WeightSource], chunk_bytes: int
 ) -> Iterator[tuple[list[WeightSource], bool]]:
-    """``sources`` in order, together until they have ``chunk_bytes``, and whether these are the
-    last; a larger tensor is alone."""
-    gathered: list[WeightSource] = []
+    """Group ``sources``, in order, into chunks of ``chunk_bytes``: (the sources of a chunk, whether
+    it is the last). A larger tensor is a chunk by itself."""
+    chunk: list[WeightSource] = []
     room = chunk_bytes
     for source in sources:
-        if gathered and source.num_bytes > room:
-            yield gathered, False
-            gathered, room = [], chunk_bytes
-        gathered.append(source)
+        if chunk and source.num_bytes > room:
+            yield chunk, False
+            chunk, room = [], chunk_bytes
+        chunk.append(source)
         room -= source.num_bytes
-    if gathered:
-        yield gathered, True
+    if chunk:
+        yield chunk, True
 
 
 def described(sources: Sequence[WeightSource], version: int) -> dict[str, Any]:
-    """What vLLM's update says of tensors, and the version."""
+    """The description of tensors in vLLM's update request, and the version."""
     return {
         "names": [source.name for source in sources],
         "dtype_names": [str(source.dtype).removeprefix("torch.") for source in sources],
@@ -200,7 +205,7 @@ def described(sources: Sequence[WeightSource], version: int) -> dict[str, Any]:
 
 
 def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """(where each of some parts begins in a buffer, aligned; the buffer's length)."""
+    """(aligned start of each part in a buffer, length of the buffer)"""
     starts, at = [], 0
     for size in sizes:
         starts.append(at)
@@ -209,8 +214,8 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[WeightPiece]:
-    """Views of the tensors that ``info`` describes in a buffer of bytes [N]. Raises ValueError
-    where they do not fit."""
+    """Views of the tensors that ``info`` describes, in a buffer of bytes [N]. Raises ValueError if
+    they do not fit."""
     try:
         described = list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True))
         kinds = [getattr(torch, dtype) for _, dtype, _ in described]
@@ -224,7 +229,7 @@ def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[We
         ) from None
     starts, length = offsets(sizes)
     if length > buffer.numel():
-        raise ValueError(f"the tensors have {length} bytes, and {buffer.numel()} were carried")
+        raise ValueError(f"the tensors have {length} bytes, but {buffer.numel()} arrived")
     for (name, _, shape), kind, start, size in zip(described, kinds, starts, sizes, strict=True):
         yield WeightPiece(name, buffer[start : start + size].view(kind).view(shape), stays=stays)
 
@@ -232,8 +237,11 @@ def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[We
 def reserve(
     handle: int, length: int, allocate: Callable[[int, int, int], None] | None = _ALLOCATE
 ) -> None:
-    """Make the file of ``handle`` at least ``length`` bytes long. Raises OSError where there is no
-    room: now, and not by a signal while it is written through a mapping."""
+    """Make the file of ``handle`` at least ``length`` bytes long.
+
+    Raises OSError if there is not enough space. Otherwise a later write through a mapping would end
+    in a signal.
+    """
     if allocate is not None:
         allocate(handle, 0, length)
         return
@@ -247,7 +255,7 @@ def reserve(
 
 
 def fill(buffer: Tensor, sources: Sequence[WeightSource]) -> int:
-    """Copy ``sources`` into a buffer of bytes [N], one after the other; the length used."""
+    """Copy ``sources`` one after the other into a buffer of bytes [N]; returns the length used."""
     sizes = [source.num_bytes for source in sources]
     starts, length = offsets(sizes)
     for source, start, size in zip(sources, starts, sizes, strict=True):

@@ -1,9 +1,9 @@
 """Broadcast in buckets, from the trainer to all engines at once: gloo between CPUs, NCCL between
 GPUs.
 
-The group is of its own: trainer and engines meet at a store that the trainer opens, beside whatever
-group the trainer's ranks have among themselves. Rank 0 is the trainer. Every wait is bounded by
-``timeout_s``: an engine that died in the middle ends the sync, and never hangs it.
+The process group is separate from any group among the trainer's ranks: trainer and engines meet at
+a store that the trainer opens. Rank 0 is the trainer. Every wait is bounded by ``timeout_s``, so an
+engine that dies in the middle fails the sync instead of blocking it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ramify.inference.weight_sync.base import (
 
 
 class GlooSync:
-    """Implements ``WeightSync``."""
+    """Weight sync by broadcast between CPUs. Implements ``WeightSync``."""
 
     backend: ClassVar[str] = "gloo"
 
@@ -47,13 +47,12 @@ class GlooSync:
         chunk_bytes: int = CHUNK_BYTES,
         timeout_s: float = 120,
     ) -> None:
-        """``address`` is this machine's, as the engines reach it; ``port`` 0 takes a free one."""
-        self._address, self._port, self._chunk_bytes, self._timeout_s = (
-            address,
-            port,
-            chunk_bytes,
-            timeout_s,
-        )
+        """``address`` is this machine's address as the engines reach it; ``port`` 0 takes a free
+        port."""
+        self._address = address
+        self._port = port
+        self._chunk_bytes = chunk_bytes
+        self._timeout_s = timeout_s
         self._store: Any = None
         self._group: Any = None
         self._size = 0
@@ -101,15 +100,15 @@ class GlooSync:
             yield WeightChunk(about, is_last, partial(self._send, buffer))
 
     def _send(self, buffer: Tensor) -> None:
-        """Raises RuntimeError where somebody is gone. The group ends with it: who is still there,
-        and has not begun to receive, would wait for the rest of the timeout otherwise."""
+        """Raises RuntimeError if an engine is gone. The group is closed then; otherwise engines
+        that have not begun to receive would wait until the timeout."""
         try:
             _broadcast(self._group, buffer)
             return
         except RuntimeError as error:
             why = str(error)
-        # here nothing holds it any more, neither a frame nor an error's traceback: its connections
-        # close
+        # Outside the except block, neither a frame nor a traceback refers to the group, so its
+        # connections close.
         self._group = None
         raise RuntimeError(why)
 
@@ -123,7 +122,7 @@ class GlooSync:
 
 
 class NcclSync(GlooSync):
-    """The same between GPUs."""
+    """Weight sync by broadcast between GPUs."""
 
     backend: ClassVar[str] = "nccl"
 
@@ -133,7 +132,8 @@ class NcclSync(GlooSync):
 
 
 class BroadcastReceiver:
-    """Implements ``WeightReceiver``; made while the trainer is in ``join``."""
+    """Receiver of ``GlooSync`` and ``NcclSync``, made while the trainer is in ``join``. Implements
+    ``WeightReceiver``."""
 
     def __init__(self, info: Info, backend: str) -> None:
         _need(backend)
@@ -156,8 +156,8 @@ class BroadcastReceiver:
             )
         except (RuntimeError, dist.DistError) as error:
             raise ValueError(
-                f"the trainer's group at {info['master_address']}:{info['master_port']} was not "
-                f"joined: {_first(error)}"
+                f"the trainer's group at {info['master_address']}:{info['master_port']} could not "
+                f"be joined: {_first(error)}"
             ) from None
         self._store: Any = store
         self._backend, self._buffer = backend, _Buffer(backend)
@@ -180,8 +180,8 @@ class BroadcastReceiver:
 
 
 class _Buffer:
-    """One for all chunks, each of which has arrived before the next is begun: fresh memory costs
-    more than a copy."""
+    """One buffer for all chunks, since each has arrived before the next begins: allocating memory
+    costs more than a copy."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -199,7 +199,7 @@ def _need(backend: str) -> None:
     )
     if not available or (backend == "nccl" and not torch.cuda.is_available()):
         raise ConfigError(
-            f"the carrier '{backend}' needs a torch with {backend}"
+            f"the weight sync '{backend}' needs a torch with {backend}"
             + (" and a GPU" if backend == "nccl" else "")
         )
 

@@ -1,9 +1,9 @@
-"""CUDA IPC, for engines on the trainer's own GPU: handles of its memory go over HTTP, and no byte
-is copied twice.
+"""CUDA IPC, for engines on the trainer's own GPU: memory handles travel over HTTP, and no byte is
+copied twice.
 
-What a handle is are bytes and numbers, sent as base64 and JSON: nothing is unpickled. The trainer
-holds each chunk's memory until the one after the next is asked for. Seen by no test here: it needs
-a GPU that two processes share.
+A handle consists of bytes and numbers, sent as base64 and JSON, so nothing is unpickled. The
+trainer holds each chunk's memory until the next chunk but one is requested. No test here covers
+this file: it needs a GPU that two processes share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ramify.inference.weight_sync.base import (
 
 
 class CudaIpcSync:
-    """Implements ``WeightSync``."""
+    """Weight sync by shared GPU memory. Implements ``WeightSync``."""
 
     def __init__(self, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
@@ -42,7 +42,7 @@ class CudaIpcSync:
         return [{"weight_sync": "cuda_ipc"}] * num_engines
 
     def join(self) -> None:
-        """Nobody has to be met."""
+        """Nothing to do: the sides need not meet."""
 
     def chunks(
         self, sources: Iterable[WeightSource], version: int, *, whole: bool
@@ -67,14 +67,14 @@ class CudaIpcSync:
 
 
 class CudaIpcReceiver:
-    """Implements ``WeightReceiver``."""
+    """Receiver of ``CudaIpcSync``. Implements ``WeightReceiver``."""
 
     def take(self, info: Info) -> Iterator[WeightPiece]:
-        plain = [
-            base64.b64decode(each["bytes"]) if isinstance(each, dict) else each
-            for each in info["handle"]
+        arguments = [
+            base64.b64decode(part["bytes"]) if isinstance(part, dict) else part
+            for part in info["handle"]
         ]
-        storage = torch.UntypedStorage._new_shared_cuda(*plain)
+        storage = torch.UntypedStorage._new_shared_cuda(*arguments)
         buffer = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)[
             : int(info["length"])
         ]
@@ -98,6 +98,6 @@ def _handle(buffer: Tensor) -> list[Any]:
 def _need() -> None:
     if not torch.cuda.is_available():
         raise ConfigError(
-            "the carrier 'cuda_ipc' needs a GPU that trainer and engine share; use 'shared' or "
-            "'gloo'"
+            "the weight sync 'cuda_ipc' needs a GPU that trainer and engine share; use 'shared' "
+            "or 'gloo'"
         )

@@ -1,16 +1,17 @@
-"""Only what changed since the engines' last weights: tensors, values within them, or their
-adapters; all of it where that is not known.
+"""Weight sync of only what changed since the engines' last weights: tensors, values within them, or
+low-rank adapters. Everything is sent if the engines' weights are not known.
 
-    a tensor whose stamp is the last sync's     left out, unread
-    one that is equal to what engines have      left out
-    one that changed in few places              places and values        (where the engine can take them)
-    small ones that changed                     together, as one         (``tensor_bundles.py``)
+    a tensor with the stamp of the last sync    not sent, not read
+    equal to what the engines have              not sent
+    changed in few positions                    positions and values    (if the engine takes them)
+    small and changed                           together, as one tensor (``tensor_bundles.py``)
     any other                                   whole
-    one with a low-rank adapter                 the adapter: engines keep what it is added to, and add it up as the trainer does
+    with a low-rank adapter                     the adapter: engines keep the base matrix, and add
+                                                the adapter as the trainer does
 
-Carried by another carrier (``by``). The trainer keeps a copy of what the engines have, in their
-precision. Each sync says which one it builds on; an engine that has another (it was started anew,
-or lost a sync) answers so, and gets everything.
+The bytes travel by another weight sync (``by``). The trainer keeps a copy of what the engines have,
+in their precision. Each sync names the one it builds on; an engine with other weights (it was
+restarted, or missed a sync) says so and gets everything.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from ramify.inference.weight_sync.tensor_bundles import TensorBundles, apart
 _PLACES, _VALUES = "::places", "::values"
 _BASE, _A, _B = "::base", "::a", "::b"
 _FEW = 0.25
-"""Share of changed values up to which places and values are sent: a place takes four bytes, a value
-two or four."""
+"""Maximum share of changed values for which positions and values are sent: a position takes four
+bytes, a value two or four."""
 _MOST_PLACES = 2**31 - 1
 _SMALL = bits.SAMPLE
-"""Values up to which a tensor is sent whole, together with others."""
+"""Maximum number of values of a tensor that is sent whole, together with others."""
 _MOST_TOGETHER = 1024
-"""Small tensors."""
+"""Maximum number of small tensors in one bundle."""
 
 
 class DeltaSync:
-    """Implements ``WeightSync``."""
+    """Weight sync that sends differences. Implements ``WeightSync``."""
 
     def __init__(
         self,
@@ -65,35 +66,38 @@ class DeltaSync:
         layers: bool = False,
         **options: Any,
     ) -> None:
-        """``by`` carries the bytes, with ``options``; ``places``: send values within tensors, where
-        that is less; ``adapters``: send those of low-rank adapters, for which an engine keeps the
-        matrices that they are added to in main memory; ``layers``: where one tensor of a layer's
-        part (its attention) changed, send all of that, as engines need it that have fused several
-        into one."""
+        """``by``: the weight sync that transports the bytes, with its ``options``.
+
+        ``places``: send single values within tensors if that is less. ``adapters``: send low-rank
+        adapters as such; engines then keep the base matrices in main memory. ``layers``: if one
+        tensor of a part of a layer (such as its attention) changed, send the whole part, for
+        engines that fuse several tensors into one.
+        """
         if by == "delta" or by == "file":
             raise ConfigError(
-                f"the carrier 'delta' cannot be carried by '{by}': give shared, gloo or nccl"
+                f"the weight sync 'delta' cannot send by '{by}': use by=shared, gloo or nccl"
             )
         self._by: WeightSync = weight_sync_class(by)(**options)
-        self._places, self._adapters, self._layers = places, adapters, layers
+        self._places = places
+        self._adapters = adapters
+        self._layers = layers
         self._have: dict[str, Tensor] = {}
-        """What the engines have, but for small ones."""
+        """What the engines have, except small tensors."""
         self._stamps: dict[str, Hashable] = {}
         self._small: dict[tuple[torch.dtype, int], TensorBundles] = {}
-        """Those of one precision, a thousand at a time."""
+        """(precision, number) -> a bundle of up to 1024 small tensors."""
         self._later: list[tuple[Tensor, Tensor]] = []
-        """What engines had and have, to be copied while they read the chunk: it is not on anybody's
-        way then."""
+        """(old, new) tensors, copied while the engines read the chunk, when it delays nothing."""
         self._tables: dict[str, dict[str, Any]] = {}
-        """Of what was joined in the sync that is under way."""
+        """Bundle name -> table, for the bundles of the current sync."""
         self._bases: set[str] = set()
-        """Names of matrices of which engines have what adapters are added to."""
+        """Names of adapted matrices whose base the engines have."""
         self._sums: dict[str, tuple[float, str, str]] = {}
-        """Name of a b -> (scale, the precision of the sum, and of the matrix)."""
-        self._told = ""
-        """Names the sync that the engines took last."""
+        """Name of a b -> (scale, precision of the sum, precision of the matrix)."""
+        self._last_sync = ""
+        """Id of the sync that the engines took last."""
         self.num_bytes = 0
-        """Carried by the last sync."""
+        """Bytes sent by the last sync."""
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
         return [{"weight_sync": "delta", "by": info} for info in self._by.open(num_engines)]
@@ -104,10 +108,10 @@ class DeltaSync:
     def chunks(
         self, sources: Iterable[WeightSource], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
-        base = "" if whole else self._told
+        base = "" if whole else self._last_sync
         if not base:
             self._have, self._stamps, self._small, self._bases = {}, {}, {}, set()
-        self._told = ""  # until all of it was carried, nobody knows what the engines have
+        self._last_sync = ""  # until everything was sent, it is unknown what the engines have
         now, self.num_bytes, self._tables, self._later = secrets.token_hex(8), 0, {}, []
         about = {"base": base, "now": now}
         any_chunk = False
@@ -124,18 +128,16 @@ class DeltaSync:
             yield WeightChunk(
                 {"names": [], "dtype_names": [], "shapes": [], "version": version, **about}, True
             )
-        self._told = now
+        self._last_sync = now
 
     def close(self) -> None:
         self._by.close()
-        self._have, self._stamps, self._small, self._bases, self._told, self._later = (
-            {},
-            {},
-            {},
-            set(),
-            "",
-            [],
-        )
+        self._have = {}
+        self._stamps = {}
+        self._small = {}
+        self._bases = set()
+        self._last_sync = ""
+        self._later = []
 
     def _changed(self, sources: Iterable[WeightSource], has_base: bool) -> Iterator[WeightSource]:
         small: dict[torch.dtype, list[WeightSource]] = {}
@@ -169,11 +171,11 @@ class DeltaSync:
             parts = [[*self._part(source)] for source in together]
             if not any(parts):
                 continue
-            for source, found in zip(together, parts, strict=True):
-                yield from found or [source]
+            for source, changed in zip(together, parts, strict=True):
+                yield from changed or [source]
 
     def _part(self, source: WeightSource) -> Iterable[WeightSource]:
-        """What engines do not have of it; nothing where they have it."""
+        """What the engines lack of a tensor; empty if nothing."""
         if source.adapted is not None and self._adapters:
             return self._adapter(source, source.adapted)
         return self._difference(source)
@@ -191,12 +193,12 @@ class DeltaSync:
     def _joined(
         self, sources: list[WeightSource], which: tuple[torch.dtype, int]
     ) -> list[WeightSource]:
-        """Those of small ones that changed, as one."""
-        found = self._small.setdefault(which, TensorBundles()).changed(sources, len(self._tables))
-        if found is None:
+        """The changed ones of these small tensors, as one tensor."""
+        changed = self._small.setdefault(which, TensorBundles()).changed(sources, len(self._tables))
+        if changed is None:
             return []
-        made, self._tables[made.name] = found
-        return [made]
+        bundle, self._tables[bundle.name] = changed
+        return [bundle]
 
     def _difference(self, source: WeightSource) -> list[WeightSource]:
         now, had = source.full(), self._have.get(source.name)
@@ -219,7 +221,7 @@ class DeltaSync:
         ]
 
     def _adapter(self, source: WeightSource, adapted: AdaptedMatrix) -> Iterator[WeightSource]:
-        """a and b, and before them what they are added to where engines do not have it."""
+        """a and b, preceded by the base matrix if the engines lack it."""
         name = source.name
         self._have.pop(name, None)
         if name not in self._bases:
@@ -231,9 +233,9 @@ class DeltaSync:
         yield _source(name + _B, b)
 
     def _changed_places(self, now_N: Tensor, had_N: Tensor) -> Tensor | None:
-        """Where they differ; None where the tensor is to be sent whole."""
+        """Positions that differ; None if the tensor is to be sent whole."""
         num = now_N.numel()
-        if num > _SMALL and bits.share(now_N, had_N) > 2 * _FEW:  # no need to look at the rest
+        if num > _SMALL and bits.share(now_N, had_N) > 2 * _FEW:  # a sample is enough
             return None
         if not self._places or num > _MOST_PLACES:
             return torch.empty(0) if torch.equal(now_N, had_N) else None
@@ -246,7 +248,7 @@ class DeltaSync:
 
 
 class DeltaReceiver:
-    """Implements ``WeightReceiver``."""
+    """Receiver of ``DeltaSync``. Implements ``WeightReceiver``."""
 
     def __init__(self, info: Info) -> None:
         inner = info["by"]
@@ -256,20 +258,20 @@ class DeltaReceiver:
             "nccl",
             "cuda_ipc",
         }:
-            raise ValueError(f"no carrier that could bring a delta: {str(inner)[:100]}")
+            raise ValueError(f"not a weight sync that can transport a delta: {str(inner)[:100]}")
         self._by: WeightReceiver = weight_sync_class(inner["weight_sync"]).receiver(inner)
         self._has = ""
         self._taking = ""
         self._places: dict[str, Tensor] = {}
         self._bases: dict[str, Tensor] = {}
-        """What adapters are added to, on the CPU."""
+        """Base matrices of adapters, on the CPU."""
         self._a: dict[str, Tensor] = {}
 
     def take(self, info: Info) -> Iterator[WeightPiece]:
         base, now = str(info["base"]), str(info["now"])
         if self._taking != now and base and base != self._has:
             raise StaleWeights(
-                f"this delta builds on the weights '{base}', and this engine has "
+                f"this delta builds on the weights '{base}', but this engine has "
                 f"'{self._has or 'none of them'}'"
             )
         self._has, self._taking = "", now
@@ -306,12 +308,13 @@ class DeltaReceiver:
 
 
 def _is_known(stamps: Mapping[str, Hashable], source: WeightSource) -> bool:
-    """Whether it is what it was when it had one of ``stamps``."""
+    """Whether the tensor still has its stamp of the last sync."""
     return source.stamp is not None and source.stamp == stamps.get(source.name)
 
 
 def _part_of_layer(source: WeightSource) -> str:
-    """``model.layers.3.self_attn`` of all that is in there; of what is in no layer its own name."""
+    """Key of a part of a layer, such as ``model.layers.3.self_attn``; outside layers, the tensor's
+    own name."""
     parts = source.name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 2])
@@ -322,7 +325,8 @@ def _source(name: str, tensor: Tensor) -> WeightSource:
 
 
 def _shortest(base: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the engine's precision where that loses nothing, as with a checkpoint that was in it."""
+    """The matrix in the engine's precision if that loses nothing, as for a checkpoint stored in
+    it."""
     short = base.to(dtype)
     return short if torch.equal(short.to(base.dtype), base) else base
 

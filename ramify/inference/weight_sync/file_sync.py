@@ -1,14 +1,16 @@
-"""Safetensors files with an atomic pointer, for engines that see the trainer's disk.
+"""Weight sync by safetensors files with an atomic pointer, for engines that see the trainer's disk.
 
-    FOLDER/v000012/model-00001.safetensors …      the weights of one version, written once, never changed
-    FOLDER/v000012/model.safetensors.index.json   in Hugging Face's layout, so that any engine can load the folder
-    FOLDER/current.json                           which version is whole: written aside and renamed, last of all
+    FOLDER/v000012/model-00001.safetensors …      the weights of one version, never changed
+    FOLDER/v000012/model.safetensors.index.json   in Hugging Face's layout, so that any engine can
+                                                  load the folder
+    FOLDER/current.json                           the newest complete version: written to another
+                                                  file and renamed, last of all
 
-Each file's length and a sum of its bytes stand in the pointer: a file that was torn by a full disk
-or a kill is refused by name before a tensor of it is used. The last two versions stay; the older of
-them makes room for the next one, in memory by being written over where nobody has it open. Of what
-else is in FOLDER nothing is touched. A folder of its own, where none was given, goes with the
-carrier; that of a trainer that was killed is removed by the next (``held_weights.py``).
+The pointer holds each file's length and a checksum: a file that was torn by a full disk or a kill
+is rejected by name before any of its tensors is used. The last two versions stay. The older one
+makes room for the next version; in memory it is overwritten if no process has it open. Other files
+in FOLDER are not touched. A temporary folder, used if none is given, is removed when the weight
+sync is closed; that of a trainer that was killed is removed by the next one (``held_weights.py``).
 """
 
 from __future__ import annotations
@@ -46,31 +48,32 @@ _WRITTEN = re.compile(
 
 
 class CurrentWeightsFile(msgspec.Struct):
-    """What ``current.json`` holds."""
+    """Contents of ``current.json``."""
 
     version: int
     folder: str
-    """Beside the pointer."""
+    """Its name, next to the pointer."""
     files: dict[str, tuple[int, int]]
-    """Name -> (bytes, sum of them as 64-bit numbers)."""
+    """Name -> (bytes, sum of its 64-bit words)."""
 
 
 class FileSync:
-    """Implements ``WeightSync``."""
+    """Weight sync by files. Implements ``WeightSync``."""
 
     def __init__(
         self, *, folder: str = "", file_bytes: int = _FILE_BYTES, configuration: str = ""
     ) -> None:
-        """``folder`` is made; by default a temporary one, which ``close`` removes.
-        ``configuration`` is a checkpoint whose config.json is put beside the weights, for engines
-        that read one."""
+        """``folder`` is created; by default it is a temporary folder, which ``close`` removes.
+        ``configuration`` is a checkpoint whose config.json is copied next to the weights, for
+        engines that read one."""
         self._is_own = not folder
         self._folder, self._lock = (
             (Path(folder), -1) if folder else hold_folder(Path(tempfile.gettempdir()))
         )
-        self._file_bytes, self._configuration = file_bytes, configuration
+        self._file_bytes = file_bytes
+        self._configuration = configuration
         self._last = self._before = ""
-        """The version that is whole, and the one before it."""
+        """The newest complete version; ``_before`` is the one before it."""
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
         if self._is_own:
@@ -79,25 +82,25 @@ class FileSync:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"weights cannot be put into {self._folder} ({error.strerror}): give another folder"
+                f"weights cannot be written to {self._folder} ({error.strerror}): give another "
+                "folder"
             ) from None
         if (self._folder / POINTER).exists():
             try:
                 read_pointer(self._folder)
             except ValueError as error:
                 raise ConfigError(
-                    f"weights cannot be put into {self._folder}: {error}; give a folder of their "
-                    "own"
+                    f"weights cannot be written to {self._folder}: {error}; give a separate folder"
                 ) from None
         return [{"weight_sync": "file", "folder": str(self._folder.resolve())}] * num_engines
 
     def join(self) -> None:
-        """Nobody has to be met."""
+        """Nothing to do: the sides need not meet."""
 
     def chunks(
         self, sources: Iterable[WeightSource], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
-        """One chunk: the pointer, once all is written."""
+        """One chunk: the pointer, once everything is written."""
         try:
             self._write(sources, version)
         except OSError as error:
@@ -120,11 +123,11 @@ class FileSync:
         fresh = self._folder / f".{final.name}.tmp"
         if final.exists() and not _is_version(final):
             raise FileExistsError(
-                f"{final} holds other files: give the carrier a folder of its own"
+                f"{final} holds other files: give the weight sync a separate folder"
             )
         for old in (fresh, final):
             shutil.rmtree(old, ignore_errors=True)
-        if not self._begun_over(fresh):
+        if not self._reuse_old_version(fresh):
             fresh.mkdir()
         files: dict[str, tuple[int, int]] = {}
         places: dict[str, str] = {}
@@ -135,9 +138,9 @@ class FileSync:
             places |= dict.fromkeys((source.name for source in part), name)
             total += sum(source.num_bytes for source in part)
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        for beyond in fresh.glob("model-*.safetensors"):  # of the version that lay here
-            if beyond.name not in files:
-                beyond.unlink()
+        for leftover in fresh.glob("model-*.safetensors"):  # left over from the overwritten version
+            if leftover.name not in files:
+                leftover.unlink()
         (fresh / "model.safetensors.index.json").write_text(json.dumps(index))
         for name in ("config.json", "generation_config.json"):
             if self._configuration and (Path(self._configuration) / name).is_file():
@@ -148,16 +151,15 @@ class FileSync:
             msgspec.json.encode(CurrentWeightsFile(version, final.name, files)),
         )
         self._before, self._last = self._last, final.name
-        for old in self._folder.glob(
-            "v*"
-        ):  # also those of an earlier run, which may have got further
+        # This includes versions of an earlier run, whose numbers may be higher.
+        for old in self._folder.glob("v*"):
             if old.name not in (self._before, self._last) and _is_version(old):
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _begun_over(self, fresh: Path) -> bool:
-        """Whether ``fresh`` is now the version before the last, to be written over: new pages of
-        memory cost as much as several copies. No engine needs it, for all have taken the last
-        one."""
+    def _reuse_old_version(self, fresh: Path) -> bool:
+        """Turn the version before the last into ``fresh``, to overwrite it; returns whether this is
+        possible. New memory pages cost as much as several copies. No engine needs that version,
+        since all have taken the last one."""
         old = self._folder / self._before
         if (
             not self._before
@@ -177,7 +179,7 @@ class FileSync:
 
 
 class FileReceiver:
-    """Implements ``WeightReceiver``."""
+    """Receiver of ``FileSync``. Implements ``WeightReceiver``."""
 
     def __init__(self, info: Info) -> None:
         self._folder = Path(str(info["folder"]))
@@ -186,9 +188,9 @@ class FileReceiver:
         folder, pointer = read_pointer(self._folder)
         if pointer.version != info["version"]:
             raise ValueError(
-                f"{self._folder / POINTER} points to version {pointer.version}, and version "
-                f"{info['version']} was asked for: "
-                "another trainer writes to this folder, or its disk shows old files"
+                f"{self._folder / POINTER} points to version {pointer.version}, but version "
+                f"{info['version']} was requested: another trainer writes to this folder, or its "
+                "disk shows old files"
             )
         for name, expected in pointer.files.items():
             yield from tensor_file.read(folder / name, expected)
@@ -199,7 +201,7 @@ class FileReceiver:
 
 
 def read_pointer(folder: Path) -> tuple[Path, CurrentWeightsFile]:
-    """(the folder of the version that is whole, what is known of it). Raises ValueError."""
+    """(folder of the current version, contents of the pointer). Raises ValueError."""
     try:
         pointer = msgspec.json.decode((folder / POINTER).read_bytes(), type=CurrentWeightsFile)
     except OSError as error:
@@ -208,14 +210,14 @@ def read_pointer(folder: Path) -> tuple[Path, CurrentWeightsFile]:
             "trainer's folder"
         ) from None
     except msgspec.DecodeError as error:
-        raise ValueError(f"{folder / POINTER} is no pointer to weights: {error}") from None
+        raise ValueError(f"{folder / POINTER} is not a pointer to weights: {error}") from None
     if "/" in pointer.folder or any("/" in name for name in pointer.files):
-        raise ValueError(f"{folder / POINTER} points out of its folder")
+        raise ValueError(f"{folder / POINTER} points outside its folder")
     return folder / pointer.folder, pointer
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Put ``data`` at ``path`` so that whoever reads it sees all of it or what was there before."""
+    """Write ``data`` to ``path`` atomically: readers see all of it, or the previous contents."""
     aside = path.with_name(f".{path.name}.tmp")
     with aside.open("wb") as file:
         file.write(data)
@@ -226,13 +228,13 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _is_version(path: Path) -> bool:
-    """Whether it is a folder that this file wrote: the user may keep folders of a like name beside
+    """Whether this file wrote the folder: the user may keep folders with similar names next to
     it."""
     if not _VERSION.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     try:
         return all(_WRITTEN.fullmatch(entry.name) for entry in path.iterdir())
-    except OSError:  # somebody else's
+    except OSError:  # another user's
         return False
 
 

@@ -1,8 +1,10 @@
-"""Files and folders of weights that last as long as the process which made them.
+"""Files and folders of weights that exist as long as the process that made them.
 
-Whoever makes one holds a lock on it. One that nobody locks is of a trainer that was killed: the
-next that opens a carrier removes it (``sweep``). Locks and not process numbers, which are given out
-again. Leaves out what is written there.
+The process that makes one holds a lock on it. An unlocked one belongs to a trainer that was killed,
+and the next trainer that opens a weight sync removes it (``sweep``). Locks are used instead of
+process ids, because process ids are reused.
+
+Not here: the contents of the files.
 """
 
 from __future__ import annotations
@@ -16,32 +18,32 @@ from pathlib import Path
 
 PREFIX = "ramify-weights-"
 MEMORY = Path("/dev/shm")
-"""Where files are in memory, on Linux."""
+"""Folder whose files are in memory, on Linux."""
 _HELD = "held-"
-"""In the names of those whose makers hold a lock."""
+"""Marks the names of files and folders whose makers hold a lock."""
 
 
 def new_name() -> str:
-    """One that nobody has, and that ``sweep`` looks for."""
+    """A unique name that ``sweep`` recognizes."""
     return f"{PREFIX}{_HELD}{secrets.token_hex(8)}"
 
 
 def hold_file(path: Path) -> int:
-    """A descriptor of a new file that holds its lock."""
+    """A descriptor of a new, locked file."""
     while True:
         handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             return handle
-        os.close(handle)  # swept before it was locked
+        os.close(handle)  # removed by another process before it was locked
 
 
 def hold_folder(below: Path) -> tuple[Path, int]:
-    """(a new folder of this user alone, a descriptor that holds its lock)"""
+    """(a new folder that only this user can access, a descriptor that holds its lock)"""
     while True:
         path = below / new_name()
         path.mkdir(0o700)
-        with contextlib.suppress(FileNotFoundError):  # swept before it was locked
+        with contextlib.suppress(FileNotFoundError):  # removed before it was locked
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             fcntl.flock(handle, fcntl.LOCK_EX)
             if path.is_dir():
@@ -50,9 +52,9 @@ def hold_folder(below: Path) -> tuple[Path, int]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what is in ``folder`` and whose makers are no more."""
+    """Remove files and folders in ``folder`` whose makers have exited."""
     for path in folder.glob(f"{PREFIX}{_HELD}*"):
-        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,16 +1,18 @@
-"""Shared memory, for engines on the trainer's machine: two buffers in turn, one written while the
-other is read.
+"""Weight sync by shared memory, for engines on the trainer's machine: two buffers in turn, one
+written while the other is read.
 
-    in_place        each holds all weights, and engines compute with them where they lie: a sync is one copy and one
-                    request, whatever the number of engines, and an engine has the old weights or the new, never half
-    otherwise       each holds a chunk, which engines copy: for engines on GPUs, and where memory is short
+    in_place     each buffer holds all weights, and engines compute with them in place: a sync
+                 is one copy in all and one request per engine, which has either the old weights
+                 or the new, never a mix
+    otherwise    each buffer holds a chunk, which engines copy: for engines on GPUs, and if memory
+                 is short
 
-The buffers are files in memory (``/dev/shm``; elsewhere a temporary folder), mapped by both sides,
-readable by this user alone. Where trainer and engine are one process no carrier is needed: the
-engine holds the trainer's own weights.
+The buffers are files in memory (``/dev/shm``; elsewhere a temporary folder), mapped by both sides
+and readable by this user alone. If trainer and engine are one process, no weight sync is needed:
+the engine uses the trainer's own weights.
 
-Those of a trainer that was killed are removed by the next that opens this carrier in the same
-folder (``held_weights.py``).
+Buffers of a trainer that was killed are removed by the next one that opens this weight sync in the
+same folder (``held_weights.py``).
 """
 
 from __future__ import annotations
@@ -44,14 +46,15 @@ from ramify.inference.weight_sync.held_weights import MEMORY, PREFIX, hold_file,
 
 
 class SharedMemorySync:
-    """Implements ``WeightSync``."""
+    """Weight sync by shared memory buffers. Implements ``WeightSync``."""
 
     def __init__(
         self, *, chunk_bytes: int = CHUNK_BYTES, folder: str = "", in_place: bool = False
     ) -> None:
-        """``folder`` is where the buffers are; by default in memory. ``in_place`` is given up where
-        both buffers would take more than half of what is free there."""
-        self._chunk_bytes, self._in_place = chunk_bytes, in_place
+        """``folder`` holds the buffers; by default they are in memory. ``in_place`` is dropped if
+        both buffers would take more than half of the free space there."""
+        self._chunk_bytes = chunk_bytes
+        self._in_place = in_place
         self._next = 0
         """The buffer that no engine computes with."""
         self._folder = (
@@ -69,7 +72,7 @@ class SharedMemorySync:
         ] * num_engines
 
     def join(self) -> None:
-        """Nobody has to be met."""
+        """Nothing to do: the sides need not meet."""
 
     def chunks(
         self, sources: Iterable[WeightSource], version: int, *, whole: bool
@@ -113,8 +116,8 @@ class SharedMemorySync:
         return self._folder / f"{self._name}-{which}"
 
     def _buffer(self, which: int, length: int) -> _MappedFile:
-        """Buffer ``which``, made longer where ``length`` does not fit; engines map it again by its
-        new length."""
+        """Buffer ``which``, enlarged if ``length`` does not fit; its new length tells engines to
+        map it again."""
         mapped = self._buffers[which]
         if mapped is not None and len(mapped.bytes) >= length:
             return mapped
@@ -125,9 +128,8 @@ class SharedMemorySync:
         except OSError as error:
             raise ConfigError(
                 f"{self._folder} has no room for a buffer of {length >> 20} MiB for weights "
-                f"({error.strerror}): give the "
-                "carrier smaller chunk_bytes or another folder, or the container more shared "
-                "memory (--shm-size)"
+                f"({error.strerror}): give the weight sync smaller chunk_bytes or another folder, "
+                "or the container more shared memory (--shm-size)"
             ) from None
         self._buffers[which] = mapped = _MappedFile(self._path(which))
         return mapped
@@ -138,12 +140,13 @@ class SharedMemorySync:
 
 
 class SharedMemoryReceiver:
-    """Implements ``WeightReceiver``: views of the buffers, which the engine copies from."""
+    """Receiver of ``SharedMemorySync``: views of the buffers, which the engine copies from.
+    Implements ``WeightReceiver``."""
 
     def __init__(self, info: Info) -> None:
         folder, name = Path(str(info["folder"])), str(info["name"])
         if not name.startswith(PREFIX) or "/" in name:
-            raise ValueError(f"'{name[:80]}' is no name of a buffer of weights")
+            raise ValueError(f"'{name[:80]}' is not the name of a weights buffer")
         self._paths = [folder / f"{name}-{which}" for which in (0, 1)]
         self._buffers: list[_MappedFile | None] = [None, None]
 
@@ -156,8 +159,8 @@ class SharedMemoryReceiver:
             except (OSError, ValueError) as error:
                 raise ValueError(
                     f"the buffer {self._paths[which]} cannot be read ({error}): shared memory is "
-                    "for engines on the trainer's "
-                    "machine and of the same user; use the carrier 'file' or 'gloo'"
+                    "for engines on the trainer's machine and of the same user; use the weight "
+                    "sync 'file' or 'gloo'"
                 ) from None
         yield from pieces_of(info, mapped.bytes, stays=bool(info.get("stays")))
 
@@ -171,16 +174,16 @@ class SharedMemoryReceiver:
 
 
 class _MappedFile:
-    """A file as a tensor of bytes."""
+    """A mapped file as a tensor of bytes."""
 
     def __init__(self, path: Path) -> None:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
-            self._map = mmap.mmap(handle, 0)  # torch takes writable memory alone
+            self._map = mmap.mmap(handle, 0)  # torch only accepts writable memory
         finally:
             os.close(handle)
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Let go of it; the memory goes back when the last view of it does."""
+        """Drop the mapping; the memory is freed with the last view of it."""
         self.bytes = torch.empty(0, dtype=torch.uint8)

@@ -1,10 +1,10 @@
-"""Many small tensors as one: looked at, copied and described together, since each by itself costs
-more than its bytes do.
+"""Bundles of many small tensors, compared, copied and described as one, since the overhead of each
+exceeds the cost of its bytes.
 
-    trainer   norm.1 norm.2 …   ── Together ──▶ '::together-0' [N], table: names, shapes
-    engine    '::together-0', table           ── apart ──▶ norm.1, norm.2, …
+    trainer   norm.1 norm.2 …  ── TensorBundles ──▶ '::together-0' [N], table: names, shapes
+    engine    '::together-0', table  ── apart ──▶ norm.1, norm.2, …
 
-Leaves out which tensors are small (``delta.py``).
+Not here: which tensors are small (see ``delta.py``).
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ _PREFIX = "::together-"
 
 
 class TensorBundles:
-    """Small tensors of one precision, and what engines have of them."""
+    """Small tensors of one precision, and the values that the engines have."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._lengths: list[int] = []
         self._had_N = torch.empty(0)
-        """One after the other, in main memory."""
+        """The engines' values, one tensor after the other, in main memory."""
 
     def changed(
         self, sources: Sequence[WeightSource], number: int
     ) -> tuple[WeightSource, dict[str, Any]] | None:
-        """(one source of those that engines do not have, the table that takes it apart again); None
-        where they have all. They have them from now on, and are thought not to have any that are
-        not in ``sources``."""
-        names, lengths = (
-            [source.name for source in sources],
-            [math.prod(source.shape) for source in sources],
-        )
+        """(one source of the tensors that engines lack, the table that takes it apart again); None
+        if they lack nothing. The call records ``sources`` as what the engines now have, and forgets
+        all others."""
+        names = [source.name for source in sources]
+        lengths = [math.prod(source.shape) for source in sources]
         now_N = _flat([source.full() for source in sources])
         which = self._which(names, lengths, now_N)
         self._names, self._lengths, self._had_N = names, lengths, now_N.cpu()
@@ -48,10 +46,10 @@ class TensorBundles:
             return None
         if len(which) < len(sources):
             parts = now_N.split_with_sizes(lengths)
-            now_N = torch.cat([parts[each] for each in which])
+            now_N = torch.cat([parts[index] for index in which])
         table = {
-            "names": [names[each] for each in which],
-            "shapes": [sources[each].shape for each in which],
+            "names": [names[index] for index in which],
+            "shapes": [sources[index].shape for index in which],
         }
         return WeightSource(
             f"{_PREFIX}{number}", tuple(now_N.shape), now_N.dtype, None, lambda: now_N
@@ -71,18 +69,16 @@ class TensorBundles:
 
 
 def apart(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightPiece]:
-    """What was joined. Raises ValueError where ``table`` is of other tensors."""
+    """The tensors of a bundle. Raises ValueError if ``table`` does not describe it."""
     try:
         names, shapes = table["names"], table["shapes"]
         parts = values_N.split_with_sizes([math.prod(shape) for shape in shapes])
         for name, shape, part in zip(names, shapes, parts, strict=True):
             yield WeightPiece(name, part if len(shape) == 1 else part.view(shape), holds=True)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"the table of tensors that came together does not describe them: {error!r}"
-        ) from None
+        raise ValueError(f"the table of a tensor bundle does not describe it: {error!r}") from None
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
     """A copy of all values, one tensor after the other: [N]."""
-    return torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in tensors])
+    return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])

@@ -1,11 +1,12 @@
-"""One safetensors file of weights: written from beginning to end, read from one mapping, with a sum
-that tells a torn one.
+"""One safetensors file of weights: written sequentially, read from one mapping, with a checksum
+that detects a torn file.
 
-    8 bytes: length of the header │ header: JSON, name -> dtype, shape, place │ the tensors, one after the other
+    8 bytes: header length │ header: JSON, name -> dtype, shape, offsets │ the tensors in order
 
-Written by calls and not through a mapping: a page of a file that is mapped for the first time costs
-more than copying it. For the same reason what nobody has open any more is written over
-(``is_free``). Leaves out folders and versions (``file_sync.py``).
+It is written by calls and not through a mapping: touching a page of a newly mapped file costs more
+than copying it. For the same reason a file that no process has open is overwritten (``is_free``).
+
+Not here: folders and versions (see ``file_sync.py``).
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""As safetensors names them."""
+"""Type -> its name in safetensors."""
 _KINDS = {name: dtype for dtype, name in _DTYPES.items()}
 _WORD = 8
 """Bytes."""
 _BLOCK = 1 << 20
-"""Bytes that are summed up and written while they are in the processor's cache."""
+"""Bytes that are summed and written while they are in the CPU cache."""
 _HEADER_STEP = 64
-"""Tensors begin at a multiple of it."""
+"""The tensors begin at a multiple of this."""
 _AGAIN = "let the trainer write it again"
 
 
 def write(path: Path, sources: list[WeightSource]) -> tuple[int, int]:
-    """Write ``sources`` in order, over what is there: (bytes, their sum). Raises OSError."""
+    """Write ``sources`` in order, over an existing file: (bytes, their checksum). Raises
+    OSError."""
     with path.open("r+b" if path.exists() else "xb") as file:
         header = _header(sources)
         at, total = len(header), _sum(torch.frombuffer(bytearray(header), dtype=torch.uint8), 0)
@@ -62,17 +64,16 @@ def write(path: Path, sources: list[WeightSource]) -> tuple[int, int]:
 
 
 def read(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]:
-    """The tensors of a file that ``write`` said this of. Raises ValueError for another one, before
-    the first tensor."""
+    """The tensors of a file for which ``write`` returned ``expected``. Raises ValueError before the
+    first tensor if the file differs."""
     try:
         if (length := path.stat().st_size) != expected[0]:
             raise ValueError(
                 f"{path} is torn: it has {length} bytes instead of {expected[0]}; {_AGAIN}"
             )
         with path.open("r+b") as file:
-            whole = torch.frombuffer(
-                mmap.mmap(file.fileno(), 0), dtype=torch.uint8
-            )  # torch takes writable memory alone
+            # Opened for writing, since torch only accepts writable memory.
+            whole = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     if _short(_sum(whole, 0)) != expected[1]:
@@ -81,16 +82,15 @@ def read(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]:
 
 
 def is_free(path: Path) -> bool:
-    """Whether nobody has the file open or mapped, as far as this machine's kernel knows: it gives a
-    lease on such a file alone. False where it gives none, as over a network."""
+    """Whether no process has the file open or mapped, as far as this machine's kernel knows: only
+    then does it grant a lease. False if leases are not supported, as on a network file system."""
     try:
         with path.open("r+b") as file:
-            fcntl.fcntl(
-                file, fcntl.F_SETSIG, signal.SIGURG
-            )  # to who holds it when another comes; ignored
+            # The signal for a holder whose lease is broken; this one is ignored by default.
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except (OSError, AttributeError):  # another system than Linux
+    except (OSError, AttributeError):  # not Linux
         return False
     return True
 
@@ -111,7 +111,7 @@ def _header(sources: list[WeightSource]) -> bytes:
 
 
 def _append(file: BinaryIO, data_N: Tensor, at: int) -> int:
-    """Write bytes, which lie at ``at`` then; their sum."""
+    """Append bytes at offset ``at``; returns their checksum."""
     total = 0
     for start in range(0, len(data_N), _BLOCK):
         block = data_N[start : start + _BLOCK]
@@ -121,8 +121,8 @@ def _append(file: BinaryIO, data_N: Tensor, at: int) -> int:
 
 
 def _sum(data_N: Tensor, at: int) -> int:
-    """What bytes at ``at`` give to the sum of a file, which is that of its 64-bit words: at the
-    speed of memory, for torn files, not against an attacker."""
+    """Share of some bytes at offset ``at`` in the checksum of a file, which is the sum of its
+    64-bit words. It runs at the speed of memory and detects torn files, not attackers."""
     before, after = at % _WORD, -(at + len(data_N)) % _WORD
     words = data_N[: len(data_N) - (_WORD - after) % _WORD] if not before else data_N[:0]
     if words.storage_offset() % _WORD:
@@ -136,7 +136,7 @@ def _sum(data_N: Tensor, at: int) -> int:
 
 
 def _short(total: int) -> int:
-    """Sums of words overflow alike, however they are added up."""
+    """Reduce a sum of words: sums overflow in the same way, whatever the order of addition."""
     return total % (1 << 63)
 
 
@@ -145,13 +145,13 @@ def _tensors(whole_N: Tensor, path: Path) -> Iterator[WeightPiece]:
         start = _WORD + int.from_bytes(bytes(whole_N[:_WORD].tolist()), "little")
         about = json.loads(bytes(whole_N[_WORD:start].numpy()))
         about.pop("__metadata__", None)
-        for name, each in about.items():
-            begin, end = (start + place for place in each["data_offsets"])
-            data, kind = whole_N[begin:end], _KINDS[each["dtype"]]
-            if len(data) != math.prod(each["shape"]) * kind.itemsize:
+        for name, about_tensor in about.items():
+            begin, end = (start + place for place in about_tensor["data_offsets"])
+            data, kind = whole_N[begin:end], _KINDS[about_tensor["dtype"]]
+            if len(data) != math.prod(about_tensor["shape"]) * kind.itemsize:
                 raise ValueError(f"'{name}' has {len(data)} bytes")
-            if begin % kind.itemsize:  # one before it has an odd length
+            if begin % kind.itemsize:  # unaligned after a tensor of odd length
                 data = data.clone()
-            yield WeightPiece(name, data.view(kind).view(each["shape"]))
+            yield WeightPiece(name, data.view(kind).view(about_tensor["shape"]))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from None

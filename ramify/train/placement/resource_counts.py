@@ -116,8 +116,8 @@ def check_reach(run: Run, hosts: Launcher, num: int) -> None:
         return
     host = hosts.address_of(SlotMember("inference", remote[0]))
     weight_sync = (
-        spec.carried_by
-        if spec.carried_by != "delta"
+        spec.weight_sync_name
+        if spec.weight_sync_name != "delta"
         else spec.weight_sync_options.get("by", "shared")
     )
     if weight_sync in ("shared", "cuda_ipc"):

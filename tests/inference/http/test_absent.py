@@ -43,7 +43,7 @@ def test_requests_wait_for_the_only_engine_and_are_answered_by_the_newest_weight
     async def test() -> None:
         async with world(1, restarts=1, return_s=60.0) as made:
             await made.train(1)
-            made.engines.membership.came = lambda: _welcome(made, 1)
+            made.engines.membership.on_return = lambda: _welcome(made, 1)
             asked = request(3, 40)
             expected = await made.engines.complete(asked)
             made.locals[0].pause()
@@ -62,7 +62,7 @@ def test_requests_wait_for_the_only_engine_and_are_answered_by_the_newest_weight
                     "engines_lost": 1.0,
                     "engines_back": 1.0,
                 }
-                assert made.said[0].endswith("no engine is left; it is waited for, 60 s at most")
+                assert made.said[0].endswith("no engine is left; waiting for it for at most 60 s")
                 assert "an engine is back, with version 1 of the weights" in made.said[1]
                 await made.engines.close()
 
@@ -78,14 +78,14 @@ def test_an_update_takes_those_that_are_back_along(weight_sync: str) -> None:
     async def test() -> None:
         never = (
             {"timeout_s": 3000.0} if weight_sync == "gloo" else {}
-        )  # nobody waits for what its group lost
+        )  # no wait for what its group lost
         async with world(
             2, weight_sync=weight_sync, weight_sync_options=never, restarts=2, return_s=60.0
         ) as made:
             await stop(made, 1)
             async with served_again(made, 1) as local:
                 await made.train(1)  # it is back already, and does not know what it is given
-                assert made.said[0].endswith("was this engine restarted?: all weights are sent")
+                assert made.said[0].endswith("was this engine started anew?: sending all weights")
                 await stop(made, 0)
                 asked = [made.engines.complete(request(seed, 4)) for seed in range(4)]
                 assert {reply.versions for reply in await asyncio.gather(*asked)} == {
@@ -107,13 +107,13 @@ def test_one_that_was_started_anew_unnoticed_is_not_sampled_from() -> None:
     async def test() -> None:
         async with world(1, restarts=1, return_s=60.0) as made:
             await made.train(1)
-            made.engines.membership.came = lambda: _welcome(made, 1)
+            made.engines.membership.on_return = lambda: _welcome(made, 1)
             expected = await made.engines.complete(request(3, 40))
             await stop(made, 0)
             async with served_again(made, 0):
                 assert (await made.engines.complete(request(3, 40))).token_ids == expected.token_ids
                 assert (
-                    "answers with version 0 of the weights, and was given version 1" in made.said[0]
+                    "answers with version 0 of the weights, but was given version 1" in made.said[0]
                 )
                 await made.engines.close()
 
@@ -149,8 +149,8 @@ class InHere:
 def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_weights(
     tmp_path: Path,
 ) -> None:
-    """It is the one who finds the engine gone; whoever gives the weights brings it back
-    elsewhere."""
+    """A client that only samples finds the engine gone; the one that updates the weights brings
+    it back elsewhere."""
 
     async def test() -> None:
         process = InHere(tmp_path)
@@ -160,7 +160,7 @@ def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_we
         world = World(trained, [], [], said)
         world.engines = ours
         await ours.start(tmp_path, lambda _: None, lambda *_: process)
-        ours.membership.came = lambda: _welcome(world, 1)
+        ours.membership.on_return = lambda: _welcome(world, 1)
         await world.train(1)
 
         async def tell(url: str) -> None:
@@ -189,9 +189,9 @@ def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_we
         assert (again.token_ids, again.versions) == (expected.token_ids, expected.versions)
         assert theirs.answering == ours.answering == (process.url,) != (first,)
         assert len(asked) == 1
-        assert said[0].startswith(f"{first} does not answer any more; it was asked by them")
+        assert said[0].startswith(f"{first} no longer answers; the failed request: by them")
         assert said[1:3] == [
-            f"the engine of {first} is started again at {process.url}",
+            f"the engine of {first} was started again at {process.url}",
             f"an engine is back, with version 1 of the weights; now there are {process.url}",
         ]
         await theirs.close()
@@ -210,12 +210,13 @@ def test_one_that_does_not_come_back_is_given_up() -> None:
             ):
                 await made.engines.complete(request())
             assert [told.rpartition("; ")[2] for told in made.said] == [
-                "it is waited for, 0.3 s at most",
+                "waiting for it for at most 0.3 s",
                 "it is tried again",
                 "it is given up",
             ]
             with pytest.raises(
-                TrainError, match=r"version 1 of the weights cannot be given to anybody"
+                TrainError,
+                match=r"version 1 of the weights cannot be sent, since no engine is left",
             ):
                 await made.train(1)
 

@@ -184,7 +184,7 @@ def test_adapters_are_added_up_by_the_engines_to_the_bit_also_by_one_that_was_st
                 async with asking.post(f"{url}/shutdown_weight_transfer_engine", json={}) as answer:
                     assert answer.status == 200
             await update(4)
-            assert made.said[-1].endswith("was this engine restarted?: all weights are sent")
+            assert made.said[-1].endswith("was this engine started anew?: sending all weights")
 
     run(test)
 
@@ -204,10 +204,10 @@ vllm:num_preemptions_total{engine="1"} 12.0
     ) == CachePressure(0.5, 4, 0)
     assert pressure.read("# nothing of a cache\nvllm:num_requests_waiting 3\n") is None
     assert pressure.read(pressure.write(CachePressure(0.5, 4, 7))) == CachePressure(0.5, 4, 7)
-    assert pressure.together(
+    assert pressure.combined(
         [None, CachePressure(0.5, 4, 7), CachePressure(0.7, 1, 2)]
     ) == CachePressure(0.7, 5, 9)
-    assert pressure.together([None]) is None
+    assert pressure.combined([None]) is None
 
 
 def test_a_tree_stays_at_its_server_and_trees_are_spread() -> None:
@@ -302,21 +302,21 @@ def test_a_server_that_goes_is_dropped_aloud_and_its_trees_move() -> None:
             )
             (told,) = made.said
             assert made.servers[0].url.removesuffix("/v1") in told
-            assert "it was asked POST http" in told
+            assert "the failed request: POST http" in told
             assert "/v1/completions" in told
-            assert told.endswith("goes on with 1 of 2 engines")
+            assert told.endswith("continuing with 1 of 2 engines")
             await made.train(1)
             assert made.locals[1].version == 1
             await made.servers[1].__aexit__(None, None, None)
             with pytest.raises(
                 ServerFailed,
-                match=r"no engine is left: http.* does not answer any more; it was asked",
+                match=r"no engine is left: http.* no longer answers; the failed request",
             ) as caught:
                 await made.engines.complete(request())
             assert not caught.value.transient
             with pytest.raises(
                 TrainError,
-                match=r"version 2 of the weights cannot be given to anybody: .* the last good one is version 1",
+                match=r"version 2 of the weights cannot be sent, since no engine is left: .* the last good one is version 1",
             ):
                 await made.train(2)
 
@@ -388,13 +388,13 @@ def test_an_engine_that_was_started_anew_gets_everything() -> None:
             await made.train(2)
             assert await made.engines.fingerprint() == fingerprint(made.trained.model)
             assert "builds on the weights" in made.said[0]
-            assert made.said[0].endswith("all weights are sent")
+            assert made.said[0].endswith("sending all weights")
 
     run(test)
 
 
 def test_a_torn_file_stops_with_the_last_good_version(tmp_path: Path) -> None:
-    """And the server says to whoever asks that its weights are not whole."""
+    """The server then answers requests with the error that its weights are incomplete."""
     from ramify.inference.weight_sync.file_sync import FileSync
 
     class Tearing(FileSync):
@@ -412,7 +412,7 @@ def test_a_torn_file_stops_with_the_last_good_version(tmp_path: Path) -> None:
             await made.train(1)
             with pytest.raises(
                 TrainError,
-                match=r"did not take version 2 .*00001.safetensors is torn: .* the last good one is version 1",
+                match=r"did not accept version 2 .*00001.safetensors is torn: .* the last good one is version 1",
             ):
                 await made.train(2)
             async with (
@@ -449,28 +449,28 @@ async def other_server(answers: dict[str, Any]) -> tuple[web.AppRunner, str]:
         (
             "vllm",
             {"version": "0.11.0"},
-            r"is vllm 0\.11\.0, and its protocol is known from 0\.29 to before 0\.33",
+            r"is vllm 0\.11\.0, and only versions from 0\.29 to before 0\.33",
         ),
         (
             "vllm",
             {"version": "0.32.0"},
             r"has no route /pause: start vLLM with VLLM_SERVER_DEV_MODE=1",
         ),
-        ("ramify", {"version": "0.32.0"}, "is no `ramify serve-policy`"),
+        ("ramify", {"version": "0.32.0"}, "is not a `ramify serve-policy`"),
         (
             "ramify",
             {"version": "9", "ramify_protocol": 2},
-            "speaks protocol 2 .ramify 9., and this is protocol 3",
+            "speaks protocol 2 .ramify 9., but this is protocol 3",
         ),
         (
             "ramify",
             {"version": "1", "ramify_protocol": 3, "weight_transfer": False},
-            "takes no weights: start it with",
+            "does not take weights: start it with",
         ),
         (
             "sglang",
             {"version": "0.4.1"},
-            r"is sglang 0\.4\.1, and its protocol is known from 0\.5\.23",
+            r"is sglang 0\.4\.1, and only versions from 0\.5\.23",
         ),
     ],
 )
@@ -563,9 +563,9 @@ def test_a_process_that_does_not_come_up(tmp_path: Path) -> None:
     [
         ({"num": 0}, "num=0"),
         ({"ports": (1, 2)}, "inference.ports has 2 entries for 1 servers"),
-        ({"num": 2, "ports": (7, 7)}, "each server needs one of its own"),
-        ({"urls": ("localhost:8000",)}, "'localhost:8000' is no address"),
-        ({"urls": ("http://a",), "num": 2}, "with urls nothing is started"),
+        ({"num": 2, "ports": (7, 7)}, "each server needs a different port"),
+        ({"urls": ("localhost:8000",)}, "'localhost:8000' is not an address"),
+        ({"urls": ("http://a",), "num": 2}, "with urls no server is started"),
         ({"engine": "sglang", "weight_sync": "shared"}, "SGLang takes weights from files"),
         (
             {"engine": "vllm", "weight_sync": "delta", "weight_sync_options": {"places": True}},

@@ -258,16 +258,16 @@ def test_a_difference_to_dropped_weights_is_refused_and_everything_sent() -> Non
         async with sleepers(weight_sync="delta") as made:
             await made.train(1)
             for version, says in (
-                (2, "dropped its weights while it slept"),
-                (3, "and comes in part"),
+                (2, "gave its weights back while it slept"),
+                (3, "and only a part of it was sent"),
             ):
-                await got(f"{made.url}/sleep?level=2", {})  # by somebody else
+                await got(f"{made.url}/sleep?level=2", {})  # by another client
                 await got(f"{made.url}/wake_up", {})
                 with torch.no_grad():  # nothing at first, then one value
                     next(made.trained.model.parameters())[0, 0] += version - 2
                 await made.engines.update(made.sources(), version)
                 assert says in made.said[-1]
-                assert made.said[-1].endswith("all weights are sent")
+                assert made.said[-1].endswith("sending all weights")
                 assert fingerprint(made.locals[0].policy.model) == fingerprint(made.trained.model)
 
     run(test)
@@ -291,7 +291,9 @@ def test_one_that_outlives_the_run_is_left_awake_and_found_asleep_it_is_woken() 
                 made.trained, msgspec.structs.replace(spec, sleep="never"), name="asks"
             )
             await asks.start(Path("unused"), lambda _: None, gone=lambda _: None)
-            assert made.locals[0].held()["kv_cache"] < 1 << 20  # who only asks wakes nobody
+            assert (
+                made.locals[0].held()["kv_cache"] < 1 << 20
+            )  # a client that only samples wakes no engine
             await asks.close()
             made.engines = HttpEngines(made.trained, spec, name="next")
             await made.engines.start(Path("unused"), lambda _: None)
@@ -307,11 +309,11 @@ def test_no_engine_is_left_to_sleep() -> None:
         async with sleepers() as made:
             await made.servers[0].__aexit__(None, None, None)
             with pytest.raises(
-                ServerFailed, match=r"no engine is left: .* was asked POST .*/sleep"
+                ServerFailed, match=r"no engine is left: .* the failed request: POST .*/sleep"
             ):
                 await made.engines.sleep()
             with pytest.raises(
-                TrainError, match="version 1 of the weights cannot be given to anybody"
+                TrainError, match="version 1 of the weights cannot be sent, since no engine is left"
             ):
                 await made.engines.update(made.sources(), 1)
 
@@ -335,7 +337,7 @@ def test_requests_that_mean_nothing() -> None:
                 assert (status, says in told["error"]["message"]) == (400, True), told
             assert (await got(f"{made.url}/is_sleeping"))[1] == {"is_sleeping": False}
             assert (await made.engines.complete(request())).token_ids
-            await got(f"{made.url}/sleep?level=0", {})  # nobody is answered, and everything stays
+            await got(f"{made.url}/sleep?level=0", {})  # requests wait, and everything stays
             assert (await got(f"{made.url}/health"))[1]["asleep"] == ["scheduling"]
             await got(f"{made.url}/wake_up", {})
             assert (await made.engines.complete(request())).token_ids
@@ -407,7 +409,7 @@ def test_those_that_are_started_can_sleep(
         return engine_command(spec, Path("folder"), 1, "float32", 256)
 
     assert of("learn") == [*of("never"), *options]
-    assert of("auto") == of("never")  # nobody has decided it
+    assert of("auto") == of("never")  # not decided yet
 
 
 def test_levels_that_follow() -> None:

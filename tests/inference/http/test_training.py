@@ -1,5 +1,5 @@
-"""The one loop with engines in processes of their own: a run of the small recipe over `ramify
-serve-policy` is the run that it is with the engine in its own process."""
+"""The training loop with engines in other processes: a run of the small recipe over `ramify
+serve-policy` equals the run with the engine in the trainer's process."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path
     )
     with pytest.raises(
         ConfigError,
-        match=r"top_p=0.9 and top_k=None cannot be trained on with inference.engine=vllm",
+        match=r"top_p=0.9 and top_k=None cannot be used in training with inference.engine=vllm",
     ):
         train(msgspec.structs.replace(run, rl=cut), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -119,8 +119,8 @@ def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path
     [
         (
             InferenceSpec(engine="vllm"),
-            r"inference\.engine=vllm is to be started, and no program 'vllm' is there, or on PATH: pip install "
-            r"'vllm>=0\.29,<0\.33', name what starts it in inference\.command, or give inference\.urls of servers that run",
+            r"inference\.engine=vllm cannot be started: no program 'vllm', also not on PATH: pip install "
+            r"'vllm>=0\.29,<0\.33', set inference\.command to the command that starts it, or inference\.urls to servers that already run",
         ),
         (
             InferenceSpec(engine="sglang"),
@@ -128,7 +128,7 @@ def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path
         ),
         (
             InferenceSpec(command=("/nowhere/ramify", "serve-policy")),
-            "and no program '/nowhere/ramify' is there",
+            "no program '/nowhere/ramify', also not on PATH",
         ),
     ],
 )

@@ -145,15 +145,15 @@ def test_a_kill_while_writing_leaves_what_was_there_before(tmp_path: Path) -> No
 
 def test_what_the_pointer_can_get_wrong(tmp_path: Path) -> None:
     receiver, info = written(tmp_path)
-    with pytest.raises(ValueError, match="points to version 1, and version 2 was asked for"):
+    with pytest.raises(ValueError, match="points to version 1, but version 2 was requested"):
         list(receiver.take({**info, "version": 2}))
     pointer = tmp_path / "current.json"
     whole = pointer.read_text()
     pointer.write_text(whole.replace("v000001", "../v000001"))
-    with pytest.raises(ValueError, match="points out of its folder"):
+    with pytest.raises(ValueError, match="points outside its folder"):
         list(receiver.take(info))
     pointer.write_text(whole[:20])
-    with pytest.raises(ValueError, match="is no pointer to weights"):
+    with pytest.raises(ValueError, match="is not a pointer to weights"):
         list(receiver.take(info))
     pointer.unlink()
     with pytest.raises(ValueError, match="the engine needs to see the trainer's folder"):
@@ -162,7 +162,7 @@ def test_what_the_pointer_can_get_wrong(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="weights cannot be put into"):
+    with pytest.raises(ConfigError, match="weights cannot be written to"):
         FileSync(folder=str(tmp_path / "file/weights")).open(1)
 
 
@@ -218,7 +218,7 @@ def test_a_folder_in_the_place_of_a_version_is_not_written_over(tmp_path: Path) 
     (tmp_path / "v000001").mkdir()
     (tmp_path / "v000001/kept").write_text("mine")
     with pytest.raises(
-        StoreError, match="v000001 holds other files: give the carrier a folder of its own"
+        StoreError, match="v000001 holds other files: give the weight sync a separate folder"
     ):
         written(tmp_path)
     assert (tmp_path / "v000001/kept").read_text() == "mine"
@@ -227,7 +227,7 @@ def test_a_folder_in_the_place_of_a_version_is_not_written_over(tmp_path: Path) 
 def test_a_file_in_the_place_of_the_pointer_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "current.json").write_text('{"theme": "dark"}')
     with pytest.raises(
-        ConfigError, match=r"current\.json is no pointer to weights.*give a folder of their own"
+        ConfigError, match=r"current\.json is not a pointer to weights.*give a separate folder"
     ):
         written(tmp_path)
     assert (tmp_path / "current.json").read_text() == '{"theme": "dark"}'

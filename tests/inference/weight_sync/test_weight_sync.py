@@ -1,5 +1,5 @@
-"""Every carrier brings what was sent: the same suite for all that run on this machine, both halves
-of each in one process, with their threads where they have to meet."""
+"""Every weight sync delivers what was sent: the same suite for all that run on this machine, both
+halves in one process, with a thread each if they have to meet."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_small_tensors_of_a_delta_come_as_one_and_are_taken_apart() -> None:
             {"names": 1, "shapes": 2},
         ):
             with pytest.raises(
-                ValueError, match="the table of tensors that came together does not describe them"
+                ValueError, match="the table of a tensor bundle does not describe it"
             ):
                 list(receivers[0].take({**chunk.info, "together": {"::together-0": wrong}}))
 
@@ -309,7 +309,7 @@ def test_an_engine_with_another_base_gets_everything() -> None:
         trained["a"] += 1
         chunk = next(weight_sync.chunks(sources(trained.items(), torch.float32), 2, whole=False))
         with pytest.raises(
-            StaleWeights, match=r"builds on the weights '\w+', and this engine has 'none of them'"
+            StaleWeights, match=r"builds on the weights '\w+', but this engine has 'none of them'"
         ):
             list(fresh.take(chunk.info))
         anew: list[Weights] = [{}]
@@ -363,7 +363,7 @@ def test_engines_that_cannot_reach_the_bytes_say_so() -> None:
                 .receiver({"folder": "/nowhere", "name": "ramify-weights-x"})
                 .take(chunk.info)
             )
-        with pytest.raises(ValueError, match=r"bytes, and \d+ were carried"):
+        with pytest.raises(ValueError, match=r"bytes, but \d+ arrived"):
             list(
                 receivers[0].take(
                     {**chunk.info, "shapes": [[1 << 20] for _ in chunk.info["shapes"]]}
@@ -375,7 +375,7 @@ def test_engines_that_cannot_reach_the_bytes_say_so() -> None:
                     {**chunk.info, "dtype_names": ["int99" for _ in chunk.info["shapes"]]}
                 )
             )
-    with pytest.raises(ValueError, match="is no name of a buffer"):
+    with pytest.raises(ValueError, match="is not the name of a weights buffer"):
         weight_sync_class("shared").receiver({"folder": "/etc", "name": "../passwd"})
 
 
@@ -385,7 +385,7 @@ def test_a_group_that_nobody_joins_is_not_waited_for_for_ever() -> None:
     with pytest.raises(RuntimeError):
         weight_sync.join()
     weight_sync.close()
-    with pytest.raises(ValueError, match=r"the trainer's group at 127\.0\.0\.1:\d+ was not joined"):
+    with pytest.raises(ValueError, match=r"the trainer's group at 127\.0\.0\.1:\d+ could not be joined"):
         weight_sync_class("gloo").receiver(info)
 
 
@@ -394,18 +394,18 @@ def test_names_of_carriers() -> None:
     assert weight_sync_class(
         "ramify.inference.weight_sync.shared_memory:SharedMemorySync"
     ) is weight_sync_class("shared")
-    with pytest.raises(ConfigError, match=r"unknown carrier 'shred': did you mean 'shared'\?"):
+    with pytest.raises(ConfigError, match=r"unknown weight sync 'shred': did you mean 'shared'\?"):
         weight_sync_class("shred")
     with pytest.raises(ConfigError, match="cannot be imported"):
         weight_sync_class("nowhere:Carrier")
-    with pytest.raises(ConfigError, match="cannot be carried by 'file'"):
+    with pytest.raises(ConfigError, match="cannot send by 'file'"):
         weight_sync_class("delta")(by="file")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is missed")
 @pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
 def test_carriers_of_gpus_say_what_they_need(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"the carrier '{name}' needs a"):
+    with pytest.raises(ConfigError, match=f"the weight sync '{name}' needs a"):
         weight_sync_class(name)().open(1)
 
 

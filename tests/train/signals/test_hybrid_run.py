@@ -100,7 +100,7 @@ def test_a_teacher_is_refused_where_rollouts_are_drawn_from_a_part(
     run = hybrid(tmp_path, rollout=RolloutOptions(group=3, **cut))
     with pytest.raises(
         ConfigError,
-        match=r"cannot be had with the teacher rl\.signals\.teacher: it scores over the whole",
+        match=r"cannot be combined with the teacher rl\.signals\.teacher: it scores over the whole",
     ):
         train(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()

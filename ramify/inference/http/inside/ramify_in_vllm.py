@@ -1,13 +1,14 @@
-"""The one file that is loaded inside vLLM: a weight transfer engine named ``ramify``, which takes
-what our carriers bring.
+"""The one file that is loaded inside vLLM: a weight transfer engine named ``ramify``, which
+receives what the weight sync methods of this package send.
 
-    PYTHONPATH=…/inference/http/inside vllm serve MODEL --worker-extension-cls ramify_in_vllm.RamifyWorkerExtension \\
+    PYTHONPATH=…/inference/http/inside vllm serve MODEL \\
+        --worker-extension-cls ramify_in_vllm.RamifyWorkerExtension \\
         --weight-transfer-config '{"backend": "ramify"}'
 
-Its folder holds nothing else, so that nothing else of ours is put before vLLM's own packages; the
-package beside it is found by path. Tensors come under a checkpoint's names and are loaded as a
-checkpoint is, layer by layer, so that what vLLM made of the weights when it started (fused, packed,
-tied) is made again. Written for vLLM 0.32.
+Its folder holds nothing else, so that no other module of ours shadows vLLM's own packages; the
+package that contains the folder is found by path. Tensors arrive under a checkpoint's names and are
+loaded layer by layer like a checkpoint, so that what vLLM made of the weights when it started
+(fused, packed, tied) is made again. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PACKAGE = Path(__file__).resolve().parents[3]
 
 
 def _find_ramify() -> None:
-    """Make ``import ramify`` find the package that this file belongs to, without its neighbours."""
+    """Make ``import ramify`` find the package that contains this file, without its neighbours."""
     if "ramify" in sys.modules or importlib.util.find_spec("ramify") is not None:
         return
     spec = importlib.util.spec_from_file_location(
@@ -44,18 +45,22 @@ def _find_ramify() -> None:
 
 @dataclasses.dataclass
 class RamifyWeightTransferInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Setup information of a weight sync."""
+
     info: dict[str, Any]
 
 
 @dataclasses.dataclass
 class RamifyWeightTransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One chunk of a weight sync."""
+
     info: dict[str, Any]
 
 
 class RamifyWeightTransferEngine(
     WeightTransferEngine[RamifyWeightTransferInit, RamifyWeightTransferUpdate]  # type: ignore[misc]
 ):
-    """What vLLM's worker drives."""
+    """Receiver of weights, called by vLLM's worker."""
 
     init_info_cls = RamifyWeightTransferInit
     update_info_cls = RamifyWeightTransferUpdate
@@ -88,11 +93,9 @@ class RamifyWeightTransferEngine(
         def whole() -> Any:
             for name, tensor, places, *_ in self._receiver.take(update_info.info):
                 if places is not None:
-                    raise ValueError(
-                        "vLLM takes whole tensors: leave weight_sync_options.places out"
-                    )
-                # A layer is loaded when all of it is there, which may be after the carrier used its
-                # memory again.
+                    raise ValueError("vLLM takes whole tensors: remove weight_sync_options.places")
+                # A layer is loaded once all of it has arrived. The weight sync may have reused the
+                # memory of its first tensors by then.
                 yield name, tensor.to(self.device, copy=True)
 
         self.model.load_weights(whole())
@@ -110,8 +113,8 @@ class RamifyWeightTransferEngine(
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """On a CPU vLLM keeps a packed copy of an output matrix beside the embeddings that it is tied
-    to, and reloading does not renew it: the copy goes on answering for the old weights."""
+    """Repack output matrices that are tied to the embeddings. On a CPU, vLLM keeps a packed copy of
+    them that a reload does not renew, so it would continue to answer with the old weights."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():
@@ -121,7 +124,7 @@ def _pack_again(model: torch.nn.Module) -> None:
 
 
 class RamifyWorkerExtension:
-    """Mixed into vLLM's worker, so that its processes import this file; adds nothing."""
+    """Mixed into vLLM's worker so that its processes import this file; adds no methods."""
 
 
 WeightTransferEngineFactory.register_engine("ramify", RamifyWeightTransferEngine)
