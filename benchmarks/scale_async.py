@@ -118,10 +118,10 @@ class Published:
     async def publish(self) -> None:
         self._ids.version += 1
 
-    async def rest(self) -> bool:
+    async def sleep(self) -> bool:
         return False
 
-    def spare(self) -> None: ...
+    def release_memory(self) -> None: ...
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

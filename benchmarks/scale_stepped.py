@@ -232,10 +232,10 @@ class Publisher:
         for engine in self._client.engines:
             engine.renewed()
 
-    async def rest(self) -> bool:
+    async def sleep(self) -> bool:
         return False
 
-    def spare(self) -> None: ...
+    def release_memory(self) -> None: ...
 
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)

@@ -1,10 +1,10 @@
-"""Fields of a run that an earlier version called otherwise, so that what it wrote can still be read
-and resumed.
+"""Old names of configuration fields, so that configurations of earlier versions can be read and
+resumed.
 
     with_new_names({"rl": {"sample": {"late": 4}}})  ->  {"rl": {"sample": {"grace_steps": 4}}}
     new_name("late")                                 ->  "rl.sample.grace_steps"
 
-Decides nothing about classes and modules: ``CHANGELOG.md`` lists those.
+Not here: classes and modules that were renamed (``CHANGELOG.md``).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ RENAMED_FIELDS = {
     "inference.carrier": "inference.weight_sync",
     "inference.carrier_options": "inference.weight_sync_options",
 }
-"""Old dotted name -> new one, in order: the second row starts from what the first one made."""
+"""Old dotted name -> new one. Rows apply in order: the second starts from the result of the
+first."""
 
 
 def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored configuration with today's names; itself unchanged."""
+    """A copy of a stored configuration with today's names."""
     renamed = dict(config)
     for old, new in RENAMED_FIELDS.items():
         *path, old_name = old.split(".")
@@ -44,7 +45,7 @@ def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_name(field: str) -> str | None:
-    """What a field (its last name or its whole dotted one) is called today; None if it was not
+    """Today's name of a field, given its old last name or dotted name; None if it was not
     renamed."""
     for old, new in RENAMED_FIELDS.items():
         if (

@@ -60,7 +60,7 @@ def test_other_weights_in_the_engine(made: RunParts) -> None:
     other = from_config(made.policy.config, made.policy.tokenizer, seed=5)
     client = LocalClient(other, name="local:other")
     try:
-        with pytest.raises(TrainError, match="the engine answers with other weights"):
+        with pytest.raises(TrainError, match="the engine has other weights"):
             asyncio.run(check(made, client).engine(SingleBackend(made.policy), at_once))
     finally:
         asyncio.run(client.close())
@@ -99,7 +99,8 @@ class OldMatrix:
     name, window, price, version = "old", 512, None, 3
 
     def __init__(self, client: LocalClient, old: LocalClient) -> None:
-        self._client, self._old = client, old
+        self._client = client
+        self._old = old
         self.complete = client.complete
 
     async def fingerprint(self) -> None: ...

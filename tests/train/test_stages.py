@@ -30,7 +30,8 @@ class Canned(Rollouter):
     def __init__(self, rewards: dict[int, tuple[float | None, ...]]) -> None:
         self.rewards = rewards
         self.asked: list[str] = []
-        self.room, self.per_item = ConcurrencyController(99), 2
+        self.room = ConcurrencyController(99)
+        self.per_item = 2
 
     def begin(
         self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None

@@ -56,7 +56,7 @@ def test_a_thread_that_stands_still(tmp_path: Path) -> None:
         thread = SerialThread("ramify-train")
         with pytest.raises(
             StallError,
-            match=r"learning stands still: nothing moved for 0.3 s\. It stands at File .* in stand_here",
+            match=r"learning is stuck: no progress for 0.3 s\. It is at File .* in stand_here",
         ):
             await watch.bounded("learning", thread.run(stand_here), thread="ramify-train")
         release.set()
@@ -84,7 +84,7 @@ def test_an_event_loop_that_stands_still(tmp_path: Path) -> None:
         finally:
             watch.close()
 
-    with pytest.raises(StallError, match=r"stamping stands still: .* line \d+, in busy"):
+    with pytest.raises(StallError, match=r"stamping is stuck: .* line \d+, in busy"):
         asyncio.run(test())
 
 
@@ -92,7 +92,7 @@ def test_a_watch_goes_on_after_a_wait_that_stood(tmp_path: Path) -> None:
     async def test() -> None:
         watch = RunWatchdog(tmp_path, 0.3)
         for what in ("one", "another"):
-            with pytest.raises(StallError, match=f"{what} stands still"):
+            with pytest.raises(StallError, match=f"{what} is stuck"):
                 await asyncio.wait_for(watch.bounded(what, asyncio.Event().wait()), 120)
         watch.close()
 
@@ -197,7 +197,7 @@ def test_a_run_whose_rollouts_never_end_stops_with_all_stacks(tmp_path: Path) ->
         not_evaluated,
         watch=RunWatchdog(tmp_path, 2.0),
     )
-    with pytest.raises(StallError, match=r"the work of step 1 \(rl\) stands still: .* in work"):
+    with pytest.raises(StallError, match=r"the work of step 1 \(rl\) is stuck: .* in work"):
         asyncio.run(loop.run())
     assert "in work\n  File" in (tmp_path / FILE).read_text()
 

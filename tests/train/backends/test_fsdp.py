@@ -501,7 +501,7 @@ def test_what_does_not_fit_is_said_before_anything_starts(monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ConfigError, match=f"port={port} cannot be had .*another run may have it"
+            ConfigError, match=f"port={port} is not available .*another run may use it"
         ):
             FsdpRanks(ComputeSpec(shard=ShardSpec(ranks=2, port=port)))
     for name, value in (

@@ -142,7 +142,7 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut(
     parts = pack(split(rows), PackingSpec(cost=FREE), pack(rows)[0].denominators)
     if loss.is_over_sequences:
         with pytest.raises(
-            TrainError, match=r"the loss looks at whole sequences, and .* is split into 2"
+            TrainError, match=r"the loss reads whole sequences, and .* is split into 2"
         ):
             learn(parts, loss, critic=critic)
     else:
