@@ -234,7 +234,7 @@ def test_recipes_are_read_and_overridden() -> None:
 def test_no_rollout_of_a_recipe_is_cut_on_a_busy_machine(path: Path) -> None:
     """Only a process that is stuck gets that far, and a run that is stuck ends before, with an
     error (``stall_s``)."""
-    if path.stem == "rl_loop":  # a script of its own
+    if path.stem == "rl_loop":  # a standalone script
         assert "max_seconds=86_400" in path.read_text()
         return
     run = recipe(path)
@@ -282,8 +282,8 @@ def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
 def test_what_is_kept_of_a_run_has_no_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor may others read it; to go on from it takes the recipe, whose secrets may be others
-    meanwhile."""
+    """Others may not read it either. Resuming from it takes the recipe, whose secrets may have
+    changed meanwhile."""
     monkeypatch.setenv("SOME_TOKEN", "tok-0123456789abc")
 
     def run(key: str) -> Run:

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, kept or dropped as asked, found again, and refused where they do not fit."""
+"""Checkpoints: atomic, kept or dropped as configured, found again, and rejected if they do not fit."""
 
 from __future__ import annotations
 

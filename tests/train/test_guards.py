@@ -26,7 +26,7 @@ FINE = {
 
 
 def steps(guard: TrainingGuard, *changes: dict[str, float]) -> list[Any]:
-    """What is told of each step, through a checkpoint after each."""
+    """The messages of each step, with a checkpoint after each."""
     memory, told = GuardState(), []
     for change in changes:
         memory = msgspec.json.decode(msgspec.json.encode(memory), type=GuardState)

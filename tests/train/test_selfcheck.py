@@ -188,7 +188,10 @@ def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(
                     for _ in range(3):
                         await step(2e-4)
                 else:
-                    told = r"as it did at version 0, bit for bit, though \d+\.\d% .* version 4; the last good version is 0"
+                    told = (
+                        r"as at version 0, bit for bit, although \d+\.\d% .* version 4; "
+                        "the last good version is 0"
+                    )
                     with pytest.raises(TrainError, match=told):
                         await step(2e-4)
                 assert checked.worst < 0.1

@@ -75,7 +75,7 @@ def test_a_thread_that_stands_still(tmp_path: Path) -> None:
 def test_an_event_loop_that_stands_still(tmp_path: Path) -> None:
     async def busy() -> None:
         while True:
-            time.sleep(0.01)  # noqa: ASYNC251 (what is to be found out)
+            time.sleep(0.01)  # noqa: ASYNC251 (blocking is the point of this test)
 
     async def test() -> None:
         watch = RunWatchdog(tmp_path, 0.3)
@@ -100,7 +100,7 @@ def test_a_watch_goes_on_after_a_wait_that_stood(tmp_path: Path) -> None:
 
 
 def test_what_gets_on_while_it_is_asked_where_it_stands_goes_on(tmp_path: Path) -> None:
-    """Nobody is told that it stood, neither who ends the process nor who reads OUT/stalled.txt."""
+    """The stall is not reported, neither to the process's owner nor in OUT/stalled.txt."""
     told: list[str] = []
     may_end = threading.Event()
 
@@ -124,8 +124,7 @@ def test_what_gets_on_while_it_is_asked_where_it_stands_goes_on(tmp_path: Path) 
 
 
 class Batches(FixedDataStage):
-    """A stage whose steps compute ``num`` batches each, of which nobody is told but by
-    ``progress.heartbeat``."""
+    """A stage whose steps compute ``num`` batches each, reported only by ``progress.heartbeat``."""
 
     name, num_steps, optim, num = "sft", 1, OptimizerSpec(), 3
 

@@ -1,4 +1,4 @@
-"""Ranks find those of their own attempt, whatever one before it left in the store."""
+"""Ranks find the ranks of the same attempt, whatever an earlier attempt left in the store."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Two processes over gloo: what one process computes, to 1e-5; resumed to the bit; a rank that is
-lost, by name.
+"""Two processes over gloo compute what one process computes, to 1e-5; resuming is exact to the bit;
+a lost rank is named.
 
-One launch serves all tests of this file but the last, in this order; the last ones begin with
-killing a rank.
+One launch serves all tests of this file except the last ones, in this order; these begin by killing
+a rank.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpRanks]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as transformers writes it, of a model that runs as a module of its own."""
+    """A checkpoint written by transformers, of a model that runs as its own module."""
     folder = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(GPT2).save_pretrained(folder)
@@ -80,7 +80,7 @@ def spread(ranks: FsdpRanks, compute: ComputeSpec | None = None) -> FsdpModel:
 
 
 def check_gradients(model: FsdpModel, single: SingleBackend) -> None:
-    """The whole gradient to 1e-5 of its norm, and each tensor's to 1e-4 of its own."""
+    """The full gradient to 1e-5 of its norm, and each tensor's to 1e-4 of that tensor's norm."""
     ours = dict(model.gradients())
     wanted = {name: each.grad for name, each in single._model.named_parameters()}
     assert list(ours) == list(wanted)
@@ -160,7 +160,7 @@ def test_formulas_that_look_beyond_a_token(ranks: FsdpRanks, formula: Any):
 
 @pytest.mark.parametrize("kind", ["shared", "own"])
 def test_a_critic_is_that_of_one_process(ranks: FsdpRanks, kind: str, tmp_path: Path):
-    """On the policy's layers and as a model of its own: what it says, how both learn, and what a
+    """On the policy's layers and as a separate model: its values, how both learn, and what a
     checkpoint holds."""
     rows = tree()
     for row in rows:
@@ -250,7 +250,7 @@ def test_batches_fewer_than_ranks(ranks: FsdpRanks):
 
 
 def test_logprobs_are_of_the_weights_as_they_are(ranks: FsdpRanks):
-    """What was put together for one pass is not used after the weights have changed."""
+    """Weights gathered for one pass are not used after the weights have changed."""
     model, rows = spread(ranks), tree()
     fsdp = model.backend()
     batches = pack(rows, PackingSpec(max_tokens=60))
@@ -268,7 +268,7 @@ def test_logprobs_are_of_the_weights_as_they_are(ranks: FsdpRanks):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_resuming_is_bit_identical(ranks: FsdpRanks, kind: Any, tmp_path: Path):
-    """The checkpoint is written while the run that wrote it goes on."""
+    """The checkpoint is written while the run that wrote it continues."""
     optim = OptimizerSpec(
         kind=kind, lr=0.01, weight_decay=0.1, schedule="linear", warmup_steps=2, num_steps=6
     )

@@ -1,5 +1,6 @@
-"""The reference backend: the same loss and gradient however a step is cut, shared or ordered;
-resumed to the bit; stopped by what is not finite."""
+"""The reference backend: same loss and gradient however a step is cut, shared or ordered; resumed
+to the bit; stopped by values that are not finite.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def check_same(
 
 
 def stepwise(rows: list[TokenSequence]) -> list[Batch]:
-    """Each third token of a row as a row of its own, up to there, as trainers without a tree have
-    it."""
+    """Every third token of a row as a separate row up to that token, as in trainers without a
+    tree."""
     whole = pack(rows)
     parts = []
     for each in rows:

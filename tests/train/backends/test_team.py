@@ -1,5 +1,6 @@
-"""Ranks that fail: which one, how, and where it stood; on processes that know no tensors, so that
-one starts in no time."""
+"""Failing ranks: which one, how, and where it was. Uses processes without tensors, so that they
+start quickly.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +173,7 @@ def test_rank_0_itself_is_brought_back(rank_group: Make):
 
 
 def test_work_that_gets_on_may_take_its_time(rank_group: Make):
-    """Ticks of the ranks are signs of life for whoever looks after the run, too."""
+    """Heartbeats of the ranks also reach the run's watchdog."""
     signs: list[None] = []
     with on_heartbeat(lambda: signs.append(None)):
         rank_group(others=1, timeout_s=3.0).call("work", 5.0)
