@@ -177,7 +177,7 @@ async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetr
             lambda _: backend,
             Published(ids),
             nothing,
-            schedule=Schedule(evaluate_every=0),
+            schedule=Schedule(evaluate_every=None),
             say=print,
         )
         await loop.run()
@@ -248,7 +248,7 @@ def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
             warmup=None,
             sft=None,
             rl=msgspec.structs.replace(tiny.rl, steps=steps, sample=sample),
-            schedule=Schedule(evaluate_every=0),
+            schedule=Schedule(evaluate_every=None),
             evaluate=msgspec.structs.replace(
                 tiny.evaluate, num=256, validation=64, final=("test",)
             ),

@@ -21,7 +21,7 @@ class AdmissionRules(Protocol):
     @property
     def items(self) -> int: ...
     @property
-    def max_items(self) -> int: ...
+    def max_items(self) -> int | None: ...
     @property
     def max_staleness(self) -> int: ...
     @property
@@ -71,7 +71,7 @@ def suffice(
         return False
     complete = {id(group) for group in whole}
     num_with_signal = sum(not group.has_no_signal for group in whole)
-    has_tried_all = 0 < rules.max_items <= len(whole)
+    has_tried_all = len(whole) >= (rules.max_items or float("inf"))
     if num_with_signal < rules.items and not has_tried_all:
         return False
     # Later steps must be able to take all groups in time: check each deadline in turn.

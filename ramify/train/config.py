@@ -33,6 +33,7 @@ from ramify.train.algorithms.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.guards import TrainingGuard
 from ramify.train.loss import LossSpec
+from ramify.train.optional_fields import check_optional
 from ramify.train.placement.placement_spec import PlacementSpec
 from ramify.train.policy_losses import POLICY_LOSSES
 from ramify.train.redacted import redacted
@@ -281,8 +282,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     run ends with all stacks in OUT/stalled.txt."""
     placement: PlacementSpec | None = None
     """On which machines processes run, and who starts them; None: this machine."""
-    threads: int = 0
-    """Threads that torch uses per operation; 0: torch's default. One is best for small models and
+    threads: int | None = None
+    """Threads that torch uses per operation; None: torch's default. One is best for small models and
     on shared machines."""
 
     def __post_init__(self) -> None:
@@ -290,6 +291,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             raise ConfigError(
                 f"stall_s={self.stall_s} must be above 0: it is the longest time without progress"
             )
+        check_optional("run", "torch's default", threads=self.threads)
         if self.warmup is None and self.sft is None and self.rl is None:
             raise ConfigError(f"run '{self.name}' has no stage: give warmup, sft or rl")
 

@@ -19,58 +19,58 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.train.optional_fields import check_optional
 
 
 class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Thresholds that mark a step as a sign of collapse. 0 switches an alarm off."""
+    """Thresholds that mark a step as a sign of collapse. None switches an alarm off."""
 
-    zero_variance: float = 0.9
+    zero_variance: float | None = 0.9
     """Share of groups whose rollouts all have the same reward, from which on next to nothing is
     learned."""
-    entropy: float = 0.1
+    entropy: float | None = 0.1
     """Entropy relative to the first steps, from which on the policy no longer explores."""
-    length: float = 3.0
+    length: float | None = 3.0
     """Factor by which rollouts may become longer or shorter than in the first steps."""
-    clipped: float = 0.3
+    clipped: float | None = 0.3
     """Share of tokens with a clipped gradient."""
     window: int = 5
     """Number of steps at the start of a stage that are averaged as the baseline; the alarms for
     entropy and length begin after them."""
 
     def __post_init__(self) -> None:
-        if (
-            self.window < 1
-            or min(self.zero_variance, self.entropy, self.clipped) < 0
-            or 0 < self.length <= 1
-        ):
+        thresholds = {"zero_variance": self.zero_variance, "clipped": self.clipped}
+        thresholds |= {"entropy": self.entropy, "length": self.length}
+        check_optional("guard.alarms", "no alarm", **thresholds)
+        if self.window < 1 or (self.length is not None and self.length <= 1):
             raise ConfigError(
                 f"guard.alarms: window={self.window} must be at least 1, length={self.length} "
-                "above 1 or 0, the others not negative"
+                "above 1"
             )
 
 
 class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Conditions that end a stage of rollouts before its last step."""
 
-    patience: int = 0
+    patience: int | None = None
     """End the stage after this many consecutive evaluations on the validation stream without a new
-    best; 0: never. The best checkpoint is kept in any case."""
+    best; None: never. The best checkpoint is kept in any case."""
     min_delta: float = 0.0
     """Smallest improvement that counts as a new best."""
-    max_kl: float = 0.0
+    max_kl: float | None = None
     """Upper limit of a step's ``approx_kl`` (to the policy at the step's start), and of its
-    ``ref_kl`` if the loss has one; 0: no limit."""
-    min_entropy: float = 0.0
-    """Lower limit of the entropy of sampled tokens, in nats; 0: no limit."""
+    ``ref_kl`` if the loss has one; None: no limit."""
+    min_entropy: float | None = None
+    """Lower limit of the entropy of sampled tokens, in nats; None: no limit."""
     then: Literal["stop", "warn"] = "stop"
     """What to do if ``max_kl`` or ``min_entropy`` is violated."""
     alarms: CollapseAlarms = CollapseAlarms()
 
     def __post_init__(self) -> None:
-        if min(self.patience, self.min_delta, self.max_kl, self.min_entropy) < 0:
-            raise ConfigError(
-                "guard: patience, min_delta, max_kl and min_entropy cannot be negative"
-            )
+        limits = {"max_kl": self.max_kl, "min_entropy": self.min_entropy}
+        check_optional("guard", "no limit", **limits, patience=self.patience)
+        if self.min_delta < 0:
+            raise ConfigError(f"guard.min_delta={self.min_delta:g} cannot be negative")
 
 
 class GuardState(msgspec.Struct, kw_only=True):
@@ -107,7 +107,7 @@ def after_evaluation(
         memory.best, memory.since_best = reward, 0
     else:
         memory.since_best += 1
-    if not guard.patience or memory.since_best < guard.patience:
+    if guard.patience is None or memory.since_best < guard.patience:
         return GuardVerdict({}, [])
     why = (
         f"validation has not risen above {memory.best:.4g} in {memory.since_best} evaluations "
@@ -143,13 +143,14 @@ def after_step(
 def _limits(guard: TrainingGuard, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """(limit, reason) for each limit that is violated."""
     kl = max((values[name] for name in ("approx_kl", "ref_kl") if name in values), default=0.0)
-    if guard.max_kl and kl > guard.max_kl:
+    if guard.max_kl is not None and kl > guard.max_kl:
         yield "max_kl", f"the KL is {kl:.4g}, above guard.max_kl={guard.max_kl:g}"
     entropy = values.get("entropy")
-    if guard.min_entropy and entropy is not None and entropy < guard.min_entropy:
+    least = guard.min_entropy
+    if least is not None and entropy is not None and entropy < least:
         yield (
             "min_entropy",
-            f"the entropy is {entropy:.4g}, below guard.min_entropy={guard.min_entropy:g}",
+            f"the entropy is {entropy:.4g}, below guard.min_entropy={least:g}",
         )
 
 
@@ -158,14 +159,14 @@ def _signs(
 ) -> Iterator[tuple[str, bool, str]]:
     """(alarm, whether it is on, reason) for each alarm that can be judged from ``values``."""
     zero_variance = values.get("zero_variance")
-    if alarms.zero_variance and zero_variance is not None:
+    if alarms.zero_variance is not None and zero_variance is not None:
         why = (
             f"in {zero_variance:.0%} of groups all rollouts have the same reward: next to nothing "
             "is learned"
         )
         yield "zero_variance", zero_variance >= alarms.zero_variance, why
     clipped = values.get("clip_fraction")
-    if alarms.clipped and clipped is not None:
+    if alarms.clipped is not None and clipped is not None:
         yield (
             "clipped",
             clipped >= alarms.clipped,
@@ -175,13 +176,13 @@ def _signs(
         return
     first = {name: total / memory.num for name, total in memory.first.items()}
     entropy, length = values.get("entropy"), values.get("length_mean")
-    if alarms.entropy and entropy is not None and first.get("entropy", 0) > 0:
+    if alarms.entropy is not None and entropy is not None and first.get("entropy", 0) > 0:
         why = (
             f"the entropy is {entropy:.3g}, and was {first['entropy']:.3g} at first: the policy "
             "no longer explores"
         )
         yield "entropy", entropy <= alarms.entropy * first["entropy"], why
-    if alarms.length and length is not None and first.get("length_mean", 0) > 0:
+    if alarms.length is not None and length is not None and first.get("length_mean", 0) > 0:
         times = length / first["length_mean"]
         why = f"rollouts have {length:.4g} tokens, and had {first['length_mean']:.4g} at first"
         yield "length", not 1 / alarms.length < times < alarms.length, why

@@ -54,10 +54,10 @@ class PackingSpec(msgspec.Struct, frozen=True):
     share: bool = True
     """Compute shared prefixes once; False: every path is a separate row."""
     cost: ComputeCost = ComputeCost()
-    fill_tokens: int = 0
+    fill_tokens: int | None = None
     """Trees share a batch up to this many tokens; a larger tree has its own batch, uncut. This is
     for CPUs, which are fastest with a few thousand tokens at once, but not if a tree must be cut
-    for that. 0: ``max_tokens``."""
+    for that. None: ``max_tokens``."""
     multiple: int = 1
     """Make the number of batches a multiple of this if there are enough trees: the number of ranks
     that compute at the same time."""

@@ -28,6 +28,7 @@ from ramify.evaluate.attempt import GRACE_S, attempt, is_direct
 from ramify.progress import report_progress
 from ramify.tasks.base import Item, Task
 from ramify.train.concurrency import ConcurrencyController, Gauge
+from ramify.train.optional_fields import check_optional
 from ramify.train.placement.rollout_workers import RolloutSource
 from ramify.train.roots import RootCount
 from ramify.types.trajectory import Group, Stop, Trajectory
@@ -40,9 +41,9 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Attempts per item."""
     concurrency: int = 128
     """Rollouts at once. Each holds one session, and each of its children another one."""
-    min_concurrency: int = 8
+    min_concurrency: int | None = 8
     """If the engine reports its cache pressure: the lower limit of rollouts at once while it evicts
-    sequences. 0: always ``concurrency``."""
+    sequences. None: always ``concurrency``."""
     temperature: float = 1.0
     top_p: float | None = None
     top_k: int | None = None
@@ -63,8 +64,7 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 f"rollout group={self.group} and concurrency={self.concurrency} must be at least "
                 f"1, temperature={self.temperature} and grace_s={self.grace_s} above 0"
             )
-        if self.min_concurrency < 0:
-            raise ConfigError(f"rollout min_concurrency={self.min_concurrency} must be at least 0")
+        check_optional("rl.rollout", "always concurrency", min_concurrency=self.min_concurrency)
 
     def sampling(self, max_tokens: int, seed: int, *, greedy: bool = False) -> Sampling:
         if greedy:
@@ -221,9 +221,9 @@ class Rollouter:
         self._greedy = greedy
         self.per_item = options.group + greedy
         """Attempts per item, including the greedy one."""
-        followed = gauge if options.min_concurrency else None
+        followed = gauge if options.min_concurrency is not None else None
         self.room = ConcurrencyController(
-            options.concurrency, followed, least=options.min_concurrency
+            options.concurrency, followed, least=options.min_concurrency or 1
         )
 
     def begin(

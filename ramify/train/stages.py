@@ -30,6 +30,7 @@ from ramify.train.group_queue import GroupQueue, StepGroups
 from ramify.train.group_records import GroupRecord, account
 from ramify.train.loss import LossSpec
 from ramify.train.metrics import of_rollouts
+from ramify.train.optional_fields import check_optional
 from ramify.train.rollout import Rollouter
 from ramify.train.roots import RootCount, first_items
 from ramify.train.sft_data import order
@@ -236,9 +237,9 @@ class StepSampleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     first_item: int = 0
     """Index of the first item in the training split. After a stage with demonstrations, the default
     is the first item that was not demonstrated."""
-    max_items: int = 0
+    max_items: int | None = None
     """Dynamic sampling: the most items that a step may try until ``items`` of them have a signal;
-    0: no dynamic sampling."""
+    None: no dynamic sampling."""
     minibatches: int = 1
     """Number of optimizer steps into which a step's rollouts are split."""
     max_staleness: int = 0
@@ -249,9 +250,9 @@ class StepSampleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """With ``max_staleness`` above 0: how many more steps a slow rollout may take before a step
     waits for it. With 0 grace steps no token is older than ``max_staleness``, and ``max_staleness +
     1`` steps take at least as long as the slowest rollout."""
-    straggler_factor: float = 0.0
+    straggler_factor: float | None = None
     """Give up a rollout that takes longer than this many times the median, if its step waits for
-    nothing else; 0: never."""
+    nothing else; None: never."""
     pause: bool = False
     """Pause new rollouts while the policy is evaluated, so that only rollouts in progress compete
     with the evaluation."""
@@ -264,21 +265,23 @@ class StepSampleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def __post_init__(self) -> None:
         if self.grace_steps < 0:
             raise ConfigError(f"rl.sample: grace_steps={self.grace_steps} must be at least 0")
-        if self.straggler_factor and self.straggler_factor < 1:
+        check_optional("rl.sample", "no dynamic sampling", max_items=self.max_items)
+        check_optional("rl.sample", "never", straggler_factor=self.straggler_factor)
+        if self.straggler_factor is not None and self.straggler_factor < 1:
             raise ConfigError(
                 f"rl.sample: straggler_factor={self.straggler_factor:g} is a multiple of the "
-                "median: at least 1, or 0 for never"
+                "median: at least 1, or null for never"
             )
         if (
             self.items < 1
             or self.minibatches < 1
             or self.max_staleness < 0
-            or 0 < self.max_items < self.items
+            or (self.max_items is not None and self.max_items < self.items)
         ):
             raise ConfigError(
                 f"rl.sample: items={self.items} and minibatches={self.minibatches} must be at "
                 "least 1, "
-                f"max_items={self.max_items} 0 or at least items, "
+                f"max_items={self.max_items} null or at least items, "
                 f"max_staleness={self.max_staleness} not negative"
             )
 
@@ -424,7 +427,7 @@ class RolloutStepSource:
 def scheduled(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec:
     """``optim`` with ``num_steps`` as the length of its schedule, unless it sets one. Raises
     ConfigError, with the stage's name, if that is shorter than the warm-up."""
-    if optim.num_steps:
+    if optim.num_steps is not None:
         return optim
     try:
         return msgspec.structs.replace(optim, num_steps=num_steps)

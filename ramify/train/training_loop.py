@@ -44,6 +44,7 @@ from ramify.train.guards import (
     after_step,
 )
 from ramify.train.metrics import MetricsFile, StepMetrics
+from ramify.train.optional_fields import check_optional
 from ramify.train.pack import attach, describe, pack
 from ramify.train.selfcheck import SelfCheck
 from ramify.train.sft_data import write
@@ -62,17 +63,22 @@ _ROLLOUTS = "rollouts"
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How often a run evaluates and saves. Steps are counted within a stage."""
 
-    evaluate_every: int = 5
-    """Steps between evaluations on the validation stream, in a stage with rollouts; 0: only at the
+    evaluate_every: int | None = 5
+    """Steps between evaluations on the validation stream, in a stage with rollouts; None: only at the
     end of the stage."""
-    checkpoint_every: int = 0
+    checkpoint_every: int | None = None
     """Steps between checkpoints, in addition to those after each evaluation (including the first)
-    and at the end of each stage; 0: no others."""
-    save_rollouts_every: int = 0
+    and at the end of each stage; None: no others."""
+    save_rollouts_every: int | None = None
     """Steps between complete saves of a step's rollouts in OUT/rollouts, to look at or learn from
-    (``sft.trajectories``); 0: none."""
+    (``sft.trajectories``); None: no saves."""
     keep_last: int = 2
     keep_best: int = 1
+
+    def __post_init__(self) -> None:
+        check_optional("schedule", "never", checkpoint_every=self.checkpoint_every)
+        check_optional("schedule", "never", save_rollouts_every=self.save_rollouts_every)
+        check_optional("schedule", "only at the stage's end", evaluate_every=self.evaluate_every)
 
 
 class PolicyHandle(Protocol):

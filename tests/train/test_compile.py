@@ -110,7 +110,8 @@ def test_further_streams_and_kept_sets_stand_at_their_tokens():
 def test_what_is_refused():
     plain = call("0", turn((1,), (7, 8)))
     with pytest.raises(
-        ValueError, match="trajectory t, call 0, turn 0: a stream of 1 numbers for 2 sampled tokens"
+        ValueError,
+        match="trajectory t, call 0, turn 0: a credit stream of 1 numbers for 2 sampled tokens",
     ):
         sequences([rollout({("0", 0): rl(1)}, plain)])
     with pytest.raises(

@@ -45,7 +45,7 @@ def short(**changes: Any) -> Run:
         warmup=None,
         task=TaskSpec(name="tests.train.test_faults:gated"),
         evaluate=EvaluateSpec(num=1, final=()),
-        schedule=Schedule(evaluate_every=0, checkpoint_every=1),
+        schedule=Schedule(evaluate_every=None, checkpoint_every=1),
         **changes,
     )
     assert found.sft is not None

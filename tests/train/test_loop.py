@@ -102,7 +102,7 @@ def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(
         small(
             warmup=None,
             schedule=Schedule(
-                evaluate_every=0, checkpoint_every=1, keep_last=9, save_rollouts_every=1
+                evaluate_every=None, checkpoint_every=1, keep_last=9, save_rollouts_every=1
             ),
         ),
         [],

@@ -163,7 +163,7 @@ def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | 
             "task.options={}",
             "rl.steps=2",
             "rl.sample.items=2",
-            "rl.sample.max_items=0",
+            "rl.sample.max_items=null",
             "rl.rollout.group=3",
             "limits.max_turns=2",
             "limits.max_reply_tokens=12",

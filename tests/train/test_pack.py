@@ -184,7 +184,7 @@ def test_denominators_are_of_the_whole_step():
     batches = pack(SIBLINGS, PackingSpec(max_tokens=4, cost=FREE))
     assert [batch.denominators for batch in batches] == [{"rl": 10.0}] * 3
     assert pack(SIBLINGS, denominators={"rl": 4.0, "ce": 1.0})[0].denominators == {"rl": 4.0}
-    with pytest.raises(ValueError, match=r"component 'rl' has weights and the denominator 0\.0"):
+    with pytest.raises(ValueError, match=r"component 'rl' has weights, but its denominator 0\.0"):
         pack(SIBLINGS, denominators={"ce": 1.0})
 
 

@@ -50,7 +50,7 @@
     engine/test_retool.py::test_an_invented_output_is_never_read, test_a_stop_text_belongs_to_the_reply,
     test_a_whole_conversation
     tasks/test_toolmath.py::test_nested_boxes_are_whole
-    policy/test_renderer.py::test_a_conversation_is_written_as_the_template_writes_it
+    models/test_renderer.py::test_a_conversation_is_written_as_the_template_writes_it
 17  a sandbox that blocks its loop, shows its host's environment, or changes the code
     sandbox/test_process.py::test_many_sessions_open_at_once, test_no_key_no_descriptor_no_argument_of_the_host
     engine/test_retool.py::test_a_whole_conversation

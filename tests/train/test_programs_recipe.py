@@ -28,7 +28,7 @@ SHORT = (
     "evaluate.num=2",
     "evaluate.validation=2",
     "evaluate.attempts=2",
-    "schedule.evaluate_every=0",
+    "schedule.evaluate_every=null",
 )
 
 

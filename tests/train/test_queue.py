@@ -370,5 +370,5 @@ def test_a_group_goes_on_without_a_rollout_that_failed_and_one_that_lost_all_is_
 
 
 def test_a_bound_that_would_give_up_half_of_all() -> None:
-    with pytest.raises(ConfigError, match=r"straggler_factor=0\.5 is times the median"):
+    with pytest.raises(ConfigError, match=r"straggler_factor=0\.5 is a multiple of the median"):
         StepSampleSpec(straggler_factor=0.5)

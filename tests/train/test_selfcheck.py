@@ -246,7 +246,7 @@ def test_ids_of_a_tree_are_those_that_the_engine_saw(made: RunParts) -> None:
     checked.ids(groups)
     with pytest.raises(
         TrainError,
-        match=r"step=0/group=0/rollout=0/call=0/turn=0: the tree has \d+ ids that the engine",
+        match=r"step=0/group=0/rollout=0/call=0/turn=0: the trajectory has \d+ ids that the engine",
     ):
         checked.ids(groups)  # what was seen is forgotten with each step
     groups = rolled(made, checked._seen)
@@ -265,7 +265,7 @@ def test_weight_that_is_lost_or_doubled(made: RunParts) -> None:
     rows = made.rows[:6]
     batches = pack(rows)
     check(made).weights(rows, batches)
-    with pytest.raises(TrainError, match=r"weigh .* in 'ce', their sequences"):
+    with pytest.raises(TrainError, match=r"weight of .* in 'ce', but their sequences"):
         check(made).weights(rows[1:], batches)
     with pytest.raises(TrainError, match="in 'ce'"):
         check(made).weights([*rows, rows[0]], batches)

@@ -140,7 +140,7 @@ def test_each_batch_of_a_step_is_a_sign_of_life(tmp_path: Path) -> None:
     class Counting(RunWatchdog):
         num = 0
 
-        def heartbeat(self) -> None:
+        def moved(self) -> None:
             self.num += 1
             super().moved()
 

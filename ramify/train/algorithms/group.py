@@ -20,6 +20,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.train.algorithms import token_arithmetic as row_math
 from ramify.train.algorithms.base import AlgorithmNeeds, AssignedStep
+from ramify.train.optional_fields import check_optional
 from ramify.train.signals import filters
 from ramify.train.signals.baseline import Baseline
 from ramify.train.signals.credit import CREDITS, CreditNode, Numbers
@@ -67,11 +68,12 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Leave groups without any advantage out of the step (the zero-variance filter)."""
     overlong: Overlong = "punish"
     """A cut-off call counts as what it scored, or carries no loss (``mask``)."""
-    max_rollout_tokens: int = 0
+    max_rollout_tokens: int | None = None
     """Sampled tokens of a rollout at which the soft punishment is full, and the constant of
-    ``reduction=constant``; 0: no punishment."""
-    overlong_buffer: int = 0
-    """Tokens before ``max_rollout_tokens`` over which the punishment grows from 0 to -1."""
+    ``reduction=constant``; None: no punishment."""
+    overlong_buffer: int | None = None
+    """Tokens before ``max_rollout_tokens`` over which the punishment grows from 0 to -1;
+    None: no punishment."""
     length_weight: float = 0.0
     """Of the length penalty, relative to the group's mean reward; 0: none."""
     normalise: bool = False
@@ -83,15 +85,16 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         CREDITS.of(self.credit)
-        if ALSO.get(self.reduction, self.reduction) == "constant" and self.max_rollout_tokens < 1:
+        if ALSO.get(self.reduction, self.reduction) == "constant" and not self.max_rollout_tokens:
             raise ConfigError(
                 f"reduction={self.reduction} divides by max_rollout_tokens: give it, the most that "
                 "a rollout samples"
             )
-        if min(self.gamma_tree, self.length_weight, self.overlong_buffer, self.kl_reward) < 0:
-            raise ConfigError(
-                "gamma_tree, length_weight, overlong_buffer and kl_reward cannot be negative"
-            )
+        lengths = {"overlong_buffer": self.overlong_buffer}
+        lengths |= {"max_rollout_tokens": self.max_rollout_tokens}
+        check_optional("algorithm", "no punishment", **lengths)
+        if min(self.gamma_tree, self.length_weight, self.kl_reward) < 0:
+            raise ConfigError("gamma_tree, length_weight and kl_reward cannot be negative")
 
     @property
     def has_group_baseline(self) -> bool:
@@ -159,7 +162,7 @@ def judged(
     kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
     counts = [[_counts(each, options) for each in group] for group in kept]
     weights, denominator = token_weights(
-        counts, options.reduction, options.share, max(options.max_rollout_tokens, 1)
+        counts, options.reduction, options.share, options.max_rollout_tokens or 1
     )
     spread = [
         [_spread(each.numbers, count, gamma) for each, count in zip(group, counted, strict=True)]

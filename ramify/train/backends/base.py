@@ -22,6 +22,7 @@ import msgspec
 
 from ramify.errors import ConfigError, OldNameWarning
 from ramify.train.loss import LossSpec
+from ramify.train.optional_fields import check_optional
 from ramify.train.pack import PackingSpec
 from ramify.types.sequence import Batch, Floats
 
@@ -51,28 +52,30 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Weight decay of matrices; norms, biases and embeddings do not decay."""
     momentum: float = 0.95
     """Momentum of Muon."""
-    max_grad_norm: float = 1.0
-    """Clip the gradient to this global norm; 0: never."""
+    max_grad_norm: float | None = 1.0
+    """Clip the gradient to this global norm; None: never."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after the warm-up."""
     warmup_steps: int = 0
     """Steps of linear warm-up to ``lr``; the first step uses ``lr / warmup_steps``."""
-    num_steps: int = 0
-    """Step at which ``final_fraction`` is reached; 0: the length of the stage."""
+    num_steps: int | None = None
+    """Step at which ``final_fraction`` is reached; None: the length of the stage."""
     final_fraction: float = 0.1
 
     def __post_init__(self) -> None:
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise ConfigError(f"optim.lr={self.lr} must be a positive number")
-        if self.schedule != "constant" and 0 < self.num_steps <= self.warmup_steps:
+        check_optional("optim", "never", max_grad_norm=self.max_grad_norm)
+        check_optional("optim", "the length of the stage", num_steps=self.num_steps)
+        num_steps = self.num_steps
+        if self.schedule != "constant" and num_steps is not None and num_steps <= self.warmup_steps:
             raise ConfigError(
-                f"optim.schedule={self.schedule} over {self.num_steps} steps needs more than the "
+                f"optim.schedule={self.schedule} over {num_steps} steps needs more than the "
                 f"{self.warmup_steps} of warm-up"
             )
-        if min(self.weight_decay, self.max_grad_norm, self.warmup_steps, self.final_fraction) < 0:
+        if min(self.weight_decay, self.warmup_steps, self.final_fraction) < 0:
             raise ConfigError(
-                "optim: weight_decay, max_grad_norm, warmup_steps, final_fraction cannot be "
-                "negative"
+                "optim: weight_decay, warmup_steps and final_fraction cannot be negative"
             )
 
     def lr_at(self, step: int) -> float:
@@ -85,7 +88,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.lr
-        if not self.num_steps:
+        if self.num_steps is None:
             raise ConfigError(f"optim.schedule={self.schedule} has no end: set optim.num_steps")
         done = min(1.0, (step - self.warmup_steps) / (self.num_steps - self.warmup_steps))
         left = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
@@ -96,8 +99,8 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """How the ``fsdp`` backend shards a model over processes (ranks). It changes the loss only by
     rounding."""
 
-    ranks: int = 0
-    """Number of ranks; 0: as many as torchrun started, or without torchrun one per GPU of this
+    ranks: int | None = None
+    """Number of ranks; None: as many as torchrun started, or without torchrun one per GPU of this
     machine, or one on a CPU."""
     replicas: int = 1
     """Number of copies of the model, each sharded over ``ranks / replicas`` ranks (HSDP)."""
@@ -116,22 +119,21 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Write checkpoints in the background, from a copy, while training continues."""
     timeout_s: float = 600.0
     """Seconds without progress after which a rank counts as failed."""
-    port: int = 0
-    """Port of the ranks' rendezvous on this machine; 0: any free port."""
+    port: int | None = None
+    """Port of the ranks' rendezvous on this machine; None: any free port."""
 
     def __post_init__(self) -> None:
-        if self.ranks < 0 or self.replicas < 1:
-            raise ConfigError(
-                f"compute.shard: ranks={self.ranks} cannot be negative, replicas={self.replicas} "
-                "must be at least 1"
-            )
-        if self.ranks % self.replicas:
+        check_optional("compute.shard", "one per GPU", ranks=self.ranks)
+        check_optional("compute.shard", "any free port", port=self.port)
+        if self.replicas < 1:
+            raise ConfigError(f"compute.shard.replicas={self.replicas} must be at least 1")
+        if self.ranks is not None and self.ranks % self.replicas:
             raise ConfigError(
                 f"compute.shard: {self.ranks} ranks do not fit a mesh of {self.replicas} replicas: "
                 f"{self.ranks} = "
                 f"{self.replicas} x {self.ranks // self.replicas} + {self.ranks % self.replicas}"
             )
-        if not self.timeout_s > 0 or not 0 <= self.port < 65536:
+        if not self.timeout_s > 0 or (self.port is not None and self.port > 65535):
             raise ConfigError(
                 f"compute.shard: timeout_s={self.timeout_s} must be positive, port={self.port} a "
                 "port"
@@ -145,8 +147,8 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """A name in ``BACKENDS``, or ``module:attribute``."""
     shard: ShardSpec = ShardSpec()
     """Options of the ``fsdp`` backend."""
-    max_tokens: int = 0
-    """Largest number of tokens per batch; larger trees are cut. 0: as many as fit into 4 GiB of
+    max_tokens: int | None = None
+    """Largest number of tokens per batch; larger trees are cut. None: as many as fit into 4 GiB of
     activations on a CPU, or two fifths of a GPU's memory. On a CPU small trees share a batch only
     up to 4096 tokens: larger batches do not fit the CPU cache."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -155,12 +157,14 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     recompute: bool = False
     """Activation checkpointing: keep only each layer's input, and recompute the layer in the
     backward pass."""
-    max_logits: int = 0
-    """Number of logits held at once; 0: 4 million on a CPU, 64 million on a GPU."""
+    max_logits: int | None = None
+    """Number of logits held at once; None: 4 million on a CPU, 64 million on a GPU."""
     share: bool = True
     """Compute prefixes that sequences share only once."""
 
     def __post_init__(self) -> None:
+        sizes = {"max_tokens": self.max_tokens, "max_logits": self.max_logits}
+        check_optional("compute", "the size that fits the device", **sizes)
         if self.backend == "fsdp2":
             warnings.warn("compute.backend=fsdp2 is called fsdp here", OldNameWarning, stacklevel=3)
             msgspec.structs.force_setattr(self, "backend", "fsdp")

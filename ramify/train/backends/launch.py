@@ -166,7 +166,12 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
         if world is None:
             address = "127.0.0.1" if hosts is None else hosts.address
             store = TCPStore(
-                address, shard.port, size, True, timedelta(seconds=_START_S), wait_for_workers=False
+                address,
+                shard.port or 0,
+                size,
+                True,
+                timedelta(seconds=_START_S),
+                wait_for_workers=False,
             )
             world = RankInfo(0, size, 0, address, store.port)
             for other in range(1, size):
@@ -380,8 +385,8 @@ def _device(device: str, world: RankInfo) -> Any:
     return torch.device("cuda", world.local_rank) if device == "cuda" else torch.device("cpu")
 
 
-def _check_port(port: int) -> None:
-    if not port:
+def _check_port(port: int | None) -> None:
+    if port is None:
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

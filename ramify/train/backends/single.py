@@ -99,7 +99,7 @@ class SingleBackend:
     @property
     def packing(self) -> PackingSpec:
         max_tokens = self._compute.max_tokens or self._most_tokens()
-        fill_tokens = _FILL_TOKENS if self._device.type == "cpu" else 0
+        fill_tokens = _FILL_TOKENS if self._device.type == "cpu" else None
         return PackingSpec(
             max_tokens, self._compute.share and self._trunk.shares, self._cost, fill_tokens
         )
@@ -133,8 +133,9 @@ class SingleBackend:
     def optim_step(self) -> dict[str, float]:
         lr = self._optim.lr_at(self._num_steps)
         gradients, norm = self._gradients()
-        if self._optim.max_grad_norm and norm > self._optim.max_grad_norm:
-            torch._foreach_mul_(gradients, self._optim.max_grad_norm / norm)
+        max_norm = self._optim.max_grad_norm
+        if max_norm is not None and norm > max_norm:
+            torch._foreach_mul_(gradients, max_norm / norm)
         if gradients:
             self._optimizers.step(lr)
         self.clear_gradient()

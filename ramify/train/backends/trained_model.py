@@ -47,7 +47,7 @@ class LocalTrainedModel:
                 f"torchrun started {started.size} processes, but compute.backend=single trains in "
                 "one: set compute.backend=fsdp"
             )
-        if compute.shard.ranks > 1:
+        if (compute.shard.ranks or 1) > 1:
             raise ConfigError(
                 f"compute.shard.ranks={compute.shard.ranks}, but compute.backend=single trains in "
                 "one process: set compute.backend=fsdp, or leave ranks out"

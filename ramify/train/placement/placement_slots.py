@@ -80,7 +80,7 @@ def counts(spec: PlacementSpec, said: Mapping[str, int]) -> dict[str, int]:
     not. Raises ConfigError where the two differ."""
     found = dict.fromkeys(spec.services, 1)
     for name in ROLES:
-        here, there = spec.role(name).count, said.get(name, 0)
+        here, there = spec.role(name).count or 0, said.get(name, 0)
         if here and there and here != there:
             raise ConfigError(
                 f"placement.{name}.count={here}, but the run has {there} ({_SAID[name]}): make "
@@ -239,7 +239,8 @@ def _who(members: Sequence[SlotMember]) -> str:
 
 
 def _of(pool: NodePool) -> SlotResources:
-    return SlotResources(pool.gpus, pool.cpus, pool.memory_gb or float("inf"))
+    memory_gb = float("inf") if pool.memory_gb is None else pool.memory_gb
+    return SlotResources(pool.gpus, pool.cpus, memory_gb)
 
 
 def _told(needs: SlotResources) -> str:

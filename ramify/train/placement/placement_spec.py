@@ -4,7 +4,7 @@
         pools={"gpus": Pool(nodes=2, gpus=8, cpus=64), "cpus": Pool(nodes=1, cpus=32)},
         trainer=Role(pool="gpus", gpus=1),               compute.shard.ranks of them
         inference=Role(pool="gpus", gpus=1),             inference.num of them
-        rollouts=Role(pool="cpus", count=4, cpus=4),     0: in the run's own process
+        rollouts=Role(pool="cpus", count=4, cpus=4),     None: in the run's own process
         colocate=(("trainer", "inference"),),            rank 0 and engine 0 share a seat, and with it a GPU
     )
 
@@ -21,6 +21,7 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+from ramify.train.optional_fields import check_optional
 
 ROLES = ("trainer", "inference", "rollouts")
 KINDS = ("local", "ray")
@@ -33,17 +34,17 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     gpus: float = 0
     """Of each node, as are ``cpus`` and ``memory_gb``."""
     cpus: float = 1
-    memory_gb: float = 0
-    """10^9 bytes of main memory; 0: not counted."""
+    memory_gb: float | None = None
+    """10^9 bytes of main memory; None: not counted."""
     order: Literal["pack", "spread"] = "pack"
     """pack: as few nodes as possible. spread: each seat on the node that has most left."""
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or min(self.gpus, self.cpus, self.memory_gb) < 0:
+        check_optional("placement.pools", "not counted", memory_gb=self.memory_gb)
+        if self.nodes < 1 or min(self.gpus, self.cpus) < 0:
             raise ConfigError(
                 f"placement.pools: nodes={self.nodes} must be at least 1; gpus={self.gpus:g}, "
-                f"cpus={self.cpus:g} and "
-                f"memory_gb={self.memory_gb:g} cannot be negative"
+                f"cpus={self.cpus:g} cannot be negative"
             )
 
 
@@ -52,8 +53,8 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     pool: str = ""
     """Of ``pools``; may be left out where there is only one."""
-    count: int = 0
-    """0: as many as the run says elsewhere (``compute.shard.ranks``, ``inference.num``); runners of
+    count: int | None = None
+    """None: as many as the run says elsewhere (``compute.shard.ranks``, ``inference.num``); runners of
     rollouts: none, they are rolled out in the run's own process."""
     gpus: float = 0
     """Of each process, as are ``cpus`` and ``memory_gb``."""
@@ -61,9 +62,10 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     memory_gb: float = 0
 
     def __post_init__(self) -> None:
-        if min(self.count, self.gpus, self.cpus, self.memory_gb) < 0:
+        check_optional("placement role", "as many as the run needs", count=self.count)
+        if min(self.gpus, self.cpus, self.memory_gb) < 0:
             raise ConfigError(
-                f"placement: count={self.count}, gpus={self.gpus:g}, cpus={self.cpus:g} and "
+                f"placement: gpus={self.gpus:g}, cpus={self.cpus:g} and "
                 f"memory_gb={self.memory_gb:g} of "
                 "a role cannot be negative"
             )
@@ -85,7 +87,7 @@ class ServiceSpec(RoleSpec, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.command or not self.variable or self.count > 1 or not self.start_s > 0:
+        if not self.command or not self.variable or (self.count or 1) > 1 or not self.start_s > 0:
             raise ConfigError(
                 "placement.services: one process with a command and a variable each, and a "
                 "positive start_s; got "

@@ -160,7 +160,7 @@ class ClientScorer:
         if top or any(row.candidates for row in rows):
             raise RamifyError(
                 f"{self._client.name} gives log-probabilities of the tokens themselves alone: set "
-                "teacher.top=0"
+                "teacher.top=null"
             )
         return list(await asyncio.gather(*(self._one(row) for row in rows)))
 

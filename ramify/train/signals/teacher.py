@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, TrainError
+from ramify.train.optional_fields import check_optional
 from ramify.train.signals.base import (
     Place,
     PromptRenderer,
@@ -69,9 +70,9 @@ class TeacherSignal(
     """Where ℓ_o comes from: what the sampler said, or one more pass over the plain path by the code
     that scores the teacher: exact where sampler and trainer round differently (bf16), for another
     half of a forward pass."""
-    top: int = 0
+    top: int | None = None
     """Candidates per position for losses over more than the sampled token; -1: the whole
-    vocabulary; 0: none."""
+    vocabulary; None: none."""
     support: Literal["teacher", "student"] = "teacher"
     """Whose likeliest tokens the candidates are."""
     choose: Literal["first", "overlap"] = "first"
@@ -79,9 +80,9 @@ class TeacherSignal(
     the most of its likeliest tokens with the policy."""
     overlap: int = 4
     """Likeliest tokens per position that are compared."""
-    evidence: float = 0.0
+    evidence: float | None = None
     """Only tokens whose log-probability the hint itself moves by more than this count, so that
-    un-hinted tokens are not pulled back to an old teacher; takes another pass of the teacher. 0:
+    un-hinted tokens are not pulled back to an old teacher; takes another pass of the teacher. None:
     all tokens count."""
     turns: Literal["all", "named"] = "all"
     """Which are scored: all from the hint on, or those up to the one that the hint is about. What
@@ -97,11 +98,12 @@ class TeacherSignal(
             msgspec.structs.force_setattr(self, "hints", hints_of(self.hints))
         if "{hint}" not in self.template:
             raise ConfigError(f"teacher.template={self.template!r} has no {{hint}} in it")
-        if self.top < ALL or self.overlap < 1 or self.evidence < 0 or not 0 < self.ema_decay <= 1:
+        check_optional("teacher", "all tokens", evidence=self.evidence)
+        is_number = self.top is None or self.top == ALL or self.top > 0
+        if not is_number or self.overlap < 1 or not 0 < self.ema_decay <= 1:
             raise ConfigError(
-                f"teacher: top={self.top} is -1 (all), 0 (none) or more, overlap={self.overlap} at "
-                "least 1, "
-                f"evidence={self.evidence} not negative, ema_decay={self.ema_decay} in (0, 1]"
+                f"teacher: top={self.top} is -1 (all), null (none) or at least 1, "
+                f"overlap={self.overlap} at least 1, ema_decay={self.ema_decay} in (0, 1]"
             )
         if self.source == "live" and self.hints is not None:
             warnings.warn(
@@ -287,7 +289,9 @@ class TeacherSignal(
             for each, row in zip(rows, theirs, strict=True)
         ]
         whole = list(self._whole(group, context))
-        top = max(self.top if self.support == "teacher" else 0, self.overlap if compares else 0)
+        top = max(
+            (self.top or 0) if self.support == "teacher" else 0, self.overlap if compares else 0
+        )
         top = ALL if self.top == ALL and self.support == "teacher" else top
         asked = [*theirs, *(plain if self.evidence else ()), *(each.row for each in whole)]
         scores = await scorer.score(asked, top=top)
@@ -304,7 +308,7 @@ class TeacherSignal(
     @property
     def _num_support(self) -> int:
         """Of the policy's likeliest tokens that are candidates."""
-        return self.top if self.support == "student" else 0
+        return (self.top or 0) if self.support == "student" else 0
 
     async def _student(
         self, rows: Sequence[_HintedRow], compares: bool, context: SignalContext
@@ -389,7 +393,7 @@ class TeacherSignal(
             gaps = [t - o for t, o in zip(scores.logprobs[at], old[at], strict=True)]
             if plain is not None:
                 moved = [
-                    abs(t - p) > self.evidence
+                    abs(t - p) > (self.evidence or 0.0)
                     for t, p in zip(scores.logprobs[at], plain[at], strict=True)
                 ]
                 gaps = [gap if counts else 0.0 for gap, counts in zip(gaps, moved, strict=True)]
