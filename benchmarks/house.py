@@ -3,8 +3,9 @@
     python benchmarks/house.py            a table
     python benchmarks/house.py --json     also prints, as its last line, {"figures": [{"name", "value", …}, …]}
 
-Counts come from the syntax trees of `ramify/`, so each run gives the same numbers; `--quick` changes nothing. Decides what
-is counted. Not here: the rules themselves (`tests/test_names.py`, `scripts/check_prose.py`).
+Counts come from the syntax trees of `ramify/`, so each run gives the same numbers; `--quick`
+changes nothing. Decides what is counted. Not here: the rules themselves (`tests/test_names.py`,
+`scripts/check_prose.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def repeated_names() -> int:
 
 
 def statements() -> int:
-    """Statements of the package; a text that stands by itself is documentation and does not count."""
+    """Statements of the package; a text that stands by itself is documentation and does not
+    count."""
     return sum(
         isinstance(node, ast.stmt) and not _is_documentation(node)
         for _, text in sources()

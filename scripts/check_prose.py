@@ -1,9 +1,11 @@
-"""Look for phrases that do not read as plain English: `scripts/check_prose.py [PATH…]`, by default everything.
+"""Look for phrases that do not read as plain English: `scripts/check_prose.py [PATH…]`, by default
+everything.
 
-Reads docstrings, comments and texts in the package, scripts, recipes, examples, benchmarks and tests, and the Markdown
-pages. A hit names the file, the line, the phrase and what to write instead. This is a floor, not a goal: a text without
-a hit can still be hard to read. Not checked: texts that a model sees (they are behaviour, see
-``tests/engine/test_golden_prompts.py``), and ``docs/log.md``, which is a record.
+Reads docstrings, comments and texts in the package, scripts, recipes, examples, benchmarks and
+tests, and the Markdown pages. A hit names the file, the line, the phrase and what to write instead.
+This is a floor, not a goal: a text without a hit can still be hard to read. Not checked: texts that
+a model sees (they are behaviour, see ``tests/engine/test_golden_prompts.py``), and ``docs/log.md``,
+which is a record.
 """
 
 from __future__ import annotations
@@ -54,9 +56,12 @@ RULES = {
 FOLDERS = ("ramify", "scripts", "recipes", "examples", "benchmarks", "tests")
 RECORD = {"docs/log.md", "scripts/check_prose.py"}
 SEEN_BY_MODELS = {
-    "ramify/engine/observe.py", "ramify/engine/scaffold.py", "ramify/engine/prelude.py",
-    "ramify/engine/retool.py", "ramify/engine/action.py",
-}  # fmt: skip
+    "ramify/engine/observe.py",
+    "ramify/engine/scaffold.py",
+    "ramify/engine/prelude.py",
+    "ramify/engine/retool.py",
+    "ramify/engine/action.py",
+}
 """Files whose texts, apart from docstrings and comments, go to a model."""
 _ANY = re.compile("|".join(f"(?P<r{n}>{rule})" for n, rule in enumerate(RULES)), re.IGNORECASE)
 _ADVICE = list(RULES.values())
@@ -89,10 +94,10 @@ def _python(name: str, text: str) -> Iterator[tuple[int, str, bool]]:
     docstrings = set()
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                docstrings.add(id(node.value))
-                yield node.lineno, node.value.value, True
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            docstrings.add(id(value))
+            yield node.lineno, value.value, True
     only_ours = name in SEEN_BY_MODELS or name.startswith("tests/")
     for node in ast.walk(tree):
         if only_ours or not isinstance(node, ast.Constant) or id(node) in docstrings:
@@ -117,8 +122,11 @@ def _page(text: str) -> Iterator[tuple[int, str, bool]]:
 def files(paths: list[str]) -> Iterator[str]:
     listed = subprocess.run(
         ["git", "ls-files", *(paths or [*FOLDERS, "*.md"])],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
     for name in listed:
         if name.endswith((".py", ".md")) and name not in RECORD and (ROOT / name).is_file():
             yield name

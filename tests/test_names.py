@@ -11,9 +11,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ramify"
 SHARED_STEMS = {"__init__", "base", "config", "task", "demos"}
 """Names of modules that several packages have, because the package says which is meant."""
-PARTICIPLES_AND_PRONOUNS = set(
-    ["Absent", "Adapted", "Agreed", "All", "Alone", "Answered", "Any", "Asked", "Attached", "Attempted", "Began", "Begun", "Below", "Bounded", "Broken", "Called", "Carried", "Cited", "Closed", "Compiled", "Composed", "Current", "Decoding", "Denied", "Done", "Drawn", "Each", "Elsewhere", "Ended", "Failed", "Found", "Given", "Gone", "Got", "Graded", "Growing", "Heard", "Held", "Here", "Hinted", "Joined", "Kept", "Known", "Listed", "Loaded", "Loading", "Lost", "Made", "Making", "Mapped", "Most", "Moved", "Noted", "Offered", "One", "Other", "Outside", "Own", "Past", "Placed", "Plain", "Predicted", "Prepared", "Pruned", "Published", "Ran", "Reached", "Received", "Rejected", "Replied", "Requested", "Rest", "Resting", "Rolling", "Routed", "Running", "Said", "Sampled", "Saving", "Scored", "Seen", "Sent", "Sharded", "Shared", "Shuffled", "Spent", "Stale", "Stalled", "Stamped", "Started", "Taken", "Tighter", "Together", "Told", "Trained", "Unreadable", "Unsupported", "Used", "Waiting", "Wanted", "Watched", "Whole", "Writing"]
-)
+PARTICIPLES_AND_PRONOUNS = """
+    Absent Adapted Agreed All Alone Answered Any Asked Attached Attempted Began Begun Below
+    Bounded Broken Called Carried Cited Closed Compiled Composed Current Decoding Denied Done
+    Drawn Each Elsewhere Ended Failed Found Given Gone Got Graded Growing Heard Held Here
+    Hinted Joined Kept Known Listed Loaded Loading Lost Made Making Mapped Most Moved Noted
+    Offered One Other Outside Own Past Placed Plain Predicted Prepared Pruned Published Ran
+    Reached Received Rejected Replied Requested Rest Resting Rolling Routed Running Said
+    Sampled Saving Scored Seen Sent Sharded Shared Shuffled Spent Stale Stalled Stamped
+    Started Taken Tighter Together Told Trained Unreadable Unsupported Used Waiting Wanted
+    Watched Whole Writing
+"""
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:
@@ -61,6 +69,8 @@ def test_our_own_types_are_imported_under_their_own_names() -> None:
 
 def test_no_class_is_named_by_its_grammatical_role() -> None:
     wrong = [
-        f"{path}: {name}" for name, path in classes() if name.strip("_") in PARTICIPLES_AND_PRONOUNS
+        f"{path}: {name}"
+        for name, path in classes()
+        if name.strip("_") in PARTICIPLES_AND_PRONOUNS.split()
     ]
     assert wrong == []

@@ -22,7 +22,7 @@ from ramify.progress import report_progress
 PROTOCOL = 3
 """Of ``ramify serve-policy --weight-transfer``: counts up with every change that an older trainer
 or engine would misunderstand. Both sides say theirs at the start."""
-TINY = Path(__file__).parents[1] / "policy" / "tiny"
+TINY = Path(__file__).parents[1] / "models" / "tiny"
 """The folder of the packaged policy."""
 
 

@@ -62,7 +62,7 @@ class CellDisplayHook(DisplayHook):
         pass
 
 
-class CellShell(interactiveshell.InteractiveShell):
+class Shell(interactiveshell.InteractiveShell):
     """IPython without a terminal, a history on disk or a profile."""
 
     displayhook_class = CellDisplayHook
@@ -79,11 +79,11 @@ class CellShell(interactiveshell.InteractiveShell):
         pass
 
 
-def make_shell() -> CellShell:
+def make_shell() -> Shell:
     folder = os.path.join(os.path.dirname(os.environ["HOME"]), "ipython")
     config = Config()
     config.HistoryManager.enabled = False
-    shell: CellShell = CellShell.instance(
+    shell: Shell = Shell.instance(
         config=config, user_module=notebook.module, user_ns=notebook.namespace, ipython_dir=folder
     )
     shell.loop_runner = notebook.complete

@@ -169,7 +169,7 @@ def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) 
     guest.Guest(
         wire,
         wire,
-        spools.FileSpool(spool),
+        spools.FileOutputSpool(spool),
         max_output_bytes=config["max_output_bytes"],
         owns_process=True,
         memory_limits=memory,
@@ -186,14 +186,14 @@ def main(config: dict[str, Any], has_lines: bool) -> None:
     config["folder"] = tempfile.mkdtemp(prefix="ramify-")
     try:
         forkserver.preload([], (*forkserver.PRELOAD, *config["packages"]))
-    except forkserver.NotImportable as error:
+    except forkserver.PackageNotImportable as error:
         wire.send(FAILED, str(error).encode())
         return
     forkserver.settle()
     ours, theirs = socket.socketpair()
     spool = os.memfd_create("ramify-output", os.MFD_CLOEXEC)
     fcntl.fcntl(spool, fcntl.F_SETFL, fcntl.fcntl(spool, fcntl.F_GETFL) | os.O_APPEND)
-    server = forkserver.Server(None, config)
+    server = forkserver.ForkServer(None, config)
     pid = os.fork()
     if not pid:
         try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -276,7 +277,8 @@ def ledger_demos(
     kinds = {"noisy": NOISY, "expert": EXPERT}
     if habits not in kinds:
         raise ConfigError(f"unknown habits '{habits}': {nearest(habits, kinds)}")
-    return demonstrations(task.splits["train"][:num], kinds[habits], seed, scaffold)
+    items = islice(task.splits["train"], num)  # lazy: some contexts are long
+    return demonstrations(items, kinds[habits], seed, scaffold)
 
 
 def program_demos(

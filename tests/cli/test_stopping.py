@@ -17,7 +17,7 @@ class Running:
     def cancel(self): pass
 
 async def blocked():
-    with Interrupts(Notes(True)).caught(Running()):
+    with RunInterrupts(StderrNotes(True)).caught(Running()):
         {block}
 """
 SERVING = """
@@ -27,7 +27,7 @@ async def blocked():
 """
 VIEW = """
 async def blocked():
-    with Screen(Notes(False), "live"):
+    with ProgressScreen(StderrNotes(False), "live"):
         {block}
 """
 PROGRAM = """

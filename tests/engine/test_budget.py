@@ -184,8 +184,8 @@ def test_events_come_as_a_stream_and_to_callbacks() -> None:
         names = [
             "RunStarted",
             "CallStarted",
-            "Requested",
-            "Replied",
+            "RequestStarted",
+            "ReplyReceived",
             "CellRan",
             "CallEnded",
             "RunEnded",

@@ -92,7 +92,7 @@ async def _kill_and_resume(tmp_path: Path) -> None:
         assert result.usage.unknown_calls == 4
         assert result.usage.calls == 1 + 8 + 12 + 1 + 4
         assert result.trajectory.usage == result.usage == store.load("last").usage == replayed.usage
-        kinds = Counter(type(event).__name__ for event in store.events("last"))
+        kinds = Counter(event.__struct_config__.tag for event in store.events("last"))
         assert (kinds["Requested"], kinds["Replied"], kinds["Attempted"], kinds["RunStarted"]) == (
             22,
             22,

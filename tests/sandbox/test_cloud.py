@@ -142,7 +142,7 @@ BRIEF = [
 CASES = [(p, q) for p in PROVIDERS for q in LOCAL if q.name in BRIEF]
 
 
-@pytest.mark.parametrize(("provider", "promise"), CASES, ids=[f"{p}-{q.name}" for p, q in CASES])
+@pytest.mark.parametrize(("provider", "check"), CASES, ids=[f"{p}-{q.name}" for p, q in CASES])
 def test_promise(
     provider: str, check: ConformanceCheck, services: Callable[..., SandboxSpec]
 ) -> None:

@@ -144,7 +144,7 @@ def test_frames_survive_any_cut(tmp_path: Any) -> None:
                 (type(m).__name__, [len(b) for b in blobs])
                 for m, blobs in map(parse, assembler.feed(memoryview(data[at : at + step])))
             ]
-        assert got == [("Out", [5]), ("Agreed", []), ("Out", [200_000])]
+        assert got == [("OutputFrame", [5]), ("OkFrame", []), ("OutputFrame", [200_000])]
     path = tmp_path / "frames"
     with path.open("w+b") as file:
         write_all(file.fileno(), [part for parts in frames for part in parts])

@@ -175,7 +175,7 @@ async def engine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> AsyncIterator
             await fake.close()
 
 
-@pytest.mark.parametrize("promise", LOCAL, ids=[check.name for check in LOCAL])
+@pytest.mark.parametrize("check", LOCAL, ids=[check.name for check in LOCAL])
 def test_promise(check: ConformanceCheck, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def put() -> None:
         async with engine(monkeypatch, tmp_path):

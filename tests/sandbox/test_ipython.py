@@ -34,7 +34,7 @@ def cells(*codes: str) -> list[Cell]:
 
 
 @needs_ipython
-@pytest.mark.parametrize("promise", PROMISES, ids=[check.name for check in PROMISES])
+@pytest.mark.parametrize("check", PROMISES, ids=[check.name for check in PROMISES])
 def test_promise(check: ConformanceCheck) -> None:
     async def put() -> None:
         sandbox = open_sandbox(SPEC)

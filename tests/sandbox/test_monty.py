@@ -45,7 +45,7 @@ async def run(session: MontySession, *codes: str, timeout_s: float | None = None
 
 
 @needs_monty
-@pytest.mark.parametrize("promise", CLAIMED, ids=[check.name for check in CLAIMED])
+@pytest.mark.parametrize("check", CLAIMED, ids=[check.name for check in CLAIMED])
 def test_promise(check: ConformanceCheck) -> None:
     async def put() -> None:
         sandbox = open_sandbox(SPEC)

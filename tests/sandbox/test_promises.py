@@ -37,7 +37,7 @@ async def opened(spec: SandboxSpec) -> Sandbox:
     return tiers.open_jail(spec) if spec.provider == "jail" else open_sandbox(spec)
 
 
-@pytest.mark.parametrize("promise", PROMISES, ids=[check.name for check in PROMISES])
+@pytest.mark.parametrize("check", PROMISES, ids=[check.name for check in PROMISES])
 def test_promise(held: Held, check: ConformanceCheck) -> None:
     runner, sandbox, spec = held
     finding = runner.run(check_one(sandbox, spec, check))

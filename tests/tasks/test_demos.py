@@ -4,6 +4,7 @@ the engine would do."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import Iterator
 
@@ -72,6 +73,27 @@ def test_an_expert_is_always_right(task: object) -> None:
     for split in task.splits:  # type: ignore[attr-defined]
         for calls in demonstrations(items(task, 60, split), EXPERT, 0, TINY):
             assert all(call.correct for call in calls), calls[0].item
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_collection_of_garbage_is_left_as_it_was(is_on: bool) -> None:
+    """Between two demonstrations, after the last, and where one fails."""
+
+    def failing() -> Iterator[Item]:
+        yield from items(SEVERAL, 2)
+        raise OSError("no more items")
+
+    was_on = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        shown = demonstrations(items(SINGLE, 3), EXPERT, 0, TINY)
+        found = [(gc.isenabled(), len(calls)) for calls in shown]
+        assert (found, gc.isenabled()) == ([(is_on, 1)] * 3, is_on)
+        with pytest.raises(OSError, match="no more items"):
+            list(demonstrations(failing(), EXPERT, 0, TINY))
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
 
 
 def test_how_often_the_noisy_one_is_right() -> None:

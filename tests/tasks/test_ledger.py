@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ramify import RLM, SandboxSpec
+from ramify.build.recipe import recipe
 from ramify.errors import ConfigError
 from ramify.sandbox.base import digest_of
-from ramify.tasks.base import Item, scored
+from ramify.tasks.base import Item, scored, task_of
 from ramify.tasks.ledger.demos import EXPERT, LedgerDemonstrator
 from ramify.tasks.ledger.ledger_rows import (
     FORMATS,
@@ -30,6 +33,7 @@ from ramify.tasks.ledger.task import LedgerQuestion, documents_of, ledger
 from ramify.tasks.validate import validate
 from ramify.types.trajectory import Call, ContextRef, Parent, Stop, Trajectory
 
+ROOT = Path(__file__).parents[2]
 ROWS = [("bavo", "red", 17), ("fred", "blue", 5), ("kilu", "red", 8), ("bavo", "blue", 9)]
 
 
@@ -148,6 +152,45 @@ def test_length_is_a_parameter(chars: int, multi: float) -> None:
     )
 
 
+def test_a_share_of_the_training_items_is_long() -> None:
+    """As many of each order of magnitude, each answered by its own rows; no other split has any."""
+    task = ledger(multi=0.5, long=0.2, long_chars=(2_000, 200_000))
+    items = list(itertools.islice(task.splits["train"], 500))
+    lengths = [len(item.context) for item in items if len(item.context) > 1_900]
+    assert len(lengths) == pytest.approx(0.2 * len(items), rel=0.2)
+    assert sum(length < 20_000 for length in lengths) == pytest.approx(len(lengths) / 2, rel=0.3)
+    assert max(lengths) < 1.03 * 200_000
+    for item in items:
+        asked = LedgerQuestion.read(item.question)
+        assert asked is not None
+        rows = [row for document in documents_of(item) for row in document.rows(item.context)]
+        assert solve(rows, asked.kind, asked.about) == item.gold
+    plain = ledger(multi=0.5)
+    for split in ("validation", "test", "test_formats", "test_names"):
+        assert task.splits[split][:20] == plain.splits[split][:20]
+
+
+@pytest.mark.parametrize("long_chars", [(10_000, 3_000_000), (1, 1)])
+def test_without_a_share_of_long_items_nothing_changes(long_chars: tuple[int, int]) -> None:
+    """The very contexts of before there was the option."""
+    items = ledger(multi=0.5, long=0, long_chars=long_chars).splits["train"][:200]
+    text = "".join(item.question + item.context + str(item.gold) for item in items)
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "c8a67a21b8c4b57a"
+
+
+@pytest.mark.slow
+def test_the_recursive_recipe_meets_lengths_of_seven_digits() -> None:
+    """In its demonstrations and rollouts, as the demo asks about one."""
+    run = recipe(ROOT / "recipes/tiny_recursive.py")
+    assert run.sft is not None
+    for spec in (run.task, run.sft.task):
+        assert spec is not None
+        items = itertools.islice(task_of(spec.name, **spec.options).splits["train"], 500)
+        lengths = [len(item.context) for item in items]
+        assert max(lengths) > 1_000_000
+        assert 0.02 < sum(length > 9_000 for length in lengths) / len(lengths) < 0.1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("multi", [0.0, 1.0])
 def test_ten_million_characters(multi: float) -> None:
@@ -180,6 +223,9 @@ def test_ten_million_characters(multi: float) -> None:
         ({"rows": (3, 9)}, "rows=\\(3, 9\\); give at least 4"),
         ({"docs": (3, 2), "multi": 1.0}, "docs=\\(3, 2\\)"),
         ({"chars": 100}, "chars=100 holds no question"),
+        ({"long": 1.5}, "long=1.5, long_chars=\\(10000, 3000000\\); give a share from 0 to 1"),
+        ({"long": 0.1, "multi": 0.5, "long_chars": (500, 900)}, "at least 200 characters for each"),
+        ({"long": 0.1, "long_chars": (900, 500)}, "the smaller number first"),
     ],
 )
 def test_what_leaves_nothing_to_ask(options: dict[str, Any], message: str) -> None:

@@ -227,7 +227,7 @@ def test_recipes_are_read_and_overridden() -> None:
     with pytest.raises(ConfigError, match="no field 'optm'"):
         recipe(RECIPES / "tiny.py", ["rl.optm.lr=1"])
     recursive = recipe(RECIPES / "tiny_recursive.py")
-    assert recursive.task == TaskSpec(name="ledger", options={"multi": 1.0})
+    assert recursive.task == TaskSpec(name="ledger", options={"multi": 1.0, "long": 0.05})
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.py")), ids=lambda path: path.stem)

@@ -293,7 +293,7 @@ def test_rollouts_are_kept_and_the_good_ones_learnt_from(tmp_path: Path) -> None
 
 def test_a_step_without_signal_says_so_and_moves_nothing(tmp_path: Path) -> None:
     said: list[str] = []
-    run = small(task=msgspec.structs.replace(small().task, name="tests.train.small:silent"))
+    run = small(task=msgspec.structs.replace(small().task, name="tests.train.small:zero_variance"))
     rl = msgspec.structs.replace(run.rl, steps=1)
     train(msgspec.structs.replace(run, rl=rl), tmp_path, say=said.append)
     assert said[0].endswith(
@@ -331,7 +331,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_which_can_go_on_from_before(
 
 
 def test_dynamic_sampling_takes_further_items(tmp_path: Path) -> None:
-    run = small(task=msgspec.structs.replace(small().task, name="tests.train.small:silent"))
+    run = small(task=msgspec.structs.replace(small().task, name="tests.train.small:zero_variance"))
     rl = msgspec.structs.replace(run.rl, steps=1)
     sample = msgspec.structs.replace(rl.sample, max_items=5)
     state = train(

@@ -44,7 +44,7 @@ def test_from_nothing_to_a_policy(name: str, tmp_path: Path) -> None:
     assert sum(row.values.get("failed_rollouts", 0) for row in rows) == 0
     assert load(tmp_path / "policy").num_parameters > 400_000
     if name == "tiny_recursive":
-        assert run.task.options == {"multi": 1.0}
+        assert run.task.options == {"multi": 1.0, "long": 0.05}
 
 
 @pytest.mark.slow

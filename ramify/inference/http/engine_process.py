@@ -188,7 +188,7 @@ def engine_command(
             "--logprobs-mode",
             "processed_logprobs",
             "--worker-extension-cls",
-            "ramify_in_vllm.Carried",
+            "ramify_in_vllm.RamifyWorkerExtension",
             "--weight-transfer-config",
             '{"backend": "ramify"}',
         ]

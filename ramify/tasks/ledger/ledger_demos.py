@@ -11,7 +11,9 @@ demonstrator does not do: echoes, tools, limits, failing children.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import traceback
 from collections.abc import Iterable, Iterator
 from types import CodeType
@@ -69,7 +71,28 @@ def demonstrations(
     items: Iterable[Item], habits: LedgerDemonstratorHabits, seed: int, scaffold: LedgerScaffold
 ) -> Iterator[list[LedgerDemonstration]]:
     """One demonstration of each of ``items``."""
-    return (play(item, habits, seed, scaffold) for item in items)
+    items = iter(items)
+    while True:
+        with _no_collection():
+            item = next(items, None)
+            if item is None:
+                return
+            conversations = play(item, habits, seed, scaffold)
+        yield conversations
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's cyclic garbage collector is off meanwhile. The rows of a long context are hundreds
+    of thousands of objects: as they are made, it would search all that the process holds many
+    times."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _FinalCalled(Exception):

@@ -5,6 +5,7 @@ own.
     ledger(chars=10_000_000)                    one document of ten million characters; the same questions
     ledger(multi=1.0, docs=(8, 8))              eight documents; the question is about all of them
     ledger(multi=0.5, kinds=("count", "sum"))   half and half
+    ledger(long=0.05)                           one training item in twenty has up to 3,000,000
 
     sum qty of 'red' in all docs                the context of several documents: each after a line with the mark
     ###
@@ -22,6 +23,7 @@ its own right answer follows from them.
 from __future__ import annotations
 
 import functools
+import math
 import random
 import re
 from collections.abc import Sequence
@@ -116,8 +118,13 @@ class _Recipe(msgspec.Struct, frozen=True):
     chars: int | None
     formats: tuple[RowFormat, ...] = KNOWN_FORMATS
     names: tuple[str, ...] = KNOWN_NAMES
+    long: float = 0.0
+    long_chars: tuple[int, int] = (0, 0)
 
     def make(self, rng: random.Random) -> Item:
+        if self.long and rng.random() < self.long:
+            chars = round(math.exp(rng.uniform(*map(math.log, self.long_chars))))
+            return msgspec.structs.replace(self, chars=chars, long=0.0).make(rng)
         return self._several(rng) if rng.random() < self.multi else self._single(rng)
 
     def _single(self, rng: random.Random) -> Item:
@@ -199,14 +206,17 @@ def ledger(
     docs: tuple[int, int] = (2, 3),
     doc_rows: tuple[int, int] = (12, 30),
     chars: int | None = None,
+    long: float = 0.0,
+    long_chars: tuple[int, int] = (10_000, 3_000_000),
 ) -> SimpleTask:
     """The family as a task.
 
     ``multi`` is the share of items with several documents, whose number is drawn from ``docs``;
     ``kinds`` those that are asked (over several documents only count, sum and max); ``rows`` and
     ``doc_rows`` bound the rows of a single document and of each of several. ``chars`` sets the
-    length of the whole context instead, to within some percent. Raises ConfigError for what leaves
-    nothing to ask."""
+    length of the whole context instead, to within some percent. ``long`` is the share of training
+    items whose length is drawn from ``long_chars``, each order of magnitude as often as the next;
+    other splits have none. Raises ConfigError for what leaves nothing to ask."""
     recipe = _Recipe(multi, _kinds(kinds, multi), rows, docs, doc_rows, chars)
     for name, (low, high), least in (
         ("rows", rows, 4),
@@ -217,12 +227,21 @@ def ledger(
             raise ConfigError(
                 f"ledger: {name}=({low}, {high}); give at least {least}, the smaller first"
             )
-    if chars is not None and chars < 200 * (docs[1] if multi else 1):
+    fewest = 200 * (docs[1] if multi else 1)
+    if chars is not None and chars < fewest:
         raise ConfigError(
             f"ledger: chars={chars} holds no question; give at least 200 for each document"
         )
+    if not 0 <= long <= 1 or (long and not fewest <= long_chars[0] <= long_chars[1]):
+        raise ConfigError(
+            f"ledger: long={long}, long_chars={tuple(long_chars)}; give a share from 0 to 1, and "
+            "at "
+            "least 200 characters for each document, the smaller number first"
+        )
     name = "ledger"
     splits: dict[str, Sequence[Item]] = {**generated(name, recipe.make, seed=seed)}
+    longer = msgspec.structs.replace(recipe, long=long, long_chars=long_chars)
+    splits["train"] = GeneratedSplit(name, "train", longer.make, seed)
     other = msgspec.structs.replace(recipe, formats=HELD_OUT_FORMATS)
     splits["test_formats"] = GeneratedSplit(name, "test_formats", other.make, seed)
     if "latest" in recipe.kinds and multi < 1:

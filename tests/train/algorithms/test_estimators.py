@@ -307,8 +307,8 @@ def test_ppo_normalises_over_the_whole_step_and_trains_children_by_their_own_ret
 
 
 def test_a_call_in_two_rows_is_one_line_of_tokens() -> None:
-    """TokenSequence splitting changes nothing: the KL of the second part reaches the first, and so do γ and
-    λ."""
+    """TokenSequence splitting changes nothing: the KL of the second part reaches the first, and so
+    do γ and λ."""
     for algorithm in (
         PPO(lam=0.5, kl_reward=0.1),
         ReinforcePP(gamma=0.9, kl_reward=0.1),

@@ -1,7 +1,7 @@
 """The one file that is loaded inside vLLM: a weight transfer engine named ``ramify``, which takes
 what our carriers bring.
 
-    PYTHONPATH=…/inference/http/inside vllm serve MODEL --worker-extension-cls ramify_in_vllm.Carried \\
+    PYTHONPATH=…/inference/http/inside vllm serve MODEL --worker-extension-cls ramify_in_vllm.RamifyWorkerExtension \\
         --weight-transfer-config '{"backend": "ramify"}'
 
 Its folder holds nothing else, so that nothing else of ours is put before vLLM's own packages; the
