@@ -283,8 +283,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     placement: PlacementSpec | None = None
     """On which machines processes run, and who starts them; None: this machine."""
     threads: int | None = None
-    """Threads that torch uses per operation; None: torch's default. One is best for small models and
-    on shared machines."""
+    """Threads that torch uses per operation; None: torch's default. One is best for small models
+    and on shared machines."""
 
     def __post_init__(self) -> None:
         if not self.stall_s > 0:

@@ -12,7 +12,8 @@ from ramify.errors import ConfigError
 
 
 def check_optional(owner: str, null: str, **values: float | None) -> None:
-    """Raise ConfigError for a value that is neither None nor positive. ``null``: what None means."""
+    """Raise ConfigError for a value that is neither None nor positive. ``null``: the meaning of
+    None."""
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ConfigError(f"{owner}.{name}={value:g} must be above 0; give null for {null}")

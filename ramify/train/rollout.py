@@ -158,8 +158,8 @@ class GroupRollout:
         self._greedy = greedy
 
     async def whole(self) -> Group:
-        """Wait for all attempts. Those that were given up are not in the group. Raises an unexpected
-        error of an attempt as soon as it occurs."""
+        """Wait for all attempts. Those that were given up are not in the group. Raises an
+        unexpected error of an attempt as soon as it occurs."""
         await asyncio.gather(*(attempt.result for attempt in self.attempts))
         trajectories = [
             attempt.result.result()

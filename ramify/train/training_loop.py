@@ -64,8 +64,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """How often a run evaluates and saves. Steps are counted within a stage."""
 
     evaluate_every: int | None = 5
-    """Steps between evaluations on the validation stream, in a stage with rollouts; None: only at the
-    end of the stage."""
+    """Steps between evaluations on the validation stream, in a stage with rollouts; None: only at
+    the end of the stage."""
     checkpoint_every: int | None = None
     """Steps between checkpoints, in addition to those after each evaluation (including the first)
     and at the end of each stage; None: no others."""

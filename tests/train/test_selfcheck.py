@@ -203,8 +203,7 @@ def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(
 
 
 def test_where_the_only_engine_is_gone_nobody_waits_for_it(made: RunParts) -> None:
-    """It comes back once it was given weights, by whoever waits for this check to end; then it is
-    checked."""
+    """It rejoins after it was given weights, while this check runs; then it is checked."""
 
     async def run() -> None:
         local = LocalClient(made.policy, slots=2)

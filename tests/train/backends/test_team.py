@@ -1,4 +1,4 @@
-"""Failing ranks: which one, how, and where it was. Uses processes without tensors, so that they
+"""Failing ranks: which one, how, and at which place. Uses processes without tensors, so that they
 start quickly.
 """
 
