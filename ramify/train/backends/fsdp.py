@@ -381,7 +381,7 @@ class FsdpBackend:
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
         if not self._critic:
-            raise ConfigError("this backend has no critic: make it with one, as rl.critic does")
+            raise ConfigError("this backend has no critic: create it with one, as rl.critic does")
         return self._collect("values", batches)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -196,7 +196,7 @@ def test_a_critic_is_that_of_one_process(ranks: FsdpRanks, kind: str, tmp_path: 
     again.load(tmp_path)
     for here, there in zip(again.values(batches), ours.values(batches), strict=True):
         np.testing.assert_array_equal(here, there)
-    with pytest.raises(ConfigError, match="this backend has no critic: make it with one"):
+    with pytest.raises(ConfigError, match="this backend has no critic: create it with one"):
         spread(ranks).backend().values(batches)
 
 
@@ -313,7 +313,7 @@ def test_a_state_that_does_not_fit_is_refused(ranks: FsdpRanks, checkpoint: Path
     with pytest.raises(ConfigError, match=r"optim\.kind is adamw there and muon here"):
         spread(ranks).backend(OptimizerSpec(kind="muon")).load(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"nowhere holds no state of ranks: it has no trainer\.pt"
+        ConfigError, match=r"nowhere holds no state of ranks: trainer\.pt is missing"
     ):
         fsdp.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"gpt2\d has no tensor 'model.embed_tokens.weight'"):
@@ -400,7 +400,7 @@ def test_a_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
         spread(ranks).backend().load(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"lora.targets=\('qproj',\): no linear module is called so; there are down_proj",
+        match=r"lora.targets=\('qproj',\): no linear module has such a name; there are down_proj",
     ):
         ranks.spread(
             CONFIG, policy().model.state_dict(), msgspec.structs.replace(lora, targets=("qproj",))
@@ -413,7 +413,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_no_more(ranks: FsdpRanks)
     fsdp = spread(ranks).backend()
     with pytest.raises(
         TrainError,
-        match="step 1 is not finite at 7 entries, the first of them token 23 of sequence sib",
+        match="step 1 is not finite at 7 entries, the first being token 23 of sequence sib",
     ):
         fsdp.forward_backward(pack(rows, PackingSpec(max_tokens=60)), LOSS)
     assert fsdp.optim_step()["grad_norm"] == 0.0

@@ -245,7 +245,7 @@ def test_a_critic_is_saved_and_asked_for(tmp_path: Any) -> None:
         each.tolist() for each in backend.values(batches)
     ]
     SingleBackend(policy(), critic=True).save(tmp_path / "shared")
-    with pytest.raises(ConfigError, match="is of a backend with a critic"):
+    with pytest.raises(ConfigError, match="is from a backend with a critic"):
         SingleBackend(policy()).load(tmp_path / "shared")
     with pytest.raises(ConfigError, match="this backend has no critic"):
         SingleBackend(policy()).values(batches)

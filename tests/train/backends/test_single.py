@@ -244,7 +244,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path):
         SingleBackend(policy(wider)).load(tmp_path)
     with pytest.raises(ConfigError, match=r"optim\.kind is adamw there and muon here"):
         SingleBackend(policy(), OptimizerSpec(kind="muon")).load(tmp_path)
-    with pytest.raises(ConfigError, match=r"holds no state of a trainer: it has no backend\.pt"):
+    with pytest.raises(ConfigError, match=r"holds no trainer state: backend\.pt is missing"):
         SingleBackend(policy()).load(tmp_path / "nowhere")
 
 
@@ -287,7 +287,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_sequence(tmp_path: Path):
     batches = pack(rows)
     with pytest.raises(
         TrainError,
-        match="step 1 is not finite at 7 entries, the first of them token 23 of sequence sibling=1",
+        match="step 1 is not finite at 7 entries, the first being token 23 of sequence sibling=1",
     ):
         backend.forward_backward(batches, LOSS)
     dump = np.load(tmp_path / "not-finite-step-1.npz")
