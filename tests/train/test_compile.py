@@ -115,7 +115,8 @@ def test_what_is_refused():
     ):
         sequences([rollout({("0", 0): rl(1)}, plain)])
     with pytest.raises(
-        ValueError, match="1 stamps of trajectory t fit no path, the first that of call 0, turn 1"
+        ValueError,
+        match="1 turns with credit in trajectory t fit no path, the first being call 0, turn 1",
     ):
         sequences([rollout({("0", 0): rl(1, 1), ("0", 1): rl(1)}, plain)])
     without = call("0", turn((1,), (7,), logprobs=None))
