@@ -119,10 +119,10 @@ class Published:
     async def publish(self) -> None:
         self._ids.version += 1
 
-    async def rest(self) -> bool:
+    async def sleep(self) -> bool:
         return False
 
-    def spare(self) -> None: ...
+    def release_memory(self) -> None: ...
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetr
             lambda _: backend,
             Published(ids),
             nothing,
-            schedule=Schedule(evaluate_every=0),
+            schedule=Schedule(evaluate_every=None),
             say=print,
         )
         await loop.run()
@@ -247,7 +247,7 @@ def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
             warmup=None,
             sft=None,
             rl=msgspec.structs.replace(tiny.rl, steps=steps, sample=sample),
-            schedule=Schedule(evaluate_every=0),
+            schedule=Schedule(evaluate_every=None),
             evaluate=msgspec.structs.replace(
                 tiny.evaluate, num=256, validation=64, final=("test",)
             ),

@@ -212,7 +212,7 @@ def _train(out: Path, *fields: str) -> None:
         "evaluate.validation=2",
         "evaluate.final=[]",
         "schedule.save_rollouts_every=1",
-        "schedule.evaluate_every=0",
+        "schedule.evaluate_every=null",
     )
     command = [
         sys.executable,

@@ -73,7 +73,7 @@ def run() -> Run:
             max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=600, max_concurrency=512
         ),
         evaluate=EvaluateSpec(num=96, final=()),
-        schedule=Schedule(evaluate_every=0, checkpoint_every=2),
+        schedule=Schedule(evaluate_every=None, checkpoint_every=2),
         compute=ComputeSpec(precision="fp32"),
         inference=InferenceSpec(restarts=1000),
         stall_s=600.0,

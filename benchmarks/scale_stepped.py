@@ -232,10 +232,10 @@ class Publisher:
         for engine in self._client.engines:
             engine.renewed()
 
-    async def rest(self) -> bool:
+    async def sleep(self) -> bool:
         return False
 
-    def spare(self) -> None: ...
+    def release_memory(self) -> None: ...
 
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -256,7 +256,7 @@ async def _run(out: Path, shape: Shape, seed: int) -> None:
         items=shape.items,
         max_staleness=shape.staleness,
         grace_steps=shape.grace_steps,
-        straggler_factor=shape.straggler_factor,
+        straggler_factor=shape.straggler_factor or None,
     )
     options = RolloutOptions(group=shape.group, concurrency=shape.concurrency)
     limits = Limits(max_turns=6, max_reply_tokens=500, max_seconds=300, max_concurrency=1000)
@@ -289,7 +289,7 @@ async def _run(out: Path, shape: Shape, seed: int) -> None:
             lambda _: backend,
             Publisher(client),
             evaluate,
-            schedule=Schedule(evaluate_every=0, save_rollouts_every=1),
+            schedule=Schedule(evaluate_every=None, save_rollouts_every=1),
             config=config,
             say=lambda _: None,
         )

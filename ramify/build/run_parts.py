@@ -75,7 +75,7 @@ class RunParts:
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         import torch
 
-        if run.threads:
+        if run.threads is not None:
             torch.set_num_threads(run.threads)
         run, self._placement_slots = settled(run)
         self.run = run
@@ -293,7 +293,7 @@ class RunParts:
         hint = f"the engine computes in {dtype} and the trainer in {self.compute.precision}"
         if not is_exact:
             hint += "; set policy.dtype=float32 and compute.precision=fp32 to rule out rounding"
-        if spec is not None and spec.tolerance:
+        if spec is not None and spec.tolerance is not None:
             return CanaryLimits(spec.tolerance, 0.0, hint)
         if not is_exact:
             return CanaryLimits(_COARSE, ROUNDING, hint)
@@ -309,9 +309,9 @@ class RunParts:
             if spec.model == "shared":
                 return trained.with_critic(stage.optim, None)
             critic_optim = (
-                scheduled("rl.critic", spec.optim, stage.optim.num_steps)
-                if spec.optim is not None
-                else stage.optim
+                stage.optim
+                if spec.optim is None or stage.optim.num_steps is None
+                else scheduled("rl.critic", spec.optim, stage.optim.num_steps)
             )
             return trained.with_critic(stage.optim, critic_optim)
 

@@ -1,6 +1,7 @@
-"""Which groups may begin, and which a step waits for: the rules of ``group_queue.py``, which
-explains them, apart from how time goes by. The simulator of clusters
-(``ramify/cluster/simulated_queue.py``) plays by the same ones.
+"""Rules for which groups of rollouts may begin, and which ones a step waits for.
+
+``group_queue.py`` explains the rules and applies them in real time; the cluster simulator
+(``ramify/cluster/simulated_queue.py``) applies the same rules in simulated time.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from typing import Protocol, TypeVar
 from ramify.train.signals.filters import num_more
 
 _MOMENT_S = 1e-9
-"""What is nearer is now: sums of floats may fall short of a moment that was waited for."""
+"""Tolerance for times: a sum of floats may fall just short of the time that was waited for."""
 
 
 class AdmissionRules(Protocol):
-    """What of a recipe decides here; see ``stages.StepSampleSpec``."""
+    """The options that these rules read; see ``stages.StepSampleSpec``."""
 
     @property
     def items(self) -> int: ...
     @property
-    def max_items(self) -> int: ...
+    def max_items(self) -> int | None: ...
     @property
     def max_staleness(self) -> int: ...
     @property
@@ -28,19 +29,19 @@ class AdmissionRules(Protocol):
 
 
 class StartedGroup(Protocol):
-    """A group that was begun and not taken yet."""
+    """A group that has begun and that no step has taken yet."""
 
     step: int | None
-    """Steps that had made the weights when its first rollout began; None while none has."""
+    """Number of steps behind the weights when its first rollout began; None if none has begun."""
 
     @property
     def is_whole(self) -> bool:
-        """All its rollouts are over, and read."""
+        """Whether all its rollouts are complete and their signals are computed."""
         ...
 
     @property
     def has_no_signal(self) -> bool:
-        """It is whole, and nothing can be learnt from it."""
+        """Whether it is complete and nothing can be learned from it."""
         ...
 
 
@@ -48,43 +49,40 @@ G = TypeVar("G", bound=StartedGroup)
 
 
 def room(rules: AdmissionRules, begun: Sequence[StartedGroup], step: int, num_steps: int) -> int:
-    """How many groups may begin besides those that have, with the weights that ``step`` of
-    ``num_steps`` steps made."""
-    num_silent = sum(each.has_no_signal for each in begun)
+    """How many more groups may begin with the weights after ``step`` of ``num_steps`` steps."""
+    num_zero_variance = sum(group.has_no_signal for group in begun)
     ahead = min(rules.max_staleness, num_steps - step - 1)
-    free = (1 + ahead) * rules.items - (len(begun) - num_silent)
+    free = (1 + ahead) * rules.items - (len(begun) - num_zero_variance)
     if not rules.max_items:
         return free
     if rules.max_staleness or not begun:
         return min(free, ahead * rules.items + rules.max_items - len(begun))
-    if not all(
-        each.is_whole for each in begun
-    ):  # round after round, each as large as should be enough
+    # Without staleness, groups begin in rounds; each round is as large as should be enough.
+    if not all(group.is_whole for group in begun):
         return 0
-    return num_more(rules.items, len(begun) - num_silent, len(begun), rules.max_items)
+    return num_more(rules.items, len(begun) - num_zero_variance, len(begun), rules.max_items)
 
 
 def suffice(
     rules: AdmissionRules, begun: Sequence[StartedGroup], whole: Sequence[StartedGroup], step: int
 ) -> bool:
-    """Whether step ``step`` could go on if ``whole`` were the groups of ``begun`` that are."""
+    """Whether step ``step`` could start if ``whole`` were the complete groups of ``begun``."""
     if not rules.max_staleness and len(whole) < len(begun):
         return False
-    inside = {id(each) for each in whole}
-    num_loud = sum(not each.has_no_signal for each in whole)
-    has_tried_all = 0 < rules.max_items <= len(whole)
-    if num_loud < rules.items and not has_tried_all:
+    complete = {id(group) for group in whole}
+    num_with_signal = sum(not group.has_no_signal for group in whole)
+    has_tried_all = len(whole) >= (rules.max_items or float("inf"))
+    if num_with_signal < rules.items and not has_tried_all:
         return False
-    for later in range(
-        rules.max_token_staleness + 1
-    ):  # those that are due in so many steps, or before
+    # Later steps must be able to take all groups in time: check each deadline in turn.
+    for later in range(rules.max_token_staleness + 1):
         last = step + later - rules.max_token_staleness
         due = [
-            each
-            for each in begun
-            if not each.has_no_signal and each.step is not None and each.step <= last
+            group
+            for group in begun
+            if not group.has_no_signal and group.step is not None and group.step <= last
         ]
-        if sum(id(each) in inside for each in due) < len(due) - later * rules.items:
+        if sum(id(group) in complete for group in due) < len(due) - later * rules.items:
             return False
     return True
 
@@ -92,16 +90,19 @@ def suffice(
 def too_slow(
     rules: AdmissionRules, begun: Sequence[G], left_s: Sequence[float | None], step: int
 ) -> tuple[list[G], float | None]:
-    """(the groups that alone hold step ``step`` up, whose rollouts are to be given up; else none of
-    them, and seconds until some might). ``left_s``: of each of ``begun``, until all its rollouts
-    that go on are slow; None where none goes on, or one has yet to begin."""
+    """Find groups whose slow rollouts should be given up.
+
+    Returns (the groups that alone hold up step ``step``, and None), or if there are none, ([],
+    seconds until there may be some). ``left_s``: for each of ``begun``, seconds until all its
+    running rollouts count as slow; None if none is running or one has yet to begin.
+    """
     slow = [
-        each
-        for each, left in zip(begun, left_s, strict=True)
+        group
+        for group, left in zip(begun, left_s, strict=True)
         if left is not None and left <= _MOMENT_S
     ]
-    others = [each for each in begun if not any(each is one for one in slow)]
-    whole = [each for each in begun if each.is_whole]
+    others = [group for group in begun if not any(group is slow_group for slow_group in slow)]
+    whole = [group for group in begun if group.is_whole]
     if suffice(rules, begun, others, step) or not suffice(rules, begun, [*whole, *slow], step):
         return [], min(
             (left for left in left_s if left is not None and left > _MOMENT_S), default=None

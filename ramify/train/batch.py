@@ -1,13 +1,13 @@
-"""Pieces of a forest written down as a batch: tokens and segments, and an entry for each token that
-carries loss.
+"""Writes pieces of a forest as a batch: tokens and segments, and one entry per token that carries
+loss.
 
-    piece  [1 2 3] -> [7 8], [9]          token_ids 1 2 3 7 8 9     segments [0,3) [3,5)<0 [5,6)<0
-    sampled: 7 8 by one sequence,         sources   2 3 2           the hidden state after which each was sampled
-             9 by the other               targets   7 8 9
+    piece  [1 2 3] -> [7 8], [9]    token_ids 1 2 3 7 8 9   segments [0,3) [3,5)<0 [5,6)<0
+    sampled: 7 8 by one sequence,   sources   2 3 2         positions of the hidden states
+             9 by the other         targets   7 8 9
 
-Decides how streams of sequences become streams of entries. A token that was sampled at a
-temperature or within a kept set, and carries cross-entropy besides, has two entries: what is
-imitated is the plain distribution, what is reinforced the one that was drawn from.
+Decides how per-token streams of sequences become per-entry streams. A token that was sampled at a
+temperature or from a truncated distribution, and also carries cross-entropy, has two entries:
+cross-entropy applies to the plain distribution, the policy gradient to the sampling distribution.
 
 Legend: T tokens of a batch, E its entries, n entries of one sequence, k teacher tokens per
 position.
@@ -26,22 +26,22 @@ from ramify.train.forest import ForestNode
 from ramify.types.sequence import Batch, Floats, Ints, SamplingSupport, Segment, TokenSequence
 
 COMPONENTS = ("rl", "ce", "kd")
-"""Of a loss; each is a stream of weights."""
+"""Components of a loss; each has a stream of weights."""
 
 
 class BatchPiece(NamedTuple):
-    """A tree, or a part of one with the paths that lead to it; what a batch takes whole."""
+    """A tree, or a part of one with the paths that lead to it; a batch takes it as a whole."""
 
     stretches: list[ForestNode]
-    """In preorder; their ``sequence`` counts among those that learn."""
+    """In preorder; their ``sequence`` is an index into the sequences that carry loss."""
     leaves: list[tuple[int, int]]
-    """(sequence, the stretch that its last token stands in)"""
+    """(sequence, the stretch that holds its last token)"""
     num_tokens: int
     cost: float
 
 
 def entries(sequence: TokenSequence) -> Ints:
-    """The tokens that carry loss, [n]."""
+    """Indices of the tokens that carry loss, [n]."""
     weighs = sequence.rl != 0
     for other in (sequence.ce, sequence.kd):
         weighs = weighs if other is None else weighs | (other != 0)
@@ -53,7 +53,7 @@ def entries(sequence: TokenSequence) -> Ints:
 
 
 class BatchWriter:
-    """Writes the batches of one step, whose streams and denominators they share."""
+    """Writes the batches of one optimizer step, which share their streams and denominators."""
 
     def __init__(
         self,
@@ -61,9 +61,10 @@ class BatchWriter:
         learning: list[int],
         denominators: Mapping[str, float] | None,
     ) -> None:
-        """``learning``: which of ``sequences`` have entries; pieces name them by their place in
-        it."""
-        self._sequences, self._learning = sequences, learning
+        """``learning``: indices of the ``sequences`` that have entries; pieces refer to positions
+        in this list."""
+        self._sequences = sequences
+        self._learning = learning
         chosen = [sequences[index] for index in learning]
         self._named = _names(chosen)
         self._denominators = _denominators(chosen, denominators)
@@ -95,8 +96,8 @@ class BatchWriter:
         return self._batch(columns, segments, present)
 
     def _add_entries(self, columns: _Columns, index: int, places: tuple[Ints, Ints]) -> None:
-        """The entries of sequence ``index``. ``places``: where along its path each stretch begins,
-        and how much further on its tokens stand in the batch."""
+        """Add the entries of sequence ``index``. ``places``: where each stretch begins along its
+        path, and the offset from there to its tokens in the batch."""
         sequence = self._sequences[index]
         tokens = entries(sequence)
         plain = np.zeros(len(tokens), np.bool_)
@@ -149,8 +150,8 @@ class _Columns:
     def add_kept(
         self, kept: SamplingSupport | None, tokens: Ints, plain: npt.NDArray[np.bool_]
     ) -> None:
-        """The kept sets of ``tokens``; empty for those that are imitated, and where nothing was cut
-        off."""
+        """Add the sampling support of ``tokens``. It is empty for imitated tokens, and if nothing
+        was truncated."""
         if kept is None:
             self.add(kept_sizes=np.zeros(len(tokens), np.int64), kept_ids=np.zeros(0, np.int64))
             return
@@ -171,8 +172,8 @@ class _Columns:
 
 
 def _places(piece: BatchPiece, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
-    """For the path down to ``leaf``: where each of its stretches begins, and what to add to a place
-    along the path to get one in the batch. ``segments`` are those of the piece."""
+    """For each stretch on the path to ``leaf``: where it begins, and the offset from a position on
+    the path to one in the batch. ``segments`` are those of the piece."""
     begins, shifts = [], []
     while leaf >= 0:
         begins.append(piece.stretches[leaf].begin)
@@ -184,10 +185,10 @@ def _places(piece: BatchPiece, leaf: int, segments: list[Segment]) -> tuple[Ints
 def _weights(
     sequence: TokenSequence, tokens: Ints, plain: npt.NDArray[np.bool_]
 ) -> dict[str, Floats]:
-    """Streams that every sequence has. Where an entry is plain, another one has the token's other
-    components."""
+    """The streams that every sequence has. If an entry is plain, the token's other components are
+    in its second entry."""
     has_two = bool(plain.any())
-    found = {
+    columns = {
         "advantages": sequence.advantages[tokens],
         "sampler_logprobs": sequence.sampler_logprobs[tokens],
     }
@@ -195,21 +196,21 @@ def _weights(
         column: Floats | None = getattr(sequence, name)
         values = np.zeros(len(tokens), np.float32) if column is None else column[tokens]
         tempered = has_two or sequence.temperature != 1 or sequence.kept is not None
-        found[name] = (
+        columns[name] = (
             np.where(plain == (name == "ce"), values, 0).astype(np.float32) if tempered else values
         )
-    return found
+    return columns
 
 
 def _others(sequence: TokenSequence) -> npt.NDArray[np.bool_]:
-    """[T] where there is a weight other than that of cross-entropy."""
+    """[T] whether a token has a weight other than cross-entropy."""
     return np.not_equal(sequence.rl, 0) | (
         False if sequence.kd is None else np.not_equal(sequence.kd, 0)
     )
 
 
 def _names(sequences: list[TokenSequence]) -> list[str]:
-    """Of the named streams; every sequence must have all."""
+    """Names of the named streams. Raises ValueError unless every sequence has all of them."""
     names = sorted({name for sequence in sequences for name in sequence.streams})
     for sequence in sequences:
         if missing := [name for name in names if name not in sequence.streams]:
@@ -223,20 +224,20 @@ def _names(sequences: list[TokenSequence]) -> list[str]:
 def _denominators(
     sequences: list[TokenSequence], given: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Of the components that have weights."""
-    found = {}
+    """The denominators of the components that have weights."""
+    denominators = {}
     for name in COMPONENTS:
         columns = [
             column
-            for each in sequences
-            if (column := getattr(each, name)) is not None and column.any()
+            for sequence in sequences
+            if (column := getattr(sequence, name)) is not None and column.any()
         ]
         if columns:
             total = sum(float(column.sum(dtype=np.float64)) for column in columns)
-            found[name] = total if given is None else given.get(name, 0.0)
-            if not found[name] > 0:
+            denominators[name] = total if given is None else given.get(name, 0.0)
+            if not denominators[name] > 0:
                 raise ValueError(
-                    f"component '{name}' has weights and the denominator {found[name]}: it must be "
-                    "positive"
+                    f"component '{name}' has weights, but its denominator "
+                    f"{denominators[name]} is not positive"
                 )
-    return found
+    return denominators

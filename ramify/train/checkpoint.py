@@ -1,13 +1,14 @@
-"""Checkpoints of a training run: whole or not there, the last few and the best kept, and a check
-that they fit.
+"""Checkpoints of a training run: atomic writes, retention of the last and best ones, and
+compatibility checks.
 
-    OUT/checkpoints/step-000040/      policy/  (Hugging Face layout)   backend and random states   state.json
-                                      checksums.json of all these files, which are compared before they are loaded
-    OUT/checkpoints/.step-000045.tmp  being written; a kill leaves it, and the next save removes it
-    OUT/checkpoints/abandoned/        those after one that the run went back to, kept for comparison
+    OUT/checkpoints/step-000040/      policy/ (Hugging Face layout), backend and random states,
+                                      state.json, and checksums.json, verified before loading
+    OUT/checkpoints/.step-000045.tmp  being written; after a kill, the next save removes it
+    OUT/checkpoints/abandoned/        checkpoints after one that the run went back to
 
-Decides names, atomicity (a folder is written aside, synced and renamed), which ones stay, and what
-must be equal for a resume. Leaves out what the parts hold: whoever owns one writes and reads it.
+Decides names, atomicity (a folder is written under another name, synced and renamed), which
+checkpoints are kept, and what must be equal for a resume. Not here: the content of the parts; their
+owners read and write it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from ramify.train.redacted import is_cut
 from ramify.train.renamed_fields import with_new_names
 
 Write = Callable[[Path], Callable[[], None] | None]
-"""Writes one part to a path; what it returns, if anything, waits for the end of that."""
+"""Writes one part to a path. If it returns a function, writing continues in the background, and the
+function waits for it."""
 FOLDER = "checkpoints"
 ABANDONED = "abandoned"
 _STATE = "state.json"
@@ -40,46 +42,47 @@ SCHEMA_VERSION = 1
 
 
 class CheckpointState(msgspec.Struct, kw_only=True):
-    """Where a run stands, in plain data."""
+    """State of a run as plain data, stored in each checkpoint."""
 
     step: int
-    """Optimizer steps done, over all stages."""
+    """Optimizer steps completed, over all stages."""
     stage: int = 0
     """Index of the stage that the next step belongs to."""
     stage_step: int = 0
-    """Steps of that stage that are done."""
+    """Completed steps of that stage."""
     next_item: int = 0
-    """Running number of the first item that was never begun; dynamic sampling uses up more than a
-    step's share."""
+    """Number of the first item that has never begun. Dynamic sampling uses more items than a step's
+    share."""
     first_item: int = 0
-    """Running number of the first item of the run."""
+    """Number of the first item of the run."""
     pending: list[int] = []
-    """Numbers of items that were begun and not learnt from yet: a run that goes on from here begins
+    """Numbers of items that have begun but were not learned from: a run that resumes here begins
     with them."""
     version: int = 0
-    """Of the policy: how often its weights were published."""
+    """Version of the policy: how often its weights were published."""
     seconds: float = 0.0
-    """Of training so far, over all resumptions."""
+    """Seconds of training so far, over all resumptions."""
     cpu_s: float = 0.0
-    """Processor time of the process, likewise."""
+    """CPU time of the process in seconds, over all resumptions."""
     score: float | None = None
-    """Of these weights on the validation stream, what ``best`` goes by; None where they were not
-    evaluated, or too few attempts could be judged."""
+    """Validation score of these weights, which decides ``best``. None if they were not evaluated,
+    or if too few attempts could be scored."""
     stopped: str = ""
-    """Why the stage was ended before its last step; empty where it was not."""
+    """Why the stage ended before its last step; empty if it did not."""
     memory: dict[str, float] = {}
-    """What the stage's algorithm remembers of the steps done."""
+    """State of the stage's algorithm."""
     guard: GuardState = msgspec.field(default_factory=GuardState)
-    """What the run's guard remembers of the stage."""
+    """State of the run's guard in this stage."""
     config: dict[str, Any] = {}
-    """Of the run, as plain data, without secrets."""
+    """The run's configuration as plain data, without secrets."""
     checksums: str = ""
-    """File with the checksums of all others; empty: written before there were any."""
+    """Name of the file with the checksums of all other files; empty in checkpoints from before
+    there were checksums."""
     schema_version: int = SCHEMA_VERSION
 
 
 class CheckpointStore:
-    """The checkpoints of one run's folder."""
+    """The checkpoints in one run's folder."""
 
     def __init__(self, out: Path, keep_last: int = 2, keep_best: int = 1) -> None:
         if keep_last < 1 or keep_best < 0:
@@ -88,56 +91,61 @@ class CheckpointStore:
                 "least 0"
             )
         self.folder = out / FOLDER
-        self._keep_last, self._keep_best = keep_last, keep_best
-        self._rest: BackgroundWork | None = None
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._background: BackgroundWork | None = None
 
     def save(self, state: CheckpointState, parts: Mapping[str, Write]) -> Path:
-        """Write a checkpoint: each part writes itself to the path of its name. Returns where it
-        will stand: a part that goes on by itself returns what waits for its end, and the checkpoint
-        is there once that has come (``settle``).
+        """Write a checkpoint: each part writes itself to the path of its name. Returns the
+        checkpoint's path. If a part continues writing in the background, the checkpoint is complete
+        once ``settle`` returns.
 
-        Raises StoreError where the disk refuses, this time or the last; what was there before
-        stays."""
+        Raises StoreError if this write or the previous background write failed; earlier checkpoints
+        stay.
+        """
         self.settle()
         final = self.folder / f"step-{state.step:06d}"
-        fresh = self.folder / f".{final.name}.tmp"
+        temporary = self.folder / f".{final.name}.tmp"
         try:
             self._sweep()
-            fresh.mkdir(parents=True)
+            temporary.mkdir(parents=True)
             waits = [
-                wait for name, write in parts.items() if (wait := write(fresh / name)) is not None
+                wait
+                for name, write in parts.items()
+                if (wait := write(temporary / name)) is not None
             ]
         except OSError as error:
             raise StoreError(f"checkpoint {final} cannot be written: {error}") from error
-        told = msgspec.json.format(
+        state_json = msgspec.json.format(
             msgspec.json.encode(msgspec.structs.replace(state, checksums=checksums.FILE))
         )
         if waits:
-            self._rest = BackgroundWork(lambda: self._finish(fresh, final, told, waits))
+            self._background = BackgroundWork(
+                lambda: self._finish(temporary, final, state_json, waits)
+            )
         else:
-            self._finish(fresh, final, told)
+            self._finish(temporary, final, state_json)
         return final
 
     def settle(self) -> None:
-        """Return once no checkpoint is being written. Raises StoreError where the last one could
-        not be."""
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            rest.wait()
+        """Wait until no checkpoint is being written. Raises StoreError if the last write failed."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.wait()
 
     def _finish(
-        self, fresh: Path, final: Path, state: bytes, waits: Sequence[Callable[[], None]] = ()
+        self, temporary: Path, final: Path, state: bytes, waits: Sequence[Callable[[], None]] = ()
     ) -> None:
         try:
             for wait in waits:
                 wait()
-            _write_privately(fresh / _STATE, state)
-            checksums.write(fresh)
-            _sync(fresh)
+            _write_privately(temporary / _STATE, state)
+            checksums.write(temporary)
+            _sync(temporary)
             old = final.with_name(f".{final.name}{_OLD}")
-            if final.exists():  # a stage begins where the last one ended
+            if final.exists():  # e.g. a stage begins at the step where the last one ended
                 final.rename(old)
-            fresh.rename(final)
+            temporary.rename(final)
             _sync_folder(self.folder)
             shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
@@ -145,7 +153,7 @@ class CheckpointStore:
         self._drop_old()
 
     def all(self) -> list[Path]:
-        """Whole checkpoints, oldest first; the one that is being written is waited for."""
+        """Complete checkpoints, oldest first. Waits for one that is being written."""
         self.settle()
         return self._whole()
 
@@ -155,14 +163,13 @@ class CheckpointStore:
         )
 
     def abandon_after(self, step: int) -> list[Path]:
-        """Set those of later steps aside, into ``abandoned``, since the run goes back to ``step``:
-        none of them can be its latest or best any more. Returns where they lie; what lay there
-        under the same name is replaced."""
+        """Move the checkpoints of later steps into ``abandoned``, because the run goes back to
+        ``step``: none of them may be its latest or best. Returns their new paths; folders of the
+        same name there are replaced."""
         later = [path for path in self.all() if _step_of(path) > step]
         aside = self.folder / ABANDONED
-        for path in reversed(
-            later
-        ):  # a kill in between leaves the beginning of the branch, not holes in it
+        # Newest first: a kill in between must not leave a gap in the branch.
+        for path in reversed(later):
             aside.mkdir(exist_ok=True)
             shutil.rmtree(aside / path.name, ignore_errors=True)
             path.rename(aside / path.name)
@@ -172,8 +179,9 @@ class CheckpointStore:
         return next(reversed(self.all()), None)
 
     def best(self) -> Path | None:
-        """The one with the highest score, the earliest of equals, but the policy that rollouts
-        began with only where all others did worse; None where none was scored."""
+        """The checkpoint with the highest score, the earliest if several are equal. The policy that
+        rollouts began with counts only if all others are worse. None if no checkpoint has a
+        score."""
         self.settle()
         return next(iter(self._ranked()), None)
 
@@ -187,18 +195,17 @@ class CheckpointStore:
         return sorted(scored, key=lambda path: scored[path])
 
     def _drop_old(self) -> None:
-        kept = {*self._whole()[-self._keep_last :], *self._ranked()[: self._keep_best]}
+        keep = {*self._whole()[-self._keep_last :], *self._ranked()[: self._keep_best]}
         for path in self._whole():
-            if path not in kept:
-                dying = path.with_name(
-                    f".{path.name}.tmp"
-                )  # so that a kill never leaves half a checkpoint
+            if path not in keep:
+                # Renamed first, so that a kill never leaves half a checkpoint.
+                dying = path.with_name(f".{path.name}.tmp")
                 path.rename(dying)
                 shutil.rmtree(dying)
 
     def recover(self) -> None:
-        """Put back a checkpoint that was to be replaced, where a kill came before the new one
-        stood."""
+        """Restore a checkpoint that was about to be replaced, if a kill came before the new one was
+        complete."""
         for old in self.folder.glob(f".step-*{_OLD}"):
             whole = old.with_name(old.name.removesuffix(_OLD).removeprefix("."))
             if not whole.exists():
@@ -215,7 +222,7 @@ def _step_of(path: Path) -> int:
 
 
 class BackgroundWork:
-    """Work that goes on in a thread of its own, which the process does not end without."""
+    """Work in a separate thread; the process does not exit before it is done."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -224,7 +231,7 @@ class BackgroundWork:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when it is done; raise what it raised."""
+        """Wait until the work is done. Raises its exception."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -232,13 +239,13 @@ class BackgroundWork:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # noqa: BLE001 (raised again by who waits)
+        except BaseException as error:  # noqa: BLE001 (raised again by wait)
             self._error = error
 
 
 def read_state(checkpoint: Path) -> CheckpointState:
-    """Where the run stood. Raises StoreError for what is no checkpoint, one of a later version, or
-    a damaged one."""
+    """The state of a checkpoint, with today's field names. Raises StoreError if it is not a
+    checkpoint, is damaged, or has a later version."""
     state = _decoded(checkpoint)
     verify(checkpoint, _STATE)
     state.config = with_new_names(state.config)
@@ -246,11 +253,11 @@ def read_state(checkpoint: Path) -> CheckpointState:
 
 
 def verify(checkpoint: Path, under: str = "") -> None:
-    """Compare the files of ``checkpoint`` whose path begins with ``under`` with the checksums that
-    were written with them.
+    """Compare the files of ``checkpoint`` whose path begins with ``under`` with their checksums.
 
-    Raises StoreError that names the first damaged file and the checkpoint to take instead. One that
-    was written before there were checksums is taken as it is."""
+    Raises StoreError, which names the first damaged file and the checkpoint to use instead. A
+    checkpoint from before there were checksums is accepted as it is.
+    """
     has_checksums = bool(_decoded(checkpoint).checksums)
     checksums.check(checkpoint, under, lambda: _instead_of(checkpoint))
     if has_checksums and not (checkpoint / checksums.FILE).is_file():
@@ -258,7 +265,7 @@ def verify(checkpoint: Path, under: str = "") -> None:
 
 
 def _instead_of(checkpoint: Path) -> str:
-    """Advice for someone whose checkpoint is damaged."""
+    """What to do if a checkpoint is damaged, for an error message."""
     others = [path for path in checkpoint.parent.glob("step-*") if (path / _STATE).is_file()]
     older = [path for path in others if path.name < checkpoint.name]
     again = "start again in another folder"
@@ -283,8 +290,8 @@ def _decoded(checkpoint: Path) -> CheckpointState:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that a user means by ``path``: one itself, or the latest of a run's folder.
-    Raises ConfigError."""
+    """The checkpoint that a user means by ``path``: a checkpoint, or the latest one of a run's
+    folder. Raises ConfigError."""
     if (path / _STATE).is_file():
         return path
     checkpoints = CheckpointStore(path)
@@ -302,20 +309,20 @@ def find(path: Path) -> Path:
 def check_config(
     state: CheckpointState, config: Mapping[str, Any], free: tuple[str, ...] = ()
 ) -> None:
-    """Raise ConfigError, naming the first difference, where a checkpoint is of another config.
-    Fields that ``free`` begins may differ, and nobody knows of those that were cut out."""
+    """Raise ConfigError, naming the first difference, if a checkpoint has a different config.
+    Fields whose names begin with one of ``free`` may differ; redacted values are not compared."""
     for name, was, now in differences(state.config, config):
         if not name.startswith(free) and not is_cut(was) and not is_cut(now):
             raise ConfigError(
-                f"the checkpoint at step {state.step} is of another config: {name} was "
-                f"{_short(was)} and is now "
-                f"{_short(now)}; resume with the config it was made with, or start anew in another "
-                "folder"
+                f"the checkpoint at step {state.step} has a different config: {name} was "
+                f"{_short(was)} and is now {_short(now)}; resume with its original config, or "
+                "start again in another folder"
             )
 
 
 def differences(was: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, value before, value now) for each leaf that differs; a missing one is None."""
+    """(dotted name, value before, value now) for each leaf that differs; a missing value is
+    None."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         for key in [*was, *(key for key in now if key not in was)]:
             yield from differences(
@@ -331,7 +338,7 @@ def _short(value: Any) -> str:
 
 
 def _write_privately(path: Path, data: bytes) -> None:
-    """For the owner's eyes: it has options that somebody gave."""
+    """Write a file that only its owner can read: it holds the user's options."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
 

@@ -1,13 +1,13 @@
-"""From stamped rollouts to sequences: one per path of each call that learns.
+"""Compiles rollouts with advantages into token sequences: one per path of each call that learns.
 
     call 0     path  1 2 3 7 8 4 9      sampled 7 8 (turn 0), 9 (turn 1)
     call 0.1   path  1 2 5 6            sampled 6
     fork of call 0 after turn 0:  path  1 2 3 7 8 10
 
-Decides where each stamp stands: in the first path that holds its turn whole, and there alone.
-Tokens that a second path shares with the first (a fork, a history that was cut) are context in it,
-so that a loss over all sequences counts every sampled token once. Leaves out what shares
-computation with what (``forest.py``) and what goes into one batch (``pack.py``).
+Decides where each turn's credit goes: only into the first path that holds the whole turn. Tokens
+that a second path shares with the first (a fork, or a history that was cut) are context there, so
+that a loss over all sequences counts every sampled token once. Not here: which sequences share
+computation (``forest.py``), and which ones go into a batch (``pack.py``).
 
 Legend: T tokens of a path, N tokens sampled in one turn.
 """
@@ -27,11 +27,11 @@ _WEIGHTS = ("rl", "ce", "kd")
 
 
 def sequences(rollouts: Iterable[AssignedRollout], temperature: float = 1.0) -> list[TokenSequence]:
-    """The paths of all calls that carry stamps, in the order of rollouts, calls and turns.
+    """The paths of all calls with credit, in the order of rollouts, calls and turns.
 
-    ``temperature`` is the one that the rollouts were sampled at. ValueError where a stamp does not
-    fit its turn: it has another length, the turn has no token ids, or it has policy-gradient
-    weights and no sampler's log-probabilities, or was sampled greedily.
+    ``temperature`` is the sampling temperature of the rollouts. Raises ValueError if a turn's
+    credit does not fit it: its length differs, the turn has no token ids, or it has policy-gradient
+    weights but no sampler log-probabilities, or was sampled greedily.
     """
     return [sequence for rollout in rollouts for sequence in _of_rollout(rollout, temperature)]
 
@@ -39,35 +39,34 @@ def sequences(rollouts: Iterable[AssignedRollout], temperature: float = 1.0) -> 
 def _of_rollout(rollout: AssignedRollout, temperature: float) -> Iterator[TokenSequence]:
     trajectory = rollout.trajectory
     _check_lengths(rollout)
-    waiting = {turn: credit for turn, credit in rollout.credits.items() if len(credit)}
-    stamped_calls = {call for call, _ in waiting}
+    remaining = {turn: credit for turn, credit in rollout.credits.items() if len(credit)}
+    calls_with_credit = {call for call, _ in remaining}
     for call in trajectory.calls:
-        if call.id not in stamped_calls:
+        if call.id not in calls_with_credit:
             continue
         paths = trajectory.paths(call)
         for index, path in enumerate(paths):
-            here = [
-                (span, waiting.pop((span.call, span.turn)))
+            credits = [
+                (span, remaining.pop((span.call, span.turn)))
                 for span in path.spans
-                if _is_whole(span, waiting)
+                if _is_whole(span, remaining)
             ]
-            if here:
+            if credits:
                 name = f"{trajectory.id}/call={call.id}" + (
                     f"/path={index}" if len(paths) > 1 else ""
                 )
-                yield _sequence(name, path, here, temperature)
-    if waiting:
-        call_id, turn = min(waiting)
+                yield _sequence(name, path, credits, temperature)
+    if remaining:
+        call_id, turn = min(remaining)
         raise ValueError(
-            f"{len(waiting)} stamps of trajectory {trajectory.id} fit no path, the first that of "
-            f"call {call_id}, turn "
-            f"{turn}: a stamped turn needs token ids, and a stamp one number for each that was "
-            "sampled"
+            f"{len(remaining)} turns with credit in trajectory {trajectory.id} fit no path, the "
+            f"first being call {call_id}, turn {turn}: such a turn needs token ids, and its "
+            "credit one number per sampled token"
         )
 
 
 def _check_lengths(rollout: AssignedRollout) -> None:
-    """ValueError, with both lengths, where a stamp has another than its turn."""
+    """Raise ValueError, with both lengths, if a turn's credit differs in length from its tokens."""
     turns = {
         (call.id, index): turn
         for call in rollout.trajectory.calls
@@ -77,33 +76,33 @@ def _check_lengths(rollout: AssignedRollout) -> None:
         ids = turns[place].reply.token_ids if place in turns else None
         if ids is not None and len(credit) and len(credit) != len(ids):
             raise ValueError(
-                f"trajectory {rollout.trajectory.id}, call {place[0]}, turn {place[1]}: a stream "
-                f"of {len(credit)} numbers for "
-                f"{len(ids)} sampled tokens; a stamp has one number for each"
+                f"trajectory {rollout.trajectory.id}, call {place[0]}, turn {place[1]}: a credit "
+                f"stream of {len(credit)} numbers for {len(ids)} sampled tokens; it must have one "
+                "number per token"
             )
 
 
-def _is_whole(span: TokenSpan, waiting: dict[tuple[str, int], TokenCredit]) -> bool:
-    credit = waiting.get((span.call, span.turn))
+def _is_whole(span: TokenSpan, remaining: dict[tuple[str, int], TokenCredit]) -> bool:
+    credit = remaining.get((span.call, span.turn))
     return credit is not None and len(credit) == span.end - span.start
 
 
 def _sequence(
-    name: str, path: TokenPath, here: list[tuple[TokenSpan, TokenCredit]], temperature: float
+    name: str, path: TokenPath, credits: list[tuple[TokenSpan, TokenCredit]], temperature: float
 ) -> TokenSequence:
     length = len(path)
-    if path.logprobs is None and any(credit.rl for _, credit in here):
+    if path.logprobs is None and any(credit.rl for _, credit in credits):
         raise ValueError(
             f"sequence {name} has policy-gradient weights, but not all its tokens have the "
             "sampler's log-probabilities"
         )
-    if temperature <= 0 and any(credit.rl for _, credit in here):
+    if temperature <= 0 and any(credit.rl for _, credit in credits):
         raise ValueError(
             f"sequence {name} has policy-gradient weights, but was sampled at temperature "
             f"{temperature:g}"
         )
-    columns = {name: _column(length, here, name) for name in ("advantages", *_WEIGHTS)}
-    columns["ce"] = _observed(columns["ce"], length, here, path)
+    columns = {name: _column(length, credits, name) for name in ("advantages", *_WEIGHTS)}
+    columns["ce"] = _observed(columns["ce"], length, credits, path)
     for weight in _WEIGHTS:
         values = columns[weight]
         if values is not None and length and values[0]:
@@ -123,17 +122,16 @@ def _sequence(
         ce=columns["ce"],
         kd=columns["kd"],
         versions=np.array(path.versions, np.int64),
-        streams=_named(length, here),
+        streams=_named(length, credits),
         kept=None if path.kept is None else _kept(path.kept),
         temperature=temperature,
     )
 
 
-def _column(length: int, here: list[tuple[TokenSpan, TokenCredit]], name: str) -> Floats | None:
-    """[T] what the stamps say under ``name``, 0 elsewhere; None where none of them says
-    anything."""
+def _column(length: int, credits: list[tuple[TokenSpan, TokenCredit]], name: str) -> Floats | None:
+    """[T] values of the stream ``name``, 0 where no turn has them; None if no turn has any."""
     column = None
-    for span, credit in here:
+    for span, credit in credits:
         values = getattr(credit, name)
         if len(values):
             column = np.zeros(length, np.float32) if column is None else column
@@ -142,11 +140,15 @@ def _column(length: int, here: list[tuple[TokenSpan, TokenCredit]], name: str) -
 
 
 def _observed(
-    column: Floats | None, length: int, here: list[tuple[TokenSpan, TokenCredit]], path: TokenPath
+    column: Floats | None,
+    length: int,
+    credits: list[tuple[TokenSpan, TokenCredit]],
+    path: TokenPath,
 ) -> Floats | None:
-    """[T] the cross-entropy weights, with those of given tokens: the stretch between a stamped turn
-    and what was sampled before it. Nothing predicts a path's first token."""
-    for span, credit in here:
+    """[T] the cross-entropy weights, including those of given tokens: the tokens between a turn
+    with credit and what was sampled before it. The first token of a path is excluded, since nothing
+    predicts it."""
+    for span, credit in credits:
         if not credit.given:
             continue
         start = span.start
@@ -157,15 +159,15 @@ def _observed(
     return column
 
 
-def _named(length: int, here: list[tuple[TokenSpan, TokenCredit]]) -> dict[str, Floats]:
-    """Further streams by name, [T] or [T, k], 0 where nothing was stamped."""
-    found: dict[str, Floats] = {}
-    for span, credit in here:
+def _named(length: int, credits: list[tuple[TokenSpan, TokenCredit]]) -> dict[str, Floats]:
+    """Named streams, [T] or [T, k], 0 where no turn has values."""
+    columns: dict[str, Floats] = {}
+    for span, credit in credits:
         for name, values in credit.streams.items():
             array = np.asarray(values, np.float32)
-            column = found.setdefault(name, np.zeros((length, *array.shape[1:]), np.float32))
+            column = columns.setdefault(name, np.zeros((length, *array.shape[1:]), np.float32))
             column[span.start : span.end] = array
-    return found
+    return columns
 
 
 def _or_zeros(column: Floats | None, length: int) -> Floats:

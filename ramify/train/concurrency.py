@@ -1,12 +1,12 @@
-"""How many rollouts go on at once: as many as were asked for, fewer while the engine's cache cannot
-hold them.
+"""Decides how many rollouts run at once: as many as configured, but fewer while the engine's cache
+cannot hold them.
 
-    engine throws sequences out, or is full and lets others wait   ──> a quarter fewer, once those that are too many have ended
-    else, and all places are taken                                 ──> one more, up to the most
+    engine evicts sequences, or is full with others waiting  ──> limit * 3/4, once applied
+    otherwise, if all slots are in use                       ──> limit + 1, up to the maximum
 
-Additive increase and multiplicative decrease, looked at no more than once in ``every_s``. In order
-of arrival. Leaves out what a rollout is (``rollout.py``), and how an engine knows
-(``inference.base.Pressure``).
+Additive increase and multiplicative decrease, checked at most once per ``every_s``. Rollouts start
+in order of arrival. Not here: what a rollout is (``rollout.py``), and how an engine measures its
+cache (``inference.base.CachePressure``).
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from ramify.inference.base import CachePressure
 
 Gauge = Callable[[], Awaitable[CachePressure | None]]
 _FULL = 0.95
-"""Share of a cache from which on what waits, waits for memory."""
+"""Fill level of a cache above which waiting sequences wait for memory."""
 _LESS = 0.75
 
 
 class ConcurrencyController:
-    """Places that rollouts take while they go on: ``async with room``."""
+    """A semaphore whose limit follows the engine's cache: ``async with room``."""
 
     def __init__(
         self, most: int, gauge: Gauge | None = None, *, least: int = 1, every_s: float = 1.0
     ) -> None:
         self.limit = most
-        """Rollouts at once, as of now."""
+        """Current limit of concurrent rollouts."""
         self.used = 0
-        self._most, self._least, self._gauge, self._every_s = most, min(least, most), gauge, every_s
+        self._most = most
+        self._least = min(least, most)
+        self._gauge = gauge
+        self._every_s = every_s
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_paused = False
         self._evicted: int | None = None
@@ -43,7 +46,7 @@ class ConcurrencyController:
 
     @property
     def follows(self) -> bool:
-        """Whether it follows an engine."""
+        """Whether the limit follows an engine."""
         return self._gauge is not None
 
     async def __aenter__(self) -> None:
@@ -53,7 +56,7 @@ class ConcurrencyController:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # let in and cancelled in the same moment
+            if turn.done() and not turn.cancelled():  # admitted and cancelled at the same time
                 self._leave()
             raise
 
@@ -61,7 +64,7 @@ class ConcurrencyController:
         self._leave()
 
     def pause(self) -> None:
-        """Let nobody in until ``resume``; who is inside goes on."""
+        """Admit no more rollouts until ``resume``; running ones continue."""
         self._is_paused = True
 
     def resume(self) -> None:
@@ -69,14 +72,14 @@ class ConcurrencyController:
         self._let_in()
 
     async def look(self) -> None:
-        """Ask how full the engine is, and follow it."""
+        """Measure the engine's cache pressure, and adapt the limit."""
         pressure = None if self._gauge is None else await self._gauge()
         if pressure is None:
             return
         before, self._evicted = self._evicted, pressure.evicted
         has_lost = before is not None and pressure.evicted > before
         if has_lost or (pressure.waiting and pressure.full >= _FULL):
-            if self.used <= self.limit:  # else the last decrease has yet to show
+            if self.used <= self.limit:  # otherwise the last decrease has yet to take effect
                 self.limit = max(self._least, int(self.limit * _LESS))
         elif self._waiting and self.limit < self._most:
             self.limit += 1

@@ -1,19 +1,19 @@
-"""A run as plain data: every knob of a recipe, with its vetted default. Nothing here is built or
-loaded.
+"""The configuration of a run as plain data: every option of a recipe, with its vetted default.
+Nothing is built or loaded here.
 
     Run
-    ├── policy     a checkpoint, or a shape to make one from nothing
-    ├── task       what is asked
+    ├── policy     a checkpoint, or the shape of a model to create from scratch
+    ├── task       the questions
     ├── warmup     ┐
-    ├── sft        ├ the stages, in this order; any may be None
+    ├── sft        ├ the stages, in this order; any of them may be None
     ├── rl         ┘
     ├── limits, sandbox, scaffold      how the engine runs a rollout
-    ├── inference                      which engines answer, where it is not the one in this process
-    ├── placement                      where processes stand, on this machine or by Ray
-    └── evaluate, cadence, trackers    what is measured and kept, how often, and who is told
+    ├── inference                      engines in other processes, instead of the one here
+    ├── placement                      on which machines processes run, by hand or by Ray
+    └── evaluate, schedule, trackers   what is measured and saved, and when
 
-A recipe is a function that returns one (``recipes/tiny.py``); ``ramify train`` overrides its fields
-by dotted names.
+A recipe is a function that returns a ``Run`` (``recipes/tiny.py``). ``ramify train`` overrides its
+fields by dotted names.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ramify.train.algorithms.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.guards import TrainingGuard
 from ramify.train.loss import LossSpec
+from ramify.train.optional_fields import check_optional
 from ramify.train.placement.placement_spec import PlacementSpec
 from ramify.train.policy_losses import POLICY_LOSSES
 from ramify.train.redacted import redacted
@@ -45,12 +46,12 @@ from ramify.train.training_loop import Schedule
 
 
 class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Low-rank adapters in place of all weights; needs ``ramify[lora]``."""
+    """Train low-rank adapters instead of all weights; needs ``ramify[lora]``."""
 
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the modules that get one."""
+    """Names of the modules that get an adapter."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -61,36 +62,37 @@ class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which model learns."""
+    """The model to train."""
 
     path: str = ""
-    """A checkpoint's folder or hub name, ``tiny`` for the packaged one; empty: a model is made from
-    ``shape``, with random weights."""
+    """A checkpoint's folder or hub name, or ``tiny`` for the packaged one. Empty: create a model
+    from ``shape`` with random weights."""
     shape: dict[str, Any] = {}
-    """Where there is no path: fields of a Hugging Face configuration, ``model_type`` among them,
-    for a model made from nothing."""
+    """If there is no ``path``: the fields of a Hugging Face configuration, including
+    ``model_type``, of the model to create from scratch."""
     tokenizer: str = ""
-    """A folder with the tokenizer of a model made from nothing; empty: one is trained on the
+    """A folder with the tokenizer for a model created from scratch. Empty: train one on the
     demonstrations."""
     words: tuple[str, ...] = ()
-    """Instead: the words of a tokenizer that knows nothing else, one token each
-    (``policy.tokenizer.word_tokenizer``)."""
+    """Alternatively, the vocabulary of a word-level tokenizer, one token per word
+    (``models.tokenizer.word_tokenizer``)."""
     vocab_size: int = 512
-    """Of the tokenizer that is trained."""
+    """Size of the vocabulary, if a tokenizer is trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: fp32 on a CPU and for what is made from nothing, as stored on a GPU."""
+    """auto: fp32 on a CPU and for a model created from scratch; the stored precision on a GPU."""
     device: str = "auto"
-    """auto: a GPU where there is one."""
+    """auto: a GPU if there is one."""
     slots: int | None = None
     """Sequences that the engine decodes at once; None: 128 on a CPU, 256 on a GPU."""
     cache_bytes: int | None = None
-    """Memory for its keys and values; None: 2 GiB on a CPU, a third of a GPU's."""
+    """Size of the engine's KV cache in bytes; None: 2 GiB on a CPU, a third of the memory on a
+    GPU."""
     lora: LoraSpec | None = None
 
     def __post_init__(self) -> None:
         if not self.path and not self.shape:
             raise ConfigError(
-                "policy: give path (a checkpoint) or shape (a model made from nothing)"
+                "policy: give path (a checkpoint) or shape (a model created from scratch)"
             )
         if self.shape and "model_type" not in self.shape:
             raise ConfigError(
@@ -99,20 +101,20 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is asked."""
+    """The task whose items are asked."""
 
     name: str = "ledger"
-    """Of ``tasks.base.TASKS``, or ``module:attribute``."""
+    """A name in ``tasks.base.TASKS``, or ``module:attribute``."""
     options: dict[str, Any] = {}
-    """What its maker takes."""
+    """Arguments of the function that builds the task."""
     validate: bool = True
-    """Prove before anything is spent that gold answers score 1 and wrong ones do not. Items without
-    a gold answer are skipped. False: no score is checked, as for an environment whose gold is not
-    reached by one action."""
+    """Check before training that gold answers score 1 and wrong answers do not. Items without a
+    gold answer are skipped. False: check no scores, e.g. for an environment whose gold answer takes
+    more than one action."""
 
 
 class WarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Induction warm-up (``induction.py``), for a model made from nothing."""
+    """Induction warm-up (``induction.py``), for a model created from scratch."""
 
     steps: int = 150
     batch_tokens: int = 2048
@@ -130,18 +132,19 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Supervised fine-tuning."""
 
     demos: str = ""
-    """Demonstrations: of ``sft.DEMOS``, or ``module:function``; empty for none."""
+    """Source of demonstrations: a name in ``sft_data.DEMOS``, or ``module:function``. Empty:
+    none."""
     num: int = 10_000
-    """How many; one each of the first items of the training split."""
+    """Number of demonstrations: one for each of the first items of the training split."""
     task: TaskSpec | None = None
-    """What is demonstrated, where it is another mix than what is asked in rollouts; None: the run's
+    """The task that is demonstrated, if it differs from the task of the rollouts; None: the run's
     task."""
     options: dict[str, Any] = {}
-    """What the demonstrations' function takes besides."""
+    """Extra arguments of the demonstration function."""
     trajectories: str = ""
-    """A JSONL file of trajectories, a folder of such (a run's ``rollouts``), or a store's folder,
-    whose evaluated runs have rewards: to learn from, besides or instead; with
-    ``algorithm.min_reward`` the good ones alone."""
+    """Trajectories to learn from, in addition to demonstrations or instead of them: a JSONL file, a
+    folder of such files (a run's ``rollouts``), or a store's folder, whose evaluated runs have
+    rewards. Set ``algorithm.min_reward`` to learn from the good ones only."""
     epochs: int = 1
     batch_tokens: int = 2048
     optim: OptimizerSpec = OptimizerSpec()
@@ -158,14 +161,14 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class CriticSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The critic of an algorithm that has one (``ppo``)."""
+    """The critic, for an algorithm that uses one (``ppo``)."""
 
     model: Literal["shared", "own"] = "shared"
-    """``shared``: a value head on the policy's own layers. ``own``: a second model, which begins as
-    a copy of the policy with a value head: twice the memory, and what the critic learns does not
-    move the policy."""
+    """``shared``: a value head on the policy's own layers. ``own``: a second model that starts as a
+    copy of the policy and has a value head. It doubles the memory, and learning values does not
+    change the policy."""
     optim: OptimizerSpec | None = None
-    """Of a model of its own; None: as the policy's."""
+    """Optimizer of a separate critic; None: same as the policy's."""
 
 
 class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -175,17 +178,16 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sample: StepSampleSpec = StepSampleSpec()
     rollout: RolloutOptions = RolloutOptions()
     algorithm: Any = DrGRPO()
-    """Implements ``algorithms.base.Algorithm``; on the command line by a name of
+    """Implements ``algorithms.base.Algorithm``. On the command line: a name from
     ``docs/algorithms.md`` or a dotted path."""
     signals: dict[str, Any] = {}
-    """Name -> signal: what is read off rollouts besides their reward, for ``algorithm=Hybrid(…)``
-    to weigh. One of ``signals.registry.SIGNALS`` by name, made already, or a mapping with ``name``
-    and options."""
+    """Name -> signal: feedback in addition to the reward, weighted by ``algorithm=Hybrid(…)``. A
+    signal is a name in ``signals.registry.SIGNALS``, an object, or a mapping with ``name`` and
+    options."""
     judges: Limits = BUDGET
-    """What judges of this run may spend in all."""
+    """Budget of all judge calls of this run together."""
     judge_cache: str = ""
-    """A folder in which judges' replies are kept, so that a run that is repeated does not pay for
-    them again."""
+    """A folder that caches judge replies, so that repeating a run does not pay for them again."""
     loss: LossSpec = LossSpec()
     critic: CriticSpec = CriticSpec()
     optim: OptimizerSpec = OptimizerSpec()
@@ -212,24 +214,24 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is measured."""
+    """What is evaluated, and when."""
 
     num: int = 256
-    """Items of each split that is reported, its first."""
+    """Number of items per reported split; the first ones are used."""
     validation: int | None = None
-    """Items of the validation stream, which is asked again and again during training; None: as
-    many."""
+    """Number of items in the validation stream, which is evaluated repeatedly during training;
+    None: same as ``num``."""
     attempts: int = 1
-    """At each item."""
+    """Attempts per item."""
     temperature: float = 1.0
     max_failed: float = 0.1
-    """Share of attempts that may fail for reasons not the policy's own (no session, an engine that
-    went, a score that raised). They are left out of the score; above this share there is none, and
-    its checkpoint is never the best."""
+    """Largest share of attempts that may fail for reasons other than the policy (no session, a lost
+    engine, a scoring error). Failed attempts do not count towards the score. Above this share the
+    evaluation has no score, and its checkpoint can never be the best."""
     first: tuple[str, ...] = ()
-    """Splits that are reported before the first rollout, besides the validation stream."""
+    """Splits to report before the first rollout, in addition to the validation stream."""
     final: tuple[str, ...] = ("test",)
-    """Splits that are reported at the end, for the last policy and for the best on the validation
+    """Splits to report at the end, for the last policy and for the best one on the validation
     stream."""
 
     def __post_init__(self) -> None:
@@ -250,7 +252,7 @@ class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One run."""
+    """The complete configuration of one training run."""
 
     name: str = "run"
     seed: int = 0
@@ -268,44 +270,47 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     compute: ComputeSpec = ComputeSpec()
     """How the trainer computes."""
     trackers: tuple[str, ...] = ()
-    """Services that are told what is measured, besides ``metrics.jsonl``: of
+    """Experiment trackers that receive the metrics in addition to ``metrics.jsonl``: names in
     ``trackers.base.TRACKERS``, or ``module:Class``."""
     tracker_options: dict[str, dict[str, Any]] = {}
-    """Name of a tracker -> what its class takes: ``{"wandb": {"project": "mine"}}``."""
+    """Tracker name -> arguments of its class: ``{"wandb": {"project": "mine"}}``."""
     inference: InferenceSpec | None = None
-    """Engines in processes of their own; None: the one in the trainer's process, which holds the
-    trainer's weights."""
+    """Inference engines in separate processes; None: the engine in the trainer's process, which
+    shares the trainer's weights."""
     stall_s: float = 1800.0
-    """How long the run may stand still, without a reply, a rollout or a step that ends, before it
-    ends with all stacks in OUT/stalled.txt."""
+    """Longest time in seconds without any progress (no reply, rollout or step completes) before the
+    run ends with all stacks in OUT/stalled.txt."""
     placement: PlacementSpec | None = None
-    """Where processes stand, and who starts them; None: on this machine."""
-    threads: int = 0
-    """Of torch, for one operation; 0: its own choice. One is best for small models, and on machines
-    that are shared."""
+    """On which machines processes run, and who starts them; None: this machine."""
+    threads: int | None = None
+    """Threads that torch uses per operation; None: torch's default. One is best for small models
+    and on shared machines."""
 
     def __post_init__(self) -> None:
         if not self.stall_s > 0:
             raise ConfigError(
-                f"stall_s={self.stall_s} must be above 0: it is how long the run may stand still"
+                f"stall_s={self.stall_s} must be above 0: it is the longest time without progress"
             )
+        check_optional("run", "torch's default", threads=self.threads)
         if self.warmup is None and self.sft is None and self.rl is None:
             raise ConfigError(f"run '{self.name}' has no stage: give warmup, sft or rl")
 
 
 CHOICES = {"rl.algorithm": ALGORITHMS, "rl.loss.policy": POLICY_LOSSES}
-"""Fields that hold one of several classes -> name -> class."""
+"""Field that holds one of several classes -> name -> class."""
 
 
 def plain(run: Run) -> dict[str, Any]:
-    """``run`` as plain data, as a checkpoint keeps it and trackers are sent it: without secrets
-    (``redacted.py``). Raises ConfigError for a part that has no such form."""
+    """``run`` as plain data without secrets (``redacted.py``): the form that checkpoints store and
+    trackers receive.
+
+    Raises ConfigError if a part of it cannot be serialized.
+    """
     try:
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(run))
     except TypeError as error:
         raise ConfigError(
-            "a run is kept with its checkpoints, and a part of it cannot be written down "
-            f"({error}): give judges and the like "
-            "as 'module:Class', or as a msgspec.Struct"
+            "a run is stored with its checkpoints, and one of its parts cannot be serialized "
+            f"({error}): give judges and similar objects as 'module:Class' or as a msgspec.Struct"
         ) from error
     return redacted(data)

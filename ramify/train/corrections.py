@@ -1,21 +1,21 @@
-"""Corrections for a sampler that is not the trainer: an engine of other numerics, other kernels,
-older weights.
+"""Off-policy corrections, for a sampler that differs from the trainer: other numerics, other
+kernels, or older weights.
 
-    gap = o - m      by which trainer (at the step's start) and sampler differ about a token
-    moved = m - l    by which the policy has moved away from what sampled the token: the gap, and all steps since
+    gap = o - m      difference between trainer (at the step's start) and sampler for a token
+    moved = m - l    how far the policy has moved since sampling: the gap and all steps since
 
-Each is a factor per token, without gradient, on the policy's loss (on KL and entropy it has no
-say); several multiply. A token that is masked keeps its place in what the loss is divided by, so
-that what others weigh does not depend on it.
+Each correction is a factor per token, without gradient, on the policy loss (not on KL and entropy);
+several are multiplied. A masked token still counts in the loss's denominator, so that the weight of
+other tokens does not depend on it.
 
     token_tis           min(exp(gap), cap)
     sequence_tis        min(exp(sum over the sequence of gap), cap)
-    icepop              1[low < exp(gap) < high], times exp(gap) where ``weigh`` is set
+    icepop              1[low < exp(gap) < high], times exp(gap) if ``weigh`` is set
     geometric_mask      1[low < exp(mean over the sequence of gap) < high]
     worst_token_mask    1[low < exp(gap) < high at every token of the sequence]
-    opsm                0 where A < 0 and the sequence's mean of moved is above delta
+    opsm                0 if A < 0 and the sequence's mean of moved is above delta
 
-Legend: E entries.
+Legend: E entries. l, o and m as in ``policy_losses/base.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OLD = frozenset({"old_logprobs", "fresh_old"})
 
 
 class OffPolicyCorrection(Protocol):
-    """Implemented by every class of this file."""
+    """The interface of every correction in this file."""
 
     def factor(self, tokens: LossTokens) -> Tensor:
         """[E]"""
@@ -40,7 +40,7 @@ class OffPolicyCorrection(Protocol):
 
 
 class TokenTis(LossFormula, frozen=True, kw_only=True, tag="token_tis"):
-    """Truncated importance sampling, token by token: min(exp(gap), cap)."""
+    """Truncated importance sampling per token: min(exp(gap), cap)."""
 
     reads: ClassVar[frozenset[str]] = _OLD
     cap: float = 2.0
@@ -50,7 +50,7 @@ class TokenTis(LossFormula, frozen=True, kw_only=True, tag="token_tis"):
 
 
 class SequenceTis(LossFormula, frozen=True, kw_only=True, tag="sequence_tis"):
-    """The same for whole sequences: min(exp(sum of gap), cap)."""
+    """Truncated importance sampling per sequence: min(exp(sum of gap), cap)."""
 
     reads: ClassVar[frozenset[str]] = _OLD
     whole: ClassVar[bool] = True
@@ -62,13 +62,13 @@ class SequenceTis(LossFormula, frozen=True, kw_only=True, tag="sequence_tis"):
 
 
 class IcePop(LossFormula, frozen=True, kw_only=True, tag="icepop"):
-    """Tokens whose exp(gap) is out of bounds are masked."""
+    """Masks tokens whose exp(gap) is out of bounds."""
 
     reads: ClassVar[frozenset[str]] = _OLD
     low: float = 0.5
     high: float = 5.0
     weigh: bool = False
-    """Weigh the others by exp(gap)."""
+    """Weight the remaining tokens by exp(gap)."""
 
     def factor(self, tokens: LossTokens) -> Tensor:
         gap = ratio(tokens.old, tokens.sampler)
@@ -77,7 +77,7 @@ class IcePop(LossFormula, frozen=True, kw_only=True, tag="icepop"):
 
 
 class GeometricMask(LossFormula, frozen=True, kw_only=True, tag="geometric_mask"):
-    """Sequences whose exp(mean of gap) is out of bounds are masked."""
+    """Masks sequences whose exp(mean of gap) is out of bounds."""
 
     reads: ClassVar[frozenset[str]] = _OLD
     whole: ClassVar[bool] = True
@@ -90,7 +90,7 @@ class GeometricMask(LossFormula, frozen=True, kw_only=True, tag="geometric_mask"
 
 
 class WorstTokenMask(LossFormula, frozen=True, kw_only=True, tag="worst_token_mask"):
-    """Sequences with any token whose exp(gap) is out of bounds are masked."""
+    """Masks sequences with any token whose exp(gap) is out of bounds."""
 
     reads: ClassVar[frozenset[str]] = _OLD
     whole: ClassVar[bool] = True
@@ -103,10 +103,12 @@ class WorstTokenMask(LossFormula, frozen=True, kw_only=True, tag="worst_token_ma
 
 
 class Opsm(LossFormula, frozen=True, kw_only=True, tag="opsm"):
-    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): tokens with A < 0 of sequences that
-    the policy has moved away from since they were sampled, mean of m - l > delta, are masked. Not
-    of o - l: it is 0 in a step of one minibatch, and knows neither the sampler's own numerics nor
-    how old its weights are."""
+    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): masks tokens with A < 0 in sequences
+    from which the policy has moved away since sampling (mean of m - l > delta).
+
+    It does not use o - l, which is 0 in a step of one minibatch, and reflects neither the sampler's
+    numerics nor the age of its weights.
+    """
 
     whole: ClassVar[bool] = True
     delta: float = 0.5

@@ -1,12 +1,11 @@
-"""Where the processors' time of each step's rollouts went, in one file of the run's folder:
-``processors.jsonl``.
+"""Records the CPU time of each step's rollouts in the run's folder, in ``processors.jsonl``.
 
-    {"step": 12, "cores": 2, "loop_s": 1.31, "sessions_s": 2.74, "engine": [{"sequences": 32, "reads": false, …}]}
+    {"step": 12, "cores": 2, "loop_s": 1.31, "sessions_s": 2.74,
+     "engine": [{"sequences": 32, "reads": false, …}]}
 
-For runs whose engine is in the trainer's process, where all of them share the same cores: how long
-a step takes there depends on how much of the processors each wants, which ``cluster/`` reads off
-this. Leaves out learning, which is in ``metrics.jsonl``, and what happens between rollouts:
-evaluations, checkpoints.
+For runs whose engine is in the trainer's process, where all parts share the same cores. The time of
+a step then depends on how much CPU each part needs; ``cluster/`` predicts it from this file. Not
+here: learning (``metrics.jsonl``), and work between rollouts, such as evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -27,34 +26,36 @@ FILE = "processors.jsonl"
 
 
 class CpuSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Processor seconds of the rollouts of one step."""
+    """CPU seconds of the rollouts of one step."""
 
     step: int = 0
-    """As in ``metrics.jsonl``."""
+    """Same as in ``metrics.jsonl``."""
     cores: int
-    """That this process may use."""
+    """Cores that this process may use."""
     loop_s: float
-    """Of the thread with the event loop: requests, replies, sessions' frames."""
+    """CPU time of the event loop's thread: requests, replies, session frames."""
     sessions_s: float
-    """Of all processes below this one, where sessions are."""
+    """CPU time of all child processes, where sessions run."""
     engine: list[StepTiming]
 
 
 class CpuMeter:
-    """Measures from one ``restart`` or ``spent`` to the next. For the thread of the event loop."""
+    """Measures CPU time between calls of ``restart`` and ``spent``. Call it in the event loop's
+    thread."""
 
     def __init__(self, paces: Callable[[], list[StepTiming]]) -> None:
-        """``paces``: what the engine's steps cost since they were asked for last."""
+        """``paces`` returns the cost of the engine's steps since its last call."""
         self._paces = paces
-        self._loop_s, self._sessions_s = 0.0, 0.0
+        self._loop_s = 0.0
+        self._sessions_s = 0.0
 
     def restart(self) -> None:
-        """What was before does not count."""
+        """Start measuring now."""
         self._paces()
         self._loop_s, self._sessions_s = time.thread_time(), below_s()
 
     def spent(self) -> CpuSeconds:
-        """Since then; it begins anew."""
+        """CPU time since the last call; starts measuring again."""
         loop_s, sessions_s = self._loop_s, self._sessions_s
         engine = self._paces()
         self._loop_s, self._sessions_s = time.thread_time(), below_s()
@@ -67,45 +68,45 @@ class CpuMeter:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def below_s() -> float:
-    """Processor seconds of all processes below this one, those that have ended and were waited for
-    among them; 0 where the system does not tell."""
-    took, below = {}, defaultdict(list)
+    """CPU seconds of all descendant processes, including children that have ended and were waited
+    for; 0 if the system does not report it."""
+    ticks, children = {}, defaultdict(list)
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             fields = path.read_text().rpartition(")")[2].split()
             number = int(path.parent.name)
-            took[number] = sum(map(int, fields[11:15]))
-            below[int(fields[1])].append(number)
-    found, inside = 0, [os.getpid()]
-    while inside:
-        for number in below[inside.pop()]:
-            found += took[number]
-            inside.append(number)
-    return found / os.sysconf("SC_CLK_TCK") if found else 0.0
+            ticks[number] = sum(map(int, fields[11:15]))
+            children[int(fields[1])].append(number)
+    total, remaining = 0, [os.getpid()]
+    while remaining:
+        for number in children[remaining.pop()]:
+            total += ticks[number]
+            remaining.append(number)
+    return total / os.sysconf("SC_CLK_TCK") if total else 0.0
 
 
 # --- the file
-# ------------------------------------------------------------------------------------------------------------
 
 
 def write(folder: Path, spent: CpuSeconds) -> None:
-    """Add a line, with one write."""
+    """Append a line with a single write."""
     line = msgspec.json.encode(spent) + b"\n"
     with (folder / FILE).open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":  # what was cut off by a kill must not swallow the next line
+            if file.read(1) != b"\n":  # a line torn by a kill must not swallow this one
                 line = b"\n" + line
         file.write(line)
 
 
 def read(folder: Path) -> Iterator[CpuSeconds]:
-    """The lines of a run's folder, in order; a torn one is skipped, and there may be none."""
+    """The lines in a run's folder, in order. Skips a torn line; yields nothing if there is no
+    file."""
     path = folder / FILE
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -113,13 +114,13 @@ def read(folder: Path) -> Iterator[CpuSeconds]:
 
 
 def cut(folder: Path, step: int) -> None:
-    """Drop what was measured after ``step``; atomic."""
+    """Drop lines after ``step``; atomic."""
     path = folder / FILE
     if path.exists():
         fresh = path.with_suffix(".tmp")
         fresh.write_bytes(
             b"".join(
-                msgspec.json.encode(each) + b"\n" for each in read(folder) if each.step <= step
+                msgspec.json.encode(spent) + b"\n" for spent in read(folder) if spent.step <= step
             )
         )
         fresh.replace(path)

@@ -1,13 +1,14 @@
-"""Distillation over k tokens per position: three forms, one function each, per entry and before any
-weight.
+"""Distillation losses over k tokens per position: three forms, each a function per entry, before
+weights.
 
-    forward     Σ_k p_T (log p_T − log p)                          on the teacher's likeliest tokens
-    reverse     Σ_{k+1} p (log p − log p_T)                        the same, and one bin for all other tokens (V2)
-    surrogate   Σ_k max(−A ρ, −A clip(ρ, 1−ε_l, 1+ε_h))            on the policy's own likeliest tokens (V3)
+    forward     Σ_k p_T (log p_T − log p)                on the teacher's likeliest tokens
+    reverse     Σ_{k+1} p (log p − log p_T)              same, plus one bin for all others (V2)
+    surrogate   Σ_k max(−A ρ, −A clip(ρ, 1−ε_l, 1+ε_h))  on the policy's likeliest tokens (V3)
                 A = clip(log p_T − log p_old, ±C) · softmax_k(log p_old),  ρ = p / p_old
 
-Log-probabilities are over the whole vocabulary, never renormalised on the k: else mass could leak
-out unpunished. Leaves out whose candidates they are (``signals/teacher.py``).
+Log-probabilities are over the whole vocabulary and are never renormalized over the k tokens:
+otherwise mass could leak to other tokens without a penalty. Not here: where the candidates come
+from (``signals/teacher.py``).
 
 Legend: E entries, k candidates per entry.
 """
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
 
 KdKind = Literal["forward", "reverse", "surrogate"]
 LEAST = 1e-8
-"""Mass of the bin of all other tokens, at least: with the whole vocabulary given it is empty, and
-adds 0."""
+"""Lower bound of the mass of the bin of all other tokens. If the k tokens are the whole vocabulary,
+the bin is empty and adds 0."""
 
 
 def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
-    """[E] of [E, k]. p_S .6 .3 .1, p_T .2 .7 .1: 0.373386."""
+    """[E] from [E, k]. p_S .6 .3 .1, p_T .2 .7 .1: 0.373386."""
     return (teacher.exp() * (teacher - now)).sum(-1)
 
 
 def reverse_kl(teacher: Tensor, now: Tensor) -> Tensor:
-    """[E] of [E, k]. The same example: 0.404978. It is differentiated as it is, without a policy
+    """[E] from [E, k]. Same example: 0.404978. It is differentiated directly, without a policy
     gradient."""
     rest, rest_teacher = _rest(now), _rest(teacher)
     return (now.exp() * (now - teacher)).sum(-1) + rest * (rest.log() - rest_teacher.log())
@@ -45,7 +46,7 @@ def surrogate(
     low: float = 0.2,
     high: float = 0.28,
 ) -> Tensor:
-    """[E] of [E, k]; ``old`` is the policy that sampled. p_S .6 .3, p_T .2 .7, C=1, on-policy:
+    """[E] from [E, k]; ``old`` is the sampling policy. p_S .6 .3, p_T .2 .7, C=1, on-policy:
     0.384234."""
     advantages = ((teacher - old).clamp(-clip, clip) * old.softmax(-1)).detach()
     ratio = (now - old.detach()).clamp(-20.0, 20.0).exp()

@@ -1,14 +1,14 @@
-"""Sequences as a forest: what several of them begin with stands once.
+"""Arranges sequences as a forest, in which shared prefixes occur only once.
 
-    1 2 3 7 8 4          [1 2 3] ── [7 8] ── [4]          nodes: a stretch of tokens, its parent, one sequence that
-    1 2 3 7 8 5             │         └──── [5]           goes through it
+    1 2 3 7 8 4          [1 2 3] ── [7 8] ── [4]     node: a stretch of tokens, its parent,
+    1 2 3 7 8 5             │         └──── [5]      and one sequence that passes through it
     1 2 3 9                 └────── [9]
 
-A token's hidden state depends on the tokens of its path and on nothing else, so whatever two
-sequences begin with alike can be computed once: prompts, forked prefixes, and also what two
-siblings happened to sample alike. What they learn from it stays apart, since a loss is counted by
-entry and not by token. The forest is the same in whatever order the sequences come. Found by
-sorting the sequences as byte strings and comparing neighbours: near-linear in the number of tokens.
+A token's hidden state depends only on the tokens of its path, so a prefix that two sequences share
+can be computed once: prompts, forked prefixes, and tokens that two siblings happened to sample
+alike. What they learn stays separate, since a loss is counted by entry and not by token. The forest
+does not depend on the order of the sequences. It is found by sorting the sequences as byte strings
+and comparing neighbors: near-linear in the number of tokens.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from ramify.types.sequence import Ints, TokenSequence
 
 
 class ForestNode(NamedTuple):
-    """Tokens ``[begin, end)``, counted along the path, that the same sequences go through."""
+    """Tokens ``[begin, end)``, counted along the path, that the same sequences pass through."""
 
     begin: int
     end: int
     parent: int
-    """Index of the node; -1 for a root."""
+    """Index of the parent node; -1 for a root."""
     sequence: int
-    """Index of one sequence that goes through it."""
+    """Index of one sequence that passes through it."""
 
 
 class Forest(NamedTuple):
+    """Prefix trees over a set of sequences."""
+
     nodes: list[ForestNode]
     """In preorder."""
     leaves: list[int]
-    """Sequence -> the node that it ends in."""
+    """Sequence -> the node in which it ends."""
     order: list[int]
-    """The sequences by their ids, those of one node by how long they are and by name."""
+    """Indices of the sequences, sorted by their ids; equal ids are sorted by name."""
 
     @property
     def num_tokens(self) -> int:
@@ -44,7 +46,7 @@ class Forest(NamedTuple):
 
 
 def forest(sequences: Many[TokenSequence]) -> Forest:
-    """The radix tree of ``sequences``, of which none is empty."""
+    """The radix trees of ``sequences``; none of them may be empty."""
     keys = [sequence.token_ids.astype(">i8").tobytes() for sequence in sequences]
     order = sorted(range(len(sequences)), key=lambda index: (keys[index], sequences[index].name))
     growing = _GrowingForest()
@@ -59,7 +61,7 @@ def forest(sequences: Many[TokenSequence]) -> Forest:
 
 
 class _GrowingForest:
-    """The nodes so far, and of them the ones that the last sequence goes through."""
+    """The nodes so far, and the path of the last sequence through them."""
 
     def __init__(self) -> None:
         self.begin: list[int] = []
@@ -69,8 +71,8 @@ class _GrowingForest:
         self.path: list[int] = []
 
     def add(self, sequence: int, shared: int, length: int) -> int:
-        """Put in a sequence that has ``shared`` tokens in common with the last one; returns the
-        node it ends in."""
+        """Add a sequence that has ``shared`` tokens in common with the last one. Returns the node
+        in which it ends."""
         while self.path and self.begin[self.path[-1]] >= shared:
             self.path.pop()
         if self.path and self.end[self.path[-1]] > shared:
@@ -82,8 +84,8 @@ class _GrowingForest:
         return self.path[-1]
 
     def grown(self, ends: list[int]) -> tuple[list[ForestNode], list[int]]:
-        """In preorder, children in the order of their ids. A node that was cut has its head behind
-        it in the lists."""
+        """The nodes in preorder, with children in the order of their ids. (In the internal lists,
+        the head of a node that was split comes after it.)"""
         children: list[list[int]] = [[] for _ in self.begin]
         roots: list[int] = []
         for node, parent in enumerate(self.parent):
@@ -114,15 +116,15 @@ class _GrowingForest:
         return len(self.begin) - 1
 
     def _split(self, node: int, at: int) -> None:
-        """``node`` keeps what comes after ``at``, so that those below it and those that end in it
-        stay where they are."""
+        """Split a node: ``node`` keeps the tokens after ``at``, so that its children, and the
+        sequences that end in it, keep their index."""
         head = self._new(self.begin[node], at, self.parent[node], self.sequence[node])
         self.begin[node], self.parent[node] = at, head
         self.path.append(head)
 
 
 def _common(a: Ints, b: Ints) -> int:
-    """How many tokens ``a`` and ``b`` begin with alike."""
+    """Length of the common prefix of ``a`` and ``b``."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -1,24 +1,26 @@
-"""Groups of rollouts that steps do not wait for: begun in the order of their items, taken when they
-are whole.
+"""A queue of rollout groups that run ahead of the steps: begun in the order of their items, taken
+when complete.
 
-    items ── begun while few enough are open ──> rollouts, as there is room ──> whole, read ──> taken by a step, or given up
-                        ▲                                                                             │
-                        └──────────────── one step more of them when the weights are newer ───────────┘
+    items ── begin, up to a limit ──> rollouts ── complete ──> taken by a step, or given up
+                      ▲                                                  │
+                      └─────── newer weights: one step's groups more ────┘
 
-A group is *open* from when it is begun until a step takes it. With ``items`` groups a step and
-weights that k steps made:
+A group is *open* from its beginning until a step takes it. With ``items`` groups per step and
+weights after k steps:
 
-    may begin     at most (k + 1 + max_staleness) * items groups in all, so that what is whole waits for no more steps
-    is taken      what is whole, oldest first. One whose rollouts take longer than the steps do is late; step k waits for
-                  those that began at k - max_staleness - late, and for as many as later steps could not take in time
+    may begin   at most (k + 1 + max_staleness) * items groups in all, so that a complete group
+                waits for at most max_staleness steps
+    is taken    complete groups, oldest first. Step k waits for groups that began at step
+                k - max_staleness - grace_steps or before, and for as many others as later steps
+                could not take in time
 
-``max_staleness = 0`` is the synchronous run: a step's groups are those of its own items, whole and
-in order. With dynamic sampling groups without a signal are given up for others, at most
-``max_items`` a step. A rollout that takes ``straggler_factor`` times the median, while nothing else
-is left that the step could wait for, is given up and its group goes on without it.
+``max_staleness = 0`` is the synchronous run: each step waits for its groups, in order.
+With dynamic sampling, groups without a signal are replaced by others, up to ``max_items`` per step.
+A rollout that takes more than ``straggler_factor`` times the median, while the step waits for
+nothing else, is given up, and its group continues without it.
 
-Decides which groups a step has. Leaves out what they teach (``stages.py``) and which weights
-answer: those that are newest, also in the middle of a reply (``inference/``).
+Decides which groups a step has. Not here: what they teach (``stages.py``), and which weights
+answer; the newest ones do, even in the middle of a reply (``inference/``).
 """
 
 from __future__ import annotations
@@ -44,30 +46,30 @@ if TYPE_CHECKING:
     from ramify.train.stages import StepSampleSpec
 
 Numbered = tuple[int, Group]
-"""An item's running number and its group."""
+"""(number of an item, its group)"""
 
 
 class OpenGroup(msgspec.Struct, eq=False):
-    """A group that was begun and not taken yet."""
+    """A group that has begun and that no step has taken yet."""
 
     number: int
-    """Of its item, running."""
+    """Number of its item."""
     rolling: GroupRollout
     task: asyncio.Task[Group]
-    """Ends when it is whole, and read."""
+    """Completes when the group is complete and its signals are computed."""
     step: int | None = None
-    """Steps that had made the weights when its first rollout began; None while none has."""
+    """Number of steps behind the weights when its first rollout began; None if none has begun."""
     group: Group | None = None
-    """Once it is whole."""
+    """The result, once the group is complete."""
     has_no_signal: bool = False
-    """It is whole, and nothing can be learnt from it."""
+    """Whether it is complete and nothing can be learned from it."""
 
     @property
     def is_whole(self) -> bool:
         return self.group is not None
 
     def account(self, *, spare: bool = False) -> GroupRecord:
-        """Where it is given up."""
+        """The record of a group that is given up. ``spare``: it was more than the step needed."""
         assert self.group is not None
         return account(self.number, self.group, None if spare else (), self.rolling.given_up)
 
@@ -81,11 +83,11 @@ class StepGroups(msgspec.Struct):
     notes: list[str]
     """Which rollouts were given up, in sentences."""
     stragglers: dict[int, list[str]]
-    """Number of a group that goes on without rollouts that were given up -> their ids."""
+    """Number of a group that continues without rollouts that were given up -> their ids."""
 
 
 class GroupQueue:
-    """The groups of one stage. ``close`` ends what still goes on."""
+    """The groups of one stage. ``close`` ends all rollouts."""
 
     def __init__(
         self,
@@ -99,44 +101,45 @@ class GroupQueue:
         read: Callable[[Group], Awaitable[None]] | None = None,
         has_no_signal: Callable[[Group], bool] = lambda group: False,
     ) -> None:
-        """``next_item`` is the number of the first item that was never begun, ``pending`` of those
-        that were begun before, by a run that this one goes on from: they are begun first. ``read``
-        is done with each group when all its rollouts are over; ``is_silent`` says of a whole group
-        whether nothing can be learnt from it."""
-        self._rollouts, self._items, self._sample, self._num_steps = (
-            rollouts,
-            items,
-            sample,
-            num_steps,
-        )
-        self._next_item, self._again = next_item, deque(pending)
-        self._read, self._is_silent = read, has_no_signal
+        """``next_item`` is the number of the first item that has never begun. ``pending`` are
+        numbers of items that an earlier run, which this one resumes, had begun: they begin first.
+        ``read`` computes the signals of a group whose rollouts are complete. ``has_no_signal``
+        returns True if nothing can be learned from a complete group."""
+        self._rollouts = rollouts
+        self._items = items
+        self._sample = sample
+        self._num_steps = num_steps
+        self._next_item = next_item
+        self._pending = deque(pending)
+        self._read = read
+        self._has_no_signal = has_no_signal
         self.by_id: dict[str, Item] = {}
-        """The items of groups that were begun and not taken."""
+        """Items of the open groups, by id."""
         self._open: list[OpenGroup] = []
-        """In the order in which they were begun."""
-        self._step, self._begun_in_step = 0, 0
+        """In the order in which they began."""
+        self._step = 0
+        self._begun_in_step = 0
         self._took_s: deque[float] = deque(maxlen=sample.items * rollouts.per_item)
-        """Of the rollouts that ended last, as many as a step has."""
+        """Durations of the latest rollouts, as many as a step has."""
         self._given_up: list[RolloutAttempt] = []
-        """Rollouts that may still be about to end."""
+        """Rollouts that were given up and may still be ending."""
         self._notes: list[str] = []
         self._work: ProgressTask | None = None
-        """That of the step which waits."""
+        """Progress of the step that is waiting."""
 
-    # --- for who learns
-    # --------------------------------------------------------------------------------------------
+    # --- for the stage
 
     async def take(self, step: int) -> StepGroups:
-        """The groups of step ``step``, once they are there. Raises what is a bug in a rollout."""
-        self._at(step)
+        """The groups of step ``step``, once they are complete. Raises unexpected errors of
+        rollouts."""
+        self._set_step(step)
         with report_progress(
             "rollouts", self._sample.items * self._rollouts.per_item, "attempts"
         ) as work:
             self._work = work
             while True:
-                self._look()
-                self._tell()
+                self._find_complete()
+                self._report_progress()
                 self._begin()
                 if suffice(self._sample, self._open, self._whole(), self._step):
                     break
@@ -145,19 +148,18 @@ class GroupQueue:
         return self._taken()
 
     def newer(self, step: int) -> None:
-        """The weights are those that ``step`` steps made: begin what may be begun now."""
+        """The weights are those after ``step`` steps: begin the groups that may begin now."""
         if self._sample.max_staleness:
-            self._at(step)
+            self._set_step(step)
             self._begin()
 
     def state(self) -> tuple[int, list[int]]:
-        """(the number of the first item that was never begun, those of groups that were begun and
-        not taken)."""
-        return self._next_item, sorted([*self._again, *(each.number for each in self._open)])
+        """(number of the first item that has never begun, numbers of items of the open groups)"""
+        return self._next_item, sorted([*self._pending, *(entry.number for entry in self._open)])
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No rollout begins inside, where the recipe wants that; those that have begun go on."""
+        """Begin no rollouts inside, if ``sample.pause`` is set; running ones continue."""
         if not self._sample.pause:
             yield
             return
@@ -168,30 +170,29 @@ class GroupQueue:
             self._rollouts.room.resume()
 
     async def close(self) -> None:
-        """End all rollouts, and wait for that."""
-        tasks = [each.task for each in self._open]
+        """Cancel all rollouts, and wait until they have ended."""
+        tasks = [entry.task for entry in self._open]
         for task in tasks:
             task.cancel()
-        await close([a for each in self._open for a in each.rolling.attempts] + self._given_up)
+        await close([a for entry in self._open for a in entry.rolling.attempts] + self._given_up)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # --- what begins
-    # -----------------------------------------------------------------------------------------------
+    # --- beginning groups
 
-    def _at(self, step: int) -> None:
-        """The weights are those that ``step`` steps made."""
+    def _set_step(self, step: int) -> None:
+        """The weights are those after ``step`` steps."""
         self._note_begun()
         if step != self._step:
             self._step, self._begun_in_step = step, 0
 
     def _note_begun(self) -> None:
-        for each in self._open:
-            if each.step is None and each.rolling.began:
-                each.step = self._step
+        for entry in self._open:
+            if entry.step is None and entry.rolling.began:
+                entry.step = self._step
 
     def _begin(self) -> None:
         for _ in range(room(self._sample, self._open, self._step, self._num_steps)):
-            number = self._again.popleft() if self._again else self._next_item
+            number = self._pending.popleft() if self._pending else self._next_item
             self._next_item = max(self._next_item, number + 1)
             item = self._items[number % len(self._items)]
             name = (
@@ -215,42 +216,43 @@ class GroupQueue:
     def _over(self, attempt: RolloutAttempt) -> None:
         if attempt.took_s is not None:
             self._took_s.append(attempt.took_s)
-        self._tell()
+        self._report_progress()
 
-    def _tell(self) -> None:
-        """How far the step is that waits: the rollouts that are over of the groups it is nearest to
-        having."""
+    def _report_progress(self) -> None:
+        """Report the step's progress: completed rollouts in the groups that are nearest to
+        completion."""
         if self._work is not None:
             over = sorted(
-                (each.rolling.num_over for each in self._open if not each.has_no_signal),
+                (entry.rolling.num_over for entry in self._open if not entry.has_no_signal),
                 reverse=True,
             )
             self._work.at(sum(over[: self._sample.items]))
 
-    # --- what is waited for
-    # ----------------------------------------------------------------------------------------
+    # --- waiting for groups
 
     def _whole(self) -> list[OpenGroup]:
         return [each for each in self._open if each.is_whole]
 
-    def _look(self) -> None:
-        """See which groups have become whole."""
+    def _find_complete(self) -> None:
+        """Find groups that have become complete."""
         self._note_begun()
-        for each in self._open:
-            if each.group is None and each.task.done():
-                each.group = each.task.result()
-                each.has_no_signal = bool(self._sample.max_items) and self._is_silent(each.group)
+        for entry in self._open:
+            if entry.group is None and entry.task.done():
+                entry.group = entry.task.result()
+                entry.has_no_signal = bool(self._sample.max_items) and self._has_no_signal(
+                    entry.group
+                )
 
     async def _wait(self) -> None:
-        """Until another group is whole, or it is time to look for slow rollouts again."""
-        running = [each.task for each in self._open if each.group is None]
+        """Wait until another group is complete, or until it is time to check for slow rollouts."""
+        running = [entry.task for entry in self._open if entry.group is None]
         await asyncio.wait(
             running, timeout=self._give_up_slow_ones(), return_when=asyncio.FIRST_COMPLETED
         )
 
     def _give_up_slow_ones(self) -> float | None:
-        """Give up the rollouts that alone hold the step up, if any do; else seconds until some
-        might."""
+        """Give up the rollouts that alone hold up the step, if there are any. Otherwise return the
+        seconds until there may be some."""
         if not self._sample.straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None
         bound = self._sample.straggler_factor * median(self._took_s)
@@ -273,46 +275,46 @@ class GroupQueue:
 
     def _taken(self) -> StepGroups:
         sample = self._sample
-        whole = sorted(self._whole(), key=lambda each: each.number)
+        whole = sorted(self._whole(), key=lambda entry: entry.number)
         zero_variance, with_signal = (
-            [each for each in whole if each.has_no_signal],
-            [each for each in whole if not each.has_no_signal],
+            [entry for entry in whole if entry.has_no_signal],
+            [entry for entry in whole if not entry.has_no_signal],
         )
         taken = with_signal[: sample.items]
         missing = sample.items - len(taken)
         taken += zero_variance[:missing]
-        given_up = [each.account() for each in zero_variance[missing:]]
-        gone = taken + zero_variance[missing:]
-        if not sample.max_staleness:  # those beyond would be too old for the next step
-            given_up += [each.account(spare=True) for each in with_signal[sample.items :]]
-            gone = whole
-        away = {id(each) for each in gone}
-        self._open = [each for each in self._open if id(each) not in away]
-        left = {each.rolling.item.id for each in self._open}
-        for item in self.by_id.keys() - left:
+        given_up = [entry.account() for entry in zero_variance[missing:]]
+        closed = taken + zero_variance[missing:]
+        if not sample.max_staleness:  # groups in excess would be too old for the next step
+            given_up += [entry.account(spare=True) for entry in with_signal[sample.items :]]
+            closed = whole
+        closed_ids = {id(entry) for entry in closed}
+        self._open = [entry for entry in self._open if id(entry) not in closed_ids]
+        remaining = {entry.rolling.item.id for entry in self._open}
+        for item in self.by_id.keys() - remaining:
             del self.by_id[item]
-        metrics = {"items": float(len(gone))}
+        metrics = {"items": float(len(closed))}
         if sample.max_staleness:
             metrics["in_flight"] = float(len(self._open))
         if sample.straggler_factor:
             metrics["stragglers"] = float(len(self._notes))
         if self._rollouts.room.follows:
             metrics["concurrency"] = float(self._rollouts.room.limit)
-        self._given_up = [each for each in self._given_up if not each.is_over]
+        self._given_up = [entry for entry in self._given_up if not entry.is_over]
         notes, self._notes = self._notes, []
-        groups = [(each.number, each.group) for each in taken if each.group is not None]
-        stragglers = {each.number: names for each in taken if (names := each.rolling.given_up)}
+        groups = [(entry.number, entry.group) for entry in taken if entry.group is not None]
+        stragglers = {entry.number: names for entry in taken if (names := entry.rolling.given_up)}
         return StepGroups(groups, given_up, metrics, notes, stragglers)
 
 
-def _unfinished(each: OpenGroup) -> list[RolloutAttempt]:
-    return [attempt for attempt in each.rolling.attempts if not attempt.result.done()]
+def _unfinished(group: OpenGroup) -> list[RolloutAttempt]:
+    return [attempt for attempt in group.rolling.attempts if not attempt.result.done()]
 
 
-def _time_left(each: OpenGroup, bound: float) -> float | None:
-    """Seconds until all rollouts of the group that go on have taken more than ``bound``; None where
-    none goes on, or one has yet to begin."""
-    began = [attempt.began_at for attempt in _unfinished(each)]
+def _time_left(group: OpenGroup, bound: float) -> float | None:
+    """Seconds until all running rollouts of the group have taken more than ``bound``; None if none
+    is running, or one has yet to begin."""
+    began = [attempt.began_at for attempt in _unfinished(group)]
     if not began or None in began:
         return None
     return max(at for at in began if at is not None) + bound - time.monotonic()

@@ -1,13 +1,14 @@
-"""What became of each group of rollouts, one line for each in the run's folder: ``groups.jsonl``.
+"""Records the outcome of each rollout group, one line each, in the run's folder: ``groups.jsonl``.
 
-    {"step": 7, "number": 57, "item": "ledger/train/57", "version": 6, "outcome": "learnt", "rollouts": ["…"], "failed": []}
+    {"step": 7, "number": 57, "item": "ledger/train/57", "version": 6, "outcome": "learnt",
+     "rollouts": ["…"], "failed": []}
 
-A group is the attempts at one item, and is known by the item's running number: the first item of a
-run is the first of its training split that no demonstration used up, and each group takes the next.
-A line is written in the step that learnt from the group or gave it up, and cut off again where a
-run goes back to a checkpoint before that step. With what the checkpoint says of groups that had
-begun (``State.pending``) the numbers add up: each from the first to the last stands once, either
-here or there. ``accounts`` checks that. Leaves out what a group's rollouts said (``OUT/rollouts``).
+A group is the attempts at one item, and is identified by the item's number. The first item of a run
+is the first of its training split that no demonstration used, and each group takes the next. A line
+is written in the step that learned from the group or gave it up. If the run goes back to a
+checkpoint before that step, the line is removed. Together with the checkpoint's list of groups that
+had begun (``CheckpointState.pending``) the numbers are complete: each occurs exactly once.
+``accounts`` checks that. Not here: the rollouts themselves (``OUT/rollouts``).
 """
 
 from __future__ import annotations
@@ -27,53 +28,54 @@ from ramify.types.trajectory import Group
 FILE = "groups.jsonl"
 
 Outcome = Literal["learnt", "silent", "lost", "spare"]
-"""``learnt``: tokens of it had an advantage. ``silent``: none had, or it was given up for another
-as nothing could be learnt from it. ``lost``: none of its rollouts came to a reward. ``spare``: more
-had been begun than the step needed."""
+"""``learnt``: some of its tokens had an advantage. ``silent``: none had one (zero variance), or it
+was replaced because nothing could be learned from it. ``lost``: none of its rollouts has a reward.
+``spare``: more groups had begun than the step needed."""
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one group."""
+    """The outcome of one group."""
 
     step: int = 0
-    """Optimizer steps of the whole run once this was over, as in ``metrics.jsonl``."""
+    """Optimizer steps of the run, including the one that decided the outcome, as in
+    ``metrics.jsonl``."""
     number: int
-    """Of the item, running."""
+    """Number of the item."""
     item: str
-    """Its id."""
+    """Id of the item."""
     version: int | None
-    """The oldest that sampled any of its tokens; None where that is not known."""
+    """Oldest policy version that sampled any of its tokens; None if it is not known."""
     outcome: Outcome
     rollouts: list[str]
-    """Ids of those that came to a reward."""
+    """Ids of the rollouts that have a reward."""
     failed: list[str] = []
-    """Ids of the others, those that were given up among them."""
+    """Ids of the other rollouts, including those that were given up."""
 
 
 class GroupRecords(msgspec.Struct, frozen=True):
-    """What a run's folder says of its groups."""
+    """The records of all groups in a run's folder."""
 
     outcomes: dict[str, int]
     """Outcome -> number of groups."""
     pending: list[int]
-    """Begun, and not yet learnt from when the last checkpoint was written."""
+    """Numbers of groups that had begun, but were not learned from, at the last checkpoint."""
     duplicated: list[int]
-    """Numbers that stand twice: learnt from twice, or begun again after they were learnt from."""
+    """Numbers that occur twice: learned from twice, or begun again after learning."""
     missing: list[int]
-    """Numbers that stand nowhere: skipped in silence."""
+    """Numbers that do not occur: groups that were skipped without a record."""
 
     @property
     def balanced(self) -> bool:
-        """Nothing trained twice, nothing skipped."""
+        """Whether every group occurs exactly once."""
         return not self.duplicated and not self.missing
 
 
 def account(
     number: int, group: Group, learnt: Collection[str] | None, given_up: Sequence[str] = ()
 ) -> GroupRecord:
-    """``learnt``: ids of the step's rollouts that taught something; None where the group was more
-    than was needed. ``given_up``: ids of rollouts that the group goes on without."""
-    scored = [each.id for each in group.trajectories if each.rewards]
+    """The record of one group. ``learnt``: ids of the step's rollouts with an advantage; None if
+    the group was spare. ``given_up``: ids of rollouts without which the group continued."""
+    scored = [trajectory.id for trajectory in group.trajectories if trajectory.rewards]
     outcome: Outcome = "spare" if learnt is None else "silent"
     if not scored:
         outcome = "lost"
@@ -85,7 +87,10 @@ def account(
         version=_version(group),
         outcome=outcome,
         rollouts=scored,
-        failed=[*(each.id for each in group.trajectories if not each.rewards), *given_up],
+        failed=[
+            *(trajectory.id for trajectory in group.trajectories if not trajectory.rewards),
+            *given_up,
+        ],
     )
 
 
@@ -97,23 +102,25 @@ def _version(group: Group) -> int | None:
 
 
 def write(folder: Path, accounts: Sequence[GroupRecord], step: int) -> None:
-    """Add ``accounts``, which came about in step ``step``, with one write."""
+    """Append ``accounts``, decided in step ``step``, with a single write."""
     path = folder / FILE
     lines = b"".join(
-        msgspec.json.encode(msgspec.structs.replace(each, step=step)) + b"\n" for each in accounts
+        msgspec.json.encode(msgspec.structs.replace(record, step=step)) + b"\n"
+        for record in accounts
     )
     if not lines:
         return
     with path.open("ab+") as file:
         if file.tell():
             file.seek(-1, 2)
-            if file.read(1) != b"\n":  # what was cut off by a kill must not swallow the next line
+            if file.read(1) != b"\n":  # a line torn by a kill must not swallow the next one
                 lines = b"\n" + lines
         file.write(lines)
 
 
 def read(folder: Path) -> Iterator[GroupRecord]:
-    """The lines of a run's folder, in order; a torn one is skipped, and there may be none."""
+    """The lines in a run's folder, in order. Skips a torn line; yields nothing if there is no
+    file."""
     path = folder / FILE
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -121,8 +128,10 @@ def read(folder: Path) -> Iterator[GroupRecord]:
 
 
 def cut(folder: Path, step: int) -> None:
-    """Drop what came about after ``step``; atomic."""
-    kept = b"".join(msgspec.json.encode(each) + b"\n" for each in read(folder) if each.step <= step)
+    """Drop lines after ``step``; atomic."""
+    kept = b"".join(
+        msgspec.json.encode(record) + b"\n" for record in read(folder) if record.step <= step
+    )
     path = folder / FILE
     if kept or path.exists():
         fresh = path.with_suffix(".tmp")
@@ -131,21 +140,21 @@ def cut(folder: Path, step: int) -> None:
 
 
 def accounts(folder: Path) -> GroupRecords:
-    """What became of all groups up to the last checkpoint of the run in ``folder``; what came after
-    it will come again. Empty where there is none yet. Raises ConfigError where that is no run's
-    folder: nothing missing would be said of it."""
+    """The outcomes of all groups up to the last checkpoint of the run in ``folder``; later groups
+    will be repeated. Empty before the first checkpoint. Raises ConfigError if the folder does not
+    hold a run, which would otherwise pass as complete."""
     checkpoint = CheckpointStore(folder).latest()
     if checkpoint is None:
         if not any((folder / name).exists() for name in (FILE, "metrics.jsonl", "checkpoints")):
             raise ConfigError(
-                f"{folder} holds no run: give the folder that `ramify train` was given as --out"
+                f"{folder} does not hold a run: give the folder passed to `ramify train` as --out"
             )
         return GroupRecords({}, [], [], [])
     state = read_state(checkpoint)
-    found = [each for each in read(folder) if each.step <= state.step]
-    times = Counter([*(each.number for each in found), *state.pending])
+    records = [record for record in read(folder) if record.step <= state.step]
+    times = Counter([*(record.number for record in records), *state.pending])
     return GroupRecords(
-        dict(Counter(each.outcome for each in found)),
+        dict(Counter(record.outcome for record in records)),
         list(state.pending),
         sorted(number for number, num in times.items() if num > 1),
         [number for number in range(state.first_item, state.next_item) if not times[number]],

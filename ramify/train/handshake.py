@@ -1,8 +1,8 @@
-"""Processes of a run that connect back to it: each proves that it has the run's key, and nobody is
-waited for without end.
+"""Authentication of a run's processes that connect back to it: each must prove that it has the
+run's key, within a time limit.
 
-Whoever connects and is silent, or has another key, is turned away, and the next one is heard: a
-port scanner neither stops a start nor ends it.
+A peer that is silent or has another key is rejected, and the next one is accepted: a port scanner
+can neither block a start nor end it.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 PROOF_S = 10.0
-"""How long one may take to prove itself."""
+"""Time limit for each message of the handshake, in seconds."""
 
 
 def authenticate(
     peer: socket.socket, key: bytes, wait_s: float = PROOF_S
 ) -> tuple[Connection, Any] | None:
-    """(the connection to ``peer``, what it says first), once both sides have shown that they have
-    ``key``; None where that is not so within ``wait_s`` at each answer. ``peer`` is used up."""
+    """Authenticate ``peer``, which is consumed. Returns (connection, its first message) after both
+    sides have proved that they have ``key``; None if that fails, or takes more than ``wait_s`` per
+    message."""
     peer.setblocking(True)
     connection = Connection(peer.detach())
     try:
         _limit(connection, wait_s)
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
-        said = connection.recv()
+        message = connection.recv()
         _limit(connection, 0.0)
     except (OSError, EOFError, AuthenticationError):
         connection.close()
         return None
-    return connection, said
+    return connection, message
 
 
 def _limit(connection: Connection, seconds: float) -> None:
-    """How long one read or write may wait; 0: as long as it takes."""
-    told = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    """Limit how long a single read or write may block; 0: no limit."""
+    timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, told)
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, told)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

@@ -1,11 +1,12 @@
-"""Log-probabilities of entries, without ever holding the logits of all of them.
+"""Log-probabilities of entries, without holding all of their logits at once.
 
-    h_ED ── chunk ── logits [n, V] ── / temperature ── kept ids only ── log-softmax at the targets
+    h_ED ── chunk ── logits [n, V] ── / temperature ── sampling support ── log-softmax of targets
 
-The output matrix is applied at entries alone, in chunks whose logits are computed again in the
-backward pass once they are more than ``max_elements`` together: memory is bounded by a chunk and
-not by the vocabulary. Numbers are fp32 from the logits on. Legend: E entries, n of a chunk, D
-width, V vocabulary, j targets per entry.
+The output matrix is applied only at entries, in chunks. If all logits together exceed
+``max_elements``, each chunk's logits are recomputed in the backward pass, so that memory is bounded
+by a chunk and not by the vocabulary. All numbers from the logits on are fp32.
+
+Legend: E entries, n entries of a chunk, D width, V vocabulary, j targets per entry.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 NEVER = -1e30
-"""Logit of an id outside the kept set; finite, so that zero times it is zero."""
+"""Logit of an id outside the sampling support; finite, so that zero times it is zero."""
 
 Logits = Callable[[Tensor], Tensor]
 """[n, D] -> fp32 [n, V]"""
@@ -30,25 +31,25 @@ class HeadRequest(NamedTuple):
     targets: Tensor
     """[E, j] ids."""
     temperature: Tensor | None = None
-    """[E]; None where it is 1 everywhere."""
+    """[E]; None if it is 1 everywhere."""
     kept: tuple[Tensor, Tensor] | None = None
-    """Offsets [E + 1] and ids: the kept set of entry e is ``ids[offsets[e] : offsets[e + 1]]``;
-    empty for all."""
+    """Offsets [E + 1] and ids: the sampling support of entry e is ``ids[offsets[e] : offsets[e +
+    1]]``; empty if all ids were allowed."""
     entropy: Literal["no", "value", "gradient"] = "no"
 
 
 def entry_logprobs(
-    h_ED: Tensor, logits: Logits, asked: HeadRequest, num_ids: int, max_elements: int
+    h_ED: Tensor, logits: Logits, request: HeadRequest, num_ids: int, max_elements: int
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities [E, j], entropies [E] in nats, zeros where not asked for). ``num_ids`` is
-    V."""
+    """(log-probabilities [E, j], entropies [E] in nats, which are zeros if not requested).
+    ``num_ids`` is V."""
     num = len(h_ED)
     size = max(1, max_elements // num_ids)
     if num <= size:
-        return _chunk(h_ED, logits, asked)
+        return _chunk(h_ED, logits, request)
     parts = []
     for start in range(0, num, size):
-        part = _part(asked, start, min(start + size, num))
+        part = _part(request, start, min(start + size, num))
         parts.append(
             checkpoint(
                 _chunk,
@@ -63,31 +64,31 @@ def entry_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _chunk(h_nD: Tensor, logits: Logits, asked: HeadRequest) -> tuple[Tensor, Tensor]:
+def _chunk(h_nD: Tensor, logits: Logits, request: HeadRequest) -> tuple[Tensor, Tensor]:
     z_nV = logits(h_nD)
-    if asked.temperature is not None:
-        z_nV = z_nV / asked.temperature[:, None]
-    if asked.kept is not None:
-        z_nV = z_nV.masked_fill(_left_out(*asked.kept, z_nV.shape[1]), NEVER)
+    if request.temperature is not None:
+        z_nV = z_nV / request.temperature[:, None]
+    if request.kept is not None:
+        z_nV = z_nV.masked_fill(_outside_support(*request.kept, z_nV.shape[1]), NEVER)
     total_n1 = z_nV.logsumexp(-1, keepdim=True)
-    logprobs = z_nV.gather(1, asked.targets) - total_n1
-    if asked.entropy == "no":
+    logprobs = z_nV.gather(1, request.targets) - total_n1
+    if request.entropy == "no":
         return logprobs, torch.zeros_like(total_n1[:, 0])
-    with torch.set_grad_enabled(asked.entropy == "gradient" and torch.is_grad_enabled()):
+    with torch.set_grad_enabled(request.entropy == "gradient" and torch.is_grad_enabled()):
         entropy = total_n1[:, 0] - ((z_nV - total_n1).exp() * z_nV).sum(-1)
     return logprobs, entropy
 
 
-def _left_out(offsets: Tensor, ids: Tensor, num_ids: int) -> Tensor:
-    """[n, V] whether the sampler had cut the id off; nowhere for an entry with an empty set."""
+def _outside_support(offsets: Tensor, ids: Tensor, num_ids: int) -> Tensor:
+    """[n, V] whether the id is outside the entry's sampling support; all False if that is empty."""
     sizes = offsets.diff()
     rows = torch.repeat_interleave(torch.arange(len(sizes), device=ids.device), sizes)
-    left_out = (sizes > 0)[:, None].repeat(1, num_ids)
-    left_out[rows, ids[offsets[0] : offsets[-1]]] = False
-    return left_out
+    outside = (sizes > 0)[:, None].repeat(1, num_ids)
+    outside[rows, ids[offsets[0] : offsets[-1]]] = False
+    return outside
 
 
-def _part(asked: HeadRequest, start: int, end: int) -> HeadRequest:
-    temperature = None if asked.temperature is None else asked.temperature[start:end]
-    kept = None if asked.kept is None else (asked.kept[0][start : end + 1], asked.kept[1])
-    return HeadRequest(asked.targets[start:end], temperature, kept, asked.entropy)
+def _part(request: HeadRequest, start: int, end: int) -> HeadRequest:
+    temperature = None if request.temperature is None else request.temperature[start:end]
+    kept = None if request.kept is None else (request.kept[0][start : end + 1], request.kept[1])
+    return HeadRequest(request.targets[start:end], temperature, kept, request.entropy)

@@ -1,10 +1,10 @@
-"""Induction warm-up: random token strings said twice, with the loss on the second time.
+"""Induction warm-up: random token strings, each repeated once, with the loss on the repetition.
 
-A model made from nothing first has to learn to copy, and demonstrations teach that slowly: names
-and separators that are copied stand among many tokens that are not. No task, no text, no tokenizer:
-ids alone.
+A model trained from scratch first has to learn to copy. Demonstrations teach that slowly, since the
+names and separators to copy are few among many other tokens. The warm-up needs no task, text or
+tokenizer, only ids.
 
-    a b c d | a b c d      loss on the last three: the first of the second time cannot be known
+    a b c d | a b c d      loss on the last three: the first repeated token cannot be predicted
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 from ramify.types.sequence import TokenSequence
 
 SHORTEST, LONGEST = 6, 40
-"""Tokens of a string: [SHORTEST, LONGEST)."""
+"""Length of a string in tokens: [SHORTEST, LONGEST)."""
 
 
 def induction(step: int, ids: Many[int], num_tokens: int, seed: int = 0) -> list[TokenSequence]:
-    """The sequences of one step, all of one length: about ``num_tokens`` tokens in all, drawn from
-    ``ids``. The same for the same arguments, whenever they are asked for."""
+    """The sequences of one step, all of the same length: about ``num_tokens`` tokens in total,
+    drawn from ``ids``. The result depends only on the arguments."""
     random = np.random.default_rng((seed, step))
     length = int(random.integers(SHORTEST, LONGEST))
     drawn = random.choice(np.asarray(ids, np.int64), (max(2, num_tokens // (2 * length)), length))

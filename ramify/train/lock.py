@@ -1,11 +1,11 @@
-"""The lock of a training folder: one process writes to it, and whoever comes second is refused at
-once.
+"""The lock of a training folder: one process writes to it, and a second one is rejected at once.
 
-    OUT/.lock      held by ``flock`` as long as the run lasts; it says which process holds it: {"pid":4711,"host":"gpu-3"}
+    OUT/.lock      held by ``flock`` for the duration of the run; names the process that holds it:
+                   {"pid":4711,"host":"gpu-3"}
 
-The system frees the lock when its holder ends, however it ends, so that a killed run can be
-resumed. Only the process that owns a run takes the lock: not its ranks, engines or rollout
-processes, nor what starts it again. Leaves out what is written in the folder (``checkpoint.py``,
+The system frees the lock when its holder exits, in whatever way, so that a killed run can be
+resumed. Only the process that owns a run takes the lock: not its ranks, engines or rollout workers,
+nor a supervisor that restarts it. Not here: what is written to the folder (``checkpoint.py``,
 ``metrics.py``).
 """
 
@@ -27,33 +27,33 @@ from ramify.store.journal import JournalWriter, this_process
 
 FILE = ".lock"
 _PATIENCE_S = 0.5
-"""How long to try: a reader that asks whether a run is live holds the lock for an instant."""
+"""How long to retry: a reader that checks whether a run is live holds the lock for an instant."""
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold the lock of the folder ``out``, which is made where it is missing, and removed if
-    nothing was written there. Raises RunInUse, naming the holder, where another process has it."""
+    """Hold the lock of the folder ``out``. The folder is created if it is missing, and removed
+    again if nothing was written to it. Raises RunInUse, naming the holder, if another process has
+    the lock."""
     missing: list[Path] = []
     path = out / FILE
     try:
-        missing += [each for each in (out, *out.parents) if not each.exists()]
+        missing += [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
         fd = _acquired(path)
     except OSError as error:
         _remove(missing)
         raise ConfigError(
-            f"nothing can be written in the run's folder {out} ({error.strerror}): give another "
-            "with --out DIR"
+            f"cannot write to the run's folder {out} ({error.strerror}): give another one with "
+            "--out DIR"
         ) from error
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
-        fcntl.flock(
-            fd, fcntl.LOCK_UN
-        )  # a process forked from this one may still hold the descriptor
+        # Explicitly, since a forked child may still hold the descriptor.
+        fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
         _remove(missing)
 
@@ -68,14 +68,14 @@ def holder(out: Path) -> JournalWriter | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return _named(path) if error.errno in _TAKEN else None
+        return _holder_in(path) if error.errno in _TAKEN else None
     finally:
         os.close(fd)
     return None
 
 
 def _acquired(path: Path) -> int:
-    """A descriptor that holds the lock on ``path``, which names this process."""
+    """A file descriptor that holds the lock on ``path``; this process's name is written to it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         _wait(fd, path)
@@ -86,7 +86,7 @@ def _acquired(path: Path) -> int:
     except BaseException:
         os.close(fd)
         raise
-    os.close(fd)  # removed between opening and locking: it is no longer the folder's
+    os.close(fd)  # removed between opening and locking, so it no longer locks the folder
     return _acquired(path)
 
 
@@ -97,26 +97,28 @@ def _wait(fd: int, path: Path) -> None:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in _TAKEN:
-                text = f"{path.parent} has no locks ({error.strerror}): nothing keeps a second run out of it"
+                text = (
+                    f"{path.parent} does not support locks ({error.strerror}): a second run can "
+                    "write to it at the same time"
+                )
                 return warnings.warn(text, stacklevel=2)
             if time.monotonic() > deadline:
                 raise RunInUse(
-                    f"the run's folder {path.parent} is being written by {_named(path)}: wait for "
-                    "it, stop it, or give "
-                    "another folder with --out DIR"
+                    f"the run's folder {path.parent} is being written by {_holder_in(path)}: "
+                    "wait for it, stop it, or give another folder with --out DIR"
                 ) from None
         time.sleep(0.02)
 
 
-def _named(path: Path) -> JournalWriter:
+def _holder_in(path: Path) -> JournalWriter:
     try:
         return msgspec.json.decode(path.read_bytes(), type=JournalWriter)
     except (OSError, msgspec.DecodeError):
-        return JournalWriter(0, "a host that it does not name")
+        return JournalWriter(0, "an unknown host")
 
 
 def _remove(folders: list[Path]) -> None:
-    """Remove the folders that are empty, innermost first."""
+    """Remove those folders that are empty, innermost first."""
     with contextlib.suppress(OSError):
-        for each in folders:
-            each.rmdir()
+        for folder in folders:
+            folder.rmdir()

@@ -1,13 +1,13 @@
-"""Low-rank adapters: each chosen matrix W is trained as W + (alpha / rank) B A, with W held still
-(LoRA, 2106.09685).
+"""Low-rank adapters (LoRA, 2106.09685): a matrix W is trained as W + (alpha / rank) B A, with W
+frozen.
 
-    attach(model, rank, alpha, targets)   from then on ``linear.weight`` is that sum, for whoever reads it
-    merged(model)                         the sums under the names that the matrices had before
-    with without(model)                   meanwhile it is W
+    attach(model, rank, alpha, targets)   from now on ``linear.weight`` returns that sum
+    merged(model)                         the sums, under the original names of the matrices
+    with without(model)                   inside, ``linear.weight`` returns W
 
-B begins at zero, so that nothing changes at first. Written as a parametrization of
-``nn.Linear.weight``, so that any module, ours or transformers', computes with it unawares. Leaves
-out adapters on disk: a policy is saved with its sums.
+B starts at zero, so the model is unchanged at first. An adapter is a parametrization of
+``nn.Linear.weight``, so any module, ours or one from transformers, uses it without changes. Not
+here: adapters on disk; a policy is saved with its sums.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _ORIGINAL = "parametrizations.weight.original"
 
 
 class LoraAdapter(nn.Module):
-    """W -> W + scale · B A"""
+    """Parametrization of a weight: W -> W + scale · B A."""
 
     def __init__(self, weight: Tensor, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
         rows, columns = weight.shape
-        self.scale, self.is_off = alpha / rank, False
+        self.scale = alpha / rank
+        self.is_off = False
         first = torch.randn(rank, columns, generator=generator) * columns**-0.5
         self.A = nn.Parameter(first.to(weight.device, torch.float32))
         self.B = nn.Parameter(torch.zeros(rows, rank, device=weight.device))
@@ -50,9 +51,9 @@ def attach(
     targets: Sequence[str] | str = "all-linear",
     seed: int = 0,
 ) -> int:
-    """Give every ``nn.Linear`` whose name's last part is in ``targets`` (``all-linear``: all but
-    the output matrix) an adapter, and hold everything else still. Returns how many parameters are
-    trained. Raises ConfigError where nothing has such a name."""
+    """Give an adapter to every ``nn.Linear`` whose last name part is in ``targets``
+    (``all-linear``: all except the output matrix), and freeze everything else. Returns the number
+    of trained parameters. Raises ConfigError if no module has such a name."""
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     chosen = [module for name, module in model.named_modules() if is_chosen(name, module, targets)]
@@ -63,7 +64,7 @@ def attach(
             if isinstance(module, nn.Linear)
         }
         raise ConfigError(
-            f"lora.targets={targets}: no linear module is called so; there are "
+            f"lora.targets={targets}: no linear module has such a name; there are "
             f"{', '.join(sorted(linear))}"
         )
     for module in chosen:
@@ -74,8 +75,8 @@ def attach(
 
 
 def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name -> parameter, as the model without adapters would have them; of one without them, as it
-    has them."""
+    """(name, parameter) as in the model without adapters, with the adapters added to the
+    weights."""
     for name, parameter in model.named_parameters():
         owner, _, _ = name.partition(".parametrizations.")
         if owner == name:
@@ -85,8 +86,8 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, AdaptedMatrix | None]]:
-    """As ``merged``, with nothing computed yet: (name, the parameter below, it with its adapter or
-    None)."""
+    """Like ``merged``, but nothing is computed yet: (name, base parameter, the base with its
+    adapter, or None if it has none)."""
     for name, parameter in model.named_parameters():
         owner, _, _ = name.partition(".parametrizations.")
         if owner == name:
@@ -105,16 +106,15 @@ def _adapted(linear: nn.Module, base: Tensor) -> AdaptedMatrix:
 
 @contextlib.contextmanager
 def without(model: nn.Module) -> Iterator[None]:
-    """The model as it was before ``attach``: nothing but the adapters has been trained. For one
-    thread alone."""
+    """Disable the adapters inside: the model as it was before ``attach``. Not thread-safe."""
     adapters = [module for module in model.modules() if isinstance(module, LoraAdapter)]
-    for each in adapters:
-        each.is_off = True
+    for adapter in adapters:
+        adapter.is_off = True
     try:
         yield
     finally:
-        for each in adapters:
-            each.is_off = False
+        for adapter in adapters:
+            adapter.is_off = False
 
 
 def has_adapters(model: nn.Module) -> bool:

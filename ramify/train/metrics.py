@@ -1,17 +1,20 @@
-"""What a training run measures, step by step, in one file of its folder: ``metrics.jsonl``.
+"""The metrics of a training run, step by step, in one file of its folder: ``metrics.jsonl``.
 
-    {"step": 12, "stage": "rl", "at_s": 41.2, "values": {"reward": 0.46, "sampled_tokens": 8123, …}}
+    {"step": 12, "stage": "rl", "at_s": 41.2,
+     "values": {"reward": 0.46, "sampled_tokens": 8123, …}}
 
-One line is written with one ``write``, so a killed run leaves whole lines but perhaps the last,
-which a reader skips. Whoever wants to watch listens; the page and the terminal's view read the same
-lines. On resume what a step wrote after the checkpoint is dropped, since it will be measured again.
+Each line is written with a single ``write``, so a killed run leaves complete lines except perhaps
+the last, which readers skip. Live views use a listener; the web page and the terminal view read the
+same lines. On resume, lines after the checkpoint are dropped, since these steps will be measured
+again.
 
-Of a step's rollouts is measured, besides what their algorithm says:
+Metrics of a step's rollouts, in addition to those of their algorithm:
 
-    pass@4                     the chance that at least one of four attempts at an item is right
-    depth1.rlm/reward          of the calls of one depth and kind: mean reward, where they have one; calls for each rollout,
-    depth1.rlm/calls …         turns and sampled tokens for each call, surprise (mean -logprob), share that a limit cut short
-    staleness, staleness_max   steps that the weights had gone on since a token was sampled
+    pass@4                     probability that at least one of four attempts at an item is right
+    depth1.rlm/reward          mean reward of the calls of one depth and kind, if they have any
+    depth1.rlm/calls …         calls per rollout, turns and sampled tokens per call, surprise
+                               (mean -logprob), share of calls that a limit truncated
+    staleness, staleness_max   steps by which the sampling weights of a token are out of date
 """
 
 from __future__ import annotations
@@ -34,21 +37,21 @@ FILE = "metrics.jsonl"
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
-    """What was measured at one step."""
+    """The metrics of one step or evaluation."""
 
     step: int
-    """Optimizer steps of the whole run before this one was over: 1 is the first."""
+    """Optimizer steps of the whole run, including this one: the first is 1."""
     stage: str
-    """``sft``, ``rl``, … of the run; evaluations carry the stage that they followed."""
+    """Stage of the run: ``sft``, ``rl``, …; an evaluation has the stage that it followed."""
     at_s: float
-    """Seconds of training since the run began, over all its resumptions."""
+    """Seconds of training since the run began, over all resumptions."""
     values: dict[str, float]
-    """Name -> finite number (JSON has no other); ``validation/reward`` and ``test/reward`` are of
-    those streams."""
+    """Name -> finite number (JSON allows no others); ``validation/reward`` and ``test/reward`` are
+    evaluations on those splits."""
 
 
 class MetricsFile:
-    """The run's file, open for appending."""
+    """The run's metrics file, open for appending."""
 
     def __init__(self, folder: Path, listener: Callable[[StepMetrics], None] | None = None) -> None:
         self.path = folder / FILE
@@ -56,7 +59,7 @@ class MetricsFile:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.lseek(self._file, 0, os.SEEK_END)
         if not _ends_a_line(self.path):
-            os.write(self._file, b"\n")  # what was cut off by a kill must not swallow the next line
+            os.write(self._file, b"\n")  # a line torn by a kill must not swallow the next one
 
     def write(self, step: int, stage: str, at_s: float, values: Mapping[str, float]) -> StepMetrics:
         finite = {name: _rounded(value) for name, value in values.items() if math.isfinite(value)}
@@ -73,7 +76,8 @@ class MetricsFile:
 
 
 def read(folder: Path) -> Iterator[StepMetrics]:
-    """The lines of a run's folder, in order; a torn one is skipped, and there may be none."""
+    """The lines in a run's folder, in order. Skips a torn line; yields nothing if there is no
+    file."""
     path = folder / FILE
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -81,8 +85,8 @@ def read(folder: Path) -> Iterator[StepMetrics]:
 
 
 def cut(folder: Path, step: int) -> None:
-    """Drop what was measured after ``step``; atomic."""
-    kept = b"".join(msgspec.json.encode(each) + b"\n" for each in read(folder) if each.step <= step)
+    """Drop lines after ``step``; atomic."""
+    kept = b"".join(msgspec.json.encode(line) + b"\n" for line in read(folder) if line.step <= step)
     path = folder / FILE
     fresh = path.with_suffix(".tmp")
     fresh.write_bytes(kept)
@@ -90,7 +94,7 @@ def cut(folder: Path, step: int) -> None:
 
 
 def _rounded(value: float) -> float:
-    """Seven digits are what a 32-bit float has."""
+    """Round to seven digits, the precision of a 32-bit float."""
     return float(f"{value:.7g}")
 
 
@@ -103,30 +107,30 @@ def _ends_a_line(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-# --- what rollouts came to
-# -----------------------------------------------------------------------------------------------
+# --- metrics of rollouts
 
 
 class DepthMetrics(msgspec.Struct, frozen=True):
-    """The calls of one depth and kind, of some rollouts."""
+    """Metrics of the calls of one depth and kind, over some rollouts."""
 
     depth: int
     kind: str
     calls: int
     reward: float | None
-    """Mean; None where none of them has one."""
+    """Mean reward; None if none of them has one."""
     turns: float
-    """For each call, as are sampled tokens."""
+    """Turns per call."""
     sampled: float
+    """Sampled tokens per call."""
     surprise: float | None
-    """Mean of -logprob over sampled tokens, in nats; None where they are not known."""
+    """Mean of -logprob over sampled tokens, in nats; None if log-probabilities are not known."""
     truncated: float
-    """Share that a limit cut short."""
+    """Share of calls that a limit truncated."""
 
 
 def layers(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> list[DepthMetrics]:
-    """By depth and kind. ``weights`` are the task's, by reward name; the root's reward is the
-    rollout's."""
+    """The metrics by depth and kind. ``weights`` are the task's reward weights; the root's reward
+    is the rollout's."""
     members: dict[tuple[int, str], list[tuple[Call, float | None]]] = defaultdict(list)
     for tree in trajectories:
         for call in tree.calls:
@@ -158,26 +162,28 @@ def _layer(depth: int, kind: str, members: Sequence[tuple[Call, float | None]]) 
 
 
 def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, float]:
-    """k -> pass@k for k = 2, 4, 8 … and the size of a group, over the groups that have so many
-    attempts. A rollout that failed is none: it says nothing of what the policy tried."""
+    """k -> pass@k, for k = 2, 4, 8 … and the size of a group, over the groups with at least k
+    attempts. A failed rollout is not an attempt: it says nothing about the policy."""
     right = [
         [total(tree.rewards, weights) >= RIGHT for tree in group.trajectories if tree.rewards]
         for group in groups
     ]
-    most = max((len(each) for each in right), default=0)
+    most = max((len(attempts) for attempts in right), default=0)
     powers = {2**power for power in range(1, most.bit_length()) if 2**power <= most}
-    found = {}
+    by_k = {}
     for k in sorted(powers | ({most} if most > 1 else set())):
-        enough = [pass_at_k(len(each), sum(each), k) for each in right if len(each) >= k]
-        found[k] = math.fsum(enough) / len(enough)
-    return found
+        enough = [
+            pass_at_k(len(attempts), sum(attempts), k) for attempts in right if len(attempts) >= k
+        ]
+        by_k[k] = math.fsum(enough) / len(enough)
+    return by_k
 
 
 def of_rollouts(
     groups: Sequence[Group], weights: Mapping[str, float], prefix: str = ""
 ) -> dict[str, float]:
-    """pass@k of the rollouts that were scored, and the layers."""
-    found = {f"{prefix}pass@{k}": value for k, value in passes(groups, weights).items()}
+    """pass@k of the scored rollouts, and the metrics by depth and kind."""
+    metrics = {f"{prefix}pass@{k}": value for k, value in passes(groups, weights).items()}
     trajectories = [tree for group in groups for tree in group.trajectories]
     for layer in layers(trajectories, weights):
         name = f"{prefix}depth{layer.depth}.{layer.kind}"
@@ -189,13 +195,13 @@ def of_rollouts(
             "surprise": layer.surprise,
             "truncated": layer.truncated,
         }
-        found |= {f"{name}/{what}": value for what, value in values.items() if value is not None}
-    return found
+        metrics |= {f"{name}/{what}": value for what, value in values.items() if value is not None}
+    return metrics
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """How many versions older than ``version``, which learns from them, the weights were that
-    sampled the tokens; empty where that is not known."""
+    """Staleness of the sampled tokens: how many versions the sampling weights lag behind
+    ``version``, which learns from the tokens. Empty if it is not known."""
     spans = [
         (span.end - span.start, version - span.version)
         for group in groups

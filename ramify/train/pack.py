@@ -1,16 +1,17 @@
-"""From sequences to batches: what shares computation, what is cut, and which batch each piece goes
-into.
+"""Packs sequences into batches: what shares computation, what is cut, and which pieces form a
+batch.
 
-    sequences ── forest ──> trees ── share where it pays ── cut at max_tokens ──> pieces ── balance ──> [Batch]
+    sequences ── forest ──> trees ── share prefixes if it pays ── cut at max_tokens ──> pieces
+    pieces ── balance ──> [Batch]
 
 A tree that is larger than a batch is cut between its leaves, and each piece repeats the path that
-leads to it: the same hidden states computed twice, each entry counted once. So loss and gradient
-are those of the uncut tree. A single path longer than ``max_tokens`` is a piece by itself.
-Everything here is decided by lengths and ids alone: the same sequences, in any order, give the same
+leads to it: the same hidden states are computed twice, but each entry counts once. So the loss and
+the gradient are those of the uncut tree. A single path longer than ``max_tokens`` is its own piece.
+All decisions depend only on lengths and ids: the same sequences, in any order, give the same
 batches.
 
-Leaves out what a batch holds (``batch.py``), what its entries mean (``loss.py``) and how a device
-computes them (``models/forest_attention.py``). Legend: E entries of a batch.
+Not here: the content of a batch (``batch.py``), the meaning of its entries (``loss.py``), and how a
+device computes it (``models/forest_attention.py``). Legend: E entries of a batch.
 """
 
 from __future__ import annotations
@@ -30,37 +31,36 @@ from ramify.types.sequence import Batch, Floats, TokenSequence
 
 
 class ComputeCost(msgspec.Struct, frozen=True):
-    """What computing takes, in units of one token's work outside attention."""
+    """Compute costs, in units of one token's work outside attention."""
 
     pair: float = 2e-3
-    """One token that attends to one other: all layers, forward and backward."""
+    """Cost of one token attending to one other: all layers, forward and backward."""
     share: float = 25.0
-    """One stretch that others branch off from: what it costs to start the work of its descendants
-    on it."""
+    """Cost of one shared stretch: starting its descendants' work from it."""
     join: float = 0.08
-    """One token below such a stretch: what it costs to join what it saw there with the rest."""
+    """Cost of one token below a shared stretch: joining its attention there with the rest."""
 
     def of(self, begin: int, end: int) -> float:
-        """Of tokens [begin, end) of a path."""
+        """Cost of tokens [begin, end) of a path."""
         num = end - begin
         return num + self.pair * (num * begin + num * (num + 1) / 2)
 
 
 class PackingSpec(msgspec.Struct, frozen=True):
-    """How batches are made for one model on one device."""
+    """How to pack batches for one model on one device."""
 
     max_tokens: int = 8192
-    """Of a batch; its activations are what bounds memory. Trees beyond are cut."""
+    """Maximum tokens of a batch; its activations bound memory. Larger trees are cut."""
     share: bool = True
-    """Compute what sequences begin with alike once; False: every path is a row of its own."""
+    """Compute shared prefixes once; False: every path is a separate row."""
     cost: ComputeCost = ComputeCost()
-    fill_tokens: int = 0
-    """Trees go into one batch up to so many tokens, and a larger tree has a batch to itself, uncut:
-    a CPU is fastest with a few thousand tokens at once, but not by what cutting a tree costs. 0:
-    ``max_tokens``."""
+    fill_tokens: int | None = None
+    """Trees share a batch up to this many tokens; a larger tree has its own batch, uncut. This is
+    for CPUs, which are fastest with a few thousand tokens at once, but not if a tree must be cut
+    for that. None: ``max_tokens``."""
     multiple: int = 1
-    """Batches are a multiple of this many, as far as there are trees for them: the ranks that work
-    on them at once."""
+    """Make the number of batches a multiple of this if there are enough trees: the number of ranks
+    that compute at the same time."""
 
 
 def pack(
@@ -68,12 +68,12 @@ def pack(
     packing: PackingSpec | None = None,
     denominators: Mapping[str, float] | None = None,
 ) -> list[Batch]:
-    """The batches of one optimizer step, of about equal cost. Sequences without any weight are left
-    out.
+    """The batches of one optimizer step, of about equal cost. Sequences without any weight are
+    dropped.
 
-    ``denominators``: what the sum of each component is divided by; by default its weights' sum over
-    all sequences. ValueError where a component has weights and no positive denominator, where a
-    first token has a weight, and where some sequences have a named stream and others do not.
+    ``denominators``: the divisor of each component's sum; by default the sum of its weights over
+    all sequences. Raises ValueError if a component has weights but no positive denominator, if a
+    first token has a weight, or if some but not all sequences have a named stream.
     """
     packing = packing or PackingSpec()
     learning = [index for index, sequence in enumerate(sequences) if len(entries(sequence))]
@@ -89,34 +89,31 @@ def pack(
 def attach(
     sequences: Many[TokenSequence], batches: Many[Batch], name: str, values: Many[Floats]
 ) -> None:
-    """Give ``sequences``, from which ``batches`` were packed, the stream ``name``: ``values`` has
-    [E] for each batch. It is 0 where a token carries no loss. Of a token with two entries
-    (``batch.py``) it is that of the entry which is drawn from: what ratios, a KL and a distillation
-    compare with, while cross-entropy reads no stream."""
+    """Add the stream ``name`` to ``sequences``, from which ``batches`` were packed: ``values`` has
+    [E] for each batch. It is 0 where a token carries no loss. For a token with two entries
+    (``batch.py``) it is the value of the entry with the sampling distribution, which ratios, a KL
+    and distillation compare with; cross-entropy reads no stream."""
     for sequence in sequences:
         sequence.streams[name] = np.zeros(len(sequence), np.float32)
     for batch, column in zip(batches, values, strict=True):
         is_drawn = _is_drawn(batch)
         for index in batch.sequences:
             stream, is_mine = sequences[index].streams[name], batch.owners[:, 0] == index
-            for mine in (
-                is_mine & ~is_drawn,
-                is_mine & is_drawn,
-            ):  # of two entries of a token the second is left
+            # A token's second entry overwrites the first.
+            for mine in (is_mine & ~is_drawn, is_mine & is_drawn):
                 stream[batch.owners[mine, 1]] = column[mine]
 
 
 def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
-    """[E] whether an entry has a weight other than that of cross-entropy."""
-    found = np.zeros(len(batch.owners), np.bool_)
+    """[E] whether an entry has a weight other than cross-entropy."""
+    is_drawn = np.zeros(len(batch.owners), np.bool_)
     for name in {"rl", "kd"} & batch.streams.keys():
-        found |= batch.streams[name] != 0
-    return found
+        is_drawn |= batch.streams[name] != 0
+    return is_drawn
 
 
 def describe(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, float]:
-    """What packing came to: batches, tokens computed, tokens of the sequences, and how many times
-    fewer were computed."""
+    """Statistics of packing: batches, computed tokens, tokens of the sequences, and their ratio."""
     computed = sum(len(batch) for batch in batches)
     present = {index for batch in batches for index in batch.sequences}
     whole = sum(len(sequences[index]) for index in present)
@@ -128,26 +125,27 @@ def describe(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, 
     }
 
 
-# --- what shares computation
-# -----------------------------------------------------------------------------------------
+# --- sharing computation
 
 
 class _Tree(NamedTuple):
+    """One tree of the forest, before it is cut."""
+
     stretches: list[ForestNode]
-    """In preorder, sequences counted among those that learn."""
+    """In preorder; sequences are indices into those that carry loss."""
     leaves: list[tuple[int, int]]
-    """(sequence, the stretch it ends in), in preorder."""
+    """(sequence, the stretch in which it ends), in preorder."""
 
 
-def _shared(found: Forest, packing: PackingSpec) -> list[_Tree]:
-    """The trees of ``found``, in which a node that does not pay as a stretch of its own is repeated
-    in each child."""
-    nodes = found.nodes
+def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
+    """The trees of ``found``. A node that does not pay as a shared stretch is repeated in each
+    child."""
+    nodes = radix_forest.nodes
     begin = [node.begin for node in nodes]
     keeps = [True] * len(nodes)
     children = [0] * len(nodes)
     below = [0] * len(nodes)
-    """Tokens below the node as they will be laid out."""
+    """Number of tokens below the node, as they will be laid out."""
     for index in range(len(nodes) - 1, -1, -1):
         node, num = nodes[index], children[index]
         tokens = node.end - node.begin
@@ -157,25 +155,24 @@ def _shared(found: Forest, packing: PackingSpec) -> list[_Tree]:
         if node.parent >= 0:
             children[node.parent] += 1 if keeps[index] else num
             below[node.parent] += below[index] + (tokens if keeps[index] else tokens * num)
-    # A kept node begins where its nearest kept ancestor ends; those between them are repeated in
-    # it.
+    # A kept node begins where its nearest kept ancestor ends; nodes in between are repeated in it.
     owner = [-1] * len(nodes)
     for index, node in enumerate(nodes):
         parent = node.parent
         owner[index] = parent if parent < 0 or keeps[parent] else owner[parent]
         begin[index] = nodes[owner[index]].end if owner[index] >= 0 else 0
-    return _split_trees(found, keeps, owner, begin)
+    return _split_trees(radix_forest, keeps, owner, begin)
 
 
 def _split_trees(
-    found: Forest, keeps: list[bool], owner: list[int], begin: list[int]
+    radix_forest: Forest, keeps: list[bool], owner: list[int], begin: list[int]
 ) -> list[_Tree]:
-    """One tree per root that is left. A sequence that ends in a node that was repeated ends in that
-    node's first copy."""
+    """One tree per remaining root. A sequence that ends in a repeated node ends in that node's
+    first copy."""
     trees: list[_Tree] = []
-    place: list[tuple[int, int]] = [(-1, -1)] * len(found.nodes)
+    place: list[tuple[int, int]] = [(-1, -1)] * len(radix_forest.nodes)
     """Node -> (tree, stretch in it)."""
-    for index, node in enumerate(found.nodes):
+    for index, node in enumerate(radix_forest.nodes):
         if not keeps[index]:
             continue
         if owner[index] < 0:
@@ -185,31 +182,32 @@ def _split_trees(
             tree, parent = place[owner[index]]
         place[index] = (tree, len(trees[tree].stretches))
         trees[tree].stretches.append(ForestNode(begin[index], node.end, parent, node.sequence))
-    first = _first_kept(found, keeps)
-    for sequence in sorted(found.order, key=lambda sequence: first[found.leaves[sequence]]):
-        tree, stretch = place[first[found.leaves[sequence]]]
+    first = _first_kept(radix_forest, keeps)
+    for sequence in sorted(
+        radix_forest.order, key=lambda sequence: first[radix_forest.leaves[sequence]]
+    ):
+        tree, stretch = place[first[radix_forest.leaves[sequence]]]
         trees[tree].leaves.append((sequence, stretch))
     return trees
 
 
-def _first_kept(found: Forest, keeps: list[bool]) -> list[int]:
-    """Node -> itself if it is kept, else the first kept one below it; one without children is
-    always kept."""
-    first = list(range(len(found.nodes)))
-    for index in range(len(found.nodes) - 1, -1, -1):
-        parent = found.nodes[index].parent
+def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
+    """Node -> itself if it is kept, otherwise the first kept node below it. A node without children
+    is always kept."""
+    first = list(range(len(radix_forest.nodes)))
+    for index in range(len(radix_forest.nodes) - 1, -1, -1):
+        parent = radix_forest.nodes[index].parent
         if parent >= 0 and not keeps[parent]:
             first[parent] = first[index]
     return first
 
 
-# --- what is cut, and what goes together
-# -----------------------------------------------------------------------------
+# --- cutting and balancing
 
 
 def _cut(tree: _Tree, packing: PackingSpec) -> list[BatchPiece]:
-    """Pieces of at most ``max_tokens``, as far as single paths allow; leaf after leaf goes into the
-    piece while it fits."""
+    """Pieces of at most ``max_tokens``, as far as single paths allow. Leaves are added to a piece
+    while they fit."""
     pieces: list[BatchPiece] = []
     present: set[int] = set()
     leaves: list[tuple[int, int]] = []
@@ -227,7 +225,8 @@ def _cut(tree: _Tree, packing: PackingSpec) -> list[BatchPiece]:
 
 
 def _missing(tree: _Tree, leaf: int, present: set[int]) -> tuple[list[int], int]:
-    """The stretches on the way up from ``leaf`` that are not ``present``, and their tokens."""
+    """The stretches on the path up from ``leaf`` that are not ``present``, and their number of
+    tokens."""
     missing, num_tokens = [], 0
     while leaf >= 0 and leaf not in present:
         stretch = tree.stretches[leaf]
@@ -240,8 +239,8 @@ def _missing(tree: _Tree, leaf: int, present: set[int]) -> tuple[list[int], int]
 def _piece(
     tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: ComputeCost
 ) -> BatchPiece:
-    """``present`` stretches as a tree of its own; one that has a single child left becomes one with
-    it."""
+    """The ``present`` stretches as a separate tree; a stretch with a single remaining child is
+    merged with it."""
     order = sorted(present)
     children = dict.fromkeys(order, 0)
     for index in order:
@@ -274,8 +273,8 @@ def _piece(
 
 
 def _balanced(pieces: list[BatchPiece], fill_tokens: int, multiple: int) -> list[list[BatchPiece]]:
-    """Bins of at most ``fill_tokens``, as far as single pieces allow: the dearest piece first, each
-    into the cheapest bin that has room for it."""
+    """Bins of at most ``fill_tokens``, as far as single pieces allow: the most expensive piece
+    first, each into the cheapest bin that has room."""
     order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].cost, index))
     num_bins = -(-sum(piece.num_tokens for piece in pieces) // fill_tokens)
     num_bins += -num_bins % multiple

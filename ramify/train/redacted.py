@@ -1,13 +1,14 @@
-"""A run's configuration without its secrets: the one form in which it is written to disk, or sent
-to anyone.
+"""A run's configuration without its secrets: the only form in which it is written to disk or sent
+anywhere.
 
     {"task": {"options": {"api_key": "sk-1", "url": "https://me:pw@host/v1?key=k"}}}
-    {"task": {"options": {"api_key": "«redacted»", "url": "https://«redacted»@host/v1?key=«redacted»"}}}
+    {"task": {"options": {"api_key": "«redacted»",
+                          "url": "https://«redacted»@host/v1?key=«redacted»"}}}
 
-Cut out are strings under a name that says so, what follows such a name in a list of arguments or an
-address, who logs in to an address, and values of environment variables that hold keys
-(``secrets.py``). What was cut out cannot be compared or had back: a run that is resumed from it
-needs the recipe. Leaves out secrets under names that say nothing.
+Redacted are: strings whose field name marks a secret; the value after such a name in an argument
+list or a URL; logins in URLs; and values of environment variables that hold keys (``secrets.py``).
+A redacted value cannot be compared or restored: to resume such a run, give its recipe. Not here:
+secrets under names that do not mark them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MARK = f"{_START}»"
 _KINDS = "(?:key|token|secret|password|passwd|authorization|credentials?)"
 _NAME = re.compile(rf"(^|[._-])(api_?)?{_KINDS}$", re.IGNORECASE)
 _FLAG = re.compile(rf"--?([\w-]+-)?(api_?)?{_KINDS}", re.IGNORECASE)
-_GIVEN = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{_KINDS}=).+$", re.IGNORECASE)
+_FLAG_WITH_VALUE = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{_KINDS}=).+$", re.IGNORECASE)
 _LOGIN = re.compile(r"//[^/@\s]+@")
 _QUERY = re.compile(
     rf"([?&](?:[\w.-]*[_.-])?(?:api_?)?(?:{_KINDS}|sig|signature)=)[^&#\s]+", re.IGNORECASE
@@ -31,13 +32,13 @@ _QUERY = re.compile(
 
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config``, of plain values, without its secrets. Done twice it is the same."""
+    """``config`` (plain values) without its secrets. Idempotent."""
     secrets = SecretRedactor()
     return {key: _redacted(value, str(key), secrets) for key, value in config.items()}
 
 
 def cut_out(config: Any, name: str = "") -> Iterator[str]:
-    """Dotted names of what a configuration that was written down no longer says."""
+    """Dotted names of the redacted values in a stored configuration."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             yield from cut_out(value, f"{name}.{key}" if name else str(key))
@@ -46,7 +47,7 @@ def cut_out(config: Any, name: str = "") -> Iterator[str]:
 
 
 def is_cut(value: Any) -> bool:
-    """Whether a leaf, or a list, holds what stands for a secret."""
+    """Whether a leaf, or a list, holds a redacted value."""
     return (
         any(map(is_cut, value))
         if isinstance(value, list)
@@ -56,14 +57,14 @@ def is_cut(value: Any) -> bool:
 
 def _redacted(value: Any, name: str, secrets: SecretRedactor) -> Any:
     if isinstance(value, Mapping):
-        return {key: _redacted(each, str(key), secrets) for key, each in value.items()}
+        return {key: _redacted(inner, str(key), secrets) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return list(_items(value, name, secrets))
     if not isinstance(value, str) or not value:
         return value
     if _NAME.search(name):
         return MARK
-    return _GIVEN.sub(
+    return _FLAG_WITH_VALUE.sub(
         rf"\1{MARK}", _QUERY.sub(rf"\1{MARK}", _LOGIN.sub(f"//{MARK}@", secrets.redact(value)))
     )
 

@@ -1,11 +1,11 @@
-"""Name -> class: those of a room, and what a recipe adds to them.
+"""A registry: name -> class, with the built-in ones and those that a recipe adds.
 
     @ALGORITHMS.register("mine")                                rl.algorithm=mine
     class Mine(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="mine"): …
 
-A class at a dotted path (``my_module:Mine``) needs no registration. Decides what a name stands for
-and what a registered class must be: a struct whose tag is its name, so that a checkpoint can tell
-what its run was made of.
+A class at a dotted path (``my_module:Mine``) needs no registration. Decides what a name stands for,
+and what a registered class must be: a struct whose tag is its name, so that a checkpoint can store
+which class its run used.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, Any]):
-    """Name -> the class or function it stands for, or where that is (``module:name``)."""
+    """Name -> a class or function, or its location (``module:name``)."""
 
     def __init__(self, what: str, table: Mapping[str, Any], *, structs: bool = True) -> None:
-        """``what`` is said in errors. ``structs``: what is registered is a configuration, to be
-        stored and read again."""
-        self._what, self._table, self._structs = what, dict(table), structs
+        """``what`` names the kind of entry in errors. ``structs``: entries are configuration
+        structs, which must be storable."""
+        self._what = what
+        self._table = dict(table)
+        self._structs = structs
 
     def __getitem__(self, name: str) -> Any:
         return self._table[name]
@@ -39,36 +41,37 @@ class Registry(Mapping[str, Any]):
         return len(self._table)
 
     def register(self, name: str) -> Callable[[T], T]:
-        """A decorator: ``name`` stands for what it is put on. ConfigError where the name is taken
-        or the class cannot be stored under it."""
+        """Decorator that registers a class as ``name``. Raises ConfigError if the name is taken, or
+        if the class cannot be stored under it."""
 
-        def put(each: T) -> T:
+        def put(entry: T) -> T:
             before = self._table.get(name)
-            if before is not None and _place(before) != _place(each):  # a recipe may be read twice
+            # A recipe may be imported twice.
+            if before is not None and _place(before) != _place(entry):
                 raise ConfigError(
                     f"{self._what} '{name}' is taken by {_place(before)}: choose another name"
                 )
-            config = getattr(each, "__struct_config__", None)
+            config = getattr(entry, "__struct_config__", None)
             if self._structs and (
                 config is None or config.tag != name or config.tag_field != "name"
             ):
                 raise ConfigError(
-                    f"{self._what} '{name}' ({_place(each)}) must be a msgspec.Struct with "
-                    f"tag_field='name', tag='{name}', so "
-                    "that a checkpoint can name it"
+                    f"{self._what} '{name}' ({_place(entry)}) must be a msgspec.Struct with "
+                    f"tag_field='name', tag='{name}', so that a checkpoint can name it"
                 )
-            self._table[name] = each
-            return each
+            self._table[name] = entry
+            return entry
 
         return put
 
     def of(self, name: str) -> Any:
-        """What ``name`` stands for, or what is at the dotted path. ConfigError with the nearest
-        name."""
+        """The entry ``name``, or the object at that dotted path. Raises ConfigError with the
+        nearest name."""
         return of_name(name, self, self._what)
 
     def made(self, value: Any) -> Any:
-        """``value`` itself, or what it describes: a name, or a map with ``name`` and options."""
+        """``value`` itself, or an instance of what it describes: a name, or a map with ``name`` and
+        options."""
         if isinstance(value, str):
             return self.of(value)()
         if not isinstance(value, Mapping):
@@ -78,10 +81,10 @@ class Registry(Mapping[str, Any]):
                 f"{self._what}: {dict(value)} has no name; known: {', '.join(sorted(self))}"
             )
         kind = self.of(value["name"])
-        options = {key: each for key, each in value.items() if key != "name"}
+        options = {key: option for key, option in value.items() if key != "name"}
         tag = kind.__struct_config__.tag
         return msgspec.convert(options if tag is None else {"name": tag, **options}, kind)
 
 
-def _place(each: Any) -> str:
-    return each if isinstance(each, str) else f"{each.__module__}:{each.__qualname__}"
+def _place(entry: Any) -> str:
+    return entry if isinstance(entry, str) else f"{entry.__module__}:{entry.__qualname__}"

@@ -1,12 +1,14 @@
-"""Groups of rollouts: several attempts at each item, through the one engine, scored by the task.
+"""Rolls out items: several attempts at each, by the shared engine, scored by the task.
 
-    item ── group attempts, as there is room for ──> ``evaluate.attempt``: prepare, RLM, score ──> Group, once all are over
+    item ── group attempts, as slots become free ──> ``evaluate.attempt``: prepare, RLM, score
+         ── once all are complete ──> Group
 
-Decides the seeds: each rollout has its own, from the run's seed, its name and its item, and never
-from the time at which it began. A rollout that fails is recorded and its group goes on (``attempt``
-says what is a failure); so is one that is given up, and one that was cut at its deadline, whose
-reward would depend on how busy the machine is. Leaves out credit (``algorithms/``), which weights
-answer (``training_loop.py``), and which items come when (``group_queue.py``).
+Decides the seeds: each rollout has its own, derived from the run's seed, the rollout's name and its
+item, never from its start time. A rollout that fails is recorded, and its group continues
+(``attempt`` defines failures). The same holds for a rollout that is given up, and for one that was
+cut at its deadline, whose reward would depend on the load of the machine. Not here: credit
+(``algorithms/``), which weights answer (``training_loop.py``), and which items come when
+(``group_queue.py``).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from ramify.evaluate.attempt import GRACE_S, attempt, is_direct
 from ramify.progress import report_progress
 from ramify.tasks.base import Item, Task
 from ramify.train.concurrency import ConcurrencyController, Gauge
+from ramify.train.optional_fields import check_optional
 from ramify.train.placement.rollout_workers import RolloutSource
 from ramify.train.roots import RootCount
 from ramify.types.trajectory import Group, Stop, Trajectory
@@ -35,21 +38,21 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """How items are rolled out."""
 
     group: int = 8
-    """Attempts at each item."""
+    """Attempts per item."""
     concurrency: int = 128
-    """Rollouts at once; each holds a session, and its children one each."""
-    min_concurrency: int = 8
-    """Where the engine tells how full its cache is: how few at once there may be while sequences
-    are thrown out of it; 0 for ``concurrency`` whatever it tells."""
+    """Rollouts at once. Each holds one session, and each of its children another one."""
+    min_concurrency: int | None = 8
+    """If the engine reports its cache pressure: the lower limit of rollouts at once while it evicts
+    sequences. None: always ``concurrency``."""
     temperature: float = 1.0
     top_p: float | None = None
     top_k: int | None = None
     grace_s: float = GRACE_S
-    """How long past its own deadline (``limits.max_seconds``) a rollout is waited for before it
-    counts as stalled. The same holds for a task's ``prepare`` and ``score``."""
+    """How long in seconds a rollout may exceed its deadline (``limits.max_seconds``) before it
+    counts as stalled. The same limit applies to a task's ``prepare`` and ``score``."""
     direct: bool = False
-    """Whether one plain call may answer a short context, without a session. Such a rollout trains
-    no recursive model."""
+    """Whether a single plain call may answer a short context, without a session. Such a rollout
+    does not train recursion."""
 
     def __post_init__(self) -> None:
         if (
@@ -59,11 +62,9 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         ):
             raise ConfigError(
                 f"rollout group={self.group} and concurrency={self.concurrency} must be at least "
-                "1, "
-                f"temperature={self.temperature} and grace_s={self.grace_s} above 0"
+                f"1, temperature={self.temperature} and grace_s={self.grace_s} above 0"
             )
-        if self.min_concurrency < 0:
-            raise ConfigError(f"rollout min_concurrency={self.min_concurrency} must be at least 0")
+        check_optional("rl.rollout", "always concurrency", min_concurrency=self.min_concurrency)
 
     def sampling(self, max_tokens: int, seed: int, *, greedy: bool = False) -> Sampling:
         if greedy:
@@ -74,7 +75,7 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class RolloutAttempt:
-    """One rollout, from when it was asked for to its end."""
+    """One rollout, from its request to its end."""
 
     def __init__(
         self,
@@ -84,25 +85,29 @@ class RolloutAttempt:
         run: Callable[[], Coroutine[Any, Any, Trajectory]],
         over: Callable[[RolloutAttempt], None],
     ) -> None:
-        """``over`` is called when it has ended, or was given up."""
+        """``over`` is called when it has ended or was given up."""
         self.name = name
         self.began_at: float | None = None
-        """By the monotonic clock; None while it waits for a place."""
+        """Monotonic time; None while it waits for a slot."""
         self.took_s: float | None = None
-        """None while it goes on, and where it was given up."""
+        """None while it is running, and if it was given up."""
         self.was_given_up = False
         self.result: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
-        self._item, self._room, self._run_it, self._over = item, room, run, over
+        self._item = item
+        self._room = room
+        self._run_it = run
+        self._over = over
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(self._ended)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it goes on any more."""
+        """True once the rollout has fully stopped."""
         return self._task.done()
 
     def give_up(self, why: str) -> None:
-        """Let its group go on without it. It may take a while to end; nobody waits for that."""
+        """Let its group continue without it. The rollout may take a while to stop; nothing waits
+        for it."""
         if not self.result.done():
             gone = Trajectory(
                 self.name,
@@ -117,7 +122,7 @@ class RolloutAttempt:
         self._task.cancel()
 
     async def close(self) -> None:
-        """End it, and wait for that."""
+        """Cancel it, and wait until it has stopped."""
         self._task.cancel()
         await asyncio.wait([self._task])
         self.result.cancel()
@@ -143,7 +148,7 @@ class RolloutAttempt:
 
 
 class GroupRollout:
-    """A group on its way: the attempts at one item."""
+    """The attempts at one item, in progress."""
 
     def __init__(
         self, item: Item, attempts: Sequence[RolloutAttempt], greedy: RolloutAttempt | None
@@ -153,39 +158,43 @@ class GroupRollout:
         self._greedy = greedy
 
     async def whole(self) -> Group:
-        """Once all are over, without those that were given up, of which nothing is known. Raises
-        what is a bug in one of them, as soon as it comes."""
-        await asyncio.gather(*(each.result for each in self.attempts))
-        found = [
-            each.result.result()
-            for each in self.attempts
-            if each is not self._greedy and not each.was_given_up
+        """Wait for all attempts. Those that were given up are not in the group. Raises an
+        unexpected error of an attempt as soon as it occurs."""
+        await asyncio.gather(*(attempt.result for attempt in self.attempts))
+        trajectories = [
+            attempt.result.result()
+            for attempt in self.attempts
+            if attempt is not self._greedy and not attempt.was_given_up
         ]
         return Group(
-            self.item.id, found, self._greedy.result.result() if self._greedy is not None else None
+            self.item.id,
+            trajectories,
+            self._greedy.result.result() if self._greedy is not None else None,
         )
 
     @property
     def given_up(self) -> list[str]:
-        """Names of the rollouts that the group goes on without."""
+        """Names of the rollouts without which the group continues."""
         return [
-            each.name for each in self.attempts if each is not self._greedy and each.was_given_up
+            attempt.name
+            for attempt in self.attempts
+            if attempt is not self._greedy and attempt.was_given_up
         ]
 
     @property
     def num_over(self) -> int:
-        """Of its rollouts."""
-        return sum(each.result.done() for each in self.attempts)
+        """Number of rollouts that have ended."""
+        return sum(attempt.result.done() for attempt in self.attempts)
 
     @property
     def began(self) -> bool:
-        """Whether any of its rollouts has."""
-        return any(each.began_at is not None for each in self.attempts)
+        """Whether any of its rollouts has begun."""
+        return any(attempt.began_at is not None for attempt in self.attempts)
 
 
 class Rollouter:
-    """Rolls items of one task out with one ``RLM``, which its owner keeps open (``async with
-    rlm``), so that all rollouts share one sandbox and one client."""
+    """Rolls out items of one task with one ``RLM``. The owner keeps it open (``async with rlm``),
+    so that all rollouts share one sandbox and one client."""
 
     def __init__(
         self,
@@ -199,35 +208,38 @@ class Rollouter:
         gauge: Gauge | None = None,
         rollout_worker: RolloutSource | None = None,
     ) -> None:
-        """``on_stall`` is told where a rollout stood that did not end. ``greedy``: one more rollout
-        of each item, at temperature 0, beside its group (``Group.greedy``). ``gauge`` tells how
-        full the engine's cache is. ``runner``: who rolls out, where that is not this process."""
+        """``on_stall`` is called with the state of a rollout that did not end. ``greedy``: add one
+        rollout of each item at temperature 0 (``Group.greedy``). ``gauge`` measures the engine's
+        cache pressure. ``rollout_worker``: runs the rollouts in other processes; None: in this
+        one."""
         self._rollout_worker = rollout_worker
-        self._rlm, self._task, self._options, self._seed, self._on_stall = (
-            rlm,
-            task,
-            options,
-            seed,
-            on_stall,
-        )
+        self._rlm = rlm
+        self._task = task
+        self._options = options
+        self._seed = seed
+        self._on_stall = on_stall
         self._greedy = greedy
         self.per_item = options.group + greedy
-        """Attempts at each item, the greedy one among them."""
-        followed = gauge if options.min_concurrency else None
+        """Attempts per item, including the greedy one."""
+        followed = gauge if options.min_concurrency is not None else None
         self.room = ConcurrencyController(
-            options.concurrency, followed, least=options.min_concurrency
+            options.concurrency, followed, least=options.min_concurrency or 1
         )
 
     def begin(
         self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None
     ) -> GroupRollout:
-        """The group ``name`` of attempts at ``item``, each of which begins when there is room for
-        it; ``over`` is called after each. To be ended by ``close``."""
+        """Begin the group ``name`` of attempts at ``item``; each starts when a slot is free.
+        ``over`` is called after each. End it with ``close``."""
 
         def one(number: int | str) -> RolloutAttempt:
-            whole = f"{name}/rollout={number}"
+            rollout_name = f"{name}/rollout={number}"
             return RolloutAttempt(
-                whole, item, self.room, lambda: self._rollout(item, whole, number == "greedy"), over
+                rollout_name,
+                item,
+                self.room,
+                lambda: self._rollout(item, rollout_name, number == "greedy"),
+                over,
             )
 
         return GroupRollout(
@@ -237,12 +249,12 @@ class Rollouter:
         )
 
     async def roots(self, items: Sequence[Item]) -> RootCount:
-        """How the roots of ``items`` will begin. No model is asked."""
+        """How the roots of ``items`` will begin. This calls no model."""
         direct = 0
         if self._options.direct:
             grace_s = self._options.grace_s
-            asked = (is_direct(self._rlm, self._task, item, grace_s) for item in items)
-            direct = sum(await asyncio.gather(*asked))
+            checks = (is_direct(self._rlm, self._task, item, grace_s) for item in items)
+            direct = sum(await asyncio.gather(*checks))
         return RootCount(len(items), direct, self._rlm.limits.max_depth)
 
     async def groups(
@@ -252,9 +264,10 @@ class Rollouter:
         what: str = "rollouts",
         after: Callable[[Group], Awaitable[None]] | None = None,
     ) -> list[Group]:
-        """One group per item, in order, each with its rollouts in order; what failed is among them.
-        ``what`` is said of it while it goes on. ``after`` is done with each group as soon as it is
-        whole, while others go on. Raises only what is a bug, or a cancellation."""
+        """Roll out one group per item, in order, each with its rollouts in order; failed rollouts
+        are included. ``what`` names the work in progress reports. ``after`` is applied to each
+        group as soon as it is complete, while others continue. Raises only unexpected errors and
+        cancellations."""
 
         async def whole(rolling: GroupRollout) -> Group:
             group = await rolling.whole()
@@ -270,12 +283,12 @@ class Rollouter:
             ]
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    found = [tasks.create_task(whole(each)) for each in begun]
+                    found = [tasks.create_task(whole(pending)) for pending in begun]
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
             finally:
-                await close([attempt for each in begun for attempt in each.attempts])
-        return [each.result() for each in found]
+                await close([attempt for pending in begun for attempt in pending.attempts])
+        return [pending.result() for pending in found]
 
     async def _rollout(self, item: Item, name: str, greedy: bool) -> Trajectory:
         seed = random.Random(f"{self._seed}/{name}/{item.id}").getrandbits(31)
@@ -296,20 +309,19 @@ class Rollouter:
         return self._unless_cut(rollout)
 
     def _unless_cut(self, rollout: Trajectory) -> Trajectory:
-        """``rollout``, without rewards if the deadline cut it: how busy a machine is must not
+        """``rollout``, without rewards if the deadline cut it: the load of a machine must not
         become a reward."""
         stops = [rollout.stop, *(call.stop for call in rollout.calls)]
         if rollout.rewards and Stop.DEADLINE in stops:
             rollout.rewards, rollout.call_rewards = {}, {}
             rollout.errors.append(
-                f"{rollout.id} was cut at its deadline, and nothing is learnt from it: raise "
-                "limits.max_seconds "
-                f"({self._rlm.limits.max_seconds:g}), or lower rl.rollout.concurrency "
-                f"({self._options.concurrency})"
+                f"{rollout.id} was cut at its deadline, and nothing is learned from it: raise "
+                f"limits.max_seconds ({self._rlm.limits.max_seconds:g}), or lower "
+                f"rl.rollout.concurrency ({self._options.concurrency})"
             )
         return rollout
 
 
 async def close(attempts: Iterable[RolloutAttempt]) -> None:
-    """End what still goes on."""
+    """Cancel running attempts, and wait until they have stopped."""
     await asyncio.gather(*(each.close() for each in attempts))

@@ -3,9 +3,9 @@
     20 of the first 20 items begin with a recursive root (a session, with children down to depth 1)
     0 of the first 20 items begin with a recursive root: one plain call answers 20 of them
 
-A root that one plain call answers has no session, and teaches nothing about recursion. Decides how
-many items are looked at and what is reported. Leaves out the decision itself, which is the engine's
-(``engine/question.py``).
+A root that is answered by one plain call has no session, and teaches nothing about recursion.
+Decides how many items are counted, and what is reported. Not here: the decision for each root,
+which is the engine's (``engine/question.py``).
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import msgspec
 from ramify.tasks.base import Item
 
 ITEMS = 20
-"""Items that are looked at: the first ones that the run will roll out."""
+"""Number of items to count: the first ones that the run will roll out."""
 
 
 class RootCount(msgspec.Struct, frozen=True):
     """How the first items of a run begin."""
 
     items: int
-    """Items that were looked at."""
+    """Number of items that were counted."""
     direct: int
-    """Items that one plain call answers, without a session."""
+    """Number of items that one plain call answers, without a session."""
     depth: int
-    """``limits.max_depth``: at 0, no root may call a child, so that none is recursive."""
+    """``limits.max_depth``: with 0 no root may call a child, so none is recursive."""
 
     @property
     def recursive(self) -> int:
-        """Items whose root has a session and may call children."""
+        """Number of items whose root has a session and may call children."""
         return self.items - self.direct if self.depth else 0
 
     def metrics(self) -> dict[str, float]:
         return {"recursive_roots": float(self.recursive), "direct_roots": float(self.direct)}
 
     def sentence(self) -> str:
-        """One line for a person."""
+        """The result as a sentence."""
         head = f"{self.recursive} of the first {self.items} items begin with a recursive root"
         if self.recursive:
             head += f" (a session, with children down to depth {self.depth})"
@@ -58,6 +58,6 @@ class RootCount(msgspec.Struct, frozen=True):
 
 
 def first_items(items: Sequence[Item], first: int) -> list[Item]:
-    """The first items from number ``first`` on, as a run goes through them: again from the start at
-    the end."""
+    """The first items from number ``first`` on, in the order of a run, which starts over at the
+    end."""
     return [items[(first + number) % len(items)] for number in range(min(ITEMS, len(items)))]

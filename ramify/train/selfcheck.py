@@ -1,16 +1,17 @@
-"""Checks that a run makes of itself, at its start, at every weight sync and on every step: the
-costliest bugs of this field were silent numbers.
+"""Checks of a run at its start, at every weight sync and in every step: the costliest bugs in this
+field are silently wrong numbers.
 
     fingerprint   trainer and engine hold the same weights
-    canary        a sampled reply's log-probabilities, by the engine's cache and by the trainer's forest, agree, and so do
-                  those of its whole prompt: what is sampled is often near certain, and hides an old output matrix
-    movement      an engine without a fingerprint does not score as it did before, bit for bit, though its weights should be
-                  others: a sync that did nothing can be too small for the canary
-    ids           what the engine was given and sampled is what the tree says, id by id
-    weights       compiling and packing lost none of the weight that the algorithm gave out, and doubled none
+    canary        the log-probabilities of a sampled reply agree between the engine's cache and
+                  the trainer's forest, and so do those of its prompt (sampled tokens are often
+                  nearly certain, which would hide an outdated output matrix)
+    movement      an engine without a fingerprint must not score bit for bit as before if its
+                  weights should have changed: the canary may miss a sync that did nothing
+    ids           the trajectory has exactly the ids that went through the engine
+    weights       compiling and packing neither lost nor doubled any loss weight
 
-A check that fails ends the run with a sentence that names it. That a step's advantages are all zero
-is no failure: the algorithm says why (``AssignedStep.no_signal``).
+A check that fails ends the run, and the error names it. A step whose advantages are all zero is not
+an error: the algorithm reports why (``AssignedStep.no_signal``).
 """
 
 from __future__ import annotations
@@ -38,37 +39,39 @@ InTorch = Callable[..., Awaitable[Any]]
 Floats64 = np.ndarray[Any, np.dtype[np.float64]]
 Weights = Iterable[tuple[str, "Tensor"]]
 CANARY_TOKENS = 16
-_MOVED = 0.01
-"""Share of the weights after whose change an engine cannot score as before. In bf16, by a model of
-half a million parameters and over 87 positions: 0.03 % changed no bit, twice of ten times; 0.3 % at
-60 positions or more; 2.4 % at all."""
-_FEWEST = 32
-"""Positions that must be bit for bit the same to mean anything."""
-_LOOKED_AT = 1024
-"""Values of each matrix."""
+_MIN_CHANGE = 0.01
+"""Share of changed weights from which on an engine cannot score as before. Measured in bf16, with a
+model of half a million parameters and 87 positions: a change of 0.03 % left all bits unchanged in
+two of ten runs, 0.3 % changed 60 positions or more, and 2.4 % changed all."""
+_MIN_POSITIONS = 32
+"""Minimum number of positions for which bitwise equality is meaningful."""
+_NUM_COMPARED = 1024
+"""Number of values compared per matrix."""
 
 
 class EngineScores(NamedTuple):
-    """What an engine's scores were when they last changed."""
+    """An engine's scores of the canary when they last changed."""
 
     path: tuple[int, ...]
     theirs: tuple[float, ...]
     some: Mapping[str, Tensor]
-    """Of the weights that it should have had: some values of each matrix."""
+    """The weights that the engine should have had: some values of each matrix."""
     version: int
 
 
 class AuditedClient:
-    """A client that remembers which ids went through it, as hashes; everything else is the wrapped
-    client's."""
+    """A client that remembers, as hashes, which ids went through it. Everything else is delegated
+    to the wrapped client."""
 
     def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
-        """It remembers what went through since ``forget`` was called so many times and once more:
-        rollouts of a later step may be over before those of this one are learnt from."""
-        self.name, self.window, self.price = client.name, client.window, client.price
+        """It remembers the ids of the latest ``max_token_staleness + 1`` periods between calls of
+        ``forget``: rollouts of later steps may complete before this step is learned from."""
+        self.name = client.name
+        self.window = client.window
+        self.price = client.price
         self.client = client
         self.on_reply: Callable[[], None] | None = None
-        """Told of each reply."""
+        """Called after each reply."""
         self._paths: deque[set[int]] = deque([set()], maxlen=max_token_staleness + 1)
 
     async def complete(self, request: Request) -> Reply:
@@ -80,14 +83,14 @@ class AuditedClient:
         return reply
 
     def note(self, paths: Iterable[int]) -> None:
-        """What went through elsewhere, as ``take`` gave it."""
+        """Add paths that went through a client in another process, as returned by its ``take``."""
         self._paths[-1].update(paths)
 
     def take(self) -> tuple[int, ...]:
-        """What went through since this was last asked."""
-        taken = tuple(self._paths[-1])
+        """The paths since the last call of ``take``."""
+        paths = tuple(self._paths[-1])
         self._paths[-1].clear()
-        return taken
+        return paths
 
     def has_seen(self, ids: tuple[int, ...]) -> bool:
         return any(hash(ids) in paths for paths in self._paths)
@@ -100,14 +103,15 @@ class AuditedClient:
 
 
 class CanaryLimits(NamedTuple):
-    """How far the canary's log-probabilities may differ between engine and trainer."""
+    """How much the canary's log-probabilities may differ between engine and trainer."""
 
     tolerance: float
-    """Largest difference; the mean may be a tenth of it."""
+    """Limit of the largest difference; the limit of the mean is a tenth of it."""
     rounding: float
-    """The same as a share of the path's largest log-probability; the larger of the two holds."""
+    """The same limit, as a share of the path's largest log-probability; the larger of the two
+    applies."""
     hint: str
-    """Both precisions, and the options that set them."""
+    """Text for the error: both precisions, and the options that set them."""
 
 
 class SelfCheck:
@@ -122,11 +126,12 @@ class SelfCheck:
         rounding: float = 0.0,
         hint: str = "",
     ) -> None:
-        """``weights`` are the trained ones as the engine should have them; ``prompt`` is what the
-        canary is asked; ``tolerance``, ``rounding`` and ``hint`` as in ``CanaryLimits``. (In fp32
-        differences up to 2e-5 were seen at single tokens, far less at most; bf16 rounds to three
-        digits, so there they grow with the log-probabilities.)"""
-        self._seen, self._weights = seen, weights
+        """``weights`` returns the trained weights as the engine should have them. ``prompt`` is the
+        canary's prompt. For ``tolerance``, ``rounding`` and ``hint`` see ``CanaryLimits``. (In
+        fp32, differences of up to 2e-5 occur at single tokens, and much less at most tokens. bf16
+        rounds to three digits, so differences grow with the log-probabilities.)"""
+        self._seen = seen
+        self._weights = weights
         self._limits = CanaryLimits(tolerance, rounding, hint)
         self._request = Request(
             tuple(prompt),
@@ -134,39 +139,40 @@ class SelfCheck:
             affinity="canary",
         )
         self.worst = 0.0
-        """Largest difference that a canary has shown."""
+        """Largest difference seen in any canary."""
         self.good_version: int | None = None
-        """Of the last weights that every engine that was there was seen to answer with."""
+        """Version of the last weights that every reachable engine demonstrably used."""
         self._scored: dict[str, EngineScores] = {}
-        """By each engine that says no fingerprint."""
+        """Engine name -> its scores, for engines without a fingerprint."""
 
     async def engine(self, backend: Backend, in_torch: InTorch) -> None:
-        """Raises TrainError where an engine and the trainer are not the same policy."""
-        ours, some = await in_torch(self._looked_at)
+        """Raise TrainError if an engine and the trainer do not have the same policy."""
+        ours, some = await in_torch(self._expected_weights)
         answered = 0
         for engine in engines_of(self._seen.client):
-            with contextlib.suppress(EngineLost):  # it is checked when it is back
-                await self._one(engine, ours, some, backend, in_torch)
+            with contextlib.suppress(EngineLost):  # it is checked when it rejoins
+                await self._check_engine(engine, ours, some, backend, in_torch)
                 answered += 1
         if answered:
             self.good_version = self._seen.client.version
 
-    def _looked_at(self) -> tuple[str, Mapping[str, Tensor]]:
+    def _expected_weights(self) -> tuple[str, Mapping[str, Tensor]]:
         """(fingerprint, some values of each matrix) of the weights that engines should have."""
         from ramify.models.fingerprint import fingerprint_of
 
         some: dict[str, Tensor] = {}
 
-        def noted() -> Iterator[tuple[str, Tensor]]:
+        def recorded() -> Iterator[tuple[str, Tensor]]:
             for name, weight in self._weights():
                 if weight.dim() > 1:
-                    step = max(1, weight.numel() // _LOOKED_AT) | 1  # odd: no column alone
+                    # An odd step, so that the values are not all from one column.
+                    step = max(1, weight.numel() // _NUM_COMPARED) | 1
                     some[name] = weight.detach().flatten()[::step].cpu().clone()
                 yield name, weight
 
-        return fingerprint_of(noted()), some
+        return fingerprint_of(recorded()), some
 
-    async def _one(
+    async def _check_engine(
         self,
         engine: InferenceClient,
         ours: str,
@@ -177,9 +183,8 @@ class SelfCheck:
         theirs = await engine.fingerprint()
         if theirs is not None and ours != theirs:
             raise TrainError(
-                f"the engine answers with other weights (fingerprint {theirs}) than the trainer "
-                f"has ({ours}): the weight sync "
-                f"failed{self._where(engine)}"
+                f"the engine has other weights (fingerprint {theirs}) than the trainer ({ours}): "
+                f"the weight sync failed{self._where(engine)}"
             )
         reply = await engine.complete(self._request)
         assert reply.prompt_ids is not None
@@ -194,34 +199,35 @@ class SelfCheck:
         scores = await engine.logprobs(path)
         self._compare(engine, np.array(scores), ours_T[1:], "scored", allowed)
         if theirs is None:
-            self._moved(engine, EngineScores(path, tuple(scores), some, self._seen.client.version))
+            self._check_moved(
+                engine, EngineScores(path, tuple(scores), some, self._seen.client.version)
+            )
 
-    def _moved(self, engine: InferenceClient, now: EngineScores) -> None:
-        """Raises TrainError where the engine scores as it did before, though the weights are others
-        by more than rounding can hide. Measured since its scores last changed: one small step may
-        be hidden, many are not."""
+    def _check_moved(self, engine: InferenceClient, now: EngineScores) -> None:
+        """Raise TrainError if the engine scores as before although its weights have changed by more
+        than rounding can hide. The change is measured since the scores last changed: one small step
+        may be hidden, but not many."""
         before = self._scored.get(engine.name)
-        if before is None or before[:2] != now[:2] or len(now.theirs) < _FEWEST:
+        if before is None or before[:2] != now[:2] or len(now.theirs) < _MIN_POSITIONS:
             self._scored[engine.name] = now
             return
         share = float(
             np.median(
-                [_share_changed(before.some[name], each) for name, each in now.some.items()]
+                [_share_changed(before.some[name], weights) for name, weights in now.some.items()]
                 or [0.0]
             )
         )
-        if share >= _MOVED:
+        if share >= _MIN_CHANGE:
             self.good_version = before.version
             raise TrainError(
-                f"the engine scores all {len(now.theirs)} tokens of the canary as it did at "
-                f"version {before.version}, bit for "
-                f"bit, though {share:.1%} of the weights are others since (median of all "
-                "matrices): it took new weights and "
-                f"does not answer with them{self._where(engine)}"
+                f"the engine scores all {len(now.theirs)} tokens of the canary as at version "
+                f"{before.version}, bit for bit, although {share:.1%} of the weights have changed "
+                "since (median over matrices): it received new weights but does not use them"
+                f"{self._where(engine)}"
             )
 
     def _allowed(self, ours_T: Floats64) -> float:
-        """Largest difference that the canary may show on a path of these log-probabilities."""
+        """Largest difference that the canary may show on a path with these log-probabilities."""
         largest = float(np.abs(ours_T[np.isfinite(ours_T)]).max(initial=0.0))
         return max(self._limits.tolerance, self._limits.rounding * largest)
 
@@ -241,12 +247,10 @@ class SelfCheck:
             at = int(np.argmax(differences_T))
             raise TrainError(
                 f"the canary's log-probabilities differ by {largest:.2g} between engine and "
-                f"trainer, {mean:.2g} on average, "
-                f"and at most {allowed:.3g} and {allowed / 10:.3g} are allowed ({theirs_T[at]:.5f} "
-                "by the engine, "
-                f"{ours_T[at]:.5f} by the trainer, at {what} token {at}): they compute different "
-                "models, or the engine's cache "
-                f"is stale{self._where(engine)}{hint}"
+                f"trainer, {mean:.2g} on average; at most {allowed:.3g} and {allowed / 10:.3g} "
+                f"are allowed ({theirs_T[at]:.5f} by the engine, {ours_T[at]:.5f} by the trainer, "
+                f"at {what} token {at}): they compute different models, or the engine's cache is "
+                f"stale{self._where(engine)}{hint}"
             )
 
     def _where(self, engine: InferenceClient) -> str:
@@ -258,13 +262,13 @@ class SelfCheck:
         return f" ({engine.name}; version {self._seen.client.version}; {last})"
 
     def ids(self, groups: Sequence[Group]) -> None:
-        """Raises TrainError where a tree of the first group says other ids than went through the
+        """Raise TrainError if a trajectory of the first group has ids that did not go through the
         engine."""
         for trajectory in groups[0].trajectories:
-            self._ids_of(trajectory)
+            self._check_ids(trajectory)
         self._seen.forget()
 
-    def _ids_of(self, trajectory: Trajectory) -> None:
+    def _check_ids(self, trajectory: Trajectory) -> None:
         for call in trajectory.calls:
             if call.model != self._seen.name:
                 continue
@@ -273,14 +277,16 @@ class SelfCheck:
                 if path is not None and not self._seen.has_seen(path.ids):
                     raise TrainError(
                         f"{trajectory.id}/call={call.id}/turn={index}: the tree has {len(path)} "
-                        "ids that the engine was never "
-                        "given together: what would be trained on is not what was sampled"
+                        f"{trajectory.id}/call={call.id}/turn={index}: the trajectory has "
+                        f"{len(path)} ids that the engine was never given together: the run would "
+                        "train on something other than what was sampled"
                     )
 
     def weights(self, rows: Sequence[TokenSequence], batches: Sequence[Batch]) -> None:
-        """Raises TrainError where the batches of a step do not weigh what its rows do."""
+        """Raise TrainError if the batches of a step do not have the same total weights as its
+        rows."""
         for name in ("rl", "ce", "kd"):
-            given = sum(
+            total = sum(
                 float(np.sum(column, dtype=np.float64))
                 for row in rows
                 if (column := getattr(row, name)) is not None
@@ -290,10 +296,10 @@ class SelfCheck:
                 for b in batches
                 if name in b.streams
             )
-            if abs(given - packed) > 1e-5 * max(abs(given), 1.0):
+            if abs(total - packed) > 1e-5 * max(abs(total), 1.0):
                 raise TrainError(
-                    f"the batches of a step weigh {packed:.6g} in '{name}', their sequences "
-                    f"{given:.6g}"
+                    f"the batches of a step have a total weight of {packed:.6g} in '{name}', but "
+                    f"their sequences {total:.6g}"
                 )
 
     def _own_logprobs(self, backend: Backend, ids: tuple[int, ...]) -> Floats64:

@@ -1,13 +1,14 @@
-"""Trajectories to learn from as they stand: where they come from, their token ids, and which go
-into which step.
+"""Data of supervised fine-tuning: where trajectories come from, their token ids, and which step
+uses which.
 
     demonstrations of a task            ┐
-    trajectories in a file or a store   ┴─ tokenised by the policy's renderer ─ stamped (``algorithms/sft.py``) ─ order ─> steps
+    trajectories in a file or a store   ┴─ tokenized by the policy's renderer
+                                        ── weights (``algorithms/sft.py``) ── order ──> steps
 
-What was said by another model, or written by a program, has no ids of this policy: they are made
-here, once, reply by reply (the policy's own are kept), and from then on nothing knows that the
-policy did not say it itself. Decides the order: shuffled anew each epoch by the seed, cut into
-steps of about ``batch_tokens``, so that any step can be found again by its number.
+Text by another model or a program has no ids of this policy. They are computed here, once, reply by
+reply (the policy's own ids are kept), and from then on such text is treated as the policy's own.
+Decides the order: shuffled again in each epoch by the seed, and cut into steps of about
+``batch_tokens``, so that any step can be reconstructed from its number.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ramify.types.trajectory import Call, Parent, Stop, Trajectory, Turn
 
 
 class ConversationRenderer(Protocol):
-    """As much of ``policy.renderer`` as is needed here."""
+    """The part of ``models.renderer`` that is needed here."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
@@ -47,7 +48,7 @@ class ConversationRenderer(Protocol):
 
 
 class DemonstrationConversation(Protocol):
-    """One call of a demonstration, as ``tasks.ledger.play`` gives it."""
+    """One call of a demonstration, as ``tasks.ledger.play`` returns it."""
 
     @property
     def item(self) -> str: ...
@@ -63,9 +64,9 @@ class DemonstrationConversation(Protocol):
 
 
 def trajectory_of(conversations: Sequence[DemonstrationConversation]) -> Trajectory:
-    """A demonstration as the tree that the engine would have left: its calls with their
-    conversations, and as rewards whether each answered right what it was asked. Cells are not kept;
-    they teach nothing."""
+    """A demonstration as the trajectory that the engine would have recorded: its calls with their
+    conversations. The rewards say whether each call answered its question correctly. Cells are
+    dropped, since nothing is learned from them."""
     root = conversations[0]
     calls = [_call(each) for each in conversations]
     return Trajectory(
@@ -99,21 +100,22 @@ def _call(conversation: DemonstrationConversation) -> Call:
 
 
 class TrajectoryTokenizer:
-    """Gives trajectories the ids that a policy would have been given and would have sampled."""
+    """Adds the token ids to trajectories that a policy would have been given and would have
+    sampled."""
 
     def __init__(self, renderer: ConversationRenderer, tools: Sequence[Tool] = ()) -> None:
-        """``tools`` are those that each call is offered natively."""
-        self._renderer, self._tools = renderer, tools
+        """``tools`` are offered natively to each call."""
+        self._renderer = renderer
+        self._tools = tools
         self._end = renderer.stop_ids[:1]
         self._opened = renderer.prompt([_QUESTION])
         self._closing = renderer.extend([], after=self._end)
-        self._said: dict[Message, list[int]] = {}
-        """The same code is said again and again."""
+        self._cached_ids: dict[Message, list[int]] = {}
+        """Message -> its ids: demonstrations repeat the same code many times."""
 
     def tokenised(self, trajectory: Trajectory) -> Trajectory:
-        """A copy of ``trajectory`` whose turns have ids, up to where a history was cut (from there
-        on what was said before is given anew), and without what judges were asked, which is never
-        learnt."""
+        """A copy of ``trajectory`` whose turns have ids, without calls of judges, which are never
+        learned. From a turn whose history was cut, the remaining history is rendered again."""
         calls = [
             msgspec.structs.replace(call, turns=self._turns(call))
             for call in trajectory.calls
@@ -126,33 +128,32 @@ class TrajectoryTokenizer:
             return call.turns
         if call.fork is not None:
             raise ConfigError(
-                f"call {call.id} continues another: branches are not learnt from as text"
+                f"call {call.id} continues another call: branches cannot be learned from as text"
             )
         path: list[int] = []
-        said: list[int] = []
+        sampled: list[int] = []
         num_messages = 0
         turns = []
         conversation: list[Message] = []
         for turn in call.turns:
             if path and turn.reused == num_messages:
-                reused, given = len(path), self._renderer.extend(turn.prompt, after=said)
+                reused, given = len(path), self._renderer.extend(turn.prompt, after=sampled)
             else:
                 prompt = [*conversation[: turn.reused], *turn.prompt]
                 reused, given = 0, self._renderer.prompt(prompt, self._tools)
-            said = self._reply(turn.reply.message)
+            sampled = self._reply(turn.reply.message)
             reply = msgspec.structs.replace(
-                turn.reply, prompt_ids=tuple(given), token_ids=tuple(said), logprobs=None
+                turn.reply, prompt_ids=tuple(given), token_ids=tuple(sampled), logprobs=None
             )
             turns.append(msgspec.structs.replace(turn, reply=reply, reused_ids=reused))
-            path = [*path[:reused], *given, *said]
+            path = [*path[:reused], *given, *sampled]
             conversation = [*conversation[: turn.reused], *turn.prompt, turn.reply.message]
             num_messages = len(conversation)
         return turns
 
     def _is_own(self, call: Call) -> bool:
-        """Whether the ids that a call has are of this policy: they say what was given and said.
-        They are kept then, since a policy may cut a text up in another way than its tokenizer
-        does."""
+        """Whether a call's ids come from this policy, i.e. they decode to what was given and said.
+        Such ids are kept, since a policy may split a text differently than its tokenizer."""
         if not call.turns or call.turns[0].reused_ids:
             return False
         if list(call.turns[0].reply.prompt_ids or ()) != self._renderer.prompt(
@@ -167,31 +168,31 @@ class TrajectoryTokenizer:
         )
 
     def _reply(self, message: Message) -> list[int]:
-        """What is sampled to say ``message``, its end included."""
-        found = self._said.get(message)
-        if found is None:
-            whole = self._renderer.prompt([_QUESTION, message])
-            begin, end = len(self._opened), len(whole) - len(self._closing)
-            if whole[:begin] != self._opened or whole[end:] != self._closing:
+        """The ids that are sampled to produce ``message``, including its end."""
+        ids = self._cached_ids.get(message)
+        if ids is None:
+            rendered = self._renderer.prompt([_QUESTION, message])
+            begin, end = len(self._opened), len(rendered) - len(self._closing)
+            if rendered[:begin] != self._opened or rendered[end:] != self._closing:
                 raise ConfigError(
-                    "the renderer writes a reply otherwise than the path that it extends"
+                    "the renderer writes a reply differently in a prompt than in an extension"
                 )
-            found = self._said[message] = whole[begin:end]
-        return found
+            ids = self._cached_ids[message] = rendered[begin:end]
+        return ids
 
 
 _QUESTION = Message("user", "?")
 
 
 def read(path: Path) -> Iterator[Trajectory]:
-    """The trajectories of a JSONL file, of all in a folder, or of a store, oldest first. Raises
-    ConfigError that names the line."""
+    """The trajectories of a JSONL file, of all JSONL files in a folder, or of a store, oldest
+    first. Raises ConfigError, which names the line."""
     if (path / _RUNS).is_dir():
         yield from _stored(path)
         return
     if path.is_dir():
-        for each in sorted(path.glob("*.jsonl")):
-            yield from read(each)
+        for file_path in sorted(path.glob("*.jsonl")):
+            yield from read(file_path)
         return
     decoder = msgspec.json.Decoder(Trajectory)
     try:
@@ -202,19 +203,19 @@ def read(path: Path) -> Iterator[Trajectory]:
                         yield decoder.decode(line)
                     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                         raise ConfigError(
-                            f"{path}, line {number}: no trajectory: {error}"
+                            f"{path}, line {number}: not a trajectory: {error}"
                         ) from error
     except OSError as error:
         raise ConfigError(f"trajectories cannot be read from {path}: {error.strerror}") from error
 
 
 _RUNS = "runs"
-"""What tells a store's folder from one of files."""
+"""Folder that identifies a store."""
 
 
 def _stored(root: Path) -> Iterator[Trajectory]:
-    """The runs of a store that came to an end, with the rewards that its evaluations gave them.
-    What a user asked has no reward."""
+    """The completed runs of a store, with the rewards of its evaluations. Runs that were not
+    evaluated have no reward."""
     rewards: dict[str, dict[str, float]] = {}
     for file in sorted((root / EVALUATIONS).glob("*.jsonl")):
         rewards |= {
@@ -229,7 +230,7 @@ def _stored(root: Path) -> Iterator[Trajectory]:
 
 
 def write(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Append ``trajectories``, a line each."""
+    """Append ``trajectories``, one line each."""
     encoder = msgspec.json.Encoder()
     with path.open("ab") as file:
         file.writelines(encoder.encode(trajectory) + b"\n" for trajectory in trajectories)
@@ -238,8 +239,8 @@ def write(path: Path, trajectories: Iterable[Trajectory]) -> None:
 def order(
     rows: Sequence[TokenSequence], batch_tokens: int, epochs: int, seed: int
 ) -> list[list[int]]:
-    """Which rows each step learns from: every row once per epoch, shuffled anew each time, steps of
-    at most ``batch_tokens`` tokens (a longer row is a step of its own)."""
+    """Rows of each step: every row once per epoch, shuffled again each time, in steps of at most
+    ``batch_tokens`` tokens (a longer row is a separate step)."""
     steps: list[list[int]] = []
     for epoch in range(epochs):
         shuffled = list(range(len(rows)))
@@ -261,28 +262,30 @@ DEMOS = {
     "programs": "ramify.train.sft_data:program_demos",
     "retool": "ramify.train.sft_data:retool_demos",
 }
-"""Name -> function (task, num, seed, scaffold, **options) that gives demonstrations, one per item
+"""Name -> function (task, num, seed, scaffold, **options) that returns demonstrations, one per item
 of the training split."""
 
 
 def ledger_demos(
     task: Task, num: int, seed: int, scaffold: Scaffold, habits: str = "noisy"
 ) -> Iterator[Sequence[DemonstrationConversation]]:
-    """Those of ``tasks.ledger.demos``: ``noisy``, with habits to be unlearnt, or ``expert``."""
+    """Demonstrations of ``tasks.ledger.demos``: ``noisy``, with habits to unlearn, or
+    ``expert``."""
     from ramify.tasks.ledger.demos import EXPERT, NOISY
     from ramify.tasks.ledger.ledger_demos import demonstrations
 
-    known = {"noisy": NOISY, "expert": EXPERT}
-    if habits not in known:
-        raise ConfigError(f"unknown habits '{habits}': {nearest(habits, known)}")
-    items = islice(task.splits["train"], num)  # made when it is their turn: some contexts are long
-    return demonstrations(items, known[habits], seed, scaffold)
+    kinds = {"noisy": NOISY, "expert": EXPERT}
+    if habits not in kinds:
+        raise ConfigError(f"unknown habits '{habits}': {nearest(habits, kinds)}")
+    items = islice(task.splits["train"], num)  # lazy: some contexts are long
+    return demonstrations(items, kinds[habits], seed, scaffold)
 
 
 def program_demos(
     task: Task, num: int, seed: int, scaffold: Scaffold, **habits: float
 ) -> Iterator[Sequence[DemonstrationConversation]]:
-    """Those of ``tasks.programs.demos``, by a demonstrator as weak as ``habits`` say."""
+    """Demonstrations of ``tasks.programs.demos``, by a demonstrator with the weaknesses
+    ``habits``."""
     from ramify.tasks.programs.demos import ProgramDemonstratorHabits, demonstrations
 
     return demonstrations(
@@ -296,7 +299,7 @@ def program_demos(
 def retool_demos(
     task: Task, num: int, seed: int, scaffold: Scaffold, source: str = ""
 ) -> Iterator[Sequence[DemonstrationConversation]]:
-    """Those of ``tasks.toolmath.demos``, of the file ``source``."""
+    """Demonstrations of ``tasks.toolmath.demos`` from the file ``source``."""
     from ramify.tasks.toolmath.demos import demonstrations
 
     if not source:

@@ -1,12 +1,12 @@
-"""What a run goes through, one stage after the other, and what each step of a stage learns from.
+"""The stages of a run, and the data of each step of a stage.
 
-    warm-up  random strings said twice             ┐
-    sft      demonstrations, stored trajectories   ├── source.work(step) ──> Work: sequences of one or more optimizer steps
-    rl       rollouts by the policy as it is now   ┘                         (everything after this is the same for all)
+    warm-up  random strings, each repeated         ┐
+    sft      demonstrations, stored trajectories   ├── source.work(step) ──> StepData
+    rl       rollouts by the current policy        ┘   sequences of one or more optimizer steps
 
-Decides sizes and options of each stage, and how a step's rollouts are split into minibatches.
-Leaves out which rollouts those are (``group_queue.py``), and what is done with the work
-(``training_loop.py``).
+Decides the size and options of each stage, and how a step's rollouts are split into minibatches.
+Not here: which rollouts a step gets (``group_queue.py``), and what happens with the data, which is
+the same for all stages (``training_loop.py``).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ramify.train.group_queue import GroupQueue, StepGroups
 from ramify.train.group_records import GroupRecord, account
 from ramify.train.loss import LossSpec
 from ramify.train.metrics import of_rollouts
+from ramify.train.optional_fields import check_optional
 from ramify.train.rollout import Rollouter
 from ramify.train.roots import RootCount, first_items
 from ramify.train.sft_data import order
@@ -40,115 +41,117 @@ from ramify.types.trajectory import Group
 
 
 class Minibatch(msgspec.Struct, eq=False):
-    """What one optimizer step learns from."""
+    """The data of one optimizer step."""
 
     rows: list[TokenSequence]
     denominators: Mapping[str, float] | None
-    """Loss component -> what its sum is divided by; None: the sum of its weights."""
+    """Loss component -> denominator of its sum; None: the sum of its weights."""
 
 
 class StepData(msgspec.Struct, eq=False):
-    """What one step of a stage learns from."""
+    """The data of one step of a stage: one or more minibatches, and what was measured."""
 
     parts: list[Minibatch]
     metrics: dict[str, float]
     no_signal: str = ""
-    """Why there is nothing to learn; empty where there is."""
+    """Why there is nothing to learn; empty if there is."""
     groups: list[Group] = msgspec.field(default_factory=list)
-    """The rollouts that it was made of."""
+    """The rollouts that the data comes from."""
     notes: list[str] = msgspec.field(default_factory=list)
-    """What a person should know, in sentences."""
+    """Messages for the user, in sentences."""
     memory: dict[str, float] = msgspec.field(default_factory=dict)
-    """What the stage's algorithm remembers after it."""
+    """State of the stage's algorithm after this step."""
     accounts: list[GroupRecord] = msgspec.field(default_factory=list)
-    """What became of each group that it used up; their step is said by who writes them down."""
+    """The outcome of each group that the step used up; their ``step`` is set when they are
+    written."""
 
 
 class StepSource(Protocol):
-    """Where the work of a stage comes from, as long as the stage lasts."""
+    """The source of a stage's data, open for the duration of the stage."""
 
     async def work(self, step: int) -> StepData:
-        """That of step ``step``, from 0; asked for in order, once the steps before are over."""
+        """The data of step ``step``, counted from 0. Called in order, after the steps before are
+        over."""
         ...
 
     def newer(self, step: int) -> None:
-        """The weights are those that ``step`` steps of the stage made, and the engine has them."""
+        """Notify the source that the engine has the weights after ``step`` steps of the stage."""
         ...
 
     def state(self) -> tuple[int, list[int]]:
-        """As ``State.next_item`` and ``State.pending`` have it."""
+        """``CheckpointState.next_item`` and ``CheckpointState.pending``."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
-        """While something else wants the engine."""
+        """Context in which the engine is needed for other work."""
         ...
 
 
 class Checkpointable(Protocol):
-    """What a checkpoint within a stage holds besides weights and optimizer."""
+    """State that a checkpoint within a stage holds in addition to weights and optimizer."""
 
     def save(self, folder: Path) -> None:
-        """Write it, as it is now."""
+        """Write the current state."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Go on with what was written. Raises ConfigError where there is none."""
+        """Restore the state that ``save`` wrote. Raises ConfigError if there is none."""
         ...
 
 
 class TrainingStage(Protocol):
-    """One stage of a run."""
+    """The interface of one stage of a run."""
 
     name: str
     num_steps: int
     optim: OptimizerSpec
     loss: LossSpec
     samples: bool
-    """Whether its work is sampled from the policy, so that the engine must have the newest
+    """Whether its data is sampled from the policy, so that the engine must have the newest
     weights."""
     max_staleness: int
-    """How many steps older than the weights that learn from it the weights that made a work may
-    be."""
+    """Maximum staleness: how many steps the sampling weights may lag behind the trained ones when a
+    rollout begins."""
     streams: frozenset[str]
-    """What the trainer is to compute of a work's rows before they are learnt from:
+    """Streams that the trainer must compute for the rows of a step before learning:
     ``old_logprobs``, ``ref_logprobs``, ``values``, ``staleness``."""
     critic: bool
-    """Whether there is one."""
+    """Whether the stage trains a critic."""
     memory: dict[str, float]
-    """What its algorithm remembers after the last work that was made; to be set where a run is
-    resumed."""
+    """State of its algorithm after the latest step. Set it when a run is resumed."""
 
     @property
     def kept(self) -> Mapping[str, Checkpointable]:
-        """Name in a checkpoint -> what is to be kept once a step is done. What it is before, the
-        stage makes anew."""
+        """Name in a checkpoint -> state to save after a step. Before the first step the stage
+        creates this state itself."""
         ...
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        """Put onto the rows of a whole work what follows from those streams; what was measured."""
+        """Derive further streams of a step's rows from ``streams``, in place. Returns metrics."""
         ...
 
     def source(
         self, next_item: int, pending: Sequence[int]
     ) -> AbstractAsyncContextManager[StepSource]:
-        """``next_item`` and ``pending`` as the run's state has them."""
+        """Open the stage's data source; for ``next_item`` and ``pending`` see
+        ``CheckpointState``."""
         ...
 
     async def roots(self, next_item: int) -> RootCount | None:
-        """How many of its first roots will be recursive; None for a stage that samples nothing."""
+        """How many of the first roots will be recursive; None for a stage without rollouts."""
         ...
 
 
 class FixedDataStage(ABC):
-    """What stages without rollouts have in common: nothing is to be computed first, or
-    remembered."""
+    """Base of the stages without rollouts: nothing is computed before learning, and no state is
+    kept."""
 
     samples, max_staleness, critic, streams = False, 0, False, frozenset[str]()
     loss = LossSpec()
 
     def __init__(self) -> None:
         self.memory: dict[str, float] = {}
-        self._standing: tuple[int, list[int]] = (0, [])
+        self._state: tuple[int, list[int]] = (0, [])
 
     @property
     def kept(self) -> Mapping[str, Checkpointable]:
@@ -159,7 +162,7 @@ class FixedDataStage(ABC):
 
     @contextlib.asynccontextmanager
     async def source(self, next_item: int, pending: Sequence[int]) -> AsyncIterator[StepSource]:
-        self._standing = (next_item, list(pending))
+        self._state = (next_item, list(pending))
         yield self
 
     async def roots(self, next_item: int) -> RootCount | None:
@@ -168,18 +171,18 @@ class FixedDataStage(ABC):
     @abstractmethod
     async def work(self, step: int) -> StepData: ...
 
-    def newer(self, step: int) -> None:  # noqa: B027 (nothing of such a stage depends on the weights)
-        """Nothing is begun by it."""
+    def newer(self, step: int) -> None:  # noqa: B027 (fixed data does not depend on the weights)
+        """Does nothing: no rollouts wait for newer weights."""
 
     def state(self) -> tuple[int, list[int]]:
-        return self._standing
+        return self._state
 
     def paused(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
 class WarmUpStage(FixedDataStage):
-    """Random strings; see ``induction.py``."""
+    """Induction warm-up on random strings; see ``induction.py``."""
 
     name = "warmup"
 
@@ -187,8 +190,11 @@ class WarmUpStage(FixedDataStage):
         self, num_steps: int, optim: OptimizerSpec, ids: Sequence[int], batch_tokens: int, seed: int
     ) -> None:
         super().__init__()
-        self.num_steps, self.optim = num_steps, scheduled(self.name, optim, num_steps)
-        self._ids, self._batch_tokens, self._seed = ids, batch_tokens, seed
+        self.num_steps = num_steps
+        self.optim = scheduled(self.name, optim, num_steps)
+        self._ids = ids
+        self._batch_tokens = batch_tokens
+        self._seed = seed
 
     async def work(self, step: int) -> StepData:
         rows = induction.induction(step, self._ids, self._batch_tokens, self._seed)
@@ -196,7 +202,7 @@ class WarmUpStage(FixedDataStage):
 
 
 class SftStage(FixedDataStage):
-    """Rows that were made ready before, in the order of ``sft.order``."""
+    """Supervised fine-tuning on prepared rows, in the order of ``sft_data.order``."""
 
     name = "sft"
 
@@ -208,9 +214,10 @@ class SftStage(FixedDataStage):
         epochs: int,
         seed: int,
     ) -> None:
-        """Raises ConfigError where there is nothing to learn from."""
+        """Raises ConfigError if there is nothing to learn from."""
         super().__init__()
-        self._rows, self._order = rows, order(rows, batch_tokens, epochs, seed)
+        self._rows = rows
+        self._order = order(rows, batch_tokens, epochs, seed)
         if not self._order:
             raise ConfigError(
                 "supervised fine-tuning has nothing to learn from: no trajectory passed its filter"
@@ -228,56 +235,60 @@ class StepSampleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     items: int = 24
     """Items of the task per step."""
     first_item: int = 0
-    """Of the training split, to begin with; after a stage of demonstrations the first that was not
-    demonstrated."""
-    max_items: int = 0
-    """With dynamic sampling: most items that a step may try until ``items`` of them have a signal;
-    0: no such search."""
+    """Index of the first item in the training split. After a stage with demonstrations, the default
+    is the first item that was not demonstrated."""
+    max_items: int | None = None
+    """Dynamic sampling: the most items that a step may try until ``items`` of them have a signal;
+    None: no dynamic sampling."""
     minibatches: int = 1
-    """Optimizer steps that a step's rollouts are split into, group by group."""
+    """Number of optimizer steps into which a step's rollouts are split."""
     max_staleness: int = 0
-    """Steps that rollouts may begin ahead: 0 has each step wait for its own; with 1 or more they go
-    on while the trainer learns, and take newer weights as they come, see ``group_queue.py``."""
+    """How many steps ahead rollouts may begin. 0: each step waits for its own rollouts. With 1 or
+    more, rollouts continue while the trainer learns, and switch to newer weights as they arrive;
+    see ``group_queue.py``."""
     grace_steps: int = 4
-    """Steps more that a slow rollout may take, with ``max_staleness`` above 0, before a step waits
-    for it. At 0 no token is older than ``max_staleness``, and ``max_staleness + 1`` steps take at
-    least as long as the slowest rollout."""
-    straggler_factor: float = 0.0
-    """A rollout is given up once it has taken so many times the median and its step waits for
-    nothing else; 0: never."""
+    """With ``max_staleness`` above 0: how many more steps a slow rollout may take before a step
+    waits for it. With 0 grace steps no token is older than ``max_staleness``, and ``max_staleness +
+    1`` steps take at least as long as the slowest rollout."""
+    straggler_factor: float | None = None
+    """Give up a rollout that takes longer than this many times the median, if its step waits for
+    nothing else; None: never."""
     pause: bool = False
-    """Whether no rollout begins while the policy is evaluated, so that nothing but what has begun
-    competes with it."""
+    """Pause new rollouts while the policy is evaluated, so that only rollouts in progress compete
+    with the evaluation."""
 
     @property
     def max_token_staleness(self) -> int:
-        """Steps that the weights have gone on, at most, when a token is learnt from."""
+        """Maximum staleness of a token, in steps, when it is learned from."""
         return self.max_staleness + self.grace_steps if self.max_staleness else 0
 
     def __post_init__(self) -> None:
         if self.grace_steps < 0:
             raise ConfigError(f"rl.sample: grace_steps={self.grace_steps} must be at least 0")
-        if self.straggler_factor and self.straggler_factor < 1:
+        check_optional("rl.sample", "no dynamic sampling", max_items=self.max_items)
+        check_optional("rl.sample", "never", straggler_factor=self.straggler_factor)
+        if self.straggler_factor is not None and self.straggler_factor < 1:
             raise ConfigError(
-                f"rl.sample: straggler_factor={self.straggler_factor:g} is times the median: at "
-                "least 1, or 0 for never"
+                f"rl.sample: straggler_factor={self.straggler_factor:g} is a multiple of the "
+                "median: at least 1, or null for never"
             )
         if (
             self.items < 1
             or self.minibatches < 1
             or self.max_staleness < 0
-            or 0 < self.max_items < self.items
+            or (self.max_items is not None and self.max_items < self.items)
         ):
             raise ConfigError(
                 f"rl.sample: items={self.items} and minibatches={self.minibatches} must be at "
                 "least 1, "
-                f"max_items={self.max_items} 0 or at least items, "
+                f"max_items={self.max_items} null or at least items, "
                 f"max_staleness={self.max_staleness} not negative"
             )
 
 
 class RlStage:
-    """Rollouts of the task's training split, stamped by an algorithm."""
+    """Reinforcement learning: rollouts on the task's training split, with advantages by an
+    algorithm."""
 
     name, samples = "rl", True
 
@@ -295,17 +306,21 @@ class RlStage:
         temperature: float,
         signals: RunSignals | None = None,
     ) -> None:
-        self.num_steps, self.optim = (
-            num_steps,
-            scheduled(self.name, optim, num_steps * sample.minibatches),
-        )
+        self.num_steps = num_steps
+        self.optim = scheduled(self.name, optim, num_steps * sample.minibatches)
         self.loss = loss.for_minibatches(sample.minibatches)
         self.max_staleness = sample.max_staleness
         needs = needs_of(algorithm)
-        self.critic, self.streams = needs.values, needs.streams | streams_of(self.loss)
+        self.critic = needs.values
+        self.streams = needs.streams | streams_of(self.loss)
         self.memory: dict[str, float] = {}
-        self._task, self._items, self._rollouts, self._algorithm = task, items, rollouts, algorithm
-        self._sample, self._temperature, self._signals = sample, temperature, signals
+        self._task = task
+        self._items = items
+        self._rollouts = rollouts
+        self._algorithm = algorithm
+        self._sample = sample
+        self._temperature = temperature
+        self._signals = signals
 
     @property
     def kept(self) -> Mapping[str, Checkpointable]:
@@ -340,16 +355,16 @@ class RlStage:
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         return finish(self._algorithm, rows)
 
-    def made_of(self, taken: StepGroups, step: int, reader: SignalReader | None) -> StepData:
-        """The work of step ``step``, whose groups are ``taken``."""
+    def step_data(self, taken: StepGroups, step: int, reader: SignalReader | None) -> StepData:
+        """The data of step ``step``, made of the groups ``taken``."""
         groups = [group for _, group in taken.groups]
         _check_any_came_back(groups, step, taken.notes)
-        assigned = self._stamp(groups, reader)
+        assigned = self._assign(groups, reader)
         self.memory = {**self.memory, **assigned.memory}
         metrics = {**assigned.metrics, **taken.metrics, **_measured(groups)}
         metrics |= of_rollouts(groups, self._task.weights)
-        parts = self._parts(assigned)
-        if not needs_of(self._algorithm).streams:  # else they are not known yet
+        parts = self._minibatches(assigned)
+        if not needs_of(self._algorithm).streams:  # otherwise advantages are not known yet
             _note_advantages(assigned.rollouts)
         if reader is not None:
             metrics |= reader.metrics(groups)
@@ -367,19 +382,19 @@ class RlStage:
         )
 
     def _composed(self, reader: SignalReader | None) -> Algorithm:
-        """The algorithm with what it remembers, and with what signals read."""
+        """The algorithm with its state and with the signals' scores."""
         algorithm = remembering(self._algorithm, self.memory)
         return algorithm if reader is None else reader.composed(algorithm)
 
-    def _stamp(self, groups: Sequence[Group], reader: SignalReader | None) -> AssignedStep:
+    def _assign(self, groups: Sequence[Group], reader: SignalReader | None) -> AssignedStep:
         return self._composed(reader).assign_advantages(
             groups, self._task.weights, every_token=self.loss.wants_every_token
         )
 
-    def _parts(self, assigned: AssignedStep) -> list[Minibatch]:
-        """Minibatches of about as many rollouts each, in turn, so that each has some of every
-        group. What is divided by is split evenly: each minibatch is an estimate of the same
-        loss."""
+    def _minibatches(self, assigned: AssignedStep) -> list[Minibatch]:
+        """Minibatches with about equally many rollouts. Rollouts are dealt in turn, so that each
+        minibatch has some of every group. The denominators are divided evenly, so that each
+        minibatch is an estimate of the same loss."""
         num = min(self._sample.minibatches, len(assigned.rollouts))
         shares = {name: value / num for name, value in assigned.denominators.items()} if num else {}
         return [
@@ -389,26 +404,30 @@ class RlStage:
 
 
 class RolloutStepSource:
-    """The work of ``RlStage``, as its groups become whole."""
+    """The data source of ``RlStage``; a step's data is ready when its groups are complete."""
 
     def __init__(self, stage: RlStage, queue: GroupQueue, reader: SignalReader | None) -> None:
-        self._stage, self._queue, self._reader = stage, queue, reader
-        self.newer, self.state, self.paused = queue.newer, queue.state, queue.paused
+        self._stage = stage
+        self._queue = queue
+        self._reader = reader
+        self.newer = queue.newer
+        self.state = queue.state
+        self.paused = queue.paused
 
     async def work(self, step: int) -> StepData:
         if self._reader is not None:
             await self._reader.turn_to(step, self._queue.by_id)
         taken = await self._queue.take(step)
-        if self._reader is not None:  # a signal may have come to be wanted since a group was whole
+        if self._reader is not None:  # a signal may be needed only since a group was completed
             for _, group in taken.groups:
                 await self._reader.group(group)
-        return self._stage.made_of(taken, step, self._reader)
+        return self._stage.step_data(taken, step, self._reader)
 
 
 def scheduled(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec:
-    """``optim`` with the stage's length as its schedule's, where it names none. Raises ConfigError,
-    with the stage's name, where that is too short for its warm-up."""
-    if optim.num_steps:
+    """``optim`` with ``num_steps`` as the length of its schedule, unless it sets one. Raises
+    ConfigError, with the stage's name, if that is shorter than the warm-up."""
+    if optim.num_steps is not None:
         return optim
     try:
         return msgspec.structs.replace(optim, num_steps=num_steps)
@@ -420,22 +439,22 @@ def scheduled(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec
 
 
 def streams_of(loss: LossSpec) -> frozenset[str]:
-    """What a loss needs that the trainer has to compute first."""
-    wanted = {"ref_logprobs"} if loss.kl_beta else set()
+    """Streams that the trainer has to compute before this loss."""
+    needed = {"ref_logprobs"} if loss.kl_beta else set()
     if loss.old == "pass":
-        wanted.add("old_logprobs")
-    return frozenset(wanted | (loss.reads & {"staleness"}))
+        needed.add("old_logprobs")
+    return frozenset(needed | (loss.reads & {"staleness"}))
 
 
 def _check_any_came_back(groups: Sequence[Group], step: int, notes: Sequence[str]) -> None:
-    """A step whose rollouts all failed is no step: something is wrong that more steps will not
-    mend. ``notes`` say which were given up."""
+    """Raise TrainError if all rollouts of a step failed: more steps would not help. ``notes`` say
+    which were given up."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not any(trajectory.rewards for trajectory in trajectories):
         errors = [
             *(trajectory.errors[-1] for trajectory in trajectories if trajectory.errors),
             *notes,
-            "no error was said",
+            "no error was recorded",
         ]
         raise TrainError(
             f"all {len(trajectories)} rollouts of step {step} failed, the first with: {errors[0]}"
@@ -443,20 +462,22 @@ def _check_any_came_back(groups: Sequence[Group], step: int, notes: Sequence[str
 
 
 def _note_advantages(rollouts: Sequence[AssignedRollout]) -> None:
-    """Put each turn's advantages beside its rollout (``metadata["advantages"]``), where the
-    rollouts that are kept show them: ``{"0.1/2": 0.25}`` for turn 2 of call 0.1, and a list where
-    its tokens differ."""
+    """Store each turn's advantages in its rollout (``metadata["advantages"]``), so that saved
+    rollouts show them: ``{"0.1/2": 0.25}`` for turn 2 of call 0.1, and a list if its tokens
+    differ."""
     for rollout in rollouts:
-        noted: dict[str, float | list[float]] = {}
+        by_turn: dict[str, float | list[float]] = {}
         for (call, turn), credit in rollout.credits.items():
             values = credit.advantages
             if values:
-                noted[f"{call}/{turn}"] = values[0] if min(values) == max(values) else list(values)
-        rollout.trajectory.metadata["advantages"] = noted
+                by_turn[f"{call}/{turn}"] = (
+                    values[0] if min(values) == max(values) else list(values)
+                )
+        rollout.trajectory.metadata["advantages"] = by_turn
 
 
 def _measured(groups: Sequence[Group]) -> dict[str, float]:
-    """What rollouts took and how they ended."""
+    """Size of the rollouts, and how they ended."""
     calls = [
         call for group in groups for trajectory in group.trajectories for call in trajectory.calls
     ]

@@ -1,11 +1,11 @@
-"""What an algorithm writes on a rollout: per-token streams over what was sampled, call by call and
-turn by turn.
+"""Token credit: what an algorithm assigns to a rollout, as per-token streams over the sampled
+tokens, by call and turn.
 
-    Group ── algorithm.stamp ──> [Stamped] ── compile ──> [Sequence]
+    Group ── algorithm.assign_advantages ──> [AssignedRollout] ── compile ──> [TokenSequence]
 
-Decides the form in which credit travels from the algorithms, which know rewards and trees, to
-``compile``, which knows tokens and paths. A turn without a stamp carries no loss; its tokens are
-still there as context. Tokens that several branches share are stamped once, in the call that
+Decides the format in which credit passes from the algorithms, which know rewards and trees, to
+``compile``, which knows tokens and paths. A turn without credit carries no loss; its tokens are
+still present as context. Tokens that several branches share have credit once, in the call that
 sampled them.
 """
 
@@ -19,10 +19,10 @@ from ramify.types.trajectory import Trajectory
 
 
 class TokenCredit(msgspec.Struct, omit_defaults=True):
-    """The streams of one turn, over the N tokens that were sampled in it."""
+    """The streams of one turn, over the N tokens sampled in it."""
 
     advantages: list[float] = msgspec.field(default_factory=list)
-    """[N] or empty for none."""
+    """[N], or empty for none."""
     rl: list[float] = msgspec.field(default_factory=list)
     """[N] weight of the policy-gradient component; empty for none."""
     ce: list[float] = msgspec.field(default_factory=list)
@@ -30,10 +30,9 @@ class TokenCredit(msgspec.Struct, omit_defaults=True):
     kd: list[float] = msgspec.field(default_factory=list)
     """[N] weight of the distillation component; empty for none."""
     streams: dict[str, list[float] | list[list[float]]] = msgspec.field(default_factory=dict)
-    """Further named streams, each [N] or [N, k]: reference logprobs and the like."""
+    """Further named streams, each [N] or [N, k], such as reference log-probabilities."""
     given: float = 0.0
-    """Weight of the cross-entropy component of each token that the turn's prompt added (what was
-    observed)."""
+    """Cross-entropy weight of each token that the turn's prompt added (observed, not sampled)."""
 
     def __post_init__(self) -> None:
         named: dict[str, Sized] = {
@@ -51,7 +50,7 @@ class TokenCredit(msgspec.Struct, omit_defaults=True):
             raise ValueError("a turn has policy-gradient weights but no advantages")
 
     def __len__(self) -> int:
-        """N; 0 for a stamp that says nothing."""
+        """N; 0 if there are no streams."""
         streams: list[Sized] = [self.advantages, self.rl, self.ce, self.kd, *self.streams.values()]
         return max(len(values) for values in streams)
 
@@ -61,7 +60,7 @@ Stamps = dict[tuple[str, int], TokenCredit]
 
 
 class AssignedRollout(msgspec.Struct):
-    """A rollout and what is to be learnt from it."""
+    """A rollout and the credit of its turns."""
 
     trajectory: Trajectory
     credits: Stamps

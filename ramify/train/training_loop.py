@@ -1,17 +1,18 @@
-"""The one training loop: stage after stage, step after step, from work to a newer policy.
+"""The one training loop: stage by stage, step by step, from data to a newer policy.
 
-    source.work(step)                                  the groups that are whole first, of rollouts that go on meanwhile
+    source.work(step)                               the first complete groups; others continue
         ▼
-    rest ─ prepare: old, reference, values of rows     engines on the trainer's devices sleep; in one thread of its own
-    pack ─ forward_backward ─ optim_step (each part)
+    sleep ─ prepare: old, reference, values         engines on the trainer's devices sleep
+    pack ─ forward_backward ─ optim_step            for each minibatch, in one torch thread
         ▼
-    publish ─ self-checks ─ source.newer(step + 1)     engines wake, and go on with newer weights; further groups may begin
+    publish ─ self-checks ─ source.newer(step + 1)  engines wake; new groups may begin
         ▼
-    evaluate ─ checkpoint                              then the next step, unless a guard ends the stage
+    evaluate ─ checkpoint                           then the next step, unless a guard ends it
 
-Synchronous training is ``max_staleness = 0``: rollouts of step k begin once step k-1 is over.
-Decides the order of things and what is written down when. Leaves out where work comes from
-(``stages.py``, ``group_queue.py``), credit, losses, and devices.
+Synchronous training is ``max_staleness = 0``: rollouts of step k begin after step k-1. Decides the
+order of operations, and what is written when. Not here: where data comes from (``stages.py``,
+``group_queue.py``), credit assignment (``algorithms/``), losses (``loss.py``), and devices
+(``backends/``).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from ramify.train.guards import (
     after_step,
 )
 from ramify.train.metrics import MetricsFile, StepMetrics
+from ramify.train.optional_fields import check_optional
 from ramify.train.pack import attach, describe, pack
 from ramify.train.selfcheck import SelfCheck
 from ramify.train.sft_data import write
@@ -54,62 +56,67 @@ from ramify.types.trajectory import Group
 
 T = TypeVar("T")
 STALL_S = 1800.0
-"""How long a run may stand still."""
+"""Default of ``Run.stall_s``: the longest time in seconds without progress."""
 _ROLLOUTS = "rollouts"
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How often a run does what it does besides learning. Steps are those of a stage."""
+    """How often a run evaluates and saves. Steps are counted within a stage."""
 
-    evaluate_every: int = 5
-    """Steps of a sampling stage between evaluations on the validation stream; 0: only at the
-    stage's end."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints, besides those after an evaluation, the first of all among them,
-    and at the end of each stage; 0: none besides."""
-    save_rollouts_every: int = 0
-    """Steps between those whose rollouts are kept, whole, in OUT/rollouts, to be looked at or
-    learnt from (``sft.trajectories``); 0: none."""
+    evaluate_every: int | None = 5
+    """Steps between evaluations on the validation stream, in a stage with rollouts; None: only at
+    the end of the stage."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints, in addition to those after each evaluation (including the first)
+    and at the end of each stage; None: no others."""
+    save_rollouts_every: int | None = None
+    """Steps between complete saves of a step's rollouts in OUT/rollouts, to look at or learn from
+    (``sft.trajectories``); None: no saves."""
     keep_last: int = 2
     keep_best: int = 1
 
+    def __post_init__(self) -> None:
+        check_optional("schedule", "never", checkpoint_every=self.checkpoint_every)
+        check_optional("schedule", "never", save_rollouts_every=self.save_rollouts_every)
+        check_optional("schedule", "only at the stage's end", evaluate_every=self.evaluate_every)
+
 
 class PolicyHandle(Protocol):
-    """What the loop does with a policy besides learning; see ``build/policy_publisher.py``."""
+    """What the loop does with the policy except training it; see ``build/policy_publisher.py``."""
 
     @property
     def version(self) -> int:
-        """Of the weights that were published last, as the engine tells it of each token."""
+        """Version of the weights published last, as the engine reports it for each token."""
         ...
 
     async def publish(self) -> None:
-        """Let the engine answer with the weights as they are now."""
+        """Send the current weights to the engine."""
         ...
 
     async def sleep(self) -> bool:
-        """Let engines that share the trainer's devices give their memory back until ``publish``;
-        whether any do."""
+        """Have engines on the trainer's devices release their memory until ``publish``. Returns
+        whether there are any."""
         ...
 
     def release_memory(self) -> None:
-        """Give back to the devices what the trainer keeps of their memory and does not use."""
+        """Return device memory that the trainer caches but does not use."""
         ...
 
     def save(self, folder: Path) -> None:
-        """In Hugging Face's layout."""
+        """Write the policy in Hugging Face's layout."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Take over the weights that were saved."""
+        """Load weights that ``save`` wrote."""
         ...
 
 
 Evaluate = Callable[[str], Awaitable[Mapping[str, float]]]
-"""A split -> its metrics, under its name: ``{"validation/reward": 0.8}``."""
+"""Split -> its metrics, prefixed with its name: ``{"validation/reward": 0.8}``."""
 
 
 class TrainingLoop:
-    """One run in progress."""
+    """One training run in progress."""
 
     def __init__(
         self,
@@ -131,44 +138,50 @@ class TrainingLoop:
         inform: Callable[[str], None] = print,
         watch: RunWatchdog | None = None,
     ) -> None:
-        """``first`` and ``final`` are splits that are reported before rollouts and at the end.
-        ``reference_of`` makes a backend of a saved policy, which a KL is measured to. ``say`` is
-        told in a sentence what a person should know, as that a step had no signal; ``inform`` gets
-        what is worth knowing where all is well, as how many roots will be recursive. ``watch``
-        bounds every wait."""
-        self.out, self._stages, self._backend_of, self._policy = out, stages, backend_of, policy
+        """``first`` and ``final`` are splits to report before rollouts and at the end.
+        ``reference_of`` loads a saved policy as the reference of a KL. ``say`` receives warnings,
+        e.g. that a step had no signal; ``inform`` receives information, e.g. how many roots will be
+        recursive. ``watch`` bounds every wait."""
+        self.out = out
+        self._stages = stages
+        self._backend_of = backend_of
+        self._policy = policy
         self._schedule = schedule = schedule or Schedule()
         self._guard = guard or TrainingGuard()
-        self._evaluate, self._first, self._final = evaluate, first, final
-        self._check, self._reference_of = check, reference_of
+        self._evaluate = evaluate
+        self._first = first
+        self._final = final
+        self._check = check
+        self._reference_of = reference_of
         self._reference: ReferenceModel | None = None
-        self._say, self._inform = say, inform
+        self._say = say
+        self._inform = inform
         self.checkpoints = CheckpointStore(out, schedule.keep_last, schedule.keep_best)
         self.state = CheckpointState(step=0, config=dict(config or {}))
         self._listener = listener
         self._metrics: MetricsFile | None = None
         self._backend: Backend | None = None
         self._source: StepSource | None = None
-        self._is_published = self._is_resting = False
-        self._is_begun = False
-        """Whether the run goes on within a stage, whose beginning was measured and kept before."""
+        self._is_published = self._is_asleep = False
+        self._resumes_in_stage = False
+        """Whether the run resumes within a stage whose first evaluation and checkpoint are done."""
         self._torch = SerialThread("ramify-train")
         self.watch = watch or RunWatchdog(out, STALL_S)
         self.measures: Callable[[], Mapping[str, float]] = dict
-        """What engines tell of themselves at each step."""
+        """Returns the engines' own metrics at each step."""
         self.meter: cpu_seconds.CpuMeter | None = None
-        """Where all parts of a rollout share the processors of this machine."""
+        """Set if all parts of a rollout share the CPUs of this machine."""
         self._spent: cpu_seconds.CpuSeconds | None = None
         self._weights = asyncio.Lock()
-        """Held while weights change, and until the engine has them."""
-        self._since, self._cpu_since = time.monotonic(), 0.0
+        """Held while weights change, until the engine has them."""
+        self._since = time.monotonic()
+        self._cpu_since = 0.0
 
     # --- the run
-    # -------------------------------------------------------------------------------------------------
 
     async def run(self, resume: Path | None = None) -> CheckpointState:
-        """From the beginning, or from the checkpoint ``resume``, to the end. Returns where it
-        stands then."""
+        """Train from the beginning, or from the checkpoint ``resume``, to the end. Returns the
+        final state."""
         self.out.mkdir(parents=True, exist_ok=True)
         is_stalled = False
         try:
@@ -183,15 +196,14 @@ class TrainingLoop:
             self._torch.close(0 if is_stalled else None)
             self.watch.close()
             if not is_stalled:
-                with contextlib.suppress(
-                    StoreError
-                ):  # a run that came to its end has waited before
+                # A run that reached its end has waited, and raised, before.
+                with contextlib.suppress(StoreError):
                     self.checkpoints.settle()
 
     async def _run(self, resume: Path | None) -> CheckpointState:
         if resume is not None:
-            await self._in_torch(self._go_back_to, resume)
-            await self._policy.publish()  # the engine may hold weights of its own
+            await self._in_torch(self._restore, resume)
+            await self._policy.publish()  # the engine may hold other weights
         else:
             self._cut(-1)
             self.state.first_item = self.state.next_item
@@ -207,30 +219,30 @@ class TrainingLoop:
         if self._backend is None:
             self._backend = await self._in_torch(self._backend_of, stage)
         if "ref_logprobs" in stage.streams:
-            self._reference = await self._in_torch(self._kept_reference)
-        is_new, self._is_begun = not self._is_begun, False
+            self._reference = await self._in_torch(self._load_reference)
+        is_new, self._resumes_in_stage = not self._resumes_in_stage, False
         if stage.samples and is_new:
             also = await self._roots(stage)
             for split in ("validation", *self._first):
                 await self.evaluate(split, "first", also)
                 also = {}
-            await self._in_torch(
-                self._save
-            )  # what rollouts began with is the best, where they make it worse
+            # If rollouts make the policy worse, the one they began with is the best.
+            await self._in_torch(self._save)
         with report_progress(
             stage.name, stage.num_steps, "steps", first=self.state.stage_step
-        ) as told:
+        ) as progress:
             async with contextlib.aclosing(self._works(stage)) as works:
                 async for work in works:
                     await self._step(stage, work)
-                    told.at(self.state.stage_step)
+                    progress.at(self.state.stage_step)
                     if self.state.stopped:
                         break
         self._begin_next_stage()
         self._backend = None
 
     async def _roots(self, stage: TrainingStage) -> dict[str, float]:
-        """Say, before the first rollout, how many roots will be recursive; the same as metrics."""
+        """Report, before the first rollout, how many roots will be recursive. Returns this as
+        metrics."""
         counting = stage.roots(self.state.next_item)
         count = await self.watch.bounded("counting the roots that will be recursive", counting)
         if count is None:
@@ -249,7 +261,7 @@ class TrainingLoop:
         )
 
     async def _works(self, stage: TrainingStage) -> AsyncGenerator[StepData, None]:
-        """The work of each step that is left. What is to come goes on meanwhile, as far as
+        """The data of each remaining step. Later rollouts continue meanwhile, as far as
         ``max_staleness`` allows."""
         if self.state.memory:
             stage.memory = dict(self.state.memory)
@@ -261,7 +273,7 @@ class TrainingLoop:
                 if meter is not None and (
                     not stage.max_staleness or step == self.state.stage_step == 0
                 ):
-                    meter.restart()  # else rollouts went on while the last step was learnt from
+                    meter.restart()  # otherwise rollouts continued during the last step's learning
                 work = await self.watch.bounded(
                     f"the work of {self._where(stage)}", source.work(step)
                 )
@@ -282,7 +294,7 @@ class TrainingLoop:
             values["silent"] = 1.0
         async with self._weights:
             if work.parts:
-                values |= await self._rest()
+                values |= await self._sleep()
                 values |= await self._in_torch(self._prepare, stage, work)
             values |= _over_parts(
                 [await self._in_torch(self._learn, stage, part) for part in work.parts]
@@ -295,7 +307,7 @@ class TrainingLoop:
         self._count(values)
         values |= self.measures()
         if stage.samples:
-            values |= self._told(after_step(self._guard, state.guard, values), where)
+            values |= self._report_verdict(after_step(self._guard, state.guard, values), where)
         self._write(stage.name, values)
         group_file.write(self.out, work.accounts, state.step)
         if self._spent is not None:
@@ -307,7 +319,7 @@ class TrainingLoop:
             and self._schedule.save_rollouts_every
             and state.stage_step % self._schedule.save_rollouts_every == 0
         ):
-            self._keep(work.groups)
+            self._save_rollouts(work.groups)
         if not state.stopped:
             source.newer(state.stage_step)
         await self._at_intervals(stage)
@@ -326,8 +338,8 @@ class TrainingLoop:
             with self._source.paused():
                 await self.evaluate("validation", stage.name)
         if is_evaluated and done < stage.num_steps and not self.state.stopped:
-            told = after_evaluation(self._guard, self.state.guard, self.state.score)
-            self._told(told, f"step {self.state.step} ({stage.name})")
+            verdict = after_evaluation(self._guard, self.state.guard, self.state.score)
+            self._report_verdict(verdict, f"step {self.state.step} ({stage.name})")
             is_last = bool(self.state.stopped)
         if (
             is_evaluated
@@ -337,31 +349,29 @@ class TrainingLoop:
             self.state.next_item, self.state.pending = self._source.state()
             await self._in_torch(self._save)
 
-    def _told(self, told: GuardVerdict, where: str) -> dict[str, float]:
-        """Say what a guard has to say; its metrics."""
-        for sentence in told.says:
+    def _report_verdict(self, verdict: GuardVerdict, where: str) -> dict[str, float]:
+        """Report a guard's verdict. Returns its metrics."""
+        for sentence in verdict.says:
             self._say(f"{where}: {sentence}")
-        if told.stop:
-            self._say(f"{where}: the stage ends here: {told.stop}")
-            self.state.stopped = told.stop
-        return told.metrics
+        if verdict.stop:
+            self._say(f"{where}: the stage ends here: {verdict.stop}")
+            self.state.stopped = verdict.stop
+        return verdict.metrics
 
     # --- learning
-    # ------------------------------------------------------------------------------------------------
 
     def _prepare(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
-        """What is to be known of a work's rows before the first of its parts is learnt from; in the
+        """Compute the streams that the rows of a step need before its first minibatch. Runs in the
         torch thread."""
         backend = self._backend
         assert backend is not None
         rows = [row for part in work.parts for row in part.rows]
         if "staleness" in stage.streams:
-            self._attach_lag(rows)
+            self._attach_staleness(rows)
         if "ref_logprobs" in stage.streams:
             assert self._reference is not None
-            missing = [
-                row for row in rows if "ref_logprobs" not in row.streams
-            ]  # a signal may have computed some
+            # A signal may have computed some of them.
+            missing = [row for row in rows if "ref_logprobs" not in row.streams]
             if missing:
                 _attach(missing, self._reference, "ref_logprobs", self._reference.logprobs)
         if "old_logprobs" in stage.streams:
@@ -370,9 +380,9 @@ class TrainingLoop:
             _attach(rows, backend, "values", backend.values)
         return stage.finish(rows)
 
-    def _attach_lag(self, rows: Sequence[TokenSequence]) -> None:
-        """The stream ``staleness``: by how many versions the policy that is trained is newer than
-        those that sampled the tokens."""
+    def _attach_staleness(self, rows: Sequence[TokenSequence]) -> None:
+        """Attach the stream ``staleness``: how many versions the sampling policy lags behind the
+        trained one, per token."""
         for row in rows:
             if row.versions is not None:
                 row.streams["staleness"] = np.where(
@@ -380,7 +390,7 @@ class TrainingLoop:
                 ).astype(np.float32)
 
     def _learn(self, stage: TrainingStage, part: Minibatch) -> dict[str, float]:
-        """One optimizer step; in the torch thread."""
+        """One optimizer step. Runs in the torch thread."""
         backend = self._backend
         assert backend is not None
         batches = pack(part.rows, backend.packing, part.denominators)
@@ -391,79 +401,77 @@ class TrainingLoop:
         self._is_published = False
         return {**measured, **describe(batches, part.rows)}
 
-    def _kept_reference(self) -> ReferenceModel:
-        """The policy that rollouts began with, which is kept beside the checkpoints."""
+    def _load_reference(self) -> ReferenceModel:
+        """The policy that rollouts began with, saved next to the checkpoints."""
         folder = self.out / REFERENCE
         if not self.state.stage_step:
-            self._keep_policy(folder)
+            self._save_policy(folder)
         elif not folder.is_dir():
             raise TrainError(
-                f"{folder} is not there: it is the policy that rollouts began with, which the run "
-                "has a KL to; copy it from "
-                "the run that the checkpoint is of"
+                f"{folder} is missing: it is the policy that rollouts began with, the reference "
+                "of the run's KL; copy it from the run that wrote the checkpoint"
             )
         checksums.check(folder)
         if self._reference_of is None:
             raise TrainError(
-                "the run has a KL to a reference policy, and nothing was given that makes one"
+                "the run has a KL to a reference policy, but no reference_of to load it with"
             )
         return self._reference_of(folder)
 
-    def _keep_policy(self, folder: Path) -> None:
-        """Save the policy as it is with checksums, which are compared where it is loaded."""
+    def _save_policy(self, folder: Path) -> None:
+        """Save the current policy with checksums, which are verified when it is loaded."""
         checksums.drop(folder)
         self._policy.save(folder)
         checksums.write(folder)
 
-    async def _rest(self) -> dict[str, float]:
-        """Let engines that share the trainer's devices sleep until weights are published again; how
-        long that took."""
+    async def _sleep(self) -> dict[str, float]:
+        """Have engines on the trainer's devices sleep until weights are published. Returns how long
+        that took."""
         started = time.monotonic()
-        resting = self.watch.bounded(
+        sleeping = self.watch.bounded(
             f"letting the engines sleep before step {self.state.step + 1}", self._policy.sleep()
         )
-        if not await resting:
+        if not await sleeping:
             return {}
-        self._is_resting, self._is_published = True, False
+        self._is_asleep, self._is_published = True, False
         return {"sleep_s": time.monotonic() - started}
 
     async def _publish(self) -> None:
-        """Let the engine answer with the newest weights, and check that it does."""
+        """Publish the newest weights to the engine, and check that it uses them."""
         if self._is_published:
             return
-        if self._is_resting:
+        if self._is_asleep:
             await self._in_torch(self._policy.release_memory)
-            self._is_resting = False
+            self._is_asleep = False
         await self.watch.bounded(
-            f"giving the engine the weights after step {self.state.step}", self._policy.publish()
+            f"publishing the weights after step {self.state.step}", self._policy.publish()
         )
         self._is_published = True
         self.state.version += 1
-        await self._checked()
+        await self._check_engine()
 
-    async def _checked(self) -> None:
+    async def _check_engine(self) -> None:
         if self._check is not None and self._backend is not None:
             checking = self._check.engine(self._backend, self._in_torch)
             await self.watch.bounded(f"checking the engine after step {self.state.step}", checking)
 
     async def rejoin(self, give: Callable[[], Awaitable[bool]]) -> None:
-        """An engine is back: have it given the weights of now by ``give``, between two steps, and
-        check it as the others. What fails here ends the run."""
+        """Give an engine that is back the current weights (``give``) between two steps, and check
+        it like the others. An error here ends the run."""
         try:
             async with self._weights:
                 if await give():
-                    await self._checked()
-        except Exception as error:  # noqa: BLE001 (raised where the run waits)
+                    await self._check_engine()
+        except Exception as error:  # noqa: BLE001 (raised again in the run's next wait)
             self.watch.fail(error)
 
-    # --- what is written down
-    # ------------------------------------------------------------------------------------
+    # --- what is written
 
     async def evaluate(
         self, split: str, stage: str, also: Mapping[str, float] | None = None
     ) -> Mapping[str, float]:
-        """Measure the policy as it is on ``split``. On the validation stream it becomes the run's
-        score, if there is one. ``also`` is written down in the same row."""
+        """Evaluate the current policy on ``split``. The validation reward becomes the run's score,
+        if there is one. ``also`` is written in the same row."""
         async with self._weights:
             await self._publish()
         started = time.monotonic()
@@ -477,8 +485,8 @@ class TrainingLoop:
         return values
 
     async def _report(self) -> None:
-        """The final splits, for the policy at the end (``last``) and for the best on the validation
-        stream (``best``), which is the one that is left in OUT/policy. That may be the one that
+        """Evaluate the final splits for the last policy (``last``) and for the best on the
+        validation stream (``best``). The best policy is left in OUT/policy; it may be the one that
         rollouts began with."""
         best, last = self.checkpoints.best(), self.checkpoints.latest()
         for name, checkpoint in (("last", last), ("best", best)):
@@ -491,7 +499,7 @@ class TrainingLoop:
                 continue
             for split in self._final:
                 await self.evaluate(split, name)
-        await self._in_torch(self._keep_policy, self.out / "policy")
+        await self._in_torch(self._save_policy, self.out / "policy")
 
     def _write(self, stage: str, values: Mapping[str, float]) -> None:
         assert self._metrics is not None
@@ -506,9 +514,8 @@ class TrainingLoop:
 
     def _count(self, values: dict[str, float]) -> None:
         seconds = values.get("work_s", 0.0) + values["learn_s"]
-        for name in [
-            name for name in values if name.endswith("/s")
-        ]:  # how long a signal was at it, beside rollouts
+        # Time spent on signals, in parallel to rollouts.
+        for name in [name for name in values if name.endswith("/s")]:
             values[f"signal_share/{name.removesuffix('/s')}"] = (
                 values[name] / seconds if seconds else 0.0
             )
@@ -517,7 +524,7 @@ class TrainingLoop:
         )
         values["tokens_per_s"] = tokens / seconds if seconds else 0.0
 
-    def _keep(self, groups: Sequence[Group]) -> None:
+    def _save_rollouts(self, groups: Sequence[Group]) -> None:
         path = self.out / _ROLLOUTS / f"step-{self.state.step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
@@ -527,14 +534,14 @@ class TrainingLoop:
         backend, state = self._backend, self.state
         assert backend is not None
         self._tick()
-        kept = self._stages[state.stage].kept if state.stage_step else {}
-        others = {name: each.save for name, each in kept.items()}
+        saved = self._stages[state.stage].kept if state.stage_step else {}
+        others = {name: each.save for name, each in saved.items()}
         self.checkpoints.save(
             state, {"backend": backend.save, "policy": self._policy.save, **others}
         )
 
-    def _go_back_to(self, checkpoint: Path) -> None:
-        """Stand where ``checkpoint`` was written; in the torch thread."""
+    def _restore(self, checkpoint: Path) -> None:
+        """Restore the state of ``checkpoint``. Runs in the torch thread."""
         config = self.state.config
         self.state = read_state(checkpoint)
         self.state.config = config
@@ -542,37 +549,36 @@ class TrainingLoop:
         if later:
             self._say(
                 f"the run goes back to step {self.state.step}: {len(later)} checkpoints of later "
-                "steps are set aside "
-                f"in {later[0].parent}"
+                f"steps are moved to {later[0].parent}"
             )
         self._cut(self.state.step)
         stage = self._stages[self.state.stage]
         backend = self._backend_of(stage)
         backend.load(checkpoint / "backend")
         if self.state.stage_step < stage.num_steps and not self.state.stopped:
-            self._backend, self._is_begun = backend, True
-            for name, kept in stage.kept.items() if self.state.stage_step else ():
-                kept.load(checkpoint / name)
-            self._bring_reference(checkpoint)
-        else:  # the stage was over; the next begins with an optimizer of its own
+            self._backend, self._resumes_in_stage = backend, True
+            for name, part in stage.kept.items() if self.state.stage_step else ():
+                part.load(checkpoint / name)
+            self._copy_reference(checkpoint)
+        else:  # the stage was over; the next one begins with a new optimizer
             self._begin_next_stage()
 
-    def _bring_reference(self, checkpoint: Path) -> None:
-        """Take over the reference of another run, which ``checkpoint`` is of: rollouts did not
-        begin here."""
-        ours = self.out / REFERENCE
+    def _copy_reference(self, checkpoint: Path) -> None:
+        """Copy the reference policy of the run that wrote ``checkpoint``, if it is another run:
+        rollouts did not begin in this one."""
+        target = self.out / REFERENCE
         if checkpoint.resolve().parent == self.checkpoints.folder.resolve():
             return
-        shutil.rmtree(ours, ignore_errors=True)
-        theirs = next(
+        shutil.rmtree(target, ignore_errors=True)
+        source = next(
             (each / REFERENCE for each in checkpoint.resolve().parents if (each / FOLDER).is_dir()),
             None,
         )
-        if theirs is not None and theirs.is_dir():
-            shutil.copytree(theirs, ours)
+        if source is not None and source.is_dir():
+            shutil.copytree(source, target)
 
     def _cut(self, step: int) -> None:
-        """Drop what was written down of later steps: they will be done, and measured, again."""
+        """Drop records of steps after ``step``: the run will repeat them."""
         for cut in (metric_file.cut, group_file.cut, cpu_seconds.cut):
             cut(self.out, step)
         for path in (self.out / _ROLLOUTS).glob("step-[0-9]*.jsonl"):
@@ -593,22 +599,23 @@ def _attach(
     name: str,
     ask: Callable[[Sequence[Batch]], Sequence[Floats]],
 ) -> None:
-    """Give ``rows`` the stream ``name``, by ``ask`` over batches made for ``backend``."""
+    """Attach the stream ``name`` to ``rows``, by applying ``ask`` to batches packed for
+    ``backend``."""
     batches = pack(rows, backend.packing)
     attach(rows, batches, name, ask(batches))
 
 
 def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over those optimizer steps of one step that have a number; sums of what is counted. How
-    far trainer and sampler are apart is told of the first alone, since after it the weights have
-    moved."""
-    found: dict[str, float] = {}
-    for name in dict.fromkeys(name for each in measured for name in each):
-        values = [each[name] for each in measured if name in each]
+    """Combine the metrics of a step's optimizer steps: sums of counts, and means of the rest over
+    those that have a number. The mismatch of trainer and sampler is that of the first optimizer
+    step, since it moves the weights."""
+    combined: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in measured for name in part):
+        values = [part[name] for part in measured if name in part]
         if name in ("batches", "packed_tokens", "row_tokens"):
-            found[name] = sum(values)
+            combined[name] = sum(values)
         elif not name.startswith("mismatch"):
-            found[name] = sum(values) / len(values)
+            combined[name] = sum(values) / len(values)
         elif name in measured[0]:
-            found[name] = measured[0][name]
-    return found
+            combined[name] = measured[0][name]
+    return combined

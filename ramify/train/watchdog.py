@@ -1,15 +1,15 @@
-"""Every wait of a training run ends: with what was waited for, or with an error that says what
-stood where.
+"""Bounds every wait of a training run: it ends with its result, or with an error that says what was
+stuck and where.
 
-    await watch.bounded("learning", work)      its value; TrainError where nothing moves for ``stall_s``
-    watch.moved()                              something did: a reply came, a rollout ended, a batch of a step was computed
-    watch.fail(error)                          whoever waits now, or next, gets this error instead
+    await watch.bounded("learning", work)   its result; TrainError without progress for ``stall_s``
+    watch.moved()                           report progress: a reply, a rollout, a batch, …
+    watch.fail(error)                       raise this error in the current waits and all later ones
 
-What stands is told by a thread of its own, so that it is also told where the event loop itself
-stands. It writes all stacks (threads, tasks, and what ``others`` say, as ranks do) to
-OUT/stalled.txt, ends the wait, and, where the event loop does not react, raises the error in its
-thread. Leaves out waits that have bounds of their own, which are shorter: a reply, a cell, a
-rollout, a judge, a step of a weight update, a rank.
+A separate thread detects stalls, so that it also notices if the event loop itself is stuck. It
+writes all stacks (threads, tasks, and the output of ``others``, e.g. of ranks) to OUT/stalled.txt
+and ends the wait. If the event loop does not react, it raises the error in the loop's thread. Not
+here: waits with their own, shorter time limits (a reply, a cell, a rollout, a judge, a step of a
+weight update, a rank).
 """
 
 from __future__ import annotations
@@ -31,32 +31,35 @@ from ramify.errors import TrainError
 T = TypeVar("T")
 FILE = "stalled.txt"
 _WAITING = (f"{os.sep}asyncio{os.sep}", f"{os.sep}threading.py")
-"""In the places that only wait for others, which an error leaves out."""
+"""Parts of paths of code that only waits for other code; errors skip such frames."""
 _GRACE_S = 10.0
-"""How long the event loop may take to notice that a wait was ended, and what was waited for to be
-given up."""
+"""How long the event loop may take to notice that a wait was ended, and its work to be
+cancelled."""
 
 
 class StallError(TrainError):
-    """Nothing moved. Threads that stand cannot be ended from here: the process may have to be."""
+    """Nothing made progress. Stuck threads cannot be stopped from here: the process may have to be
+    killed."""
 
 
 class _Wait:
-    """One wait that goes on."""
+    """One wait in progress."""
 
     def __init__(self, what: str, task: asyncio.Future[Any], thread: str) -> None:
-        self.what, self.task, self.thread = what, task, thread
+        self.what = what
+        self.task = task
+        self.thread = thread
         self.loop = task.get_loop()
         self.loop_thread = threading.get_ident()
         self.since = time.monotonic()
         self.ended: asyncio.Future[None] = self.loop.create_future()
-        """Has the error that ends the wait."""
-        self.is_told = False
-        """Whether it was said to stand."""
+        """Set to the error that ends the wait."""
+        self.is_reported = False
+        """Whether it was reported as stalled."""
 
 
 class RunWatchdog:
-    """Looks after the waits of one run; ``close`` ends its thread."""
+    """Watches the waits of one run; ``close`` ends its thread."""
 
     def __init__(
         self,
@@ -66,9 +69,12 @@ class RunWatchdog:
         others: Callable[[], str] | None = None,
         on_stall: Callable[[str], None] | None = None,
     ) -> None:
-        """``others``: stacks of other processes, as text. ``on_stall`` is told, in the watching
-        thread, before anything is ended."""
-        self._out, self._stall_s, self._others, self._on_stall = out, stall_s, others, on_stall
+        """``others`` returns the stacks of other processes, as text. ``on_stall`` is called in the
+        watching thread before anything is ended."""
+        self._out = out
+        self._stall_s = stall_s
+        self._others = others
+        self._on_stall = on_stall
         self._waits: set[_Wait] = set()
         self._moved = time.monotonic()
         self._failed: BaseException | None = None
@@ -76,20 +82,20 @@ class RunWatchdog:
         self._thread: threading.Thread | None = None
 
     def moved(self) -> None:
-        """What is waited for gets on."""
+        """Report progress."""
         self._moved = time.monotonic()
 
     def fail(self, error: BaseException) -> None:
-        """End every wait, and each that begins from now on, with ``error``. For the thread of the
-        event loop."""
+        """End every wait, and all later ones, with ``error``. Call it in the event loop's
+        thread."""
         self._failed = self._failed or error
         for wait in self._waits:
             _end(wait, self._failed)
 
     async def bounded(self, what: str, work: Awaitable[T], *, thread: str = "") -> T:
-        """What ``work`` gives. ``what`` says in errors what was being done; ``thread`` begins the
-        name of the thread that does it, where it is not the event loop's. Where nobody waits for it
-        any more, ``work`` is cancelled."""
+        """The result of ``work``, within the time limit. ``what`` describes the work in errors.
+        ``thread`` is a prefix of the name of the thread that does the work, if it is not the event
+        loop's. When the wait ends early, ``work`` is cancelled."""
         task = asyncio.ensure_future(work)
         wait = _Wait(what, task, thread)
         self._begin(wait)
@@ -98,9 +104,8 @@ class RunWatchdog:
                 raise self._failed
             both: list[asyncio.Future[Any]] = [task, wait.ended]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if (
-                wait.ended.done()
-            ):  # and whoever was told so counts on it, even if a value came at last
+            # A reported stall is raised even if the result arrived at the last moment.
+            if wait.ended.done():
                 wait.ended.result()
             return task.result()
         finally:
@@ -119,33 +124,33 @@ class RunWatchdog:
     def _begin(self, wait: _Wait) -> None:
         self._waits.add(wait)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="ramify-watch", daemon=True)
+            self._thread = threading.Thread(
+                target=self._watch_waits, name="ramify-watch", daemon=True
+            )
             self._thread.start()
 
     # --- in the watching thread
-    # ----------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _watch_waits(self) -> None:
         while not self._closing.wait(min(1.0, self._stall_s / 4)):
             now = time.monotonic()
             for wait in tuple(self._waits):
-                if not wait.is_told and now - max(wait.since, self._moved) > self._stall_s:
-                    self._stalled(wait)
+                if not wait.is_reported and now - max(wait.since, self._moved) > self._stall_s:
+                    self._report_stall(wait)
                     break
 
-    def _stalled(self, wait: _Wait) -> None:
+    def _report_stall(self, wait: _Wait) -> None:
         moved, stack = self._moved, _stack_of(wait)
         place = self._write(wait)
-        if (
-            wait not in self._waits or self._moved != moved
-        ):  # while others were asked where they stand
+        # Progress may have been made while the stacks were collected.
+        if wait not in self._waits or self._moved != moved:
             place.unlink()
             return
-        wait.is_told = True
+        wait.is_reported = True
         error = StallError(
-            f"{wait.what} stands still: nothing moved for {self._stall_s:g} s. It stands at "
-            f"{_last(stack)}. All stacks are in "
-            f"{place}; `ramify train --resume {self._out}` goes on from the last checkpoint"
+            f"{wait.what} is stuck: no progress for {self._stall_s:g} s. It is at {_last(stack)}. "
+            f"All stacks are in {place}; `ramify train --resume {self._out}` continues from the "
+            "last checkpoint"
         )
         if self._on_stall is not None:
             self._on_stall(str(error))
@@ -153,16 +158,16 @@ class RunWatchdog:
         until = time.monotonic() + min(_GRACE_S, self._stall_s)
         while wait in self._waits and time.monotonic() < until:
             time.sleep(0.02)
-        if wait in self._waits:  # the event loop stands itself
+        if wait in self._waits:  # the event loop itself is stuck
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(wait.loop_thread), ctypes.py_object(StallError)
             )
-        self.moved()  # what else is waited for may have stood for this alone
+        self.moved()  # other waits may have been held up by this one
 
     def _write(self, wait: _Wait) -> Path:
         path = self._out / FILE
         parts = [
-            f"{wait.what}: nothing moved for {self._stall_s:g} s\n",
+            f"{wait.what}: no progress for {self._stall_s:g} s\n",
             *_threads(),
             *_tasks(wait.loop),
         ]
@@ -173,8 +178,7 @@ class RunWatchdog:
 
 
 class SerialThread:
-    """A thread that carries work out in order, and that nobody has to wait for at the end of the
-    process."""
+    """A thread that runs work in order, and that the process can exit without."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -184,7 +188,8 @@ class SerialThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """What ``work`` gives. Work that was begun ends, whether or not anybody waits."""
+        """The result of ``work``. Work that has begun is completed even if its caller is
+        cancelled."""
         future: Future[T] = Future()
         with self._wake:
             if self._is_closed:
@@ -197,7 +202,7 @@ class SerialThread:
         return await asyncio.wrap_future(future)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Do no more, and wait for the end of what is being done."""
+        """Accept no more work, and wait for the current one."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
@@ -219,7 +224,7 @@ class SerialThread:
                 continue
             try:
                 future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 (rises where the result is asked for)
+            except BaseException as error:  # noqa: BLE001 (raised where the result is awaited)
                 future.set_exception(error)
             del work, future
 
@@ -229,8 +234,7 @@ def _end(wait: _Wait, error: BaseException) -> None:
         wait.ended.set_exception(error)
 
 
-# --- where things stand
-# --------------------------------------------------------------------------------------------------
+# --- stacks
 
 
 def _threads() -> Iterator[str]:
@@ -254,29 +258,30 @@ def _all_tasks(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
 
 
 def _lines(task: asyncio.Task[Any]) -> Iterator[str]:
-    """Each coroutine that waits for the next, and at last what it waits for."""
+    """Each coroutine that awaits the next, and finally what the last one waits for."""
     waiting: Any = task.get_coro()
     while (frame := getattr(waiting, "cr_frame", None)) is not None:
-        yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}\n'
+        code = frame.f_code
+        yield f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n'
         waiting = waiting.cr_await
     if waiting is not None:
         yield f"  waits for {type(waiting).__name__}\n"
 
 
 def _stack_of(wait: _Wait) -> list[str]:
-    """Of the thread that does the work; of the coroutine that waits, where it is the event loop's
-    and that one goes on."""
+    """Stack of the thread that does the work; if that is the event loop's, and the loop is running,
+    the stack of the waiting coroutine."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if wait.thread and thread.name.startswith(wait.thread) and thread.ident in frames:
             return traceback.format_stack(frames[thread.ident])
     loops = traceback.format_stack(frames[wait.loop_thread]) if wait.loop_thread in frames else []
-    if loops and "selectors.py" not in loops[-1]:  # it is not idle
+    if loops and "selectors.py" not in loops[-1]:  # the loop is not idle
         return loops
     return list(_lines(wait.task)) if isinstance(wait.task, asyncio.Task) else loops
 
 
 def _last(stack: list[str]) -> str:
     places = [line for line in stack if line.lstrip().startswith("File ")]
-    places = [line for line in places if not any(each in line for each in _WAITING)] or places
-    return " ".join(places[-1].split()) if places else "a place that cannot be told"
+    places = [line for line in places if not any(part in line for part in _WAITING)] or places
+    return " ".join(places[-1].split()) if places else "an unknown place"

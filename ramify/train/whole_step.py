@@ -1,8 +1,10 @@
-"""What a loss needs to know of a whole optimizer step before any of its batches is learnt from.
+"""Values that a loss needs about a whole optimizer step, computed before any of its batches is
+learned from.
 
-    choose        tokens that some formulas treat otherwise (``policy_losses/cov.py``): by means over the whole step and by
-                  random numbers keyed by sequence and place, hence the same however the step is cut or ordered
-    check_whole   a formula over sequences was given each of them whole, in one batch
+    choose        tokens that some losses treat differently (``policy_losses/cov.py``), selected
+                  by means over the whole step and by random numbers keyed by sequence and
+                  position, so that the cut and the order of the step do not matter
+    check_whole   for a loss over sequences: each sequence is whole, in one batch
 
 Legend: E entries of a batch, N tokens of the step.
 """
@@ -30,11 +32,11 @@ def chooses(loss: LossSpec) -> bool:
 
 
 def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list[Batch]:
-    """``batches`` with the stream ``chosen``. ``logprobs`` [E] of each are the policy's as it is
-    now."""
+    """``batches`` with the stream ``chosen``. ``logprobs``: for each batch, [E] log-probabilities
+    under the current policy."""
     weighs = [batch.streams["rl"] != 0 for batch in batches]
-    wheres = list(zip(batches, weighs, strict=True))
-    now = _joined(each[where] for each, where in zip(logprobs, weighs, strict=True))
+    with_mask = list(zip(batches, weighs, strict=True))
+    now = _joined(column[mask] for column, mask in zip(logprobs, weighs, strict=True))
     old_name = (
         "old_logprobs"
         if all("old_logprobs" in batch.streams for batch in batches)
@@ -43,22 +45,25 @@ def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list
     old = (
         now
         if loss.old == "now"
-        else _joined(batch.streams[old_name][where] for batch, where in wheres)
+        else _joined(batch.streams[old_name][mask] for batch, mask in with_mask)
     )
-    advantages = _joined(batch.streams["advantages"][where] for batch, where in wheres)
-    keys = np.concatenate([_keys(batch)[where] for batch, where in wheres])
+    advantages = _joined(batch.streams["advantages"][mask] for batch, mask in with_mask)
+    keys = np.concatenate([_keys(batch)[mask] for batch, mask in with_mask])
     chosen = loss.policy.choose(LossStep(now, old, advantages, keys))
-    found, start = [], 0
-    for batch, where in wheres:
-        column = np.zeros(len(where), np.float32)
-        column[where] = chosen[start : start + int(where.sum())]
-        start += int(where.sum())
-        found.append(msgspec.structs.replace(batch, streams={**batch.streams, "chosen": column}))
-    return found
+    chosen_batches, start = [], 0
+    for batch, mask in with_mask:
+        column = np.zeros(len(mask), np.float32)
+        column[mask] = chosen[start : start + int(mask.sum())]
+        start += int(mask.sum())
+        chosen_batches.append(
+            msgspec.structs.replace(batch, streams={**batch.streams, "chosen": column})
+        )
+    return chosen_batches
 
 
 def check_whole(batches: Many[Batch]) -> None:
-    """TrainError where a sequence with policy-gradient weight stands in two batches or two rows."""
+    """Raise TrainError if a sequence with policy-gradient weight occurs in two batches or two
+    rows."""
     rows = Counter[str]()
     for batch in batches:
         for index in np.unique(batch.owners[batch.streams["rl"] != 0, 0]).tolist():
@@ -66,15 +71,14 @@ def check_whole(batches: Many[Batch]) -> None:
     for name, num in rows.items():
         if num > 1:
             raise TrainError(
-                f"the loss looks at whole sequences, and {name} is split into {num}: its history "
-                "was cut or rendered anew, or "
-                "its rows were split; use a loss that goes token by token, or a scaffold whose "
-                "histories only grow"
+                f"the loss reads whole sequences, and {name} is split into {num}: its history was "
+                "cut or rendered again, or its rows were split; use a per-token loss, or a "
+                "scaffold whose histories only grow"
             )
 
 
 def call_of(name: str) -> str:
-    """The call that a sequence is a path of: ``7c1f/call=0.3/path=1`` -> ``7c1f/call=0.3``."""
+    """The call that a sequence belongs to: ``7c1f/call=0.3/path=1`` -> ``7c1f/call=0.3``."""
     return name.partition("/path=")[0]
 
 
@@ -83,8 +87,8 @@ def _joined(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:
 
 
 def _keys(batch: Batch) -> npt.NDArray[np.uint64]:
-    """[E] a number for each entry that looks random and depends on its sequence's name and its
-    place alone."""
+    """[E] a pseudorandom number for each entry that depends only on its sequence's name and its
+    position."""
     seeds = {index: _hash(name) for index, name in batch.sequences.items()}
     mixed = np.array([seeds[index] for index in batch.owners[:, 0].tolist()], np.uint64)
     with np.errstate(over="ignore"):  # splitmix64

@@ -52,7 +52,7 @@ def simulated(
         group=1,
         concurrency=99,
         staleness=sample.max_staleness,
-        max_items=sample.max_items,
+        max_items=sample.max_items or 0,
         grace_steps=sample.grace_steps,
     )
     stage = SimulatedStage(env, [SimulatedEngine(env, rate, 99)], rate, 99, 99)
@@ -151,7 +151,7 @@ def test_both_take_the_same_groups_at_the_same_events(
         return bool(max_items) and random.Random(f"silent/{number}").random() < 0.4
 
     sample = StepSampleSpec(
-        items=3, max_items=max_items, max_staleness=staleness, grace_steps=grace_steps
+        items=3, max_items=max_items or None, max_staleness=staleness, grace_steps=grace_steps
     )
     for seed in range(3):
         events = simulated(sample, has_no_signal, seed)

@@ -149,7 +149,7 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
             warmup=None,
             sft=sft,
             evaluate=evaluate,
-            schedule=Schedule(evaluate_every=0, save_rollouts_every=1),
+            schedule=Schedule(evaluate_every=None, save_rollouts_every=1),
         ),
         tmp_path / "run",
         say=lambda _: None,

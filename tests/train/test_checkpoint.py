@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, kept or dropped as asked, found again, and refused where they do not fit."""
+"""Checkpoints: atomic, kept or dropped as configured, found again, and rejected if they do not fit."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_the_first_difference_is_named() -> None:
     check_config(state, state.config)
     check_config(state, {**state.config, "eval": {"num": 64}}, free=("eval.",))
     with pytest.raises(
-        ConfigError, match=r"step 7 is of another config: optim.lr was 0.1 and is now 0.2"
+        ConfigError, match=r"step 7 has a different config: optim.lr was 0.1 and is now 0.2"
     ):
         check_config(state, {"seed": 1, "optim": {"lr": 0.2, "decay": 0.1}, "eval": {"num": 8}})
     with pytest.raises(ConfigError, match=r"optim.momentum was None and is now 0.9"):

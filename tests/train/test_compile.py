@@ -110,11 +110,13 @@ def test_further_streams_and_kept_sets_stand_at_their_tokens():
 def test_what_is_refused():
     plain = call("0", turn((1,), (7, 8)))
     with pytest.raises(
-        ValueError, match="trajectory t, call 0, turn 0: a stream of 1 numbers for 2 sampled tokens"
+        ValueError,
+        match="trajectory t, call 0, turn 0: a credit stream of 1 numbers for 2 sampled tokens",
     ):
         sequences([rollout({("0", 0): rl(1)}, plain)])
     with pytest.raises(
-        ValueError, match="1 stamps of trajectory t fit no path, the first that of call 0, turn 1"
+        ValueError,
+        match="1 turns with credit in trajectory t fit no path, the first being call 0, turn 1",
     ):
         sequences([rollout({("0", 0): rl(1, 1), ("0", 1): rl(1)}, plain)])
     without = call("0", turn((1,), (7,), logprobs=None))

@@ -34,7 +34,7 @@ def flip(path: Path, at: int | None = None) -> None:
 
 
 def written(path: Path) -> Callable[[], None]:
-    """A part that goes on in the background, as ranks write their shards."""
+    """A part that is written in the background, as ranks write their shards."""
     path.mkdir()
     (path / "trainer.pt").write_bytes(b"random states")
 

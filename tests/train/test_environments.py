@@ -116,7 +116,7 @@ def run(folder: Path, **task: Any) -> Any:
         rl=rl,
         limits=limits,
         scaffold="bare",
-        schedule=Schedule(evaluate_every=0, save_rollouts_every=1, keep_last=9),
+        schedule=Schedule(evaluate_every=None, save_rollouts_every=1, keep_last=9),
     )
 
 

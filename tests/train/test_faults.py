@@ -1,8 +1,7 @@
-"""Parts of a run that are killed, from outside and for real: the run becomes what it would have
-been without that.
+"""Parts of a real run are killed from outside: its results are the same as without the fault.
 
-A file holds the run still: whoever scores the first rollout of step K says so in ``at-K``, while
-there is ``hold-K``.
+A file pauses the run: the process that scores the first rollout of step K creates ``at-K`` and
+waits while ``hold-K`` exists.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def short(**changes: Any) -> Run:
         warmup=None,
         task=TaskSpec(name="tests.train.test_faults:gated"),
         evaluate=EvaluateSpec(num=1, final=()),
-        schedule=Schedule(evaluate_every=0, checkpoint_every=1),
+        schedule=Schedule(evaluate_every=None, checkpoint_every=1),
         **changes,
     )
     assert found.sft is not None

@@ -31,7 +31,7 @@ def stand(out: Path, **state: int | list[int]) -> None:
 
 
 def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no run: give the folder .* --out"):
+    with pytest.raises(ConfigError, match=r"does not hold a run: give the folder .* --out"):
         group_records.accounts(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     assert group_records.accounts(tmp_path).balanced

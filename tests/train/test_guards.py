@@ -26,7 +26,7 @@ FINE = {
 
 
 def steps(guard: TrainingGuard, *changes: dict[str, float]) -> list[Any]:
-    """What is told of each step, through a checkpoint after each."""
+    """The messages of each step, with a checkpoint after each."""
     memory, told = GuardState(), []
     for change in changes:
         memory = msgspec.json.decode(msgspec.json.encode(memory), type=GuardState)
@@ -49,10 +49,10 @@ def test_alarms_begin_once_and_cease() -> None:
     assert [each.says for each in told] == [
         [],
         [],
-        ["alarm: the entropy is 0.05, and was 1 at first: the policy tries nothing new"],
+        ["alarm: the entropy is 0.05, and was 1 at first: the policy no longer explores"],
         [],
         [],
-        ["alarm: the entropy is 0.1, and was 1 at first: the policy tries nothing new"],
+        ["alarm: the entropy is 0.1, and was 1 at first: the policy no longer explores"],
     ]
     assert [each.metrics.get("alarm_entropy") for each in told] == [None, None, 1, 1, 0, 1]
     assert not any(each.stop for each in told)
@@ -63,17 +63,16 @@ def test_alarms_begin_once_and_cease() -> None:
     [
         (
             {"zero_variance": 0.95},
-            "alarm: in 95% of groups all rollouts came to the same reward: next to nothing is "
-            "learnt",
+            "alarm: in 95% of groups all rollouts have the same reward: next to nothing is learned",
         ),
-        ({"clip_fraction": 0.4}, "alarm: the gradient of 40% of tokens was cut off"),
+        ({"clip_fraction": 0.4}, "alarm: the gradient of 40% of tokens was clipped"),
         ({"length_mean": 130.0}, "alarm: rollouts have 130 tokens, and had 40 at first"),
         ({"length_mean": 10.0}, "alarm: rollouts have 10 tokens, and had 40 at first"),
     ],
 )
 def test_each_alarm(change: dict[str, float], alarm: str) -> None:
     assert steps(TrainingGuard(alarms=CollapseAlarms(window=1)), {}, change)[-1].says == [alarm]
-    off = CollapseAlarms(window=1, zero_variance=0, entropy=0, length=0, clipped=0)
+    off = CollapseAlarms(window=1, zero_variance=None, entropy=None, length=None, clipped=None)
     assert steps(TrainingGuard(alarms=off), {}, change)[-1].says == []
 
 

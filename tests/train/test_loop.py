@@ -1,5 +1,6 @@
-"""The loop over real parts: a policy made from nothing, its engine, sessions in this process, the
-trainer."""
+"""The loop over real parts: a policy created from scratch, its engine, sessions in this process,
+the trainer.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(
         small(
             warmup=None,
             schedule=Schedule(
-                evaluate_every=0, checkpoint_every=1, keep_last=9, save_rollouts_every=1
+                evaluate_every=None, checkpoint_every=1, keep_last=9, save_rollouts_every=1
             ),
         ),
         [],
@@ -160,8 +161,8 @@ sometimes = SimpleTask(
 
 
 def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
-    """An evaluation that could not be judged is no score, and neither is that of weights which are
-    no more."""
+    """An evaluation that could not be scored gives no score, nor does a score of older weights
+    remain."""
     JUDGED.clear()
     said: list[str] = []
     run = small(
@@ -408,7 +409,7 @@ class InParts(FixedDataStage):
 def test_what_one_part_of_a_step_has_and_another_has_not_is_measured_over_those_that_have_it(
     order: tuple[int, int], tmp_path: Path
 ) -> None:
-    """One is reinforced, the other distilled and imitated besides."""
+    """One is reinforced; the other is distilled and also imitated."""
     plain, distilled = tree(0)[:3], tree(1)[:3]
     for row in (*plain, *distilled):
         row.ce = None

@@ -66,7 +66,7 @@ def run(
 
 
 def resumed_is_the_same(run: Run, out: Path) -> None:
-    """Gone on with from the checkpoint after its first step, it ends as it did."""
+    """Resumed from the checkpoint after its first step, it ends in the same state."""
 
     def end() -> tuple[Any, list[dict[str, float | None]]]:
         values = [row.values for row in read_rows(out, "rl")]

@@ -74,9 +74,9 @@ def test_targets() -> None:
 
 @pytest.mark.parametrize("with_critic", [False, True])
 def test_the_reference_is_the_model_without_its_adapters(with_critic: bool, tmp_path: Path) -> None:
-    """Nothing is loaded for it (there is no folder), and after some steps it says to the bit what
-    the policy said before there were adapters; the policy goes on with them. Where more than
-    adapters was trained before, it is a second model."""
+    """The reference is not loaded (its folder does not exist), and after some steps it gives to the
+    bit what the policy gave before it had adapters; training the policy continues. If more than
+    adapters was trained before, the reference is a second model."""
     policy, plain = small_policy(), SingleBackend(small_policy(), None, FP32)
     attach(policy.model, 2, 6.0, "all-linear", 3)
     here = LocalTrainedModel(policy, FP32, tmp_path)
@@ -163,7 +163,7 @@ def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | 
             "task.options={}",
             "rl.steps=2",
             "rl.sample.items=2",
-            "rl.sample.max_items=0",
+            "rl.sample.max_items=null",
             "rl.rollout.group=3",
             "limits.max_turns=2",
             "limits.max_reply_tokens=12",

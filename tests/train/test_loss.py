@@ -123,14 +123,13 @@ CASES: list[tuple[Any, list[float], list[float]]] = [
     ),
     (ImportanceSampling(), (-RHO * A).tolist(), (-RHO * A).tolist()),
     (
-        Gspo(
-            clip_low=0.2, clip_high=0.3
-        ),  # the third and the first are within; of the second sequence A < 0 alone goes on
+        # The third and the first are within bounds; in the second sequence only A < 0 has a slope.
+        Gspo(clip_low=0.2, clip_high=0.3),
         [-S[0] * 1, S[1] * 2, -S[2] * 0.5, S[3], -1.3 * 3],
         [-S[0] * 1, S[1] * 2, -S[2] * 0.5, S[3], 0.0],
     ),
     (
-        Gmpo(),  # a token's slope is 1/n of what its whole sequence adds, 0 where it is bounded
+        Gmpo(),  # a token's slope is 1/n of its whole sequence's sum, 0 if it is bounded
         (-MEAN_A * G).tolist(),
         (-MEAN_A * G * np.array([1, 0, 1, 0, 1])).tolist(),
     ),
@@ -167,7 +166,7 @@ CASES: list[tuple[Any, list[float], list[float]]] = [
         (W_OLD * PPO_SLOPES).tolist(),
     ),
     (
-        ProxApprox(),  # r = 1.5, .74, 1, 5, .94: held near the sampler where nothing is stale
+        ProxApprox(),  # r = 1.5, .74, 1, 5, .94: held near the sampler if no token is stale
         (W_NEAR * -np.minimum(R_NEAR * A, R_NEAR.clip(0.8, 1.28) * A)).tolist(),
         (W_NEAR * [0.0, 0.0, -R_NEAR[2] * 0.5, 5.0, -R_NEAR[4] * 3]).tolist(),
     ),
@@ -337,7 +336,7 @@ def test_numbers_that_are_none_are_told_as_such(plain: bool):
 
 
 def test_measuring_waits_for_no_batch():
-    """Tensors without values: whoever reads one fails."""
+    """Tensors without values: reading one fails."""
     found = LossTally()
     for _ in range(2):
         now, old, sampler, advantages = torch.zeros(4, 5, device="meta").unbind()

@@ -79,7 +79,7 @@ def test_classes_are_chosen_by_name() -> None:
         ("optim.lr=-1", r"optim.lr=-1: lr is -1.0"),
         ("steps=2.5", "Expected `int`"),
         ("sft.lr=1", r"sft is not set here: set it as a whole, as sft='{…}'"),
-        ("steps", "'steps' is no override"),
+        ("steps", "'steps' is not an override"),
         ("algorithm=gpro", r"unknown algorithm 'gpro': did you mean 'grpo'\?"),
         ("algorithm=no.such.Thing", "'no.such.Thing' cannot be imported"),
         ("algorithm.credit=rout", r"unknown credit 'rout': did you mean 'root'\?"),

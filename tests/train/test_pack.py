@@ -184,7 +184,7 @@ def test_denominators_are_of_the_whole_step():
     batches = pack(SIBLINGS, PackingSpec(max_tokens=4, cost=FREE))
     assert [batch.denominators for batch in batches] == [{"rl": 10.0}] * 3
     assert pack(SIBLINGS, denominators={"rl": 4.0, "ce": 1.0})[0].denominators == {"rl": 4.0}
-    with pytest.raises(ValueError, match=r"component 'rl' has weights and the denominator 0\.0"):
+    with pytest.raises(ValueError, match=r"component 'rl' has weights, but its denominator 0\.0"):
         pack(SIBLINGS, denominators={"ce": 1.0})
 
 
@@ -207,8 +207,8 @@ def test_cross_entropy_of_a_tempered_token_has_an_entry_of_its_own():
 
 @pytest.mark.parametrize("share", [True, False])
 def test_a_token_with_two_entries_gets_the_stream_of_the_one_that_was_drawn(share: bool):
-    """Tokens 1 and 2 of each are reinforced or distilled, 2 and 3 imitated besides; their plain
-    entries say 9, the others 7."""
+    """Tokens 1 and 2 of each are reinforced or distilled, 2 and 3 also imitated; their plain
+    entries have value 9, the others 7."""
     rows = [
         sequence("a", [1, 2, 3, 4], {1: 1.0, 2: 1.0}, ce=np.float32([0, 0, 1, 1]), temperature=0.7),
         sequence(

@@ -1,5 +1,4 @@
-"""Known ways in which this kind of training goes wrong without a word, and what stands against
-each.
+"""Known silent failures of this kind of training, and the tests that guard against each.
 
  1  entropy and KL rise while reward falls
     train/test_guards.py::test_each_alarm, test_limits_stop_or_warn; the clip and the schedule of 2 and 3
@@ -28,7 +27,7 @@ each.
     train/signals/test_compose.py::test_early_tokens_are_trusted_more
  9  it gets worse after its best step
     train/test_guards.py::test_patience, train/test_loop_algorithms.py::test_patience_leaves_the_best_checkpoint
-10  a log-probability of 0 where there is none
+10  a log-probability of 0 instead of a missing one
     test_10_a_component_without_its_stream_is_refused
     train/signals/test_teacher.py::test_what_cannot_be_scored_has_no_reading_and_never_zeros
     train/signals/test_teacher.py::test_an_engine_that_leaves_a_token_out_is_refused

@@ -1,5 +1,6 @@
-"""The analogue in small: two steps of demonstrations and of each kind of rollouts, from nothing,
-through the one loop."""
+"""The analogue at small scale: two steps of demonstrations and of each kind of rollouts, from
+scratch, through the one loop.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SHORT = (
     "evaluate.num=2",
     "evaluate.validation=2",
     "evaluate.attempts=2",
-    "schedule.evaluate_every=0",
+    "schedule.evaluate_every=null",
 )
 
 
@@ -48,7 +49,7 @@ def benchmark() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two steps of outcome reward lead, from nothing."""
+    """The result of two steps of outcome reward, from scratch."""
     out = tmp_path_factory.mktemp("programs") / "out"
     train(recipe(ROOT / "recipes/programs.py", SHORT), out, say=lambda _: None)
     return out

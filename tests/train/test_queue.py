@@ -33,7 +33,7 @@ class Gates:
     def __init__(self, *open: int) -> None:
         self.asked: list[int] = []
         self.held: dict[tuple[int, int], asyncio.Event] = {}
-        """(item, attempt) -> what that one waits for besides its gate."""
+        """(item, attempt) -> an event that it waits for in addition to its gate."""
         self._gates: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self.open(*open)
 
@@ -288,8 +288,8 @@ def test_a_rollout_that_alone_holds_the_step_up_is_given_up_and_its_group_goes_o
 
 
 def test_a_step_is_never_further_than_it_has_to_go() -> None:
-    """Of four groups that go on, two of three rollouts are over in each: the step needs two groups,
-    and has four of six."""
+    """Four groups are open, with two of three rollouts complete in each: the step needs two groups,
+    and has four of six rollouts."""
     gates = Gates(*range(4))
     last = [asyncio.Event() for _ in range(4)]
     gates.held = {(number, 3): last[number] for number in range(4)}
@@ -370,5 +370,5 @@ def test_a_group_goes_on_without_a_rollout_that_failed_and_one_that_lost_all_is_
 
 
 def test_a_bound_that_would_give_up_half_of_all() -> None:
-    with pytest.raises(ConfigError, match=r"straggler_factor=0\.5 is times the median"):
+    with pytest.raises(ConfigError, match=r"straggler_factor=0\.5 is a multiple of the median"):
         StepSampleSpec(straggler_factor=0.5)

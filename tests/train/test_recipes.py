@@ -29,7 +29,7 @@ SHORT = (
     "limits.max_reply_tokens=16",
     "evaluate.num=2",
     "evaluate.validation=2",
-    "rl.sample.max_items=0",
+    "rl.sample.max_items=null",
 )
 
 

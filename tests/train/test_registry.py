@@ -1,5 +1,4 @@
-"""What a recipe adds: estimators, losses and credits of its own, by a decorator or a dotted
-path."""
+"""Custom estimators, losses and credits of a recipe, by a decorator or a dotted path."""
 
 from __future__ import annotations
 

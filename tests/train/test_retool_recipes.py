@@ -102,7 +102,7 @@ def short(name: str, files: dict[str, str]) -> Run:
             "rl.sample.items=2",
             "rl.sample.minibatches=1",
             "rl.rollout.group=2",
-            "schedule.evaluate_every=0",
+            "schedule.evaluate_every=null",
         ]
     return recipe(RECIPES / f"{name}.py", overrides)
 

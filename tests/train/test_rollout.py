@@ -262,7 +262,7 @@ def test_a_rollout_that_was_cut_at_its_deadline_has_no_reward() -> None:
         (cut,) = group.trajectories
         assert (cut.stop, cut.rewards, cut.call_rewards) == (Stop.DEADLINE, {}, {})
         assert cut.errors[-1] == (
-            f"step=4/group={number}/rollout=0 was cut at its deadline, and nothing is learnt from "
+            f"step=4/group={number}/rollout=0 was cut at its deadline, and nothing is learned from "
             "it: raise "
             "limits.max_seconds (0.5), or lower rl.rollout.concurrency (1)"
         )

@@ -1,4 +1,4 @@
-"""How many rollouts go on at once, as an engine says how its cache bears them."""
+"""The number of concurrent rollouts follows the engine's cache pressure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ramify.train.concurrency import ConcurrencyController
 
 
 class Engine:
-    """A gauge that says what it is told to."""
+    """A gauge with a settable value."""
 
     def __init__(self) -> None:
         self.now: CachePressure | None = CachePressure(0.2, 0, 0)
@@ -35,7 +35,7 @@ def test_a_quarter_fewer_when_sequences_are_thrown_out_and_one_more_each_time_af
             assert room.used == 16
             for pressure in (
                 CachePressure(0.2, 0, 5),  # what was thrown out before counts for nothing
-                CachePressure(0.99, 0, 5),  # full, and nobody waits
+                CachePressure(0.99, 0, 5),  # full, but no sequence waits
                 CachePressure(0.5, 9, 5),  # they wait for something else than memory
                 CachePressure(0.5, 0, 6),
                 CachePressure(0.5, 0, 7),  # sixteen are still inside: the decrease has yet to show

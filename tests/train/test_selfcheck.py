@@ -60,7 +60,7 @@ def test_other_weights_in_the_engine(made: RunParts) -> None:
     other = from_config(made.policy.config, made.policy.tokenizer, seed=5)
     client = LocalClient(other, name="local:other")
     try:
-        with pytest.raises(TrainError, match="the engine answers with other weights"):
+        with pytest.raises(TrainError, match="the engine has other weights"):
             asyncio.run(check(made, client).engine(SingleBackend(made.policy), at_once))
     finally:
         asyncio.run(client.close())
@@ -99,7 +99,8 @@ class OldMatrix:
     name, window, price, version = "old", 512, None, 3
 
     def __init__(self, client: LocalClient, old: LocalClient) -> None:
-        self._client, self._old = client, old
+        self._client = client
+        self._old = old
         self.complete = client.complete
 
     async def fingerprint(self) -> None: ...
@@ -187,7 +188,10 @@ def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(
                     for _ in range(3):
                         await step(2e-4)
                 else:
-                    told = r"as it did at version 0, bit for bit, though \d+\.\d% .* version 4; the last good version is 0"
+                    told = (
+                        r"as at version 0, bit for bit, although \d+\.\d% .* version 4; "
+                        "the last good version is 0"
+                    )
                     with pytest.raises(TrainError, match=told):
                         await step(2e-4)
                 assert checked.worst < 0.1
@@ -199,8 +203,7 @@ def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(
 
 
 def test_where_the_only_engine_is_gone_nobody_waits_for_it(made: RunParts) -> None:
-    """It comes back once it was given weights, by whoever waits for this check to end; then it is
-    checked."""
+    """It rejoins after it was given weights, while this check runs; then it is checked."""
 
     async def run() -> None:
         local = LocalClient(made.policy, slots=2)
@@ -242,7 +245,7 @@ def test_ids_of_a_tree_are_those_that_the_engine_saw(made: RunParts) -> None:
     checked.ids(groups)
     with pytest.raises(
         TrainError,
-        match=r"step=0/group=0/rollout=0/call=0/turn=0: the tree has \d+ ids that the engine",
+        match=r"step=0/group=0/rollout=0/call=0/turn=0: the trajectory has \d+ ids that the engine",
     ):
         checked.ids(groups)  # what was seen is forgotten with each step
     groups = rolled(made, checked._seen)
@@ -261,7 +264,7 @@ def test_weight_that_is_lost_or_doubled(made: RunParts) -> None:
     rows = made.rows[:6]
     batches = pack(rows)
     check(made).weights(rows, batches)
-    with pytest.raises(TrainError, match=r"weigh .* in 'ce', their sequences"):
+    with pytest.raises(TrainError, match=r"weight of .* in 'ce', but their sequences"):
         check(made).weights(rows[1:], batches)
     with pytest.raises(TrainError, match="in 'ce'"):
         check(made).weights([*rows, rows[0]], batches)

@@ -97,7 +97,7 @@ def test_trajectories_in_a_file(tmp_path: Path) -> None:
     assert list(read(path)) == trees
     with path.open("a") as file:
         file.write('{"id": 4}\n')
-    with pytest.raises(ConfigError, match=r"demos\.jsonl, line 4: no trajectory"):
+    with pytest.raises(ConfigError, match=r"demos\.jsonl, line 4: not a trajectory"):
         list(read(path))
     with pytest.raises(ConfigError, match="cannot be read from"):
         list(read(tmp_path / "none.jsonl"))

@@ -30,7 +30,8 @@ class Canned(Rollouter):
     def __init__(self, rewards: dict[int, tuple[float | None, ...]]) -> None:
         self.rewards = rewards
         self.asked: list[str] = []
-        self.room, self.per_item = ConcurrencyController(99), 2
+        self.room = ConcurrencyController(99)
+        self.per_item = 2
 
     def begin(
         self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None
@@ -142,7 +143,7 @@ def test_dynamic_sampling_tries_as_many_at_once_as_should_be_enough() -> None:
 
 def test_a_step_whose_rollouts_all_failed() -> None:
     with pytest.raises(
-        TrainError, match="all 2 rollouts of step 0 failed, the first with: no error was said"
+        TrainError, match="all 2 rollouts of step 0 failed, the first with: no error was recorded"
     ):
         work(Canned({0: (None, None)}), items=1)
 

@@ -1,7 +1,7 @@
-"""Trackers: what reaches each service, that a resumed run goes on there, and that none of them can
-hurt a run.
+"""Trackers: what reaches each service, that a resumed run continues there, and that no tracker can
+break a run.
 
-``tensorboardX`` is always here; the others are heavy, so that their tests run where they are
+``tensorboardX`` is always installed; the others are heavy, so their tests run only if they are
 installed.
 """
 
@@ -30,7 +30,7 @@ CONFIG = {
 
 
 class Noting:
-    """A tracker of one's own: what it is told is in ``Noting.told``."""
+    """A custom tracker; its calls are recorded in ``Noting.told``."""
 
     modules: ClassVar[tuple[str, ...]] = ()
     extra: ClassVar[str] = ""
@@ -73,7 +73,7 @@ def told() -> list[Any]:
 
 
 def send(trackers: RunTrackers, folder: Path, steps: range, resumed_at: int | None = None) -> None:
-    """A run of ``steps``, whose reward is a hundredth of the step, and more where it is resumed."""
+    """A run of ``steps`` whose reward is a hundredth of the step, and higher after a resume."""
     more = 0.001 if resumed_at is not None else 0.0
     with trackers.opened("mini", folder, CONFIG, resumed_at):
         for step in steps:
@@ -237,9 +237,8 @@ def test_tensorboard(tmp_path: Path) -> None:
         for event in found
         if event.HasField("session_log") and event.session_log.status == 1
     ]
-    assert started == [
-        3
-    ]  # what stands at step 3 and later, and was written before this, is dropped by a reader
+    # Readers drop events at step 3 and later that were written before this.
+    assert started == [3]
     (text,) = [
         v.tensor.string_val[0] for e in found for v in e.summary.value if v.tag.startswith("run/")
     ]

@@ -56,7 +56,7 @@ def test_a_thread_that_stands_still(tmp_path: Path) -> None:
         thread = SerialThread("ramify-train")
         with pytest.raises(
             StallError,
-            match=r"learning stands still: nothing moved for 0.3 s\. It stands at File .* in stand_here",
+            match=r"learning is stuck: no progress for 0.3 s\. It is at File .* in stand_here",
         ):
             await watch.bounded("learning", thread.run(stand_here), thread="ramify-train")
         release.set()
@@ -75,7 +75,7 @@ def test_a_thread_that_stands_still(tmp_path: Path) -> None:
 def test_an_event_loop_that_stands_still(tmp_path: Path) -> None:
     async def busy() -> None:
         while True:
-            time.sleep(0.01)  # noqa: ASYNC251 (what is to be found out)
+            time.sleep(0.01)  # noqa: ASYNC251 (blocking is the point of this test)
 
     async def test() -> None:
         watch = RunWatchdog(tmp_path, 0.3)
@@ -84,7 +84,7 @@ def test_an_event_loop_that_stands_still(tmp_path: Path) -> None:
         finally:
             watch.close()
 
-    with pytest.raises(StallError, match=r"stamping stands still: .* line \d+, in busy"):
+    with pytest.raises(StallError, match=r"stamping is stuck: .* line \d+, in busy"):
         asyncio.run(test())
 
 
@@ -92,7 +92,7 @@ def test_a_watch_goes_on_after_a_wait_that_stood(tmp_path: Path) -> None:
     async def test() -> None:
         watch = RunWatchdog(tmp_path, 0.3)
         for what in ("one", "another"):
-            with pytest.raises(StallError, match=f"{what} stands still"):
+            with pytest.raises(StallError, match=f"{what} is stuck"):
                 await asyncio.wait_for(watch.bounded(what, asyncio.Event().wait()), 120)
         watch.close()
 
@@ -100,7 +100,7 @@ def test_a_watch_goes_on_after_a_wait_that_stood(tmp_path: Path) -> None:
 
 
 def test_what_gets_on_while_it_is_asked_where_it_stands_goes_on(tmp_path: Path) -> None:
-    """Nobody is told that it stood, neither who ends the process nor who reads OUT/stalled.txt."""
+    """The stall is not reported, neither to the process's owner nor in OUT/stalled.txt."""
     told: list[str] = []
     may_end = threading.Event()
 
@@ -124,8 +124,7 @@ def test_what_gets_on_while_it_is_asked_where_it_stands_goes_on(tmp_path: Path) 
 
 
 class Batches(FixedDataStage):
-    """A stage whose steps compute ``num`` batches each, of which nobody is told but by
-    ``progress.heartbeat``."""
+    """A stage whose steps compute ``num`` batches each, reported only by ``progress.heartbeat``."""
 
     name, num_steps, optim, num = "sft", 1, OptimizerSpec(), 3
 
@@ -197,7 +196,7 @@ def test_a_run_whose_rollouts_never_end_stops_with_all_stacks(tmp_path: Path) ->
         not_evaluated,
         watch=RunWatchdog(tmp_path, 2.0),
     )
-    with pytest.raises(StallError, match=r"the work of step 1 \(rl\) stands still: .* in work"):
+    with pytest.raises(StallError, match=r"the work of step 1 \(rl\) is stuck: .* in work"):
         asyncio.run(loop.run())
     assert "in work\n  File" in (tmp_path / FILE).read_text()
 

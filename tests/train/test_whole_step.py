@@ -94,7 +94,7 @@ def test_a_split_sequence_is_refused() -> None:
     rows[2].name = "fork=1/path=1"
     with pytest.raises(
         TrainError,
-        match=r"looks at whole sequences, and fork=1 is split into 2: its history was cut",
+        match=r"reads whole sequences, and fork=1 is split into 2: its history was cut",
     ):
         whole_step.check_whole(pack(rows))
     rows[2].rl[:] = 0  # imitated alone: no business of the policy's loss

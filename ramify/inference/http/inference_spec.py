@@ -72,23 +72,27 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     sleep: Literal["auto", "learn", "never"] = "auto"
     """learn: engines release their device's memory while the trainer learns, and take it again for
     the new weights. auto: if they share a GPU with the trainer."""
-    sleep_level: Literal[0, 1, 2] = 0
+    sleep_level: Literal[1, 2] | None = None
     """1: weights go to main memory meanwhile. 2: they are dropped, and each update brings all of
-    them. 0: 2 for engines that end with the run; 1 for those that outlive it (``urls``), and where
+    them. None: 2 for engines that end with the run; 1 for those that outlive it (``urls``), and if
     only differences are sent (``delta``)."""
-    tolerance: float = 0.0
+    tolerance: float | None = None
     """Most that two log-probabilities of engine and trainer may differ by in the canary, whose mean
-    difference may be a tenth of it; 0: 1e-4 for `ramify` and 1e-3 for others if engine and trainer
+    difference may be a tenth of it; None: 1e-4 for `ramify` and 1e-3 for others if engine and trainer
     compute in fp32; else 0.3, or 1/32 of the path's largest log-probability if that is more."""
 
     def __post_init__(self) -> None:
         if self.num < 1:
             raise ConfigError(f"inference: num={self.num} must be at least 1")
         waits = (self.start_s, self.request_s, self.update_s, self.probe_s, self.return_s)
-        if min(waits) <= 0 or min(self.tolerance, self.restarts) < 0:
+        if min(waits) <= 0 or self.restarts < 0:
             raise ConfigError(
                 "inference: start_s, request_s, update_s, probe_s and return_s must be positive, "
-                "and tolerance and restarts must not be negative"
+                "restarts must not be negative"
+            )
+        if self.tolerance is not None and not self.tolerance > 0:
+            raise ConfigError(
+                f"inference.tolerance={self.tolerance:g} must be above 0; give null for the default"
             )
         for name, given in (("ports", self.ports), ("gpus", self.gpus)):
             if given and len(given) != self.num:

@@ -22,6 +22,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.train.algorithms import token_arithmetic as row_math
 from ramify.train.algorithms.base import AlgorithmNeeds, AssignedStep
+from ramify.train.optional_fields import check_optional
 from ramify.train.signals import filters
 from ramify.train.signals.baseline import Baseline
 from ramify.train.signals.credit import CREDITS, CreditNode, Numbers
@@ -70,11 +71,12 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Leave groups without any advantage out of the step (the zero-variance filter)."""
     overlong: Overlong = "punish"
     """How a cut-off call is treated: ``punish`` keeps its score, ``mask`` gives it no loss."""
-    max_rollout_tokens: int = 0
+    max_rollout_tokens: int | None = None
     """Sampled tokens per rollout at which the soft overlong penalty reaches -1, and the constant
-    of ``reduction=constant``; 0: no penalty."""
-    overlong_buffer: int = 0
-    """Tokens before ``max_rollout_tokens`` over which the penalty grows from 0 to -1."""
+    of ``reduction=constant``; None: no penalty."""
+    overlong_buffer: int | None = None
+    """Tokens before ``max_rollout_tokens`` over which the penalty grows from 0 to -1; None: no
+    penalty."""
     length_weight: float = 0.0
     """Weight of the length penalty, relative to the group's mean reward; 0: no penalty."""
     normalise: bool = False
@@ -86,15 +88,16 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         CREDITS.of(self.credit)
-        if ALSO.get(self.reduction, self.reduction) == "constant" and self.max_rollout_tokens < 1:
+        if ALSO.get(self.reduction, self.reduction) == "constant" and not self.max_rollout_tokens:
             raise ConfigError(
                 f"reduction={self.reduction} divides by max_rollout_tokens: set it to the largest "
                 "number of tokens that a rollout samples"
             )
-        if min(self.gamma_tree, self.length_weight, self.overlong_buffer, self.kl_reward) < 0:
-            raise ConfigError(
-                "gamma_tree, length_weight, overlong_buffer and kl_reward cannot be negative"
-            )
+        lengths = {"overlong_buffer": self.overlong_buffer}
+        lengths |= {"max_rollout_tokens": self.max_rollout_tokens}
+        check_optional("algorithm", "no punishment", **lengths)
+        if min(self.gamma_tree, self.length_weight, self.kl_reward) < 0:
+            raise ConfigError("gamma_tree, length_weight and kl_reward cannot be negative")
 
     @property
     def has_group_baseline(self) -> bool:
@@ -162,7 +165,7 @@ def judged(
     kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
     counts = [[_counts(rollout, options) for rollout in group] for group in kept]
     weights, denominator = token_weights(
-        counts, options.reduction, options.share, max(options.max_rollout_tokens, 1)
+        counts, options.reduction, options.share, options.max_rollout_tokens or 1
     )
     by_token = [
         [

@@ -1,13 +1,12 @@
-"""Low-rank adapters by ``peft`` where a model is spread over ranks: base weights stay as they are,
-A and B are trained.
+"""Low-rank adapters for sharded models, by ``peft``: base weights are frozen, A and B are trained.
 
-    inject(model, lora)          on the meta device, before the model is spread
-    begin(...)                   A random by seed, B zero: the numbers that ``train/lora.py`` begins with
-    without(model)               the base model: a reference that costs no memory
-    save(folder, lora, tensors)  as peft and inference servers load them
+    inject(model, lora)          on the meta device, before the model is sharded
+    begin(...)                   A random by seed, B zero: same initial values as ``train/lora.py``
+    without(model)               the base model: a reference that needs no extra memory
+    save(folder, lora, tensors)  in the format of peft and of inference servers
 
-Only A and B differ from the base, so that only they are optimised, checkpointed, and sent between
-ranks for a weight sync.
+Only A and B differ from the base, so only they are optimized, checkpointed, and sent between ranks
+for a weight sync.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _A, _B, _BASE = "lora_A.default.weight", "lora_B.default.weight", "base_layer.we
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Which adapters."""
+    """Shape and targets of the adapters."""
 
     rank: int
     alpha: float
@@ -43,22 +42,22 @@ def need_peft() -> None:
 
 
 def chosen(model: nn.Module, lora: AdapterSpec) -> list[str]:
-    """Names of the matrices that get an adapter, in the model's order. Raises ConfigError where
-    there are none."""
+    """Names of the matrices that get an adapter, in the model's order. Raises ConfigError if there
+    are none."""
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    found = [name for name, module in linear.items() if is_chosen(name, module, lora.targets)]
-    if not found:
+    matches = [name for name, module in linear.items() if is_chosen(name, module, lora.targets)]
+    if not matches:
         names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         raise ConfigError(
-            f"lora.targets={lora.targets}: no linear module is called so; there are {names}"
+            f"lora.targets={lora.targets}: no linear module has such a name; there are {names}"
         )
-    return found
+    return matches
 
 
 def inject(model: nn.Module, lora: AdapterSpec, names: Sequence[str]) -> None:
-    """Give the modules ``names`` an adapter, and hold everything else still."""
+    """Give the modules ``names`` an adapter, and freeze everything else."""
     need_peft()
     from peft import inject_adapter_in_model
 
@@ -69,7 +68,7 @@ def inject(model: nn.Module, lora: AdapterSpec, names: Sequence[str]) -> None:
 def begin(
     lora: AdapterSpec, names: Sequence[str], shapes: Mapping[str, torch.Size]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, values) of every A and B at first; ``shapes``: of the matrices ``names``."""
+    """(name, initial values) of every A and B. ``shapes``: of the matrices ``names``."""
     generator = torch.Generator().manual_seed(lora.seed)
     for name in names:
         rows, columns = shapes[name]
@@ -78,7 +77,7 @@ def begin(
 
 
 def plain(name: str) -> str:
-    """The name of a parameter in the model without adapters."""
+    """Name of a parameter in the model without adapters."""
     return name.replace("base_layer.", "")
 
 
@@ -87,18 +86,18 @@ def is_adapter(name: str) -> bool:
 
 
 def pair(name: str) -> tuple[str, str]:
-    """Names of A and B of the matrix with the plain name ``name``."""
+    """Names of A and B for the matrix with the plain name ``name``."""
     owner = name.removesuffix(".weight")
     return f"{owner}.{_A}", f"{owner}.{_B}"
 
 
 @contextmanager
 def without(model: nn.Module) -> Iterator[None]:
-    """The base model."""
+    """Disable the adapters inside: the base model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    for layer in layers:  # its own switch would also change what is trained
+    for layer in layers:  # peft's own switch would also change requires_grad
         layer._disable_adapters = True
     try:
         yield
@@ -110,7 +109,7 @@ def without(model: nn.Module) -> Iterator[None]:
 def save(
     folder: Path, lora: AdapterSpec, names: Sequence[str], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """adapter_config.json and adapter_model.safetensors."""
+    """Write adapter_config.json and adapter_model.safetensors."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""What a trainer's backend does, in the verbs of the Tinker API, and its options.
+"""The interface of a training backend, in the verbs of the Tinker API, and its options.
 
-    batches = pack(sequences, backend.packing, denominators)      the whole optimizer step
-    backend.forward_backward(batches, loss)                       adds to the gradient, batch by batch
-    backend.optim_step()                                          clips, steps, clears it; the policy is a version newer
+    batches = pack(sequences, backend.packing, denominators)   the whole optimizer step
+    backend.forward_backward(batches, loss)                    add to the gradient, batch by batch
+    backend.optim_step()                                       clip, step, clear; version + 1
 
-A backend owns the weights, the optimizer and the random states, and decides where they live; it
-knows nothing of rewards, rollouts or recipes. Every loss is a sum over entries divided by the
-denominators of the whole step, so that it comes out the same however the step is cut into batches.
+A backend owns the weights, the optimizer and the random states, and decides where they live. It
+does not see rewards, rollouts or recipes. Every loss is a sum over entries, divided by the
+denominators of the whole step, so its value does not depend on how the step is cut into batches.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 
 from ramify.errors import ConfigError, OldNameWarning
 from ramify.train.loss import LossSpec
+from ramify.train.optional_fields import check_optional
 from ramify.train.pack import PackingSpec
 from ramify.types.sequence import Batch, Floats
 
@@ -33,102 +34,106 @@ BACKENDS = {
     "single": "ramify.train.backends.trained_model:LocalTrainedModel",
     "fsdp": "ramify.train.backends.fsdp:FsdpTrainedModel",
 }
-"""Name -> class of a ``TrainedModel``."""
+"""Name -> class that implements ``TrainedModel``."""
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How weights are moved along the gradient."""
+    """The optimizer and its learning-rate schedule."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """``muon`` orthogonalises the momentum of matrices (2502.16982); embeddings, the output matrix
-    and norms stay with AdamW."""
+    """``muon`` orthogonalizes the momentum of matrices (2502.16982); embeddings, the output matrix
+    and norms use AdamW."""
     lr: float = 1e-3
-    """Peak learning rate; of Muon's matrices too, whose update is scaled to the size of AdamW's."""
+    """Peak learning rate, also for Muon's matrices: their update is scaled to the size of
+    AdamW's."""
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    """Of matrices alone; norms, biases and embeddings do not decay."""
+    """Weight decay of matrices; norms, biases and embeddings do not decay."""
     momentum: float = 0.95
-    """Muon's."""
-    max_grad_norm: float = 1.0
-    """The gradient is scaled down to this global norm; 0: never."""
+    """Momentum of Muon."""
+    max_grad_norm: float | None = 1.0
+    """Clip the gradient to this global norm; None: never."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the way down after the warm-up."""
+    """Shape of the decay after the warm-up."""
     warmup_steps: int = 0
-    """Steps over which the rate rises to ``lr``, linearly; the first has ``lr / warmup_steps``."""
-    num_steps: int = 0
-    """Steps after which ``final_fraction`` is reached; 0: the length of the stage, which fills it
-    in."""
+    """Steps of linear warm-up to ``lr``; the first step uses ``lr / warmup_steps``."""
+    num_steps: int | None = None
+    """Step at which ``final_fraction`` is reached; None: the length of the stage."""
     final_fraction: float = 0.1
 
     def __post_init__(self) -> None:
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise ConfigError(f"optim.lr={self.lr} must be a positive number")
-        if self.schedule != "constant" and 0 < self.num_steps <= self.warmup_steps:
+        check_optional("optim", "never", max_grad_norm=self.max_grad_norm)
+        check_optional("optim", "the length of the stage", num_steps=self.num_steps)
+        num_steps = self.num_steps
+        if self.schedule != "constant" and num_steps is not None and num_steps <= self.warmup_steps:
             raise ConfigError(
-                f"optim.schedule={self.schedule} over {self.num_steps} steps needs more than the "
+                f"optim.schedule={self.schedule} over {num_steps} steps needs more than the "
                 f"{self.warmup_steps} of warm-up"
             )
-        if min(self.weight_decay, self.max_grad_norm, self.warmup_steps, self.final_fraction) < 0:
+        if min(self.weight_decay, self.warmup_steps, self.final_fraction) < 0:
             raise ConfigError(
-                "optim: weight_decay, max_grad_norm, warmup_steps, final_fraction cannot be "
-                "negative"
+                "optim: weight_decay, warmup_steps and final_fraction cannot be negative"
             )
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of step ``step``, from 0.
+        """The learning rate of step ``step``, counted from 0.
 
         lr=1, linear, warmup_steps=2, num_steps=6, final_fraction=0: 0.5, 1, 1, 0.75, 0.5, 0.25, 0,
-        0, …"""
+        0, …
+        """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.lr
-        if not self.num_steps:
-            raise ConfigError(f"optim.schedule={self.schedule} has no end: give optim.num_steps")
+        if self.num_steps is None:
+            raise ConfigError(f"optim.schedule={self.schedule} has no end: set optim.num_steps")
         done = min(1.0, (step - self.warmup_steps) / (self.num_steps - self.warmup_steps))
         left = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.lr * (self.final_fraction + (1 - self.final_fraction) * left)
 
 
 class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the backend ``fsdp`` spreads a model over processes, its ranks; changes the loss only by
+    """How the ``fsdp`` backend shards a model over processes (ranks). It changes the loss only by
     rounding."""
 
-    ranks: int = 0
-    """0: as many as torchrun started; without it one for each GPU of this machine, on a CPU one."""
+    ranks: int | None = None
+    """Number of ranks; None: as many as torchrun started, or without torchrun one per GPU of this
+    machine, or one on a CPU."""
     replicas: int = 1
-    """The model stands so many times, each time spread over ``ranks / replicas`` ranks (HSDP)."""
+    """Number of copies of the model, each sharded over ``ranks / replicas`` ranks (HSDP)."""
     gather: Literal["layer", "step"] = "layer"
-    """layer: a layer's weights are put together for its forward and its backward pass, and
-    gradients added up over ranks after each batch. step: once per optimizer step, which sends less
-    and holds all weights and a whole gradient."""
+    """layer: gather a layer's weights for its forward and its backward pass, and reduce gradients
+    after each batch. step: gather once per optimizer step, which communicates less but holds all
+    weights and a full gradient."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """In which gradients are added up over ranks, where products are bf16."""
+    """Precision of the gradient reduction over ranks, if matrix products are bf16."""
     offload: bool = False
-    """Keep weights, gradients and the optimizer in main memory while the GPU does not need them."""
+    """Keep weights, gradients and optimizer states in main memory while the GPU does not need
+    them."""
     compile: bool = False
-    """Compile each layer, but for its attention."""
+    """Compile each layer except its attention."""
     save_async: bool = True
-    """Write checkpoints while training goes on, from a copy."""
+    """Write checkpoints in the background, from a copy, while training continues."""
     timeout_s: float = 600.0
-    """After which a rank that does not get on is an error."""
-    port: int = 0
-    """On which ranks of this machine find each other; 0: any that is free."""
+    """Seconds without progress after which a rank counts as failed."""
+    port: int | None = None
+    """Port of the ranks' rendezvous on this machine; None: any free port."""
 
     def __post_init__(self) -> None:
-        if self.ranks < 0 or self.replicas < 1:
-            raise ConfigError(
-                f"compute.shard: ranks={self.ranks} cannot be negative, replicas={self.replicas} "
-                "must be at least 1"
-            )
-        if self.ranks % self.replicas:
+        check_optional("compute.shard", "one per GPU", ranks=self.ranks)
+        check_optional("compute.shard", "any free port", port=self.port)
+        if self.replicas < 1:
+            raise ConfigError(f"compute.shard.replicas={self.replicas} must be at least 1")
+        if self.ranks is not None and self.ranks % self.replicas:
             raise ConfigError(
                 f"compute.shard: {self.ranks} ranks do not fit a mesh of {self.replicas} replicas: "
                 f"{self.ranks} = "
                 f"{self.replicas} x {self.ranks // self.replicas} + {self.ranks % self.replicas}"
             )
-        if not self.timeout_s > 0 or not 0 <= self.port < 65536:
+        if not self.timeout_s > 0 or (self.port is not None and self.port > 65535):
             raise ConfigError(
                 f"compute.shard: timeout_s={self.timeout_s} must be positive, port={self.port} a "
                 "port"
@@ -136,147 +141,153 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the numbers are computed; changes speed and memory, and the loss only by rounding."""
+    """How the trainer computes. Options change speed and memory, and the loss only by rounding."""
 
     backend: str = "single"
-    """Of ``BACKENDS``, or ``module:attribute``."""
+    """A name in ``BACKENDS``, or ``module:attribute``."""
     shard: ShardSpec = ShardSpec()
-    """Of the backend ``fsdp``."""
-    max_tokens: int = 0
-    """Of a batch; larger trees are cut. 0: as many as fit into 4 GiB of activations on a CPU, two
-    fifths of a GPU's memory. On a CPU trees are put together up to 4096 tokens only: more at once
-    leave the cache."""
+    """Options of the ``fsdp`` backend."""
+    max_tokens: int | None = None
+    """Largest number of tokens per batch; larger trees are cut. None: as many as fit into 4 GiB of
+    activations on a CPU, or two fifths of a GPU's memory. On a CPU small trees share a batch only
+    up to 4096 tokens: larger batches do not fit the CPU cache."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision of matrix products; weights, log-probabilities and losses are fp32. auto: that of
-    the engine (``policy.dtype``): fp32 on a CPU, and on a GPU as the checkpoint is stored."""
+    """Precision of matrix products; weights, log-probabilities and losses are fp32. auto: the
+    engine's precision (``policy.dtype``), i.e. fp32 on a CPU and the checkpoint's on a GPU."""
     recompute: bool = False
-    """Keep only what goes into each layer, and compute the layer again in the backward pass."""
-    max_logits: int = 0
-    """Logits that are held at once; 0: 4 million on a CPU, 64 million on a GPU."""
+    """Activation checkpointing: keep only each layer's input, and recompute the layer in the
+    backward pass."""
+    max_logits: int | None = None
+    """Number of logits held at once; None: 4 million on a CPU, 64 million on a GPU."""
     share: bool = True
-    """Compute what sequences begin with alike once."""
+    """Compute prefixes that sequences share only once."""
 
     def __post_init__(self) -> None:
+        sizes = {"max_tokens": self.max_tokens, "max_logits": self.max_logits}
+        check_optional("compute", "the size that fits the device", **sizes)
         if self.backend == "fsdp2":
             warnings.warn("compute.backend=fsdp2 is called fsdp here", OldNameWarning, stacklevel=3)
             msgspec.structs.force_setattr(self, "backend", "fsdp")
 
 
 class ReferenceModel(Protocol):
-    """A policy that is asked and not trained: of a ``Backend`` what that needs."""
+    """A policy that is evaluated but not trained: the part of ``Backend`` that this needs."""
 
     @property
     def packing(self) -> PackingSpec:
-        """How sequences are to be packed for this model on this device."""
+        """How to pack sequences for this model on this device."""
         ...
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        """As ``Backend.logprobs``."""
+        """Like ``Backend.logprobs``."""
         ...
 
 
 class TrainedModel(Protocol):
-    """The model that a run trains, wherever its weights lie, through all stages of the run."""
+    """The model that a run trains, through all of its stages, wherever its weights are stored."""
 
     is_here: bool
-    """Whether the weights that are trained are those of the policy in this process."""
+    """Whether the trained weights are those of the policy in this process."""
 
     def backend(self, optim: OptimizerSpec) -> Backend:
-        """What the next stage is trained by, with a fresh optimizer."""
+        """The backend of the next stage, with a fresh optimizer."""
         ...
 
     def with_critic(self, optim: OptimizerSpec, own: OptimizerSpec | None) -> Backend:
-        """As ``backend``, with a critic: a value head on the policy's own layers, or where ``own``
-        says how that is stepped a model of its own, which begins as a copy of the policy."""
+        """Like ``backend``, with a critic. If ``own`` is None, the critic is a value head on the
+        policy's layers. Otherwise it is a separate model, which starts as a copy of the policy and
+        is stepped with ``own``."""
         ...
 
     def reference(self, folder: Path, is_base: bool) -> ReferenceModel:
-        """The policy that was saved in ``folder``; ``is_base`` says that nothing had been trained
-        then."""
+        """The policy saved in ``folder``. ``is_base``: nothing had been trained when it was
+        saved."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name -> tensor, as a model without adapters has them."""
+        """Name -> tensor, as in a model without adapters."""
         ...
 
     def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """As ``weights``, with nothing computed or gathered yet, as ``lora.unmerged`` does."""
+        """Like ``weights``, but nothing is computed or gathered yet; see ``lora.unmerged``."""
         ...
 
     def release_memory(self) -> None:
-        """Give back to the devices what is kept of their memory and holds nothing, for others who
-        share them."""
+        """Return cached but unused device memory, so that other processes on the device can use
+        it."""
         ...
 
     def close(self) -> None:
-        """Free what was started for it."""
+        """Free all resources, including started processes."""
         ...
 
 
 class Backend(Protocol):
-    """Implemented by every class of this room."""
+    """The interface of every backend in this package."""
 
     @property
     def packing(self) -> PackingSpec:
-        """How sequences are to be packed for this model on this device."""
+        """How to pack sequences for this model on this device."""
         ...
 
     @property
     def version(self) -> int:
-        """Of the policy: how many optimizer steps it has seen."""
+        """Version of the policy: the number of optimizer steps so far."""
         ...
 
     def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
-        """Add the gradient of ``loss`` over ``batches`` to what has been gathered; the loss and its
-        metrics.
+        """Add the gradient of ``loss`` over ``batches`` to the accumulated gradient. Returns the
+        loss and its metrics.
 
-        Raises TrainError where the loss is not finite: it names the sequence and the file that the
-        batch was put in.
+        Raises TrainError if the loss is not finite. The error names the sequence, and the file to
+        which the batch was written.
         """
         ...
 
     def optim_step(self) -> dict[str, float]:
-        """Clip the gradient, step, and clear it: ``grad_norm`` (before clipping) and ``lr``. One
-        version newer.
+        """Clip the gradient, step, and clear the gradient. Returns ``grad_norm`` (before clipping)
+        and ``lr``. Increments ``version``.
 
-        Raises TrainError where the gradient is not finite; the weights stay as they were."""
+        Raises TrainError if the gradient is not finite; the weights stay unchanged.
+        """
         ...
 
     def check_gradient(self) -> None:
-        """Raises the TrainError that ``optim_step`` would, and clears the gradient as that does;
-        else changes nothing."""
+        """Raise the same TrainError as ``optim_step`` would, and then clear the gradient too.
+        Otherwise change nothing."""
         ...
 
     def clear_gradient(self) -> None:
-        """Forget what has been gathered."""
+        """Discard the accumulated gradient."""
         ...
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        """For each batch, [E]: log-probabilities of its entries under the policy as it is now, at
-        the temperature and within the kept sets that they were sampled with. ``pack.attach`` brings
-        them back to the sequences."""
+        """For each batch, [E]: log-probabilities of its entries under the current policy, with the
+        temperature and sampling support that they were sampled with. ``pack.attach`` maps them back
+        to the sequences."""
         ...
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
-        """For each batch, [E]: what the critic expects a call to come to, before the entry's token
-        is sampled. Raises ConfigError where there is no critic."""
+        """For each batch, [E]: the critic's estimate of the return before the entry's token is
+        sampled. Raises ConfigError if it has no critic."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name -> parameter, under Hugging Face's names; views, valid until the next
+        """Name -> parameter, with Hugging Face names. These are views, valid until the next
         ``optim_step``."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take these parameters over; the optimizer stays as it is."""
+        """Replace the parameters; the optimizer state stays unchanged."""
         ...
 
     def save(self, folder: Path) -> Callable[[], None] | None:
-        """Write weights, optimizer and random states, as they are now, into ``folder``, which is
-        made. Where that goes on while the caller does, what is returned waits for its end."""
+        """Write the current weights, optimizer state and random states to ``folder``, which is
+        created. If writing continues in the background, the returned function waits for it to
+        finish."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Go on as the backend that wrote ``folder`` would have, bit by bit. Raises ConfigError
-        where it does not fit: the first difference is named."""
+        """Restore the state saved in ``folder``, bit by bit. Raises ConfigError, naming the first
+        difference, if it does not fit this backend."""
         ...

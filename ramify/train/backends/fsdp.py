@@ -1,13 +1,13 @@
-"""The backend ``fsdp``: one model over several processes, seen from rank 0, where the one loop of a
-run is.
+"""The ``fsdp`` backend: one model over several processes, as seen from rank 0, where the training
+loop runs.
 
-    batches of a step ── dealt out, the longest first ──> rank 0  rank 1  …      each: forward, backward, rounds alike
-    what was measured, log-probabilities, tensors    <──  rank 0  rank 1  …
+    batches of a step ── dealt, longest first ──> rank 0  rank 1  …   each: forward, backward
+    metrics, log-probabilities, tensors      <──  rank 0  rank 1  …
 
-A verb goes to all ranks with each one's batches. Losses are divided by the counts of the whole step
-and gradients are sums over ranks, so that both are those of ``single``. Decides who computes what,
-and how weights come and go; leaves out how they lie (``sharding.py``), what a rank does
-(``rank.py``), and ranks that fail (``rank_group.py``).
+A verb is sent to all ranks, with each rank's batches. Losses are divided by the counts of the whole
+step, and gradients are sums over ranks, so both equal those of the ``single`` backend. Decides
+which rank computes what, and how weights are loaded and gathered. Not here: how weights are sharded
+(``sharding.py``), what a rank does (``rank.py``), and failures of ranks (``rank_group.py``).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from ramify.types.sequence import Batch, Floats
 
 _STATE = "trainer.pt"
 _AT_ONCE = 64 << 20
-"""Bytes of tensors that are put together, or sent, at once; a larger one goes alone."""
+"""Bytes of tensors gathered or sent at once; a larger tensor is handled alone."""
 Source = Path | Mapping[str, Tensor]
-"""Where a model's weights come from: a folder that all ranks see, or tensors of this process."""
+"""Source of a model's weights: a folder that all ranks can read, or tensors of this process."""
 
 
 class FsdpRanks:
-    """The ranks of a run, and the models that lie over them."""
+    """The ranks of a run, and the models sharded over them."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class FsdpRanks:
         dumps: Path | None = None,
         hosts: Launcher | None = None,
     ) -> None:
-        """Starts the ranks, on ``hosts`` where given, or joins those of torchrun. Batches whose
-        loss is not finite, and the stacks of ranks that stand still, are written into ``dumps``.
-        Raises ConfigError, before anything is started, where ``compute.shard`` does not fit this
-        machine."""
-        self.compute, self.device = compute, device
+        """Start the ranks, on ``hosts`` if given, or join those of torchrun. Batches with a
+        non-finite loss, and the stacks of stuck ranks, are written to ``dumps``. Raises
+        ConfigError, before anything is started, if ``compute.shard`` does not fit this machine."""
+        self.compute = compute
+        self.device = device
         self.dumps = dumps or Path()
         self._joined = launch.join(compute.shard, device, self.dumps, hosts)
         self._num_models = 0
@@ -91,23 +91,22 @@ class FsdpRanks:
         *,
         critic: bool = False,
     ) -> FsdpModel:
-        """A model of a Hugging Face configuration, its weights from ``source``; ``compute`` where
-        it is to be otherwise than that of the ranks, whose number stays; ``critic``: with a value
-        head, which begins at 0 everywhere. Raises ConfigError that names the first tensor that does
-        not fit."""
+        """Shard a model with a Hugging Face configuration and weights from ``source``. ``compute``
+        overrides the ranks' options, except their number. ``critic``: add a value head, initialized
+        to 0. Raises ConfigError, naming the first tensor that does not fit."""
         check_source(config, source)
         self._num_models += 1
         compute = decided(compute or self.compute, stored_dtype(config, self.device), self.device)
-        made = FsdpModelParts(config, source, lora, compute, critic)
-        return FsdpModel(self, f"model {self._num_models}", made)
+        parts = FsdpModelParts(config, source, lora, compute, critic)
+        return FsdpModel(self, f"model {self._num_models}", parts)
 
     def close(self) -> None:
         self._end()
 
 
 class FsdpTrainedModel:
-    """Implements ``TrainedModel``. The policy in this process is the engine's, which is renewed at
-    each publication."""
+    """Implements ``TrainedModel`` over ranks. The policy object in this process belongs to the
+    engine, which is updated at each publication."""
 
     is_here = False
 
@@ -122,8 +121,8 @@ class FsdpTrainedModel:
         critic: bool = False,
         hosts: Launcher | None = None,
     ) -> None:
-        """``policy`` says which model, and which tokenizer; its weights may change later on.
-        ``critic``: with a value head on it, for ``with_critic``."""
+        """``policy`` determines the model and the tokenizer; its weights may change later.
+        ``critic``: add a value head, for ``with_critic``."""
         compute = decided(compute, policy.dtype, policy.device.type)
         self._ranks = FsdpRanks(compute, policy.device.type, dumps=dumps, hosts=hosts)
         try:
@@ -135,7 +134,7 @@ class FsdpTrainedModel:
 
     @staticmethod
     def check(compute: ComputeSpec, device: str, *, elsewhere: bool = False) -> None:
-        """Raises ConfigError where the ranks cannot be had; ``elsewhere``: where not all are on
+        """Raise ConfigError if the ranks cannot be started. ``elsewhere``: not all ranks are on
         this machine."""
         launch.check(compute.shard, device, elsewhere=elsewhere)
 
@@ -164,7 +163,7 @@ class FsdpTrainedModel:
         return self._model.unmerged()
 
     def stacks(self) -> str:
-        """Where the other ranks are, as text."""
+        """Stacks of the other ranks, as text."""
         return self._ranks.rank_group.stacks()
 
     def release_memory(self) -> None:
@@ -175,8 +174,8 @@ class FsdpTrainedModel:
 
 
 def check_source(config: Any, source: Source) -> None:
-    """Raises ConfigError that names the first tensor of ``source`` that the model of ``config`` has
-    otherwise."""
+    """Raise ConfigError, naming the first tensor of ``source`` that does not fit the model of
+    ``config``."""
     folder = source if isinstance(source, Path) else None
     weights = read_weights(folder) if folder is not None else source
     assert not isinstance(weights, Path)
@@ -184,7 +183,7 @@ def check_source(config: Any, source: Source) -> None:
 
 
 class FsdpModelParts(NamedTuple):
-    """What a model over ranks is made of."""
+    """The parts of a model over ranks."""
 
     config: Any
     source: Source
@@ -194,59 +193,58 @@ class FsdpModelParts(NamedTuple):
 
 
 class FsdpModel:
-    """One model over all ranks, as rank 0 has it."""
+    """Rank 0's handle of one model over all ranks."""
 
-    def __init__(self, ranks: FsdpRanks, key: str, what: FsdpModelParts) -> None:
-        config, source, lora, compute, critic = what
-        self.ranks, self.key, self.config, self.lora, self.compute = (
-            ranks,
-            key,
-            config,
-            lora,
-            compute,
-        )
+    def __init__(self, ranks: FsdpRanks, key: str, parts: FsdpModelParts) -> None:
+        config, source, lora, compute, critic = parts
+        self.ranks = ranks
+        self.key = key
+        self.config = config
+        self.lora = lora
+        self.compute = compute
         folder = str(source.resolve()) if isinstance(source, Path) else ""
         ranks.rank_group.call(
             "make",
             key,
             RankModelSpec(config, compute, folder, lora, str(ranks.dumps.resolve()), critic),
         )
-        made = ranks.own.model(key)
+        model = ranks.own.model(key)
         self._shapes: dict[str, torch.Size] = {
-            name: each.shape for name, each in made.sharded.parameters.items()
+            name: each.shape for name, each in model.sharded.parameters.items()
         }
-        self._adapted: list[str] = made.names
-        self._buffers: dict[str, Tensor] = made.sharded.buffers
+        self._adapted: list[str] = model.names
+        self._buffers: dict[str, Tensor] = model.sharded.buffers
         self._named = {*self.shapes, *self._buffers}
-        self.policy: Policy = made.policy
+        self.policy: Policy = model.policy
         if not isinstance(source, Path):
             self._put(source)
         if lora is not None:
-            found = (
+            source_weights = (
                 read_weights(source)
                 if isinstance(source, Path)
                 else {n: each.clone() for n, each in source.items()}
             )
             self._base = {
-                name: nn.Parameter(found[name].float(), requires_grad=False) for name in self.shapes
+                name: nn.Parameter(source_weights[name].float(), requires_grad=False)
+                for name in self.shapes
             }
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter of the policy, as the model without adapters has it."""
+        """Name -> shape of every parameter of the policy, as in the model without adapters."""
         policy = {name: shape for name, shape in self._shapes.items() if not is_of_critic(name)}
         return {
             adapters.plain(n): tuple(s) for n, s in policy.items() if not adapters.is_adapter(n)
         }
 
     def backend(self, optim: OptimizerSpec | None = None, *, critic: bool = False) -> FsdpBackend:
-        """From here on the model is trained by a fresh optimizer; its value head too, where it was
-        made with one."""
+        """Begin training the model with a fresh optimizer. ``critic``: train its value head too, if
+        it was created with one."""
         return FsdpBackend(self, optim or OptimizerSpec(), critic)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name -> whole tensor, one after another, on the CPU. Of a model with adapters only these
-        come from the ranks, and are added to the weights that it began with."""
+        """(name, full tensor) on the CPU, one at a time. With adapters, only these are gathered
+        from the ranks, and are added to the initial weights."""
         if self.lora is None:
             yield from self._gathered(list(self.shapes))
             return
@@ -254,7 +252,7 @@ class FsdpModel:
             yield name, base.detach() if make is None else make()
 
     def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """(name, tensor of its shape, what puts it together or None where it is held still)"""
+        """(name, tensor of its shape, function that gathers it, or None if it is frozen)"""
         matrices = {f"{name}.weight" for name in self._adapted}
         for name, shape in self.shapes.items():
             if self.lora is None:
@@ -263,28 +261,27 @@ class FsdpModel:
                 yield name, self._base[name], self._with_adapter(name) if name in matrices else None
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name -> tensor of every A and B: all that is new since the last sync."""
+        """(name, tensor) of every A and B: everything that changes."""
         yield from self._gathered([name for name in self._shapes if adapters.is_adapter(name)])
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Name -> whole gradient as it has been gathered so far, of all that is trained; for
-        looking at it."""
+        """(name, full accumulated gradient) of every trained parameter, for diagnosis."""
         trained = self.ranks.own.of(self.key).trained[0]
         yield from self._gathered(list(trained), gradients=True)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over whole tensors of this process, one at a time."""
+        """Load full tensors of this process, one at a time."""
         if self.lora is not None:
             raise ConfigError(
-                "a model with adapters keeps the base that it began with: it takes no other weights"
+                "a model with adapters keeps its initial base weights: it accepts no others"
             )
         check_weights(on_meta(self.config), weights, "the update")
         self._put(weights)
 
     def export(self, folder: Path, dtype: torch.dtype | None = None, tokenizer: Any = None) -> None:
-        """Write the model as a plain Hugging Face folder, one tensor at a time, in ``dtype`` (fp32
-        where not given). With adapters it holds the sums, and ``adapter`` in it the adapters as
-        peft has them."""
+        """Write the model as a plain Hugging Face folder, one tensor at a time, in ``dtype``
+        (default fp32). With adapters, the folder holds the merged weights, and its subfolder
+        ``adapter`` the adapters in peft's format."""
         weights = ExportedWeights(
             {**self.shapes, **{name: tuple(each.shape) for name, each in self._buffers.items()}},
             dtype,
@@ -296,7 +293,7 @@ class FsdpModel:
             adapters.save(folder / "adapter", self.lora, self._adapted, self.adapters())
 
     def drop(self) -> None:
-        """Free it on all ranks."""
+        """Free the model on all ranks."""
         self.ranks.rank_group.call("drop", self.key)
 
     def _put(self, weights: Mapping[str, Tensor]) -> None:
@@ -330,10 +327,12 @@ class FsdpModel:
 
 
 class FsdpBackend:
-    """Implements ``Backend``."""
+    """Implements ``Backend`` over ranks."""
 
     def __init__(self, model: FsdpModel, optim: OptimizerSpec, critic: bool = False) -> None:
-        self._model, self._optim, self._critic = model, optim, critic
+        self._model = model
+        self._optim = optim
+        self._critic = critic
         self._call("stage", optim, critic)
         self._steps = 0
 
@@ -362,10 +361,10 @@ class FsdpBackend:
 
     def optim_step(self) -> dict[str, float]:
         try:
-            found: dict[str, float] = self._call("optim_step")[0]
+            metrics: dict[str, float] = self._call("optim_step")[0]
         finally:
             self._steps = self._own.version
-        return found
+        return metrics
 
     def check_gradient(self) -> None:
         self._call("check_gradient")
@@ -377,16 +376,16 @@ class FsdpBackend:
         return self.of(batches, base=False)
 
     def base(self) -> ShardedReference:
-        """The model without its adapters."""
+        """The model without its adapters, as a reference."""
         return ShardedReference(self)
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
         if not self._critic:
-            raise ConfigError("this backend has no critic: make it with one, as rl.critic does")
-        return self._asked("values", batches)
+            raise ConfigError("this backend has no critic: create it with one, as rl.critic does")
+        return self._collect("values", batches)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, copies; each is put together when it is asked for."""
+        """(name, copy of the full tensor); each is gathered when it is requested."""
         return self._model.weights()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -409,41 +408,42 @@ class FsdpBackend:
         return None
 
     def load(self, folder: Path) -> None:
-        """As ``Backend.load``, bit by bit on as many ranks as wrote it; on another number sums are
-        rounded otherwise."""
+        """Like ``Backend.load``. Bit by bit if the number of ranks is the same; otherwise sums are
+        rounded differently."""
         try:
             state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
         except FileNotFoundError:
-            raise ConfigError(f"{folder} holds no state of ranks: it has no {_STATE}") from None
+            raise ConfigError(f"{folder} holds no state of ranks: {_STATE} is missing") from None
         there, here = msgspec.json.decode(state["optim"]), self._optim.kind
         shapes = self._own.trained[0]
         shards.check(folder, {name: tuple(each.shape) for name, each in shapes.items()})
         if there["kind"] != here:
             raise ConfigError(
-                f"{folder} is of another optimizer: optim.kind is {there['kind']} there and {here} "
-                "here"
+                f"{folder} is from another optimizer: optim.kind is {there['kind']} there and "
+                f"{here} here"
             )
         random = [shards.RandomState(*each) for each in state["random"]]
         self._call("load", str(folder.resolve()), state["num_steps"], random)
         self._steps = state["num_steps"]
 
     def of(self, batches: Many[Batch], base: bool) -> list[Floats]:
-        """``logprobs``, of the model without its adapters where ``base``."""
-        return self._asked("logprobs", batches, base)
+        """``logprobs``; with ``base`` those of the model without its adapters."""
+        return self._collect("logprobs", batches, base)
 
-    def _asked(self, verb: str, batches: Many[Batch], *options: Any) -> list[Floats]:
-        """What the ranks say of each batch, in the order of ``batches``."""
+    def _collect(self, verb: str, batches: Many[Batch], *options: Any) -> list[Floats]:
+        """The ranks' results for each batch, in the order of ``batches``."""
         if not batches:
             return []
         shares, each = self._shares(batches)
-        found: dict[int, Floats] = {}
+        by_index: dict[int, Floats] = {}
         values = self._call(verb, each=[(part, idle(batches[0]), *options) for part in each])
         for share, columns in zip(shares, values, strict=True):
-            found |= zip(share, columns, strict=True)
-        return [found[index] for index in range(len(batches))]
+            by_index |= zip(share, columns, strict=True)
+        return [by_index[index] for index in range(len(batches))]
 
     def _shares(self, batches: Many[Batch]) -> tuple[list[list[int]], list[list[Batch | None]]]:
-        """(rank -> which batches, rank -> these batches and None up to as many as any rank has)"""
+        """(rank -> indices of its batches, rank -> these batches, padded with None to the longest
+        list)"""
         for batch in batches:
             check_window(batch, self._model.policy.window)
         shares = dealt(batches, self._size)
@@ -467,7 +467,7 @@ class FsdpBackend:
 
 
 class ShardedReference:
-    """A model without its adapters, as a reference: the part of ``Backend`` that one needs."""
+    """The model without its adapters, as a reference; implements ``ReferenceModel``."""
 
     def __init__(self, trained: FsdpBackend) -> None:
         self._trained = trained
@@ -481,7 +481,7 @@ class ShardedReference:
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Names in order, as many at a time as are small together."""
+    """Names in order, in groups that are small enough to handle at once."""
     group: list[str] = []
     size = 0
     for name, tensor in tensors.items():

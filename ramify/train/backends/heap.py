@@ -1,8 +1,9 @@
-"""Freed memory stays with the process, on a CPU under glibc.
+"""Keeps freed memory in the process, on a CPU with glibc.
 
-A training step frees and asks for the same hundreds of megabytes again and again. glibc gives large
-blocks back to the system each time and the kernel clears them page by page when they return: 5 to
-10 % of a step of a small model. The price is that the process keeps the most memory it ever needed.
+A training step frees and reallocates the same hundreds of megabytes again and again. By default
+glibc returns large blocks to the system each time, and the kernel zeroes their pages on
+reallocation: 5 to 10 % of a step of a small model. The price is that the process keeps its peak
+memory.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ _LARGE = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Whether it could be arranged; elsewhere nothing changes. Once is enough, more does no
-    harm."""
+    """Configure malloc. Returns whether that was possible; if not, nothing changes. Idempotent."""
     if not sys.platform.startswith("linux"):
         return False
     try:

@@ -1,11 +1,13 @@
-"""The ranks of a run: started here, or by ``torchrun``, and how they find each other.
+"""Starts the ranks of a run, or joins those started by ``torchrun``, and connects them.
 
-    ramify train R compute.backend=fsdp compute.shard.ranks=2              this process is rank 0, and starts the others
-    torchrun --nproc-per-node 2 -m ramify train R compute.backend=fsdp     each process is a rank; all but rank 0 follow
+    ramify train R compute.backend=fsdp compute.shard.ranks=2
+        this process is rank 0, and starts the others
+    torchrun --nproc-per-node 2 -m ramify train R compute.backend=fsdp
+        each process is a rank; all except rank 0 follow
 
-Decides what must be true before any process starts (ranks that fit the mesh, GPUs, gloo and NCCL, a
-port), and which process is which rank. Leaves out what they do together (``rank_group.py``). Ranks
-on several machines need ``torchrun`` there, and a file system that all see for checkpoints.
+Decides what must hold before any process starts (ranks that fit the mesh, GPUs, gloo and NCCL, a
+port), and which process is which rank. Not here: what ranks do together (``rank_group.py``). Ranks
+on several machines need ``torchrun`` there, and a shared file system for checkpoints.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from ramify.train.placement.placement_slots import SlotMember
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT, _DEVICE = "RAMIFY_RANK_TIMEOUT_S", "RAMIFY_RANK_DEVICE"
 _START_S = 120.0
-"""In which a rank must have imported what it needs."""
+"""Time limit in seconds for a rank to start, including its imports."""
 
 
 class RankInfo(NamedTuple):
-    """One process among ranks."""
+    """One process among the ranks."""
 
     rank: int
     size: int
     local_rank: int
-    """Among those of its machine: which GPU is its."""
+    """Index among the ranks of its machine, which selects its GPU."""
     address: str
     port: int
 
@@ -59,26 +61,25 @@ class RankInfo(NamedTuple):
 
 
 def follow_if_told() -> None:
-    """Where torchrun started this process as another rank than 0, do what rank 0 says, and end."""
+    """If torchrun started this process as a rank other than 0, follow rank 0, and then exit."""
     world = RankInfo.of_environment()
     if world is not None and world.rank > 0:
         follow(world)
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started this process anew, after an attempt that was checked and
-    began."""
+    """Whether torchrun restarted this process after an attempt that passed its checks and began."""
     world = RankInfo.of_environment()
     if world is None or world.rank:
         return False
-    if _is_agents():  # also where another machine's torchrun counted it
+    if _is_agents():  # counts restarts caused by other machines too
         return began(_store(world))
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
 
 
 def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
-    """How many ranks there are to be. ``elsewhere``: not all on this machine, so that its GPUs do
-    not count. Raises ConfigError where that cannot be, before anything is started."""
+    """The number of ranks. ``elsewhere``: not all ranks are on this machine, so its GPUs do not
+    matter. Raises ConfigError, before anything is started, if that many ranks are not possible."""
     import torch
     import torch.distributed as dist
 
@@ -89,8 +90,8 @@ def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
     size = shard.ranks or (world.size if world is not None else max(1, num_gpus))
     if world is not None and elsewhere:
         raise ConfigError(
-            "torchrun started this process, and the run's placement would start ranks, too: leave "
-            "one of them out"
+            "torchrun started this process, and the run's placement would start ranks too: "
+            "remove one of them"
         )
     if world is not None and size != world.size:
         raise ConfigError(
@@ -116,7 +117,8 @@ def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
         )
     if dist.is_initialized():
         raise ConfigError(
-            "torch.distributed is in use already in this process: one run at a time can have ranks"
+            "torch.distributed is already in use in this process: only one run at a time can "
+            "have ranks"
         )
     if world is None:
         _check_port(shard.port)
@@ -124,7 +126,7 @@ def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
 
 
 class JoinedRanks(NamedTuple):
-    """This process as rank 0, with the others ready to follow."""
+    """This process as rank 0, connected to the other ranks."""
 
     rank_group: Any
     """``RankGroup``"""
@@ -134,7 +136,7 @@ class JoinedRanks(NamedTuple):
 
 @contextlib.contextmanager
 def _unfinished(processes: Sequence[RankProcess]) -> Iterator[None]:
-    """No rank outlives a start that failed."""
+    """Kill all started ranks if the start fails."""
     import torch.distributed as dist
 
     try:
@@ -149,9 +151,8 @@ def _unfinished(processes: Sequence[RankProcess]) -> Iterator[None]:
 
 
 def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = None) -> JoinedRanks:
-    """Start the other ranks, on ``hosts`` where they are not all to be on this machine, or find
-    those that torchrun started. Raises ConfigError as ``check``, TrainError where one does not come
-    up."""
+    """Start the other ranks, on ``hosts`` if given, or connect to those that torchrun started.
+    Raises ConfigError like ``check``, and TrainError if a rank does not start."""
     from torch._C._distributed_c10d import TCPStore
 
     from ramify.train.backends.rank import RankModels
@@ -163,29 +164,36 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
     processes: list[RankProcess] = []
     with _unfinished(processes):
         if world is None:
-            here = "127.0.0.1" if hosts is None else hosts.address
+            address = "127.0.0.1" if hosts is None else hosts.address
             store = TCPStore(
-                here, shard.port, size, True, timedelta(seconds=_START_S), wait_for_workers=False
+                address,
+                shard.port or 0,
+                size,
+                True,
+                timedelta(seconds=_START_S),
+                wait_for_workers=False,
             )
-            world = RankInfo(0, size, 0, here, store.port)
+            world = RankInfo(0, size, 0, address, store.port)
             for other in range(1, size):
-                told = _environment(other, world, shard.timeout_s, device)
+                environment = _environment(other, world, shard.timeout_s, device)
                 processes.append(
-                    ChildProcess(_COMMAND, environment=told)
+                    ChildProcess(_COMMAND, environment=environment)
                     if hosts is None
-                    else _placed(hosts, told, other, stacks)
+                    else _placed(hosts, environment, other, stacks)
                 )
         else:
             store = _store(world)
-        name = gather(store, size, _START_S, lambda other: _look(processes, other))
+        name = gather(store, size, _START_S, lambda other: _check_alive(processes, other))
         _enter(store, name, world, device, shard.timeout_s)
         rank = RankModels(0, size, _device(device, world), shard.timeout_s, pulse)
-        links = _links(world, size, RankConnection)
-    return JoinedRanks(RankGroup(rank, pulse, links, processes, shard.timeout_s, stacks), rank)
+        connections = _accept_ranks(world, size, RankConnection)
+    return JoinedRanks(
+        RankGroup(rank, pulse, connections, processes, shard.timeout_s, stacks), rank
+    )
 
 
 def leave(joined: JoinedRanks) -> None:
-    """Let all ranks end."""
+    """Shut down all ranks."""
     import torch.distributed as dist
 
     joined.rank_group.close()
@@ -194,7 +202,7 @@ def leave(joined: JoinedRanks) -> None:
 
 
 def follow(world: RankInfo) -> NoReturn:
-    """Be rank ``world.rank`` until rank 0 ends; then end."""
+    """Run as rank ``world.rank`` until rank 0 ends, and then exit."""
     import torch.distributed as dist
 
     from ramify.train.backends.rank import RankModels
@@ -205,7 +213,7 @@ def follow(world: RankInfo) -> NoReturn:
         float(os.environ.get(_TIMEOUT, ShardSpec().timeout_s)),
     )
     store = _store(world)
-    name = come(store, world.rank, _behind(timeout_s))
+    name = come(store, world.rank, _torch_timeout(timeout_s))
     if not device:
         import torch
 
@@ -213,20 +221,19 @@ def follow(world: RankInfo) -> NoReturn:
     _enter(store, name, world, device, timeout_s)
     pulse = RankHeartbeat()
     rank = RankModels(world.rank, world.size, _device(device, world), timeout_s, pulse)
-    talk, watch = _connected(world)
+    talk, watch = _connect_back(world)
     follow(rank, pulse, talk, watch, world.rank, timeout_s)
     rank.wait()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # what is left to tidy up takes longer than some runs
+    os._exit(0)  # regular cleanup takes longer than some runs
 
 
-# --- how ranks find each other
-# -----------------------------------------------------------------------------------------
+# --- how ranks connect
 
 
 def _environment(rank: int, world: RankInfo, timeout_s: float, device: str) -> dict[str, str]:
-    """What is added to a rank's environment."""
+    """Additional environment variables of a rank."""
     import torch
 
     package = str(Path(__file__).parents[3])
@@ -246,28 +253,30 @@ def _environment(rank: int, world: RankInfo, timeout_s: float, device: str) -> d
 _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 
 
-def _placed(hosts: Launcher, told: Mapping[str, str], rank: int, out: Path) -> RankProcess:
-    """On its seat, which shows it the GPUs that are its own and no others."""
+def _placed(hosts: Launcher, environment: Mapping[str, str], rank: int, out: Path) -> RankProcess:
+    """Start a rank in its placement slot, which exposes only its own GPUs."""
     log = out.resolve() / "ranks" / f"rank-{rank}.log"
-    return hosts.start(SlotMember("trainer", rank), _COMMAND, {**told, "LOCAL_RANK": "0"}, log)
+    return hosts.start(
+        SlotMember("trainer", rank), _COMMAND, {**environment, "LOCAL_RANK": "0"}, log
+    )
 
 
-def _look(processes: Sequence[RankProcess], rank: int) -> None:
-    """Raises TrainError where a rank that was started here has ended."""
+def _check_alive(processes: Sequence[RankProcess], rank: int) -> None:
+    """Raise TrainError if a rank that was started here has exited."""
     if not processes or (status := processes[rank - 1].poll()) is None:
         return
-    said = getattr(processes[rank - 1], "said", str)()
-    why = f"its log ends: {said}" if said else "it says why on stderr"
+    log_end = getattr(processes[rank - 1], "said", str)()
+    why = f"its log ends: {log_end}" if log_end else "it says why on stderr"
     raise TrainError(f"rank {rank} did not start: exit status {status}; {why}")
 
 
 def _is_agents() -> bool:
-    """Whether the store is torchrun's, and lasts as long."""
+    """Whether the store belongs to torchrun's agent, and lives as long as it does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store(world: RankInfo) -> Any:
-    """The store that ranks meet at: torchrun's own, or that of rank 0."""
+    """The store through which ranks connect: torchrun's, or rank 0's."""
     from torch._C._distributed_c10d import TCPStore
 
     is_host = world.rank == 0 and not _is_agents()
@@ -287,13 +296,13 @@ def _store(world: RankInfo) -> Any:
         ) from error
 
 
-def _behind(timeout_s: float) -> float:
-    """What torch may wait, so that ours, which says who stands still, is up before."""
+def _torch_timeout(timeout_s: float) -> float:
+    """Timeout for torch, longer than ours, whose error says which rank is stuck."""
     return 2 * timeout_s + 30
 
 
 def _enter(store: Any, name: str, world: RankInfo, device: str, timeout_s: float) -> None:
-    """Join the process group of the attempt ``name``."""
+    """Join the process group of the rendezvous attempt ``name``."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -307,14 +316,14 @@ def _enter(store: Any, name: str, world: RankInfo, device: str, timeout_s: float
             store=PrefixStore(f"ramify/{name}", store),
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(seconds=_behind(timeout_s)),
+            timeout=timedelta(seconds=_torch_timeout(timeout_s)),
         )
 
 
 @contextlib.contextmanager
 def _on_this_machine(world: RankInfo) -> Iterator[None]:
-    """gloo asks for this host's name, which need not lead anywhere; ranks of one machine meet at
-    the loopback."""
+    """Use the loopback interface for ranks of one machine: gloo would use this host's name, which
+    may not resolve."""
     name = "GLOO_SOCKET_IFNAME"
     if name in os.environ or world.address != "127.0.0.1" or not sys.platform.startswith("linux"):
         yield
@@ -326,9 +335,9 @@ def _on_this_machine(world: RankInfo) -> Iterator[None]:
         del os.environ[name]
 
 
-def _links(world: RankInfo, size: int, link: Any) -> list[Any]:
-    """Rank 0's connections to the others; where and with which key they are to call is told over
-    the process group."""
+def _accept_ranks(world: RankInfo, size: int, connection_type: Any) -> list[Any]:
+    """Rank 0's connections to the other ranks. The address and key for connecting back are
+    broadcast over the process group."""
     import torch.distributed as dist
 
     if size == 1:
@@ -337,10 +346,10 @@ def _links(world: RankInfo, size: int, link: Any) -> list[Any]:
     host = "127.0.0.1" if world.address == "127.0.0.1" else socket.gethostbyname(world.address)
     with socket.create_server((host, 0), backlog=2 * size) as server:
         dist.broadcast_object_list([server.getsockname(), key], 0)
-        found: dict[tuple[int, str], Connection] = {}
-        places: dict[int, str] = {}
+        connections: dict[tuple[int, str], Connection] = {}
+        hosts: dict[int, str] = {}
         until = time.monotonic() + _START_S
-        while len(found) < 2 * (size - 1):
+        while len(connections) < 2 * (size - 1):
             server.settimeout(max(0.0, until - time.monotonic()))
             try:
                 peer, _ = server.accept()
@@ -350,21 +359,21 @@ def _links(world: RankInfo, size: int, link: Any) -> list[Any]:
                 ) from None
             if joined := authenticate(peer, key):
                 connection, (rank, kind, place) = joined
-                found[rank, kind], places[rank] = connection, place
+                connections[rank, kind], hosts[rank] = connection, place
     return [
-        link(rank, found[rank, "talk"], found[rank, "watch"], places[rank])
+        connection_type(rank, connections[rank, "talk"], connections[rank, "watch"], hosts[rank])
         for rank in range(1, size)
     ]
 
 
-def _connected(world: RankInfo) -> tuple[Connection, Connection]:
+def _connect_back(world: RankInfo) -> tuple[Connection, Connection]:
     import torch.distributed as dist
 
-    told: list[Any] = [None, None]
-    dist.broadcast_object_list(told, 0)
+    address_and_key: list[Any] = [None, None]
+    dist.broadcast_object_list(address_and_key, 0)
     connections = []
     for kind in ("talk", "watch"):
-        connection = Client(tuple(told[0]), authkey=told[1])
+        connection = Client(tuple(address_and_key[0]), authkey=address_and_key[1])
         connection.send((world.rank, kind, f"process {os.getpid()} on {socket.gethostname()}"))
         connections.append(connection)
     return connections[0], connections[1]
@@ -376,8 +385,8 @@ def _device(device: str, world: RankInfo) -> Any:
     return torch.device("cuda", world.local_rank) if device == "cuda" else torch.device("cpu")
 
 
-def _check_port(port: int) -> None:
-    if not port:
+def _check_port(port: int | None) -> None:
+    if port is None:
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -385,9 +394,8 @@ def _check_port(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise ConfigError(
-                f"compute.shard.port={port} cannot be had ({error.strerror}): another run may have "
-                "it; leave it out for a "
-                "free one"
+                f"compute.shard.port={port} is not available ({error.strerror}): another run may "
+                "use it; leave it out to use a free port"
             ) from None
 
 

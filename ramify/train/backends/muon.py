@@ -1,12 +1,14 @@
-"""Muon: the momentum of a matrix, made orthogonal, is its step (Jordan 2024; scaled as AdamW's:
+"""Muon: the step of a matrix is its orthogonalized momentum (Jordan 2024; scaled like AdamW's step:
 2502.16982).
 
-    M ← βM + (1-β)G        U = orthogonal(βM + (1-β)G)        W ← (1 - lr·decay) W - lr · 0.2 √max(rows, columns) · U
+    M ← βM + (1-β)G
+    U = orthogonal(βM + (1-β)G)
+    W ← (1 - lr·decay) W - lr · 0.2 √max(rows, columns) · U
 
-``orthogonal`` is five Newton–Schulz steps, which bring all singular values to about 1. The same as
-``torch.optim.Muon`` but in two things: the products are in fp32 on a CPU, where most are many times
-slower in bf16 (a step of the smallest policy took 0.6 s of which 0.04 are needed), and matrices of
-one shape are worked on together.
+``orthogonal`` is five Newton–Schulz steps, which bring all singular values close to 1. Same as
+``torch.optim.Muon`` with two exceptions. On a CPU the products are fp32, since most CPUs are many
+times slower in bf16 (a step of the smallest policy took 0.6 s, of which 0.04 s are needed). And
+matrices of the same shape are processed together.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _EPS = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices alone."""
+    """The Muon optimizer, for matrices only."""
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class Muon(torch.optim.Optimizer):
         return orthogonal(torch.stack(matrices))
 
     def _momentum(self, parameter: Tensor, beta: float) -> Tensor:
-        """The gradient, with what came before it (Nesterov's way)."""
+        """Nesterov momentum of the gradient."""
         gradient = parameter.grad
         assert gradient is not None
         state = self.state[parameter]
@@ -67,7 +69,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices_nRC: Tensor) -> Tensor:
-    """Each matrix with its singular values brought to about 1 (0.7 to 1.2), [n, R, C]."""
+    """Each matrix with its singular values brought close to 1 (0.7 to 1.2), [n, R, C]."""
     x = matrices_nRC.to(torch.bfloat16 if matrices_nRC.is_cuda else torch.float32)
     is_tall = x.shape[1] > x.shape[2]
     x = x.transpose(1, 2) if is_tall else x

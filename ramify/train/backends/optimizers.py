@@ -1,10 +1,11 @@
-"""The optimizer of one model: which parameters Muon moves, which AdamW, and which of them decay.
+"""The optimizer of one model: which parameters Muon updates, which ones AdamW, and which ones
+decay.
 
     matrices inside layers         Muon or AdamW, with weight decay
-    embedding, output matrix       AdamW, without
-    norms, biases, value head      AdamW, without
+    embedding, output matrix       AdamW, without weight decay
+    norms, biases, value head      AdamW, without weight decay
 
-Leaves out the learning rate's course (``OptimizerSpec.lr_at``) and the gradient.
+Not here: the learning-rate schedule (``OptimizerSpec.lr_at``), and gradients.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from ramify.train.backends.base import OptimizerSpec
 from ramify.train.backends.muon import Muon
 
 _OUTSIDE = ("embed", "lm_head", "wte", "wpe", "output_embedding", "value_head")
-"""Parts of the names of matrices that are not inside a layer."""
+"""Name parts of matrices that are not inside a layer."""
 
 
 class CombinedOptimizer:
-    """One or two optimizers, as one."""
+    """One or two optimizers behind one interface."""
 
     def __init__(self, model: nn.Module, optim: OptimizerSpec, muon: type[Muon] = Muon) -> None:
         self._optim = optim
@@ -58,7 +59,7 @@ class CombinedOptimizer:
 
 
 def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices inside layers, all others), of what is trained."""
+    """(matrices inside layers, all other parameters) that are trained."""
     inside: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -68,5 +69,5 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 def is_inside(name: str, parameter: nn.Parameter) -> bool:
-    """Whether it is a matrix inside a layer."""
+    """Whether a parameter is a matrix inside a layer."""
     return parameter.dim() == 2 and not any(part in name for part in _OUTSIDE)

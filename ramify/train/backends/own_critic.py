@@ -1,11 +1,11 @@
-"""A critic that is a model of its own beside the policy, as one backend.
+"""A backend with a critic that is a separate model.
 
-    forward_backward   the policy's by the loss, the critic's by ``loss.value`` alone, over the same batches
+    forward_backward   policy: the loss; critic: ``loss.value`` only, over the same batches
     values             the critic's
-    all else           the policy's
+    all others         the policy's
 
-Decides how the two are stepped and saved together. A critic on the policy's own trunk is
-``SingleBackend(critic=True)``.
+Decides how the two models are stepped and saved together. Not here: a critic on the policy's own
+trunk (``SingleBackend(critic=True)``).
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _FOLDER = "critic"
 
 
 class SeparateCritic:
-    """Implements ``Backend``."""
+    """Implements ``Backend`` for a policy and a separate critic."""
 
     def __init__(self, policy: Backend, critic: Backend) -> None:
-        """``critic`` has a value head, ``policy`` none."""
-        self._policy, self._critic = policy, critic
+        """``critic`` has a value head, ``policy`` does not."""
+        self._policy = policy
+        self._critic = critic
 
     @property
     def packing(self) -> PackingSpec:
@@ -64,23 +65,23 @@ class SeparateCritic:
 
     def optim_step(self) -> dict[str, float]:
         with self._both_or_none():
-            for each in (self._policy, self._critic):  # before either moves
-                each.check_gradient()
+            for backend in (self._policy, self._critic):  # before either moves
+                backend.check_gradient()
             critic = self._critic.optim_step()
             return {**self._policy.optim_step(), "critic_grad_norm": critic["grad_norm"]}
 
     def check_gradient(self) -> None:
         with self._both_or_none():
-            for each in (self._policy, self._critic):
-                each.check_gradient()
+            for backend in (self._policy, self._critic):
+                backend.check_gradient()
 
     def clear_gradient(self) -> None:
-        for each in (self._policy, self._critic):
-            each.clear_gradient()
+        for backend in (self._policy, self._critic):
+            backend.clear_gradient()
 
     @contextlib.contextmanager
     def _both_or_none(self) -> Iterator[None]:
-        """Where one of them is refused, the other keeps nothing of the step."""
+        """If one model raises TrainError, clear the gradients of both."""
         try:
             yield
         except TrainError:
@@ -101,14 +102,14 @@ class SeparateCritic:
 
     def save(self, folder: Path) -> Callable[[], None] | None:
         waits = [
-            each
-            for each in (self._policy.save(folder), self._critic.save(folder / _FOLDER))
-            if each is not None
+            wait_for
+            for wait_for in (self._policy.save(folder), self._critic.save(folder / _FOLDER))
+            if wait_for is not None
         ]
 
         def wait() -> None:
-            for each in waits:
-                each()
+            for wait_for in waits:
+                wait_for()
 
         return wait if waits else None
 

@@ -1,16 +1,16 @@
-"""What one rank does: its rows of each model, and the verbs that all ranks carry out together.
+"""One rank: its shard of each model, and the verbs that all ranks run together.
 
-    make ── (put …) ── stage ──┬── add, optim_step      the same call on every rank, at the same time, with its own batches
-                               ├── logprobs
+    make ── (put …) ── stage ──┬── add, optim_step     each call runs on every rank at the same
+                               ├── logprobs            time, with the rank's own batches
                                ├── gather, put
                                └── save, load
 
-Rank 0 is told by its own process, the others over a connection (``rank_group.py``). A verb either
-succeeds on every rank, or raises an error of ours on every rank, and then the next verb may follow;
-any other exception ends all ranks.
+Rank 0 is called by its own process, the others over a connection (``rank_group.py``). A verb either
+succeeds on every rank, or raises one of our errors on every rank, after which the next verb may
+follow. Any other exception ends all ranks.
 
-Every rank runs as many batches as the one with the most: one that has none left computes ``idle``
-ones, a token without weight, so that it takes part in what all must do together.
+Every rank runs as many batches as the rank with the most. A rank without batches left computes
+``idle`` ones (a token without weight), so that it takes part in collective operations.
 """
 
 from __future__ import annotations
@@ -39,28 +39,38 @@ from ramify.types.sequence import Batch, Floats
 
 
 class RankModelSpec(NamedTuple):
-    """A model that is to be made."""
+    """Description of a model to create."""
 
     config: Any
-    """The Hugging Face configuration."""
+    """Hugging Face configuration."""
     compute: ComputeSpec
     folder: str
-    """Weights that each rank reads its rows of; empty: rank 0 will ``put`` them."""
+    """Folder from which each rank reads its shard; empty: rank 0 sends the weights with ``put``."""
     lora: AdapterSpec | None
     dumps: str
-    """For batches whose loss is not finite."""
+    """Folder for batches with a non-finite loss."""
     critic: bool = False
-    """With a value head, which begins at 0 everywhere."""
+    """Whether to add a value head, initialized to 0."""
 
 
 class _Model:
-    """One model of this rank."""
+    """One model on this rank."""
 
     def __init__(
         self, making: RankModelSpec, model: nn.Module, names: list[str], sharded: ShardedLayout
     ) -> None:
-        self.making, self.model, self.names, self.sharded = making, model, names, sharded
-        self.policy = Policy(model, None, None, making.config, 0, "sharded")  # type: ignore[arg-type]
+        self.making = making
+        self.model = model
+        self.names = names
+        self.sharded = sharded
+        self.policy = Policy(
+            model,
+            None,  # type: ignore[arg-type]
+            None,  # type: ignore[arg-type]
+            making.config,
+            0,
+            "sharded",
+        )
         self.single: SingleBackend | None = None
 
     @property
@@ -75,7 +85,10 @@ class RankModels:
     def __init__(
         self, index: int, size: int, device: torch.device, timeout_s: float, pulse: RankHeartbeat
     ) -> None:
-        self.index, self.size, self.device, self._pulse = index, size, device, pulse
+        self.index = index
+        self.size = size
+        self.device = device
+        self._pulse = pulse
         self._models: dict[str, _Model] = {}
         self._saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._pending: shards.CheckpointWrite | None = None
@@ -85,20 +98,19 @@ class RankModels:
 
     @property
     def saving(self) -> shards.CheckpointWrite:
-        """What the last ``save`` began."""
+        """The latest checkpoint write."""
         assert self._pending is not None
         return self._pending
 
     def of(self, key: str) -> SingleBackend:
-        """The backend of a model, on this rank."""
+        """This rank's backend of a model."""
         return self._models[key].backend
 
     # --- verbs: models
-    # -------------------------------------------------------------------------------------------
 
     def make(self, key: str, making: RankModelSpec) -> None:
-        """Make a model, spread; without values but for adapters, where it does not come from a
-        folder."""
+        """Create a sharded model. If it has no folder, only its adapters and value head are
+        initialized."""
         model = on_meta(making.config)
         names: list[str] = []
         if making.lora is not None:
@@ -125,20 +137,20 @@ class RankModels:
         sharded.fill(values)
 
     def put(self, key: str, named: list[tuple[str, Tensor | None]]) -> None:
-        """Take tensors over that rank 0 has; the names are those of the model without adapters."""
+        """Receive tensors from rank 0; the names are those of the model without adapters."""
         made = self._models[key]
-        made.sharded.let_go()
+        made.sharded.reshard()
         here = {adapters.plain(name): name for name in self._base(made)}
         for name, tensor in named:
             made.sharded.put(here[name], tensor)
 
     def gather(self, key: str, names: list[str], gradients: bool) -> list[Tensor] | None:
-        """Whole tensors, or gradients, for rank 0."""
+        """Full tensors, or gradients, for rank 0; None on other ranks."""
         found = [self._models[key].sharded.gather(name, gradients) for name in names]
         return found if self.index == 0 else None
 
     def release_memory(self) -> None:
-        """As ``TrainedModel.release_memory``, on this rank."""
+        """Like ``TrainedModel.release_memory``, on this rank."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -146,8 +158,7 @@ class RankModels:
         self._models.pop(key, None)
 
     def stage(self, key: str, optim: OptimizerSpec, critic: bool) -> None:
-        """From here on the model is trained by a fresh optimizer, its value head too where
-        ``critic``."""
+        """Begin training the model with a fresh optimizer. ``critic``: train its value head too."""
         made = self._models[key]
         compute = made.making.compute
         dumps = Path(made.making.dumps) / (f"rank-{self.index}" if self.index else "")
@@ -163,10 +174,9 @@ class RankModels:
         )
 
     # --- verbs: learning
-    # -----------------------------------------------------------------------------------------
 
     def add(self, key: str, batches: list[Batch | None], loss: LossSpec, idle: Batch) -> LossTally:
-        """Add the gradient of ``batches``; None is where others have one and this rank has not."""
+        """Add the gradient of ``batches``; None stands for a batch that only other ranks have."""
         made, tally = self._models[key], LossTally()
         for index, batch in enumerate(batches):
             made.sharded.expect(index + 1 == len(batches))
@@ -197,23 +207,23 @@ class RankModels:
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
 
     def values(self, key: str, batches: list[Batch | None], idle: Batch) -> list[Floats]:
-        """[E] of each batch that is one, by the value head."""
+        """Values [E] for each batch that is not None."""
         backend = self.of(key)
         found = [backend.values([idle if batch is None else batch])[0] for batch in batches]
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
 
     # --- verbs: checkpoints
-    # --------------------------------------------------------------------------------------
 
     def save(self, key: str, folder: str, asynchronous: bool) -> shards.RandomState:
-        """Write this rank's rows; ``wait`` until that is over, where it goes on by itself."""
+        """Write this rank's shard. If writing continues in the background, ``wait`` waits for
+        it."""
         self.wait()
         single = self.of(key)
         self._pending = shards.save(Path(folder), *single.trained, self._saving, asynchronous)
         return shards.random_state(self.device)
 
     def wait(self) -> None:
-        """Until the last ``save`` is over on all ranks. Raises StoreError where it failed on
+        """Wait until the last ``save`` is complete on all ranks. Raises StoreError if it failed on
         any."""
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -222,14 +232,14 @@ class RankModels:
     def load(self, key: str, folder: str, num_steps: int, random: list[shards.RandomState]) -> None:
         self.wait()
         made = self._models[key]
-        made.sharded.let_go()
+        made.sharded.reshard()
         shards.load(Path(folder), *made.backend.trained, self._saving)
         made.backend.go_on_from(num_steps)
         if self.index < len(random):
             shards.set_random_state(self.device, random[self.index])
 
     def _base(self, made: _Model) -> list[str]:
-        """Names of what a checkpoint of the model without adapters holds."""
+        """Names of the tensors in a checkpoint of the model without adapters."""
         everything = [*made.sharded.parameters, *made.sharded.buffers]
         return [
             name for name in everything if not adapters.is_adapter(name) and not is_of_critic(name)
@@ -237,7 +247,7 @@ class RankModels:
 
 
 def is_of_critic(name: str) -> bool:
-    """Whether a parameter is the value head's, which is no part of the policy."""
+    """Whether a parameter belongs to the value head, which is not part of the policy."""
     return name.startswith(f"{VALUE_HEAD}.")
 
 
@@ -262,8 +272,8 @@ def idle(batch: Batch) -> Batch:
 
 
 def dealt(batches: Many[Batch], num_ranks: int) -> list[list[int]]:
-    """Rank -> which batches are its: the longest first, each to the rank that has the fewest tokens
-    so far."""
+    """Rank -> indices of its batches: the longest batch first, each to the rank with the fewest
+    tokens so far."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for index in sorted(range(len(batches)), key=lambda index: (-len(batches[index]), index)):

@@ -1,20 +1,20 @@
-"""Ranks that work together, and what is done when one of them does not.
+"""A group of ranks that work together, and how it handles a rank that fails.
 
-    rank 0, the run's own process                        rank 1, 2, …
-    call(verb) ── verb, arguments ─────────────────────> follow: carry it out, all at the same time
-               <─ value, or error ──────────────────────
-    watch      ── "ping", each second ─────────────────> watch: answers from a thread of its own
-               <─ how often it got on, what it is doing
+    rank 0, the run's own process                     rank 1, 2, …
+    call(verb) ── verb, arguments ──────────────────> follow: run it, all at the same time
+               <─ value, or error ───────────────────
+    watch      ── "ping", every second ─────────────> watch: answers from a separate thread
+               <─ heartbeat count, or stack ─────────
 
-The one loop of training runs in rank 0 and knows of no ranks: it would otherwise have to run
-everywhere, with the same rollouts, the same clock and the same decisions on each. Others carry
-verbs out, and hold nothing that a run decides.
+The training loop runs only in rank 0 and does not use ranks itself: otherwise it would have to run
+everywhere, with the same rollouts, clock and decisions. The other ranks run verbs, and hold no
+state that a run decides on.
 
-A rank that ends is noticed by its connection, one that stands still by this: nobody gets on for
-``timeout_s`` while a verb is carried out. Then every rank's stack is asked for; those that wait
-inside torch.distributed wait for another one, and the others are named. Whoever waits for a rank
-that is gone is released, since all others are ended, and with them their connections. What is sent
-here is pickled, between processes that one user started and that prove it with a key.
+A rank that exits is noticed by its connection. A rank is stuck if no rank makes progress for
+``timeout_s`` during a verb. Then every rank is asked for its stack: ranks that wait inside
+torch.distributed wait for another one, and the error names the others. If a rank is lost, all
+others are killed, which closes their connections and releases every wait. Messages are pickled:
+they pass only between processes that one user started and that authenticate with a key.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from ramify.errors import RamifyError, TrainError
 from ramify.progress import heartbeat
 
 _GRACE_S = 5.0
-"""How long others are waited for once something is wrong."""
+"""How long in seconds to wait for other ranks after an error."""
 _DISTRIBUTED = os.path.join("torch", "distributed")
 
 
 class RemoteRankError(TrainError):
-    """This rank stops because another one has a reason to, which that one tells."""
+    """This rank stops because another rank has an error, which that rank reports."""
 
 
 class RankHeartbeat:
-    """How far this rank is, for those who watch it."""
+    """Progress of this rank, for those who watch it."""
 
     def __init__(self) -> None:
         self.count = 0
         self.verb = ""
-        """What it carries out; empty while it waits for work."""
+        """The verb that is running; empty while waiting for work."""
         self.thread = 0
         self.waits = False
-        """Whether it has done its part, and waits for what others say."""
+        """Whether this rank has done its part, and waits for other ranks' results."""
 
     def tick(self) -> None:
         self.count += 1
@@ -71,7 +71,7 @@ class RankHeartbeat:
             self.tick()
 
     def stack(self) -> str:
-        """Where the thread is that carries out the verb, outermost call first."""
+        """Stack of the thread that runs the verb, outermost call first."""
         frame = sys._current_frames().get(self.thread)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
@@ -83,11 +83,11 @@ class RankConnection(NamedTuple):
     talk: Connection
     watch: Connection
     where: str
-    """Host and process id, for people."""
+    """Host and process id, for error messages."""
 
 
 class RankProcess(Protocol):
-    """A rank that this process started."""
+    """A rank process that this process started."""
 
     pid: int
 
@@ -99,66 +99,71 @@ class RankProcess(Protocol):
 
 
 class RankResult(NamedTuple):
-    """How a rank carried a verb out."""
+    """A rank's result of one verb."""
 
     value: Any = None
-    said: RamifyError | None = None
-    """An error that every rank has, after which work may go on."""
+    error: RamifyError | None = None
+    """An error that every rank has, after which work may continue."""
     broke: str = ""
-    """Any other, after which it may not."""
+    """Any other error, after which it may not."""
 
 
 class RankGroup:
-    """All ranks, as rank 0 has them."""
+    """All ranks, as seen from rank 0."""
 
     def __init__(
         self,
         own: Any,
         pulse: RankHeartbeat,
-        links: Sequence[RankConnection],
+        connections: Sequence[RankConnection],
         processes: Sequence[RankProcess],
         timeout_s: float,
         stacks: Path,
     ) -> None:
         """``own``: the object whose methods are the verbs, on this rank. ``stacks``: a folder for
-        the stacks of ranks when one stands still."""
-        self.size = 1 + len(links)
-        self._own, self._pulse, self._links, self.processes = own, pulse, links, processes
+        the stacks of stuck ranks."""
+        self.size = 1 + len(connections)
+        self._own = own
+        self._pulse = pulse
+        self._connections = connections
+        self.processes = processes
         self._lock = threading.Lock()
-        self._watch = _Watch(pulse, links, processes, timeout_s, stacks)
+        self._watch = _Watch(pulse, connections, processes, timeout_s, stacks)
 
     def call(
         self, verb: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None
     ) -> list[Any]:
-        """Carry ``verb`` out on every rank, with ``shared`` arguments and after them those that
-        ``each`` has for a rank. The values, by rank. Raises what the ranks raise; TrainError, from
-        then on always, where one is lost."""
+        """Run ``verb`` on every rank, with the ``shared`` arguments followed by the rank's own from
+        ``each``. Returns the values by rank. Raises the ranks' error; TrainError if a rank is lost,
+        in this call and all later ones."""
         with self._lock:
             self._watch.check()
             with self._pulse.doing(verb):
-                for link in self._links:
-                    with contextlib.suppress(OSError):  # the watch finds out why
-                        link.talk.send_bytes(
-                            pickle.dumps((verb, (*shared, *(each[link.rank] if each else ()))))
+                for connection in self._connections:
+                    with contextlib.suppress(OSError):  # the watch thread reports why
+                        connection.talk.send_bytes(
+                            pickle.dumps(
+                                (verb, (*shared, *(each[connection.rank] if each else ())))
+                            )
                         )
                 try:
                     ended = [carried_out(self._own, verb, (*shared, *(each[0] if each else ())))]
                 except Exception as error:  # noqa: BLE001 (another rank may be the cause)
-                    self._watch.lose(_told(verb, error), rank=0, grace_s=_GRACE_S)
+                    self._watch.lose(_describe(verb, error), rank=0, grace_s=_GRACE_S)
                 self._pulse.waits = True
-                ended += [self._watch.ended(link) for link in self._links]
+                ended += [self._watch.ended(connection) for connection in self._connections]
         return self._values(ended)
 
     def stacks(self) -> str:
-        """Where the other ranks are, as text."""
+        """Stacks of the other ranks, as text."""
         return self._watch.stacks()
 
     def close(self) -> None:
-        """Let the other ranks end, and see to it that they do."""
+        """Shut down the other ranks; kill those that do not exit in time."""
         self._watch.close()
-        for link in self._links:
+        for connection in self._connections:
             with contextlib.suppress(OSError):
-                link.talk.send_bytes(pickle.dumps(None))
+                connection.talk.send_bytes(pickle.dumps(None))
         until = time.monotonic() + _GRACE_S
         for process in self.processes:
             while process.poll() is None and time.monotonic() < until:
@@ -166,55 +171,60 @@ class RankGroup:
             if process.poll() is None:
                 process.kill()
             process.wait()
-        for link in self._links:
-            link.talk.close()
-            link.watch.close()
+        for connection in self._connections:
+            connection.talk.close()
+            connection.watch.close()
 
     def _values(self, ended: Sequence[RankResult]) -> list[Any]:
-        said = [each.said for each in ended if each.said is not None]
-        if said:
-            raise next((error for error in said if not isinstance(error, RemoteRankError)), said[0])
-        return [each.value for each in ended]
+        errors = [result.error for result in ended if result.error is not None]
+        if errors:
+            raise next(
+                (error for error in errors if not isinstance(error, RemoteRankError)), errors[0]
+            )
+        return [result.value for result in ended]
 
 
 class _Watch:
-    """Looks after the ranks, in a thread of its own, until something is wrong or it is closed."""
+    """Watches the ranks from a separate thread, until an error or ``close``."""
 
     def __init__(
         self,
         pulse: RankHeartbeat,
-        links: Sequence[RankConnection],
+        connections: Sequence[RankConnection],
         processes: Sequence[RankProcess],
         timeout_s: float,
         stacks: Path,
     ) -> None:
-        self._pulse, self._links, self._processes = pulse, links, processes
-        self._timeout_s, self._stacks = timeout_s, stacks
+        self._pulse = pulse
+        self._connections = connections
+        self._processes = processes
+        self._timeout_s = timeout_s
+        self._stacks = stacks
         self._beat_s = min(1.0, timeout_s / 10)
         self._reason = ""
-        """Why the team is no more."""
+        """Why the group has ended; empty while it works."""
         self._guard = threading.Lock()
-        self._counts = [0] * (1 + len(links))
-        self._inbox: dict[int, list[RankResult]] = {link.rank: [] for link in links}
-        """What ranks said and nobody has taken yet."""
+        self._counts = [0] * (1 + len(connections))
+        self._inbox: dict[int, list[RankResult]] = {link.rank: [] for link in connections}
+        """Results received from ranks and not yet returned."""
         self._answers: dict[int, str] = {}
-        """Rank -> its stack, once it was asked for."""
+        """Rank -> its stack, after it was requested."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ramify-ranks", daemon=True)
-        if links:
+        if connections:
             self._thread.start()
 
     def check(self) -> None:
-        """Raises TrainError where a rank was lost."""
+        """Raise TrainError if a rank was lost."""
         if self._reason:
             raise TrainError(self._reason)
 
     def lose(self, why: str, rank: int, grace_s: float = 0.0) -> NoReturn:
-        """Rank ``rank`` is lost; within ``grace_s`` it may turn out that another one was the cause.
-        Ends all others."""
+        """Report that rank ``rank`` is lost, and end all others. Within ``grace_s`` another rank
+        may turn out to be the cause."""
         until = time.monotonic() + grace_s
-        while not self._reason and time.monotonic() < until and self._links:
-            if other := self._told() or self._dead():
+        while not self._reason and time.monotonic() < until and self._connections:
+            if other := self._reported_failure() or self._dead():
                 rank, why = other
                 break
             time.sleep(0.02)
@@ -222,7 +232,8 @@ class _Watch:
         raise TrainError(self._reason)
 
     def ended(self, link: RankConnection) -> RankResult:
-        """How the rank ended its verb, once it has. Raises TrainError where a rank was lost."""
+        """The rank's result, once it has finished its verb. Raises TrainError if a rank was
+        lost."""
         while True:
             self.check()
             with contextlib.suppress(OSError):
@@ -243,20 +254,19 @@ class _Watch:
 
     def close(self) -> None:
         self._closing.set()
-        if self._links:
+        if self._connections:
             self._thread.join()
 
     def _run(self) -> None:
         last, quiet_s = list(self._counts), 0.0
         while not self._closing.wait(self._beat_s) and not self._reason:
-            quiet_s += (
-                self._beat_s
-            )  # counted in waits, so that a process that was stopped for a while has not waited
-            for link in self._links:
+            # Counts waits, not time, so that a process that was suspended does not time out.
+            quiet_s += self._beat_s
+            for link in self._connections:
                 self._send(link, "ping")
             self._read()
             if (dead := self._dead()) is not None and not self._closing.is_set():
-                rank, why = self._told() or dead
+                rank, why = self._reported_failure() or dead
                 self._give_up(f"rank {rank}{self._place(rank)} is lost: {why}")
                 return
             self._counts[0] = self._pulse.count
@@ -265,28 +275,31 @@ class _Watch:
             if self._counts != last or not self._pulse.verb:
                 last, quiet_s = list(self._counts), 0.0
             elif quiet_s > self._timeout_s:
-                self._stalled()
+                self._report_stall()
                 return
 
     def stacks(self) -> str:
-        """Of the other ranks; what one does not tell in time is said to be missing."""
+        """Stacks of the other ranks; says so if a rank does not answer in time."""
         self._answers.clear()
-        for link in self._links:
+        for link in self._connections:
             self._send(link, "stack")
         until = time.monotonic() + _GRACE_S
-        while time.monotonic() < until and any(self._may_answer(link.rank) for link in self._links):
-            time.sleep(0.05)  # the watching thread reads
-        found = [
-            (link.rank, self._answers.get(link.rank, "it did not answer\n")) for link in self._links
+        while time.monotonic() < until and any(
+            self._may_answer(link.rank) for link in self._connections
+        ):
+            time.sleep(0.05)  # the watch thread reads the answers
+        answers = [
+            (link.rank, self._answers.get(link.rank, "it did not answer\n"))
+            for link in self._connections
         ]
-        return "\n".join(f"rank {rank}{self._place(rank)}\n{stack}" for rank, stack in found)
+        return "\n".join(f"rank {rank}{self._place(rank)}\n{stack}" for rank, stack in answers)
 
     def _send(self, link: RankConnection, word: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             link.watch.send_bytes(pickle.dumps(word))
 
     def _read(self) -> None:
-        for link in self._links:
+        for link in self._connections:
             with contextlib.suppress(EOFError, OSError):
                 while link.watch.poll():
                     kind, value = pickle.loads(link.watch.recv_bytes())
@@ -297,7 +310,7 @@ class _Watch:
 
     def _dead(self) -> tuple[int, str] | None:
         """A rank whose process or connection has ended, and how."""
-        for link in self._links:
+        for link in self._connections:
             code = self._processes[link.rank - 1].poll() if self._processes else None
             if code is not None:
                 how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
@@ -306,26 +319,28 @@ class _Watch:
                 return link.rank, "its process ended"
         return None
 
-    def _told(self) -> tuple[int, str] | None:
-        """A rank that has said what broke it."""
-        for link in self._links:
+    def _reported_failure(self) -> tuple[int, str] | None:
+        """A rank that reported a fatal error, and the error."""
+        for link in self._connections:
             self._receive(link)
             for ended in self._inbox[link.rank]:
                 if ended.broke:
                     return link.rank, ended.broke
         return None
 
-    def _stalled(self) -> None:
-        """Nobody gets on: find out for whom the others wait."""
+    def _report_stall(self) -> None:
+        """No rank makes progress: find out which one the others wait for."""
         verb = self._pulse.verb
-        for link in self._links:
+        for link in self._connections:
             self._send(link, "stack")
         until = time.monotonic() + _GRACE_S
-        while time.monotonic() < until and any(self._may_answer(link.rank) for link in self._links):
+        while time.monotonic() < until and any(
+            self._may_answer(link.rank) for link in self._connections
+        ):
             time.sleep(0.05)
             self._read()
         stacks = {0: self._pulse.stack(), **self._answers}
-        zero_variance = [link.rank for link in self._links if link.rank not in stacks]
+        zero_variance = [link.rank for link in self._connections if link.rank not in stacks]
         waits = {
             rank
             for rank, stack in stacks.items()
@@ -336,13 +351,13 @@ class _Watch:
         behind = [rank for rank, count in enumerate(self._counts) if count == least]
         named = zero_variance or (working if waits and working else behind)
         path = self._write(stacks, zero_variance)
-        told = "; ".join(
+        description = "; ".join(
             f"rank {rank}{self._place(rank)} {self._state(rank, stacks.get(rank, ''))}"
             for rank in named
         )
         self._give_up(
-            f"no rank got on for {self._timeout_s:g} s in '{verb}'. {told}. The stacks of all "
-            f"ranks are in {path}",
+            f"no rank made progress for {self._timeout_s:g} s in '{verb}'. {description}. The "
+            f"stacks of all ranks are in {path}",
             named,
         )
 
@@ -351,8 +366,8 @@ class _Watch:
 
     def _state(self, rank: int, stack: str) -> str:
         if stack:
-            return f"stands at {' '.join(stack.splitlines()[-2].split())}"
-        return f"does not answer{_process_state(self._pid(rank))}; what it could tell of its stack is on stderr"
+            return f"is at {' '.join(stack.splitlines()[-2].split())}"
+        return f"does not answer{_process_state(self._pid(rank))}; its stack may be on stderr"
 
     def _write(self, stacks: dict[int, str], zero_variance: Sequence[int]) -> Path:
         self._stacks.mkdir(parents=True, exist_ok=True)
@@ -369,20 +384,20 @@ class _Watch:
         return path
 
     def _give_up(self, reason: str, culprits: Sequence[int] = ()) -> None:
-        """End the others, so that who waits for them waits no longer."""
+        """End the other ranks, which also releases everything that waits for them."""
         with self._guard:
             if self._reason:
                 return
             self._reason = reason
-        for link in self._links:
+        for link in self._connections:
             self._send(link, f"end: {reason}")
         for process in self._processes:
             process.kill()
             process.wait()
-        for link in self._links:
+        for link in self._connections:
             for connection in (link.talk, link.watch):
                 _shut(connection)
-        if 0 in culprits:  # nobody else can end what this process does
+        if 0 in culprits:  # only an exception can stop this process's own verb
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._pulse.thread), ctypes.py_object(TrainError)
             )
@@ -391,17 +406,17 @@ class _Watch:
         return self._processes[rank - 1].pid if self._processes and rank else 0
 
     def _place(self, rank: int) -> str:
-        return f" ({self._links[rank - 1].where})" if rank else " (this process)"
+        return f" ({self._connections[rank - 1].where})" if rank else " (this process)"
 
 
 def carried_out(own: Any, verb: str, arguments: tuple[Any, ...]) -> RankResult:
     try:
         return RankResult(getattr(own, verb)(*arguments))
     except RamifyError as error:
-        return RankResult(said=error)
+        return RankResult(error=error)
 
 
-def _told(verb: str, error: Exception) -> str:
+def _describe(verb: str, error: Exception) -> str:
     first = str(error).strip().partition("\n")[0]
     return f"in '{verb}', {type(error).__name__}: {first}"
 
@@ -409,8 +424,8 @@ def _told(verb: str, error: Exception) -> str:
 def follow(
     own: Any, pulse: RankHeartbeat, talk: Connection, watch: Connection, rank: int, timeout_s: float
 ) -> None:
-    """Carry out what rank 0 says, until it says that this was all. A process whose rank 0 is gone
-    ends."""
+    """Run the verbs that rank 0 sends, until it sends the end. Exit the process if rank 0 is
+    gone."""
     stop = threading.Event()
     answering = threading.Thread(
         target=_answer, args=(pulse, watch, rank, timeout_s, stop), daemon=True
@@ -419,18 +434,18 @@ def follow(
     try:
         while True:
             try:
-                told = pickle.loads(talk.recv_bytes())
+                message = pickle.loads(talk.recv_bytes())
             except (EOFError, OSError):
                 _end(rank, "rank 0 is gone")
-            if told is None:
+            if message is None:
                 return
-            verb, arguments = told
+            verb, arguments = message
             with pulse.doing(verb):
                 try:
                     ended = carried_out(own, verb, arguments)
-                except Exception as error:  # noqa: BLE001 (told to rank 0, and raised there)
+                except Exception as error:  # noqa: BLE001 (sent to rank 0, and raised there)
                     traceback.print_exc()
-                    ended = RankResult(broke=_told(verb, error))
+                    ended = RankResult(broke=_describe(verb, error))
             talk.send_bytes(pickle.dumps(ended))
             if ended.broke:
                 _end(rank, ended.broke)
@@ -445,13 +460,13 @@ def _answer(
     beat_s = min(1.0, timeout_s / 10)
     quiet = 0.0
     while not stop.is_set():
-        # Written by a thread without the interpreter, where something keeps this one from it
+        # A native thread writes the stack if this one is blocked from running.
         faulthandler.dump_traceback_later(timeout_s, file=sys.stderr)
         try:
             if not watch.poll(beat_s):
-                quiet += beat_s  # counted in waits, so that a machine that slept has not waited
+                quiet += beat_s  # counts waits, so that a suspended machine does not time out
                 if quiet > timeout_s:
-                    _end(rank, f"rank 0 has not been heard of for {timeout_s:g} s")
+                    _end(rank, f"no message from rank 0 for {timeout_s:g} s")
                 continue
             word = pickle.loads(watch.recv_bytes())
             if word.startswith("end: "):
@@ -469,19 +484,20 @@ def _answer(
 
 
 def _end(rank: int, why: str) -> NoReturn:
-    """End the process, whatever its other threads are in the middle of."""
+    """End the process, whatever its other threads are doing."""
     print(f"ramify: rank {rank} ends: {why}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def _waits(stack: str) -> bool:
-    """Whether a rank is inside a collective: its innermost call is one of torch.distributed."""
+    """Whether a rank is inside a collective operation: its innermost call is in
+    torch.distributed."""
     places = [line for line in stack.splitlines() if line.lstrip().startswith("File ")]
     return bool(places) and _DISTRIBUTED in places[-1]
 
 
 def _process_state(pid: int) -> str:
-    """`` (State: T (stopped))``; nothing where it cannot be known."""
+    """`` (State: T (stopped))``; empty if it is not known."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines() if pid else ():
             if line.startswith("State:"):
@@ -500,6 +516,6 @@ def _is_closed(connection: Connection) -> bool:
 
 
 def _shut(connection: Connection) -> None:
-    """Wake whoever reads or writes it."""
+    """Wake all readers and writers of the connection."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as peer:
         peer.shutdown(socket.SHUT_RDWR)

@@ -1,17 +1,18 @@
-"""One model over a mesh of ranks, by FSDP2 (``fully_shard``): made on the meta device, so that no
-rank ever holds it whole.
+"""Shards one model over a mesh of ranks, with FSDP2 (``fully_shard``). It is created on the meta
+device, so that no rank ever holds the full model.
 
-    on_meta ── adapters ── fully_shard: each layer, then the rest ── memory for this rank's rows ── fill, tensor by tensor
+    on_meta ── adapters ── fully_shard: each layer, then the rest
+            ── allocate this rank's rows ── fill, tensor by tensor
 
     mesh of 6 ranks, 2 replicas       shard ──>
-                           replicate  0 1 2      every row of ranks holds the model once, each rank a third of the rows of
-                               │      3 4 5      every tensor; gradients are added up along rows, then over replicas
-                               v
+                           replicate  0 1 2      each row of ranks holds the model once, each rank
+                               │      3 4 5      a third of the rows of every tensor; gradients are
+                               v                 summed along rows, then over replicas
 
-Gradients are sums over ranks and not means: losses are divided by counts of the whole step before.
-Decides where tensors lie, in which precision they travel, and when they are put together. Leaves
-out what is computed (``single.py``) and who says when (``rank_group.py``). Mixed precision,
-offloading and NCCL need GPUs; gloo on CPUs goes through the same calls.
+Gradients are sums over ranks, not means: losses are already divided by the counts of the whole
+step. Decides where tensors are stored, in which precision they are communicated, and when they are
+gathered. Not here: what is computed (``single.py``), and who calls it (``rank_group.py``). Mixed
+precision, offloading and NCCL need GPUs; gloo on CPUs uses the same calls.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def mesh_of(device: torch.device, num_ranks: int, replicas: int) -> DeviceMesh:
-    """Raises ConfigError where the ranks do not fill it."""
+    """The device mesh. Raises ConfigError if the ranks do not fill it."""
     check_mesh(num_ranks, replicas)
     if replicas == 1:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
@@ -64,8 +65,8 @@ def check_mesh(num_ranks: int, replicas: int) -> None:
 
 
 def on_meta(config: Any) -> nn.Module:
-    """The model of a Hugging Face configuration without its weights; what it computes by itself
-    (rotations) is there."""
+    """The model of a Hugging Face configuration without its weights. Computed buffers (rotations)
+    have their values."""
     if unsupported(config) is None:
         with torch.device("meta"):
             return DenseModel(config).eval()
@@ -77,8 +78,8 @@ def on_meta(config: Any) -> nn.Module:
 
 
 class ShardedLayout:
-    """Implements ``WeightLayout`` for ``model``, whose parameters from then on are this rank's rows
-    of each."""
+    """Implements ``WeightLayout`` for ``model``, whose parameters become this rank's rows of
+    each."""
 
     muon = ShardedMuon
 
@@ -90,10 +91,11 @@ class ShardedLayout:
         compute: ComputeSpec,
         tick: Callable[[], None],
     ) -> None:
-        """``model`` is on the meta device, and its values are undefined afterwards: ``put`` or
-        ``fill`` them. ``tick`` is called as layers are entered, by which others see that this rank
-        gets on."""
-        self.device, self._mesh = device, mesh
+        """``model`` is on the meta device; afterwards its values are undefined, until ``put`` or
+        ``fill``. ``tick`` is called when a layer is entered, which shows other ranks that this one
+        makes progress."""
+        self.device = device
+        self._mesh = mesh
         self._shard = shard = compute.shard
         layers = layers_of(model)
         if shard.compile:
@@ -108,7 +110,7 @@ class ShardedLayout:
             fully_shard(layer, reshard_after_forward=shard.gather == "layer", **options)
             layer.register_forward_pre_hook(lambda *_: tick(), prepend=True)
         head = getattr(model, VALUE_HEAD, None)
-        if head is not None:  # what a critic says is fp32, as on one device
+        if head is not None:  # the critic's values are fp32, as on one device
             fully_shard(head, reshard_after_forward=shard.gather == "layer", **everywhere)
         fully_shard(self._root, **options)
         self._sharded: list[FSDPModule] = [
@@ -123,15 +125,14 @@ class ShardedLayout:
         self.buffers = {
             name: each for name, each in model.state_dict().items() if name not in _names(model)
         }
-        """Name -> tensor, whole on every rank: what a checkpoint holds besides parameters."""
+        """Name -> tensor, full on every rank: what a checkpoint holds in addition to parameters."""
 
-    # --- Spread
-    # --------------------------------------------------------------------------------------------------
+    # --- WeightLayout
 
     def run(self, work: Callable[[], T]) -> T:
         found = cast(T, self._root(work))
-        if not torch.is_grad_enabled():  # no backward pass will let go of what was put together
-            self.let_go()
+        if not torch.is_grad_enabled():  # no backward pass will free the gathered weights
+            self.reshard()
         return found
 
     def agree(self, is_well: bool) -> bool:
@@ -149,29 +150,27 @@ class ShardedLayout:
         dist.all_reduce(total, group=self._mesh.get_group(self._mesh.ndim - 1))
         return float(total.sqrt())
 
-    # --- when weights are put together
-    # -----------------------------------------------------------------------------
+    # --- when weights are gathered
 
     def expect(self, is_last: bool) -> None:
-        """The next backward pass is the last of this call, after which gradients are added up over
-        ranks; or is not."""
+        """Announce whether the next backward pass is the last of this call, after which gradients
+        are summed over ranks."""
         if self._shard.gather == "step":
             for each in self._sharded:
                 each.set_requires_gradient_sync(is_last, recurse=False)
                 each.set_reshard_after_backward(is_last, recurse=False)
             cast(FSDPModule, self._root).set_is_last_backward(is_last)
 
-    def let_go(self) -> None:
-        """Keep this rank's rows alone. What a forward pass put together would outlive a change of
+    def reshard(self) -> None:
+        """Keep only this rank's rows: weights gathered in a forward pass would outlive a change of
         the weights."""
         for each in self._sharded:
             each.reshard()
 
     # --- weights
-    # ---------------------------------------------------------------------------------------------------
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Take this rank's rows out of whole tensors, of which only those rows are read."""
+        """Copy this rank's rows out of full tensors; only those rows are read."""
         with torch.no_grad():
             for name, tensor in weights.items():
                 if name in self.buffers:
@@ -180,7 +179,7 @@ class ShardedLayout:
                     _local(self.parameters[name]).copy_(self._rows(tensor))
 
     def put(self, name: str, tensor: Tensor | None) -> None:
-        """Rank 0's ``tensor``, spread."""
+        """Distribute rank 0's ``tensor``."""
         mine = self.parameters[name] if name in self.parameters else self.buffers[name]
         whole = torch.empty(mine.shape, dtype=mine.dtype, device=self.device)
         if tensor is not None:
@@ -196,14 +195,14 @@ class ShardedLayout:
                 mine.copy_(whole)
 
     def gather(self, name: str, gradient: bool = False) -> Tensor:
-        """The whole tensor, or its gradient, on every rank, on the CPU."""
+        """The full tensor, or its gradient, on every rank, on the CPU."""
         parameter = self.parameters[name]
         found = parameter.grad if gradient else parameter.detach()
         found = torch.zeros_like(parameter) if found is None else found
         return cast(DTensor, found.detach().to(self.device)).full_tensor().cpu()
 
     def _rows(self, tensor: Tensor) -> Tensor:
-        """Of this rank: as ``torch.chunk`` cuts, which is how FSDP2 does."""
+        """This rank's rows, as cut by ``torch.chunk``, which FSDP2 uses."""
         num, index = (
             self._mesh.size(self._mesh.ndim - 1),
             self._mesh.get_local_rank(self._mesh.ndim - 1),
@@ -220,9 +219,9 @@ class ShardedLayout:
 
 
 class _Root(nn.Module):
-    """The model, called with what is to be computed: so that one forward pass of FSDP is whatever
-    the caller does with the model, its output matrix included, and names of parameters stay the
-    model's own."""
+    """Wraps the model so that it is called with a function to compute. Thus one forward pass of
+    FSDP covers whatever the caller does with the model, including its output matrix, and parameters
+    keep their names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -233,7 +232,7 @@ class _Root(nn.Module):
 
 
 def _give_memory(root: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
-    """Uninitialised, for this rank's rows; a tied parameter stays one."""
+    """Allocate uninitialized memory for this rank's rows; a tied parameter stays tied."""
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for module in root.modules():
         for name, old in module._parameters.items():
@@ -250,8 +249,8 @@ def _give_memory(root: nn.Module, parameters: torch.device, buffers: torch.devic
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that modules register meanwhile lose their values at once; buffers keep theirs,
-    which no checkpoint has."""
+    """Move parameters to the meta device as modules register them inside; buffers keep their
+    values, which are not in any checkpoint."""
     register = nn.Module.register_parameter
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -275,8 +274,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _compile(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Each layer's forward pass, for any number of tokens. Attention walks a forest that is another
-    in every batch."""
+    """Compile each layer's forward pass for any number of tokens, except attention, which walks a
+    different forest in every batch."""
     if not isinstance(model, DenseModel):
         raise ConfigError(
             "compute.shard.compile is for Llama, Mistral, Qwen2 and Qwen3, which run as Dense"

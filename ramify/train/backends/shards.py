@@ -1,10 +1,11 @@
-"""Checkpoints in which every rank writes its own rows, by ``torch.distributed.checkpoint``.
+"""Checkpoints in which every rank writes its own shard, with ``torch.distributed.checkpoint``.
 
-    FOLDER/shards/__0_0.distcp, __1_0.distcp, .metadata      weights.NAME, optim.NAME.exp_avg, …
-    FOLDER/trainer.pt                                        steps, options, random states; written by rank 0 (``fsdp.py``)
+    FOLDER/shards/__0_0.distcp, __1_0.distcp, .metadata   weights.NAME, optim.NAME.exp_avg, …
+    FOLDER/trainer.pt                                     steps, options, random states;
+                                                          written by rank 0 (``fsdp.py``)
 
-What was written by some ranks is read by any other number. Only what is trained is held: of a model
-with adapters these. Decides names and what must fit; leaves out when a checkpoint is whole
+A checkpoint can be read by any number of ranks. It holds only what is trained: for a model with
+adapters, only these. Decides names and what must fit. Not here: when a checkpoint is complete
 (``train/checkpoint.py``).
 """
 
@@ -30,7 +31,7 @@ _WEIGHTS, _OPTIM = "weights", "optim"
 
 
 class RandomState(NamedTuple):
-    """Of one rank."""
+    """Random states of one rank."""
 
     cpu: Tensor
     cuda: Tensor | None
@@ -51,7 +52,7 @@ class CheckpointWrite:
             self._run()
 
     def wait(self) -> None:
-        """Raises StoreError where a rank could not write."""
+        """Wait until it is written. Raises StoreError if a rank could not write."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -62,7 +63,7 @@ class CheckpointWrite:
     def _run(self) -> None:
         try:
             self._work()
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 (raised again by who waits)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 (raised again by wait)
             self._error = error
 
 
@@ -73,7 +74,7 @@ def save(
     group: Any,
     in_background: bool,
 ) -> CheckpointWrite:
-    """Write this rank's share, as it is now: from a copy, where it goes on in the background."""
+    """Write this rank's current shard; in the background, from a copy."""
     state = _state(weights, _moments(weights, optimizers))
     if in_background:
         state = {
@@ -89,14 +90,14 @@ def save(
 def load(
     folder: Path, weights: Mapping[str, Any], optimizers: CombinedOptimizer, group: Any
 ) -> None:
-    """Read this rank's share, of a checkpoint that ``check`` has found to fit."""
-    found = sizes(folder)
-    parameters = {name: each.detach() for name, each in weights.items()}
+    """Read this rank's shard of a checkpoint that ``check`` has accepted."""
+    shapes = sizes(folder)
+    parameters = {name: owner.detach() for name, owner in weights.items()}
     moments: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
     for name, moment in moments.items():
         prefix = f"{_OPTIM}.{name}."
-        for key in (each.removeprefix(prefix) for each in found if each.startswith(prefix)):
-            is_number = not found[prefix + key]
+        for key in (owner.removeprefix(prefix) for owner in shapes if owner.startswith(prefix)):
+            is_number = not shapes[prefix + key]
             moment[key] = (
                 torch.zeros((), device=weights[name].device)
                 if is_number
@@ -104,9 +105,9 @@ def load(
             )
     read_shards(_state(parameters, moments), checkpoint_id=folder / FOLDER, process_group=group)
     owners = {
-        parameter: each
-        for each in optimizers.each
-        for group in each.param_groups
+        parameter: owner
+        for owner in optimizers.each
+        for group in owner.param_groups
         for parameter in group["params"]
     }
     for name, moment in moments.items():
@@ -116,12 +117,12 @@ def load(
 
 
 def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of all that a checkpoint holds. Raises ConfigError where there is none."""
+    """Name -> shape of everything in a checkpoint. Raises ConfigError if there is none."""
     try:
         metadata = FileSystemReader(folder / FOLDER).read_metadata()
     except FileNotFoundError:
         raise ConfigError(
-            f"{folder} holds no state of ranks: it has no {FOLDER}/.metadata"
+            f"{folder} holds no state of ranks: {FOLDER}/.metadata is missing"
         ) from None
     return {
         name: tuple(getattr(each, "size", ()))
@@ -130,8 +131,8 @@ def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ConfigError with the first tensor that the checkpoint has otherwise than ``shapes``,
-    of what is trained."""
+    """Raise ConfigError, naming the first tensor that differs, unless the trained tensors of the
+    checkpoint have exactly the ``shapes``."""
     prefix = f"{_WEIGHTS}."
     there = {
         name.removeprefix(prefix): size
@@ -142,7 +143,7 @@ def check(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         saved, ours = there.get(name), shapes.get(name)
         if saved != ours:
             raise ConfigError(
-                f"{folder} is of another model: '{name}' is {saved} there and {ours} here"
+                f"{folder} is from another model: '{name}' is {saved} there and {ours} here"
             )
 
 
@@ -161,7 +162,7 @@ def set_random_state(device: torch.device, state: RandomState) -> None:
 def _moments(
     weights: Mapping[str, Any], optimizers: CombinedOptimizer
 ) -> dict[str, dict[str, Tensor]]:
-    """Name -> what its optimizer remembers of it."""
+    """Name -> its optimizer state."""
     states = {
         parameter: state for each in optimizers.each for parameter, state in each.state.items()
     }
@@ -178,7 +179,7 @@ def _state(
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """On the CPU, where it does not change with the weights."""
+    """A copy on the CPU, which does not change with the weights."""
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 

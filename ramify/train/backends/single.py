@@ -1,12 +1,12 @@
-"""The backend of one device, a CPU or a GPU: the reference that others must reproduce.
+"""The backend for one device, a CPU or a GPU: the reference that all other backends must reproduce.
 
-    forward_backward   for each batch:  trunk ── hidden states of entries ── head ── loss ── backward
+    forward_backward   for each batch: trunk ── hidden states of entries ── head ── loss ── backward
     optim_step         clip ── AdamW, or Muon and AdamW ── clear
 
-Decides how bf16 products are made of fp32 weights (which precision: ``precision.py``), whether
-activations are computed again in the backward pass, and what happens to a loss that is not finite.
-Gradients add up over batches, so that the size of a batch changes memory and not the step. Leaves
-out what a loss is (``loss.py``) and how attention goes (``models/trunk.py``).
+Decides how bf16 products are computed from fp32 weights (which precision: ``precision.py``),
+whether activations are recomputed in the backward pass, and what happens if a loss is not finite.
+Gradients accumulate over batches, so the batch size changes memory but not the step. Not here:
+losses (``loss.py``) and attention (``models/trunk.py``).
 
 Legend: T tokens, E entries, D width, k teacher tokens per entry.
 """
@@ -48,16 +48,16 @@ from ramify.types.sequence import Batch, Floats
 
 _STATE = "backend.pt"
 VALUE_HEAD = "value_head"
-Wanted = Literal["no", "value", "gradient", "values alone"]
-"""Of entries: log-probabilities without entropy, with, with its gradient; or what a critic says and
-nothing else."""
+EntryOutput = Literal["no", "value", "gradient", "values alone"]
+"""What to compute at entries: log-probabilities without entropy, with it, with its gradient, or
+only the critic's values."""
 _FILL_TOKENS = 4096
 LEAST_TOKENS = 1024
-"""A batch may have, whatever the memory."""
+"""Lower limit of ``max_tokens``, whatever the memory."""
 
 
 class SingleBackend:
-    """Implements ``Backend``."""
+    """Implements ``Backend`` on one device."""
 
     def __init__(
         self,
@@ -69,12 +69,13 @@ class SingleBackend:
         critic: bool = False,
         spread: WeightLayout | None = None,
     ) -> None:
-        """``policy``'s weights are trained in place, in fp32: lower ones are converted. Batches
-        whose loss is not finite are written into ``dumps``, by default the working directory.
-        ``critic``: with a value head on the trunk, which begins at 0 everywhere. ``spread``: how
-        the weights lie over ranks, of which this is one; None where they are all here. There the
-        value head lies with them, in the model (``VALUE_HEAD``)."""
-        self._policy, self._optim = policy, optim or OptimizerSpec()
+        """``policy``'s weights are trained in place, in fp32; lower precisions are converted.
+        Batches with a non-finite loss are written to ``dumps``, by default the working directory.
+        ``critic``: add a value head on the trunk, initialized to 0. ``spread``: how the weights are
+        sharded over ranks, of which this is one; None if they are all here. With sharding, the
+        value head is part of the model (``VALUE_HEAD``)."""
+        self._policy = policy
+        self._optim = optim or OptimizerSpec()
         self._spread = spread or SingleProcessLayout(policy.device)
         self._device = self._spread.device
         self._compute = decided(compute or ComputeSpec(), policy.dtype, self._device.type)
@@ -98,7 +99,7 @@ class SingleBackend:
     @property
     def packing(self) -> PackingSpec:
         max_tokens = self._compute.max_tokens or self._most_tokens()
-        fill_tokens = _FILL_TOKENS if self._device.type == "cpu" else 0
+        fill_tokens = _FILL_TOKENS if self._device.type == "cpu" else None
         return PackingSpec(
             max_tokens, self._compute.share and self._trunk.shares, self._cost, fill_tokens
         )
@@ -118,9 +119,9 @@ class SingleBackend:
         return tally.metrics()
 
     def add(self, batch: Batch, loss: LossSpec) -> LossTally:
-        """``forward_backward`` of one batch: what was measured of it."""
+        """``forward_backward`` of one batch; returns its metrics."""
         with self._trunk.scope():
-            entries = self._entries(batch, _wanted(loss, batch))
+            entries = self._entries(batch, _output_of(loss, batch))
             value, measured = losses.compute(loss, entries)
             is_finite = bool(torch.isfinite(value))
             if not self._spread.agree(is_finite):
@@ -132,8 +133,9 @@ class SingleBackend:
     def optim_step(self) -> dict[str, float]:
         lr = self._optim.lr_at(self._num_steps)
         gradients, norm = self._gradients()
-        if self._optim.max_grad_norm and norm > self._optim.max_grad_norm:
-            torch._foreach_mul_(gradients, self._optim.max_grad_norm / norm)
+        max_norm = self._optim.max_grad_norm
+        if max_norm is not None and norm > max_norm:
+            torch._foreach_mul_(gradients, max_norm / norm)
         if gradients:
             self._optimizers.step(lr)
         self.clear_gradient()
@@ -147,16 +149,15 @@ class SingleBackend:
         self._trained.zero_grad(set_to_none=True)
 
     def _gradients(self) -> tuple[list[Tensor], float]:
-        """What has been gathered, and its norm. Raises TrainError, and clears it, where that is not
-        finite."""
+        """The accumulated gradients and their norm. If it is not finite, clear them and raise
+        TrainError."""
         gradients = [p.grad for p in self._trained.parameters() if p.grad is not None]
         norm = self._spread.norm(gradients)
         if not math.isfinite(norm):
             self.clear_gradient()
             raise TrainError(
                 f"the gradient of step {self._num_steps + 1} is not finite, though its loss is; "
-                "the weights are as before "
-                "the step: lower optim.lr, or try compute.precision=fp32"
+                "the weights are unchanged: lower optim.lr, or try compute.precision=fp32"
             )
         return gradients, norm
 
@@ -165,10 +166,10 @@ class SingleBackend:
             return [self._entries(batch, "no").logprobs.cpu().numpy() for batch in batches]
 
     def scores(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
-        """For each batch ``logprobs`` [E]; ``candidates`` [E, k], the log-probabilities of its
-        stream ``teacher_ids``, where it has one; and with ``top`` the likeliest tokens of each
-        entry, ``top_ids`` and ``top`` [E, top]."""
-        found = []
+        """For each batch: ``logprobs`` [E]; ``candidates`` [E, k], the log-probabilities of its
+        stream ``teacher_ids``, if it has one; and with ``top`` the likeliest tokens of each entry,
+        ``top_ids`` and ``top`` [E, top]."""
+        results = []
         with torch.no_grad(), self._trunk.scope():
             for batch in batches:
                 if top:
@@ -179,19 +180,19 @@ class SingleBackend:
                     columns = {"logprobs": entries.logprobs}
                     if entries.teacher_ids_logprobs is not None:
                         columns["candidates"] = entries.teacher_ids_logprobs
-                found.append({name: column.cpu().numpy() for name, column in columns.items()})
-        return found
+                results.append({name: column.cpu().numpy() for name, column in columns.items()})
+        return results
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
         if self._value_head is None:
-            raise ConfigError("this backend has no critic: make it with one, as rl.critic does")
-        found = []
+            raise ConfigError("this backend has no critic: create it with one, as rl.critic does")
+        results = []
         with torch.no_grad(), self._trunk.scope():
             for batch in batches:
                 values = self._entries(batch, "values alone").values
                 assert values is not None
-                found.append(values.cpu().numpy())
-        return found
+                results.append(values.cpu().numpy())
+        return results
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
@@ -217,7 +218,7 @@ class SingleBackend:
         try:
             state = torch.load(folder / _STATE, map_location=self._device, weights_only=True)
         except FileNotFoundError:
-            raise ConfigError(f"{folder} holds no state of a trainer: it has no {_STATE}") from None
+            raise ConfigError(f"{folder} holds no trainer state: {_STATE} is missing") from None
         self._check_fit(folder, state)
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
@@ -232,24 +233,23 @@ class SingleBackend:
 
     @property
     def trained(self) -> tuple[dict[str, nn.Parameter], CombinedOptimizer]:
-        """What changes: name -> parameter, and what steps them."""
+        """(name -> trained parameter, their optimizers)"""
         return {
             name: each for name, each in self._model.named_parameters() if each.requires_grad
         }, self._optimizers
 
     def go_on_from(self, num_steps: int) -> None:
-        """Weights and optimizer have been set to those of a backend that had made so many steps."""
+        """Set the number of steps, after weights and optimizer were restored."""
         self._num_steps = num_steps
 
     # --- one batch
-    # -----------------------------------------------------------------------------------------------
 
-    def _entries(self, batch: Batch, entropy: Wanted) -> LossEntries:
+    def _entries(self, batch: Batch, entropy: EntryOutput) -> LossEntries:
         check_window(batch, self._policy.window)
         heartbeat()
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
         logprobs, entropies, values = self._spread.run(
-            lambda: self._computed(batch, streams, entropy)
+            lambda: self._run_model(batch, streams, entropy)
         )
         _, sequences = np.unique(batch.owners[:, 0], return_inverse=True)
         return LossEntries(
@@ -262,10 +262,10 @@ class SingleBackend:
             values=None if values is None else values[:, 0],
         )
 
-    def _computed(
-        self, batch: Batch, streams: Mapping[str, Tensor], entropy: Wanted
+    def _run_model(
+        self, batch: Batch, streams: Mapping[str, Tensor], entropy: EntryOutput
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log-probabilities [E, j], entropies [E], values [E, 1] where there is a critic), all
+        """(log-probabilities [E, j], entropies [E], values [E, 1] if there is a critic): everything
         that needs the weights."""
         with self._autocast():
             rows, places = (
@@ -279,11 +279,11 @@ class SingleBackend:
                     h_ED.new_zeros(0),
                 )
             else:
-                asked = self._asked(batch, streams, entropy)
+                request = self._head_request(batch, streams, entropy)
                 num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
                 max_logits = max_logits or logits_at_once(self._device.type == "cuda")
                 logprobs, entropies = entry_logprobs(
-                    h_ED, self._trunk.logits, asked, num_ids, max_logits
+                    h_ED, self._trunk.logits, request, num_ids, max_logits
                 )
         return (
             logprobs,
@@ -292,8 +292,8 @@ class SingleBackend:
         )
 
     def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
-        """Log-probabilities of each entry's token, of its candidates where it has some, and of its
-        ``num`` likeliest, at the entry's temperature."""
+        """Log-probabilities of each entry's token, of its candidates if it has some, and of its
+        ``num`` likeliest tokens, at the entry's temperature."""
         temperature, targets = (
             self._tensor(batch.streams["temperature"]),
             self._tensor(batch.targets)[:, None],
@@ -315,10 +315,10 @@ class SingleBackend:
                 logprobs_nV = z_nV.log_softmax(-1)
                 parts.append((logprobs_nV.gather(1, wanted[at]), *logprobs_nV.topk(num)))
         logprobs, top, top_ids = (torch.cat(each) for each in zip(*parts, strict=True))
-        found = {"logprobs": logprobs[:, 0], "top": top, "top_ids": top_ids}
-        return found if wanted is targets else {**found, "candidates": logprobs[:, 1:]}
+        columns = {"logprobs": logprobs[:, 0], "top": top, "top_ids": top_ids}
+        return columns if wanted is targets else {**columns, "candidates": logprobs[:, 1:]}
 
-    def _asked(
+    def _head_request(
         self,
         batch: Batch,
         streams: Mapping[str, Tensor],
@@ -338,7 +338,8 @@ class SingleBackend:
     def _fail(
         self, batch: Batch, entries: LossEntries, loss: LossSpec, is_finite: bool
     ) -> NoReturn:
-        """Write the batch down, name the first sequence whose loss is not finite, and stop."""
+        """Write the batch to a file, name the first sequence with a non-finite loss, and raise
+        TrainError."""
         self._trained.zero_grad(set_to_none=True)
         if is_finite:
             raise RemoteRankError(
@@ -363,16 +364,14 @@ class SingleBackend:
         np.savez(path, **arrays)
         raise TrainError(
             f"the loss of step {self._num_steps + 1} is not finite at {int(bad.sum())} entries, "
-            "the first of them token "
-            f"{token} of sequence {batch.sequences[index]}; the batch is in {path}, the weights "
-            "are as before the step"
+            f"the first being token {token} of sequence {batch.sequences[index]}; the batch is in "
+            f"{path}, the weights are unchanged"
         )
 
     def _tensor(self, array: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
     # --- precision and memory
-    # ------------------------------------------------------------------------------------
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._compute.precision != "bf16":
@@ -380,7 +379,7 @@ class SingleBackend:
         return torch.autocast(self._device.type, torch.bfloat16)
 
     def _most_tokens(self) -> int:
-        """Whose activations fit."""
+        """Number of tokens whose activations fit into memory."""
         is_cuda = self._device.type == "cuda"
         room = activation_room(
             torch.cuda.get_device_properties(self._device).total_memory if is_cuda else 0
@@ -393,32 +392,32 @@ class SingleBackend:
         return max(LEAST_TOKENS, room // token)
 
     def _check_fit(self, folder: Path, state: dict[str, Any]) -> None:
-        """ConfigError with the first difference between this backend and the one that wrote
+        """Raise ConfigError with the first difference between this backend and the one that wrote
         ``state``."""
         saved, ours = state["weights"], dict(self.weights())
         for name in sorted(saved.keys() | ours.keys()):
             shapes = [tuple(each[name].shape) if name in each else None for each in (saved, ours)]
             if shapes[0] != shapes[1]:
                 raise ConfigError(
-                    f"{folder} is of another model: '{name}' is {shapes[0]} there and {shapes[1]} "
-                    "here"
+                    f"{folder} is from another model: '{name}' is {shapes[0]} there and "
+                    f"{shapes[1]} here"
                 )
         if (self._value_head is not None) != bool(state.get("value_head")):
             raise ConfigError(
-                f"{folder} is of a backend {'without' if self._value_head is not None else 'with'} "
-                "a critic"
+                f"{folder} is from a backend "
+                f"{'without' if self._value_head is not None else 'with'} a critic"
             )
         there = msgspec.json.decode(state["optim"])
         here = msgspec.json.decode(msgspec.json.encode(self._optim))
         if there["kind"] != here["kind"]:
             raise ConfigError(
-                f"{folder} is of another optimizer: optim.kind is {there['kind']} there and "
+                f"{folder} is from another optimizer: optim.kind is {there['kind']} there and "
                 f"{here['kind']} here"
             )
 
 
 def activation_room(gpu_bytes: int) -> int:
-    """Bytes that activations may take; ``gpu_bytes`` 0 on a CPU."""
+    """Memory budget of activations in bytes; ``gpu_bytes`` is 0 on a CPU."""
     return 2 * gpu_bytes // 5 if gpu_bytes else 4 << 30
 
 
@@ -427,13 +426,13 @@ def logits_at_once(is_cuda: bool) -> int:
 
 
 def activation_bytes(width: int, mlp: int, layers: int, recompute: bool) -> int:
-    """That a token holds until its backward pass: about ten vectors of the model's width and four
-    of the MLP's per layer, or one per layer where the rest is computed again."""
+    """Activation memory of one token until its backward pass: about ten vectors of the model's
+    width and four of the MLP's per layer, or one per layer with recomputation."""
     return 4 * layers * (width if recompute else 10 * width + 4 * mlp)
 
 
 def check_window(batch: Batch, window: int) -> None:
-    """Raises ConfigError where a path of ``batch`` is longer than the policy's window."""
+    """Raise ConfigError if a path of ``batch`` is longer than the policy's window."""
     longest = int(batch.positions.max()) + 1
     if longest > window:
         names = ", ".join(sorted(batch.sequences.values())[:3])
@@ -444,13 +443,13 @@ def check_window(batch: Batch, window: int) -> None:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The model's layers: its longest ``ModuleList``; empty where it has none."""
+    """The model's layers, i.e. its longest ``ModuleList``; empty if it has none."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     longest: nn.ModuleList = max(lists, key=len, default=nn.ModuleList())
     return list(longest)
 
 
-def _wanted(loss: LossSpec, batch: Batch) -> Wanted:
+def _output_of(loss: LossSpec, batch: Batch) -> EntryOutput:
     if "rl" not in batch.denominators:
         return "no"
     if isinstance(loss.policy, CriticOnlyLoss):
@@ -466,7 +465,7 @@ def value_head(width: int) -> nn.Linear:
 
 
 def _trained(model: nn.Module, value_head: nn.Module | None) -> nn.Module:
-    """What the optimizer moves."""
+    """The modules that the optimizer updates."""
     return (
         model
         if value_head is None or hasattr(model, VALUE_HEAD)
@@ -475,25 +474,26 @@ def _trained(model: nn.Module, value_head: nn.Module | None) -> nn.Module:
 
 
 class _Speed(NamedTuple):
-    """Rough speeds of a device, from which it follows when sharing pays. Measured on one CPU core;
-    a GPU's are data-sheet values, where all stretches of one level are one call."""
+    """Rough speeds of a device, which decide when sharing pays. Measured on one CPU core; a GPU's
+    are data-sheet values, where all stretches of one level are a single call."""
 
     products: float
     """FLOP per second of matrix products."""
     attention: float
     """FLOP per second of attention."""
     call_s: float
-    """A stretch that is shared: seconds per layer."""
+    """Overhead of a shared stretch: seconds per layer."""
     join_s: float
-    """A token below it: seconds per layer and element of its heads."""
+    """Overhead of a token below it: seconds per layer and element of its heads."""
 
 
 _SPEEDS = {"cpu": _Speed(5e10, 3.5e10, 5e-4, 1.2e-8), "cuda": _Speed(2e14, 1e14, 1e-5, 1e-11)}
 
 
 def _cost(model: nn.Module, config: Any, device: str) -> ComputeCost:
-    """In units of the 6 FLOP per weight of the layers that a token costs forward and backward. A
-    pair costs 14 FLOP per layer and element of the heads: two products forward, five backward."""
+    """Costs in units of one token's work forward and backward, which is 6 FLOP per weight of the
+    layers. A pair costs 14 FLOP per layer and element of the heads: two products forward, five
+    backward."""
     speed = _SPEEDS.get(device, _SPEEDS["cuda"])
     matrices = sum(
         p.numel() for name, p in model.named_parameters() if p.dim() >= 2 and "embed" not in name
@@ -509,21 +509,21 @@ def _cost(model: nn.Module, config: Any, device: str) -> ComputeCost:
     )
 
 
-def _recompute_layers(model: nn.Module, wanted: bool) -> None:
-    """Let each layer keep its input alone, or no longer, where an earlier backend of the model did
-    so."""
+def _recompute_layers(model: nn.Module, enabled: bool) -> None:
+    """Turn activation checkpointing on or off for each layer; an earlier backend of the model may
+    have turned it on."""
     layers = layers_of(model)
-    if wanted and not layers:
-        raise ConfigError("compute.recompute needs a model whose layers stand in a ModuleList")
+    if enabled and not layers:
+        raise ConfigError("compute.recompute needs a model whose layers are in a ModuleList")
     for layer in layers:
         if isinstance(vars(layer).get("forward"), _RecomputedLayer):
             del layer.forward
-        if wanted:
+        if enabled:
             layer.forward = _RecomputedLayer(layer.forward)
 
 
 class _RecomputedLayer:
-    """A layer's forward pass that is done again in the backward pass."""
+    """A layer whose forward pass is recomputed in the backward pass."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward

@@ -1,5 +1,6 @@
-"""A model that is trained in this process, on one device: the policy's own, which the engine may
-sample from."""
+"""A model trained in this process, on one device: the policy's own model, which the engine may also
+sample from.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +26,31 @@ from ramify.types.sequence import Batch, Floats
 
 
 class LocalTrainedModel:
-    """Implements ``TrainedModel``."""
+    """Implements ``TrainedModel`` on one device."""
 
     is_here = True
 
     def __init__(self, policy: Policy, compute: ComputeSpec, dumps: Path) -> None:
-        self._policy, self._dumps = policy, dumps
-        # Decided once: the first backend turns the policy's weights into fp32.
+        self._policy = policy
+        self._dumps = dumps
+        # Decided once: the first backend converts the policy's weights to fp32.
         self._compute = decided(compute, policy.dtype, policy.device.type)
         self._backend: SingleBackend | None = None
 
     @staticmethod
     def check(compute: ComputeSpec, device: str) -> None:
-        """Raises ConfigError where several ranks are told of, or were started: all but one would
-        wait for nothing."""
+        """Raise ConfigError if several ranks were configured or started: all except one would wait
+        forever."""
         started = RankInfo.of_environment()
         if started is not None and started.size > 1:
             raise ConfigError(
-                f"torchrun started {started.size} processes, and compute.backend=single trains in "
-                "one: set "
-                "compute.backend=fsdp"
+                f"torchrun started {started.size} processes, but compute.backend=single trains in "
+                "one: set compute.backend=fsdp"
             )
-        if compute.shard.ranks > 1:
+        if (compute.shard.ranks or 1) > 1:
             raise ConfigError(
-                f"compute.shard.ranks={compute.shard.ranks}, and compute.backend=single trains in "
-                "one process: set "
-                "compute.backend=fsdp, or leave ranks out"
+                f"compute.shard.ranks={compute.shard.ranks}, but compute.backend=single trains in "
+                "one process: set compute.backend=fsdp, or leave ranks out"
             )
 
     def backend(self, optim: OptimizerSpec) -> SingleBackend:
@@ -86,15 +86,16 @@ class LocalTrainedModel:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Does nothing: nothing was started."""
 
 
 class AdapterFreeReference:
-    """The model without its adapters, as a reference: no other one is held. Asked in the thread
-    that trains."""
+    """The model without its adapters, as a reference that needs no second model. Call it in the
+    training thread."""
 
     def __init__(self, model: nn.Module, trained: SingleBackend) -> None:
-        self._model, self._trained = model, trained
+        self._model = model
+        self._trained = trained
 
     @property
     def packing(self) -> PackingSpec:

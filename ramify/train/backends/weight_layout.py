@@ -1,7 +1,7 @@
-"""What is otherwise where a model's weights lie over several ranks: the seam between ``single.py``,
-which computes, and ``sharding.py``, which knows where weights are.
+"""The interface between ``single.py``, which computes, and ``sharding.py``, which knows where
+weights are stored.
 
-``SingleProcessLayout`` is for one device that holds them all: everything is as it is.
+``SingleProcessLayout`` is for a single device that holds all weights.
 """
 
 from __future__ import annotations
@@ -19,34 +19,33 @@ T = TypeVar("T")
 
 
 class WeightLayout(Protocol):
-    """How the weights of a model lie over ranks, as one of them sees it."""
+    """How the weights of a model are sharded over ranks, from the view of one rank."""
 
     @property
     def muon(self) -> type[Muon]:
-        """The class that steps matrices as they lie."""
+        """The class that steps matrices in this layout."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         ...
 
     def run(self, work: Callable[[], T]) -> T:
-        """``work`` with the weights at hand. Every rank enters and leaves it together with the
-        others."""
+        """Run ``work`` with access to the weights. All ranks enter and leave it together."""
         ...
 
     def agree(self, is_well: bool) -> bool:
-        """Whether all is well on every rank."""
+        """Whether ``is_well`` is true on every rank."""
         ...
 
     def norm(self, tensors: Many[Tensor]) -> float:
-        """Of all tensors together, whole."""
+        """Norm of all full tensors together."""
         ...
 
 
 class SingleProcessLayout:
-    """Implements ``WeightLayout``."""
+    """Implements ``WeightLayout`` for a single device."""
 
     muon = Muon
 
@@ -64,9 +63,8 @@ class SingleProcessLayout:
 
 
 def squares(tensors: Many[Tensor]) -> Tensor:
-    """The sum of all squares, in fp64. In fp32 it would be rounded as the tensors happen to lie:
-    with it the factor that gradients are scaled by, and after twenty steps the gradient differs by
-    2e-5."""
+    """The sum of all squares, in fp64. In fp32 its rounding would depend on the layout of the
+    tensors; so would the clipping factor, and after twenty steps gradients would differ by 2e-5."""
     return (
         torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors])
         .square()

@@ -1,10 +1,11 @@
-"""A Hugging Face folder written tensor by tensor: no more than one of them is held, however large
-the model.
+"""Writes a Hugging Face folder tensor by tensor: only one tensor is in memory at a time, however
+large the model.
 
-    config.json      model.safetensors, or model-00001-of-00003.safetensors … and model.safetensors.index.json
+    config.json, and model.safetensors
+    or model-00001-of-00003.safetensors … and model.safetensors.index.json
 
-The format is a length, a JSON header with names, types, shapes and places, and the values one after
-another: since shapes are known beforehand, the header comes first and values follow as they come.
+The format is a length, a JSON header with names, types, shapes and offsets, and then the values.
+Since shapes are known beforehand, the header is written first and values follow as they arrive.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import torch
 from torch import Tensor
 
 _MAX_BYTES = 5_000_000_000
-"""Of a file."""
+"""Maximum size of a file."""
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class ExportedWeights(NamedTuple):
-    """What is to be written."""
+    """The weights to write."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """In the order in which values will come."""
+    """Name -> shape, in the order in which the values will arrive."""
     dtype: torch.dtype | None = None
     """None: fp32."""
 
@@ -39,21 +40,21 @@ def export(
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int = _MAX_BYTES,
 ) -> None:
-    """Write a model's configuration and weights into ``folder``, which is made. ValueError where
-    ``tensors`` come otherwise than ``weights`` says."""
+    """Write a model's configuration and weights to ``folder``, which is created. Raises ValueError
+    if ``tensors`` differ from ``weights``."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = weights.dtype or torch.float32
     parts = _parts(weights.shapes, dtype.itemsize, max_bytes)
-    coming = iter(tensors)
+    remaining = iter(tensors)
     for index, part in enumerate(parts):
         with (folder / _name(index, len(parts))).open("wb") as file:
             _write_header(file, {name: weights.shapes[name] for name in part}, dtype)
             for name in part:
-                found, tensor = next(coming)
+                found, tensor = next(remaining)
                 if (found, tuple(tensor.shape)) != (name, weights.shapes[name]):
                     raise ValueError(
-                        f"'{found}' {tuple(tensor.shape)} came, where '{name}' "
-                        f"{weights.shapes[name]} was to"
+                        f"got '{found}' {tuple(tensor.shape)}, expected '{name}' "
+                        f"{weights.shapes[name]}"
                     )
                 file.write(_bytes(tensor, dtype))
     if len(parts) > 1:
@@ -61,8 +62,10 @@ def export(
             name: _name(index, len(parts)) for index, part in enumerate(parts) for name in part
         }
         total = sum(math.prod(shape) for shape in weights.shapes.values()) * dtype.itemsize
-        told = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(told, indent=2) + "\n")
+        index_json = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(index_json, indent=2) + "\n"
+        )
     _write_config(folder, config, dtype)
 
 

@@ -84,7 +84,7 @@ def counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
     set. Raises ConfigError if the two differ."""
     num = dict.fromkeys(spec.services, 1)
     for name in ROLES:
-        by_placement, elsewhere = spec.role(name).count, by_run.get(name, 0)
+        by_placement, elsewhere = spec.role(name).count or 0, by_run.get(name, 0)
         if by_placement and elsewhere and by_placement != elsewhere:
             raise ConfigError(
                 f"placement.{name}.count={by_placement}, but the run has {elsewhere} "
@@ -239,7 +239,8 @@ def _roles_of(members: Sequence[SlotMember]) -> str:
 
 
 def _resources(pool: NodePool) -> SlotResources:
-    return SlotResources(pool.gpus, pool.cpus, pool.memory_gb or float("inf"))
+    memory_gb = float("inf") if pool.memory_gb is None else pool.memory_gb
+    return SlotResources(pool.gpus, pool.cpus, memory_gb)
 
 
 def _described(needs: SlotResources) -> str:

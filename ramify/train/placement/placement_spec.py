@@ -4,7 +4,7 @@
         pools={"gpus": NodePool(nodes=2, gpus=8, cpus=64), "cpus": NodePool(nodes=1, cpus=32)},
         trainer=RoleSpec(pool="gpus", gpus=1),              compute.shard.ranks processes
         inference=RoleSpec(pool="gpus", gpus=1),            inference.num processes
-        rollouts=RoleSpec(pool="cpus", count=4, cpus=4),    0: in the run's own process
+        rollouts=RoleSpec(pool="cpus", count=4, cpus=4),    None: the run's own process
         colocate=(("trainer", "inference"),),               rank 0 and engine 0 share a slot and GPU
     )
 
@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+from ramify.train.optional_fields import check_optional
 
 ROLES = ("trainer", "inference", "rollouts")
 KINDS = ("local", "ray")
@@ -34,16 +35,17 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     gpus: float = 0
     """Per node, like ``cpus`` and ``memory_gb``."""
     cpus: float = 1
-    memory_gb: float = 0
-    """Main memory in units of 10^9 bytes; 0: not limited."""
+    memory_gb: float | None = None
+    """Main memory in units of 10^9 bytes; None: not limited."""
     order: Literal["pack", "spread"] = "pack"
     """pack: use as few nodes as possible. spread: place each slot on the node with most free."""
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or min(self.gpus, self.cpus, self.memory_gb) < 0:
+        check_optional("placement.pools", "not counted", memory_gb=self.memory_gb)
+        if self.nodes < 1 or min(self.gpus, self.cpus) < 0:
             raise ConfigError(
                 f"placement.pools: nodes={self.nodes} must be at least 1; gpus={self.gpus:g}, "
-                f"cpus={self.cpus:g} and memory_gb={self.memory_gb:g} cannot be negative"
+                f"cpus={self.cpus:g} cannot be negative"
             )
 
 
@@ -52,8 +54,8 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     pool: str = ""
     """A name from ``pools``; optional if there is only one pool."""
-    count: int = 0
-    """Number of processes. 0: as many as the run has elsewhere (``compute.shard.ranks``,
+    count: int | None = None
+    """Number of processes. None: as many as the run has elsewhere (``compute.shard.ranks``,
     ``inference.num``); for rollouts: no workers, the run's own process samples them."""
     gpus: float = 0
     """Per process, like ``cpus`` and ``memory_gb``."""
@@ -61,9 +63,10 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     memory_gb: float = 0
 
     def __post_init__(self) -> None:
-        if min(self.count, self.gpus, self.cpus, self.memory_gb) < 0:
+        check_optional("placement role", "as many as the run needs", count=self.count)
+        if min(self.gpus, self.cpus, self.memory_gb) < 0:
             raise ConfigError(
-                f"placement: count={self.count}, gpus={self.gpus:g}, cpus={self.cpus:g} and "
+                f"placement: gpus={self.gpus:g}, cpus={self.cpus:g} and "
                 f"memory_gb={self.memory_gb:g} of a role cannot be negative"
             )
 
@@ -83,7 +86,7 @@ class ServiceSpec(RoleSpec, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.command or not self.variable or self.count > 1 or not self.start_s > 0:
+        if not self.command or not self.variable or (self.count or 1) > 1 or not self.start_s > 0:
             raise ConfigError(
                 "placement.services: a service is one process with a command, a variable and a "
                 f"positive start_s; got command={self.command}, variable='{self.variable}', "

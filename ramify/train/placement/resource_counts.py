@@ -27,7 +27,7 @@ def counted(run: Run, spec: PlacementSpec) -> dict[str, int]:
     ConfigError if placement and run disagree."""
     inference = run.inference
     by_run = {
-        "trainer": run.compute.shard.ranks if run.compute.backend == "fsdp" else 1,
+        "trainer": (run.compute.shard.ranks or 0) if run.compute.backend == "fsdp" else 1,
         "inference": inference.num if inference is not None and not inference.urls else 0,
     }
     num = counts(spec, by_run)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.train.optional_fields import check_optional
 from ramify.train.policy_losses.base import LossFormula, LossTokens, nowhere
 
 if TYPE_CHECKING:
@@ -28,19 +29,18 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     has a return."""
 
     weight: float = 0.5
-    clip: float = 0.2
-    """Maximum change of V within a step; 0: not clipped."""
+    clip: float | None = 0.2
+    """Maximum change of V within a step; None: not clipped."""
 
     def __post_init__(self) -> None:
-        if self.weight <= 0 or self.clip < 0:
-            raise ConfigError(
-                f"loss.value: weight={self.weight} must be above 0, clip={self.clip} not negative"
-            )
+        check_optional("loss.value", "no bound", clip=self.clip)
+        if self.weight <= 0:
+            raise ConfigError(f"loss.value.weight={self.weight} must be above 0")
 
     def per_token(self, values: CriticTokens) -> Tensor:
         """[E] the loss of each token."""
         squared_error = (values.now - values.returns).square()
-        if not self.clip:
+        if self.clip is None:
             return squared_error / 2
         clipped = values.old + (values.now - values.old).clamp(-self.clip, self.clip)
         return squared_error.maximum((clipped - values.returns).square()) / 2

@@ -164,7 +164,7 @@ class ClientScorer:
         if top or any(row.candidates for row in rows):
             raise RamifyError(
                 f"{self._client.name} returns log-probabilities of the given tokens only: set "
-                "teacher.top=0"
+                "teacher.top=null"
             )
         return list(await asyncio.gather(*(self._score_row(row) for row in rows)))
 

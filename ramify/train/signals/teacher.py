@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, TrainError
+from ramify.train.optional_fields import check_optional
 from ramify.train.signals.base import (
     PromptRenderer,
     ScoringRow,
@@ -73,9 +74,9 @@ class TeacherSignal(
     """Where ℓ_o comes from. ``sampler``: the sampler's log-probabilities. ``recomputed``: another
     pass over the row without the hint, by the code that scores the teacher. That is exact even if
     sampler and trainer round differently (bf16), and costs half of a forward pass."""
-    top: int = 0
+    top: int | None = None
     """Candidates per position, for losses over more than the sampled token; -1: the whole
-    vocabulary; 0: none."""
+    vocabulary; None: none."""
     support: Literal["teacher", "student"] = "teacher"
     """Whose most likely tokens are the candidates."""
     choose: Literal["first", "overlap"] = "first"
@@ -83,10 +84,10 @@ class TeacherSignal(
     ``overlap``, the one whose teacher shares most of its top tokens with the policy."""
     overlap: int = 4
     """Number of most likely tokens per position to compare."""
-    evidence: float = 0.0
+    evidence: float | None = None
     """Only tokens whose log-probability the hint changes by more than this count, so that tokens
     which it does not affect are not pulled towards an old teacher. Needs one more teacher pass.
-    0: all tokens count."""
+    None: all tokens count."""
     turns: Literal["all", "named"] = "all"
     """Which turns are scored: ``all`` from the hint on, or ``named``, those up to the turn that the
     hint is about. Later turns have already seen what the hint says, so the teacher adds little
@@ -101,11 +102,12 @@ class TeacherSignal(
             msgspec.structs.force_setattr(self, "hints", hints_of(self.hints))
         if "{hint}" not in self.template:
             raise ConfigError(f"teacher.template={self.template!r} does not contain {{hint}}")
-        if self.top < ALL or self.overlap < 1 or self.evidence < 0 or not 0 < self.ema_decay <= 1:
+        check_optional("teacher", "all tokens", evidence=self.evidence)
+        is_number = self.top is None or self.top == ALL or self.top > 0
+        if not is_number or self.overlap < 1 or not 0 < self.ema_decay <= 1:
             raise ConfigError(
-                f"teacher: top={self.top} must be -1 (all), 0 (none) or more, "
-                f"overlap={self.overlap} at least 1, evidence={self.evidence} not negative, and "
-                f"ema_decay={self.ema_decay} in (0, 1]"
+                f"teacher: top={self.top} must be -1 (all), null (none) or at least 1, "
+                f"overlap={self.overlap} at least 1, ema_decay={self.ema_decay} in (0, 1]"
             )
         if self.source == "live" and self.hints is not None:
             warnings.warn(
@@ -293,7 +295,9 @@ class TeacherSignal(
             for row, scored in zip(rows, hinted, strict=True)
         ]
         roots = list(self._sampled_roots(group, context))
-        top = max(self.top if self.support == "teacher" else 0, self.overlap if compares else 0)
+        top = max(
+            (self.top or 0) if self.support == "teacher" else 0, self.overlap if compares else 0
+        )
         top = ALL if self.top == ALL and self.support == "teacher" else top
         requested = [*hinted, *(plain if self.evidence else ()), *(root.row for root in roots)]
         scores = await scorer.score(requested, top=top)
@@ -311,7 +315,7 @@ class TeacherSignal(
     @property
     def _num_support(self) -> int:
         """How many of the policy's most likely tokens are candidates; 0 if the teacher's are."""
-        return self.top if self.support == "student" else 0
+        return (self.top or 0) if self.support == "student" else 0
 
     async def _student(
         self, rows: Sequence[_HintedRow], compares: bool, context: SignalContext
@@ -399,7 +403,7 @@ class TeacherSignal(
             differences = [t - o for t, o in zip(scores.logprobs[at], old[at], strict=True)]
             if plain is not None:
                 moved = [
-                    abs(t - p) > self.evidence
+                    abs(t - p) > (self.evidence or 0.0)
                     for t, p in zip(scores.logprobs[at], plain[at], strict=True)
                 ]
                 differences = [

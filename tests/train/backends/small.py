@@ -1,4 +1,4 @@
-"""A small policy and sequences for it, made by seed."""
+"""A small policy, and sequences for it, created by seed."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def row(
 
 
 def tree(seed: int = 0) -> list[TokenSequence]:
-    """Two tasks; of the first five siblings under one prompt, three of which go on from a shared
-    fork."""
+    """Two tasks. The first has five siblings under one prompt, three of which continue from a
+    shared fork."""
     rng = np.random.default_rng(seed)
     prompt, other = rng.integers(0, VOCAB, 23).tolist(), rng.integers(0, VOCAB, 5).tolist()
     fork = [*prompt, *rng.integers(0, VOCAB, 11).tolist()]

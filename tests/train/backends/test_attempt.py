@@ -1,4 +1,4 @@
-"""Ranks find those of their own attempt, whatever one before it left in the store."""
+"""Ranks find the ranks of the same attempt, whatever an earlier attempt left in the store."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_each_attempt_has_one_name_and_never_that_of_another() -> None:
 def test_what_a_dead_rank_left_is_no_rank() -> None:
     """Rank 1 of the attempt before had asked for a name; the new one does not come."""
     store = HashStore()
-    with pytest.raises(TrainError, match=r"rank 1 did not hear of rank 0 within 0\.05 s"):
+    with pytest.raises(TrainError, match=r"rank 1 got no answer from rank 0 within 0\.05 s"):
         come(store, 1, 0.05)
     with pytest.raises(TrainError, match=r"rank 1 did not start within 0\.2 s"):
         gather(store, 2, 0.2)

@@ -1,8 +1,8 @@
-"""Two processes over gloo: what one process computes, to 1e-5; resumed to the bit; a rank that is
-lost, by name.
+"""Two processes over gloo compute what one process computes, to 1e-5; resuming is exact to the bit;
+a lost rank is named.
 
-One launch serves all tests of this file but the last, in this order; the last ones begin with
-killing a rank.
+One launch serves all tests of this file except the last ones, in this order; these begin by killing
+a rank.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpRanks]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as transformers writes it, of a model that runs as a module of its own."""
+    """A checkpoint written by transformers, of a model that runs as its own module."""
     folder = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(GPT2).save_pretrained(folder)
@@ -80,7 +80,7 @@ def spread(ranks: FsdpRanks, compute: ComputeSpec | None = None) -> FsdpModel:
 
 
 def check_gradients(model: FsdpModel, single: SingleBackend) -> None:
-    """The whole gradient to 1e-5 of its norm, and each tensor's to 1e-4 of its own."""
+    """The full gradient to 1e-5 of its norm, and each tensor's to 1e-4 of that tensor's norm."""
     ours = dict(model.gradients())
     wanted = {name: each.grad for name, each in single._model.named_parameters()}
     assert list(ours) == list(wanted)
@@ -160,7 +160,7 @@ def test_formulas_that_look_beyond_a_token(ranks: FsdpRanks, formula: Any):
 
 @pytest.mark.parametrize("kind", ["shared", "own"])
 def test_a_critic_is_that_of_one_process(ranks: FsdpRanks, kind: str, tmp_path: Path):
-    """On the policy's layers and as a model of its own: what it says, how both learn, and what a
+    """On the policy's layers and as a separate model: its values, how both learn, and what a
     checkpoint holds."""
     rows = tree()
     for row in rows:
@@ -196,7 +196,7 @@ def test_a_critic_is_that_of_one_process(ranks: FsdpRanks, kind: str, tmp_path: 
     again.load(tmp_path)
     for here, there in zip(again.values(batches), ours.values(batches), strict=True):
         np.testing.assert_array_equal(here, there)
-    with pytest.raises(ConfigError, match="this backend has no critic: make it with one"):
+    with pytest.raises(ConfigError, match="this backend has no critic: create it with one"):
         spread(ranks).backend().values(batches)
 
 
@@ -250,7 +250,7 @@ def test_batches_fewer_than_ranks(ranks: FsdpRanks):
 
 
 def test_logprobs_are_of_the_weights_as_they_are(ranks: FsdpRanks):
-    """What was put together for one pass is not used after the weights have changed."""
+    """Weights gathered for one pass are not used after the weights have changed."""
     model, rows = spread(ranks), tree()
     fsdp = model.backend()
     batches = pack(rows, PackingSpec(max_tokens=60))
@@ -268,7 +268,7 @@ def test_logprobs_are_of_the_weights_as_they_are(ranks: FsdpRanks):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_resuming_is_bit_identical(ranks: FsdpRanks, kind: Any, tmp_path: Path):
-    """The checkpoint is written while the run that wrote it goes on."""
+    """The checkpoint is written while the run that wrote it continues."""
     optim = OptimizerSpec(
         kind=kind, lr=0.01, weight_decay=0.1, schedule="linear", warmup_steps=2, num_steps=6
     )
@@ -313,7 +313,7 @@ def test_a_state_that_does_not_fit_is_refused(ranks: FsdpRanks, checkpoint: Path
     with pytest.raises(ConfigError, match=r"optim\.kind is adamw there and muon here"):
         spread(ranks).backend(OptimizerSpec(kind="muon")).load(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"nowhere holds no state of ranks: it has no trainer\.pt"
+        ConfigError, match=r"nowhere holds no state of ranks: trainer\.pt is missing"
     ):
         fsdp.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"gpt2\d has no tensor 'model.embed_tokens.weight'"):
@@ -400,7 +400,7 @@ def test_a_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
         spread(ranks).backend().load(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"lora.targets=\('qproj',\): no linear module is called so; there are down_proj",
+        match=r"lora.targets=\('qproj',\): no linear module has such a name; there are down_proj",
     ):
         ranks.spread(
             CONFIG, policy().model.state_dict(), msgspec.structs.replace(lora, targets=("qproj",))
@@ -413,7 +413,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_no_more(ranks: FsdpRanks)
     fsdp = spread(ranks).backend()
     with pytest.raises(
         TrainError,
-        match="step 1 is not finite at 7 entries, the first of them token 23 of sequence sib",
+        match="step 1 is not finite at 7 entries, the first being token 23 of sequence sib",
     ):
         fsdp.forward_backward(pack(rows, PackingSpec(max_tokens=60)), LOSS)
     assert fsdp.optim_step()["grad_norm"] == 0.0
@@ -501,7 +501,7 @@ def test_what_does_not_fit_is_said_before_anything_starts(monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ConfigError, match=f"port={port} cannot be had .*another run may have it"
+            ConfigError, match=f"port={port} is not available .*another run may use it"
         ):
             FsdpRanks(ComputeSpec(shard=ShardSpec(ranks=2, port=port)))
     for name, value in (

@@ -1,5 +1,6 @@
-"""Freed memory is used again without new pages; in a process of its own, since it cannot be
-undone."""
+"""Freed memory is reused without new pages. Runs in a separate process, since the setting cannot be
+undone.
+"""
 
 from __future__ import annotations
 

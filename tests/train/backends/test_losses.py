@@ -142,7 +142,7 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut(
     parts = pack(split(rows), PackingSpec(cost=FREE), pack(rows)[0].denominators)
     if loss.is_over_sequences:
         with pytest.raises(
-            TrainError, match=r"the loss looks at whole sequences, and .* is split into 2"
+            TrainError, match=r"the loss reads whole sequences, and .* is split into 2"
         ):
             learn(parts, loss, critic=critic)
     else:
@@ -162,7 +162,7 @@ def test_corrections_and_choices_did_something(rows: list[TokenSequence]) -> Non
 
 
 def test_a_critic_learns_what_calls_come_to() -> None:
-    """On the policy's trunk, and as a model of its own, which leaves the policy where it was."""
+    """On the policy's trunk, and as a separate model, which leaves the policy unchanged."""
     shared = SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True)
     own = SeparateCritic(
         SingleBackend(policy(), OptimizerSpec(lr=0.01)),
@@ -196,8 +196,8 @@ def test_a_critic_learns_what_calls_come_to() -> None:
 
 @pytest.mark.parametrize("bad", ["policy", "critic"])
 def test_where_one_gradient_is_refused_neither_moves(bad: str) -> None:
-    """A gradient of one of the two is infinite: both stay where they were, count no step, and keep
-    nothing of it."""
+    """If one of the two gradients is infinite, both models stay unchanged, count no step, and keep
+    no gradient."""
     policies, critics = (
         SingleBackend(policy(), OptimizerSpec(lr=0.01)),
         SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True),
@@ -245,7 +245,7 @@ def test_a_critic_is_saved_and_asked_for(tmp_path: Any) -> None:
         each.tolist() for each in backend.values(batches)
     ]
     SingleBackend(policy(), critic=True).save(tmp_path / "shared")
-    with pytest.raises(ConfigError, match="is of a backend with a critic"):
+    with pytest.raises(ConfigError, match="is from a backend with a critic"):
         SingleBackend(policy()).load(tmp_path / "shared")
     with pytest.raises(ConfigError, match="this backend has no critic"):
         SingleBackend(policy()).values(batches)

@@ -80,8 +80,8 @@ def steady(out: Path) -> list[tuple[int, str, dict[str, float]]]:
 
 
 def check_measured(ours: Path, theirs: Path, *, is_whole: bool = True, **within: float) -> None:
-    """Both runs measured the same, but for what ``pytest.approx`` allows; where ours is not whole,
-    as far as it went."""
+    """Both runs measured the same, to the tolerance of ``pytest.approx``; if ours is incomplete, as
+    far as it got."""
     found = steady(ours)
     assert sum("loss" in values for *_, values in found) == 2
     for (*place, values), (*other, expected) in zip(found, steady(theirs), strict=is_whole):
@@ -156,7 +156,7 @@ def test_a_rank_that_hangs_is_named_and_the_stacks_of_all_are_kept(tmp_path: Pat
     shard = msgspec.structs.replace(RANKS.shard, timeout_s=20)
     with pytest.raises(
         TrainError,
-        match=r"no rank got on for 20 s in .*\. rank 1 \(process \d+ on .*\) stands at .*in per_token",
+        match=r"no rank made progress for 20 s in .*\. rank 1 \(process \d+ on .*\) is at .*in per_token",
     ):
         train(
             tuned(rl=rl, compute=msgspec.structs.replace(RANKS, shard=shard)),
@@ -171,9 +171,9 @@ def test_a_rank_that_hangs_is_named_and_the_stacks_of_all_are_kept(tmp_path: Pat
 @LINUX
 @pytest.mark.slow
 def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path) -> None:
-    """Rank 0 carries the recipe out; the other follows, and says nothing. The reference of the KL
-    is the policy without its adapters, where one process loads a second model. Rank 0 is killed in
-    the middle of the second step."""
+    """Rank 0 runs the recipe; the other follows, and prints nothing. The reference of the KL is the
+    policy without its adapters, where one process loads a second model. Rank 0 is killed in the
+    middle of the second step."""
     one, killed, gate, log = (tmp_path / name for name in ("one", "killed", "gate", "log"))
     train(adapted(task=GATED), one, say=lambda text: None)
     (tmp_path / "recipe.py").write_text(ADAPTED)
@@ -229,8 +229,8 @@ def rank_of(torchrun: int, rank: int) -> int:
 def test_a_run_of_before_is_not_taken_for_one_that_torchrun_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever names a folder that holds a run gets an error, and is restarted: that run stays as it
-    is."""
+    """A restarted process whose folder already holds another run gets an error, and that run stays
+    unchanged."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     told = {
         "RANK": "0",

@@ -1,5 +1,6 @@
-"""The reference backend: the same loss and gradient however a step is cut, shared or ordered;
-resumed to the bit; stopped by what is not finite."""
+"""The reference backend: same loss and gradient however a step is cut, shared or ordered; resumed
+to the bit; stopped by values that are not finite.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def check_same(
 
 
 def stepwise(rows: list[TokenSequence]) -> list[Batch]:
-    """Each third token of a row as a row of its own, up to there, as trainers without a tree have
-    it."""
+    """Every third token of a row as a separate row up to that token, as in trainers without a
+    tree."""
     whole = pack(rows)
     parts = []
     for each in rows:
@@ -243,7 +244,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path):
         SingleBackend(policy(wider)).load(tmp_path)
     with pytest.raises(ConfigError, match=r"optim\.kind is adamw there and muon here"):
         SingleBackend(policy(), OptimizerSpec(kind="muon")).load(tmp_path)
-    with pytest.raises(ConfigError, match=r"holds no state of a trainer: it has no backend\.pt"):
+    with pytest.raises(ConfigError, match=r"holds no trainer state: backend\.pt is missing"):
         SingleBackend(policy()).load(tmp_path / "nowhere")
 
 
@@ -265,7 +266,7 @@ def test_steps_bring_the_loss_down(kind: Any):
 def test_the_gradient_is_clipped_to_its_norm():
     batches = pack(tree())
     found = []
-    for norm in (0.0, 1e-3):
+    for norm in (None, 1e-3):
         backend = SingleBackend(
             policy(), OptimizerSpec(kind="adamw", lr=1e-3, eps=1.0, max_grad_norm=norm)
         )
@@ -286,7 +287,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_sequence(tmp_path: Path):
     batches = pack(rows)
     with pytest.raises(
         TrainError,
-        match="step 1 is not finite at 7 entries, the first of them token 23 of sequence sibling=1",
+        match="step 1 is not finite at 7 entries, the first being token 23 of sequence sibling=1",
     ):
         backend.forward_backward(batches, LOSS)
     dump = np.load(tmp_path / "not-finite-step-1.npz")

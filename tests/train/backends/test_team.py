@@ -1,5 +1,6 @@
-"""Ranks that fail: which one, how, and where it stood; on processes that know no tensors, so that
-one starts in no time."""
+"""Failing ranks: which one, how, and at which place. Uses processes without tensors, so that they
+start quickly.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Own:
     """The verbs of a rank: here each does something to rank 1 alone."""
 
     def __init__(self, rank: int, pulse: RankHeartbeat) -> None:
-        self.rank, self.pulse = rank, pulse
+        self.rank = rank
+        self.pulse = pulse
 
     def add(self, shared: int, own: int = 0) -> int:
         return shared + own * 10 + self.rank
@@ -146,7 +148,7 @@ def test_a_rank_that_is_lost_is_named(rank_group: Make, verb: str, arguments: An
 def test_a_rank_that_stands_still_is_named_with_its_stack(rank_group: Make, tmp_path: Path):
     with pytest.raises(
         TrainError,
-        match=r"no rank got on for 3 s in 'sleep'. .*rank 1 \(process \d+\) stands at .*in sleep",
+        match=r"no rank made progress for 3 s in 'sleep'. .*rank 1 \(process \d+\) is at .*in sleep",
     ):
         rank_group(others=1, timeout_s=3.0).call("sleep")
     stacks = (tmp_path / "stalled-ranks.txt").read_text()
@@ -165,13 +167,13 @@ def test_a_rank_that_is_stopped_is_named(rank_group: Make):
 def test_rank_0_itself_is_brought_back(rank_group: Make):
     with pytest.raises(
         TrainError,
-        match=r"no rank got on for 3 s in 'spin'. .*rank 0 \(this process\) stands at .*in spin",
+        match=r"no rank made progress for 3 s in 'spin'. .*rank 0 \(this process\) is at .*in spin",
     ):
         rank_group(others=1, timeout_s=3.0).call("spin")
 
 
 def test_work_that_gets_on_may_take_its_time(rank_group: Make):
-    """Ticks of the ranks are signs of life for whoever looks after the run, too."""
+    """Heartbeats of the ranks also reach the run's watchdog."""
     signs: list[None] = []
     with on_heartbeat(lambda: signs.append(None)):
         rank_group(others=1, timeout_s=3.0).call("work", 5.0)

@@ -350,7 +350,7 @@ def test_a_stream_of_the_wrong_length_is_refused_with_both() -> None:
         )
     with pytest.raises(
         ValueError,
-        match="trajectory r0, call 0, turn 1: a stream of 4 numbers for 1 sampled tokens",
+        match="trajectory r0, call 0, turn 1: a credit stream of 4 numbers for 1 sampled tokens",
     ):
         sequences(
             [

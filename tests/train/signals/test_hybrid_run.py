@@ -89,7 +89,7 @@ def hybrid(tmp_path: Path, **fields: Any) -> Any:
         "loss": LossSpec(kl_beta=0.01, kl="k3"),
     }
     rl = msgspec.structs.replace(small().rl, **(options | fields))
-    return small(rl=rl, warmup=None, schedule=Schedule(evaluate_every=0, save_rollouts_every=1))
+    return small(rl=rl, warmup=None, schedule=Schedule(evaluate_every=None, save_rollouts_every=1))
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 8}])
@@ -206,10 +206,12 @@ def learn_from_what_was_kept(out: Path, tmp_path: Path) -> None:
         (5, "teacher", LossSpec(kd="reverse")),
         (4, "student", LossSpec(kd="surrogate", kd_clip=2.0)),
         (-1, "teacher", LossSpec(kd="forward")),
-        (0, "teacher", LossSpec()),
+        (None, "teacher", LossSpec()),
     ],
 )
-def test_distillation_into_the_loss(tmp_path: Path, top: int, support: Any, loss: LossSpec) -> None:
+def test_distillation_into_the_loss(
+    tmp_path: Path, top: int | None, support: Any, loss: LossSpec
+) -> None:
     """On-policy, from a checkpoint: no hints are needed, and the outcome may have weight 0."""
     run = hybrid(
         tmp_path,
@@ -241,7 +243,7 @@ def followed(tmp_path: Path) -> Any:
         sample=StepSampleSpec(items=1),
         rollout=RolloutOptions(group=3, concurrency=1),
     )
-    schedule = Schedule(evaluate_every=0, checkpoint_every=1, keep_last=9)
+    schedule = Schedule(evaluate_every=None, checkpoint_every=1, keep_last=9)
     return msgspec.structs.replace(
         run, sft=msgspec.structs.replace(run.sft, num=4), schedule=schedule
     )

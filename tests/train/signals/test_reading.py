@@ -37,7 +37,7 @@ def test_each_group_is_read_once_and_by_every_signal_that_its_step_weighs(tmp_pa
         },
     )
     train(
-        small(rl=rl, warmup=None, schedule=Schedule(evaluate_every=0, save_rollouts_every=1)),
+        small(rl=rl, warmup=None, schedule=Schedule(evaluate_every=None, save_rollouts_every=1)),
         tmp_path,
         say=lambda _: None,
     )

@@ -548,7 +548,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_at_the_start(
 def test_options_that_mean_nothing() -> None:
     with pytest.raises(ConfigError, match=r"does not contain \{hint\}"):
         TeacherSignal(template="x")
-    with pytest.raises(ConfigError, match="evidence=-1 not negative"):
+    with pytest.raises(ConfigError, match="evidence=-1 must be above 0"):
         TeacherSignal(evidence=-1)
     with pytest.warns(UserWarning, match="a live teacher .* eroded or collapsed"):
         hinted(HINT, source="live")
