@@ -61,12 +61,10 @@ def _decoded(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
     """Text of each id; None without a tokenizer or without the library that reads it."""
     if tokenizer is None:
         return None
-    tokenizer = _tokenizer(tokenizer)
-    return (
-        None
-        if tokenizer is None
-        else [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
-    )
+    loaded = _tokenizer(tokenizer)
+    if loaded is None:
+        return None
+    return [loaded.decode([id], skip_special_tokens=False) for id in ids]
 
 
 @functools.lru_cache(maxsize=8)

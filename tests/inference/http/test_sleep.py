@@ -223,7 +223,10 @@ def test_one_whose_weights_were_dropped_answers_nobody_without_new_ones() -> Non
                 "weights): POST /wake_up",
             )
             status, told = await got(f"{made.url}/start_weight_update", {})
-            assert (status, "the weights are asleep: wake them first" in told["error"]["message"]) == (
+            assert (
+                status,
+                "the weights are asleep: wake them first" in told["error"]["message"],
+            ) == (
                 400,
                 True,
             )

@@ -385,7 +385,9 @@ def test_a_group_that_nobody_joins_is_not_waited_for_for_ever() -> None:
     with pytest.raises(RuntimeError):
         weight_sync.join()
     weight_sync.close()
-    with pytest.raises(ValueError, match=r"the trainer's group at 127\.0\.0\.1:\d+ could not be joined"):
+    with pytest.raises(
+        ValueError, match=r"the trainer's group at 127\.0\.0\.1:\d+ could not be joined"
+    ):
         weight_sync_class("gloo").receiver(info)
 
 
