@@ -62,7 +62,7 @@ class CellDisplayHook(DisplayHook):
         pass
 
 
-class CellShell(interactiveshell.InteractiveShell):
+class Shell(interactiveshell.InteractiveShell):
     """IPython shell without a terminal, a history on disk, or a profile."""
 
     displayhook_class = CellDisplayHook
@@ -79,11 +79,7 @@ class CellShell(interactiveshell.InteractiveShell):
         pass
 
 
-# Code in a session can see the name of this class, so it does not change with our names.
-CellShell.__name__ = CellShell.__qualname__ = "Shell"
-
-
-def make_shell() -> CellShell:
+def make_shell() -> Shell:
     folder = os.path.join(os.path.dirname(os.environ["HOME"]), "ipython")
     config = Config()
     config.HistoryManager.enabled = False

@@ -52,8 +52,8 @@ class CellOutput:
         max_bytes: int,
     ) -> None:
         self.spool = spool
-        self.stdout = CellStream("<stdout>", self.put, 1)
-        self.stderr = CellStream("<stderr>", self.put, 2)
+        self.stdout = Stream("<stdout>", self.put, 1)
+        self.stderr = Stream("<stderr>", self.put, 2)
         self._channel = channel
         self._interrupts = interrupts
         self._max_bytes = max_bytes

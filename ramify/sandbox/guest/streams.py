@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class CellStream(io.TextIOBase):
+class Stream(io.TextIOBase):
     """``sys.stdout`` or ``sys.stderr`` of a session: both write to one place, in order."""
 
     encoding = "utf-8"
