@@ -79,13 +79,6 @@ class Shell(interactiveshell.InteractiveShell):
         pass
 
 
-<<<<<<< HEAD
-# Code in a session can see the name of this class, so it does not change with our names.
-Shell.__name__ = Shell.__qualname__ = "Shell"
-
-
-=======
->>>>>>> pw-sandbox
 def make_shell() -> Shell:
     folder = os.path.join(os.path.dirname(os.environ["HOME"]), "ipython")
     config = Config()
