@@ -253,12 +253,12 @@ def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> RunSiz
         slots=policy.get("slots") or DEFAULT_SLOTS,
         ranks=max(shard.get("ranks", 1), 1),
         staleness=sample.get("max_staleness", 0),
-        max_items=sample.get("max_items", 0),
-        straggler_factor=sample.get("straggler_factor", 0.0),
+        max_items=sample.get("max_items") or 0,
+        straggler_factor=sample.get("straggler_factor") or 0.0,
         grace_steps=sample.get("grace_steps", 4),
         keeps=not inference or inference.get("engine") == "ramify",
         embedded=bool(config) and not inference,
-        evaluate=(config.get("schedule") or {}).get("evaluate_every", 0),
+        evaluate=(config.get("schedule") or {}).get("evaluate_every") or 0,
         cache_tokens=0
         if checkpoint is None or inference
         else _cache_tokens(checkpoint / "policy", policy),
