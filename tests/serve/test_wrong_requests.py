@@ -73,7 +73,7 @@ CHAT = [
         "tool_choice",
         "'some' is not supported",
     ),
-    ({"messages": ASKED, "tools": [TOOL], "tool_choice": OTHER}, "tool_choice", "no tool 'g'"),
+    ({"messages": ASKED, "tools": [TOOL], "tool_choice": OTHER}, "tool_choice", "unknown tool 'g'"),
     ({"messages": ASKED, "tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
     ({"messages": ASKED, "functions": [{"name": "f"}]}, "functions", "not supported"),
     (
