@@ -116,7 +116,7 @@ CHAT = [
     (
         {"messages": ASKED, "ramify": {"limits": {"max_calls": 1001}}},
         "ramify.limits.max_calls",
-        "above the server's 1000",
+        "above the server's limit of 1000",
     ),
     (
         {"messages": ASKED, "ramify": {"limits": {"max_cost": 6}}},
