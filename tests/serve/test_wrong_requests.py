@@ -73,7 +73,7 @@ CHAT = [
         "tool_choice",
         "'some' is not supported",
     ),
-    ({"messages": ASKED, "tools": [TOOL], "tool_choice": OTHER}, "tool_choice", "no tool 'g'"),
+    ({"messages": ASKED, "tools": [TOOL], "tool_choice": OTHER}, "tool_choice", "unknown tool 'g'"),
     ({"messages": ASKED, "tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
     ({"messages": ASKED, "functions": [{"name": "f"}]}, "functions", "not supported"),
     (
@@ -116,7 +116,7 @@ CHAT = [
     (
         {"messages": ASKED, "ramify": {"limits": {"max_calls": 1001}}},
         "ramify.limits.max_calls",
-        "above the server's 1000",
+        "above the server's limit of 1000",
     ),
     (
         {"messages": ASKED, "ramify": {"limits": {"max_cost": 6}}},
