@@ -61,11 +61,9 @@ def _decoded(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
     """Text of each id; None without a tokenizer or without the library that reads it."""
     if tokenizer is None:
         return None
-    tokenizer = _tokenizer(tokenizer)
+    decoder = _tokenizer(tokenizer)
     return (
-        None
-        if tokenizer is None
-        else [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
+        None if decoder is None else [decoder.decode([id], skip_special_tokens=False) for id in ids]
     )
 
 
