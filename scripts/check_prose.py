@@ -61,8 +61,15 @@ SEEN_BY_MODELS = {
     "ramify/engine/prelude.py",
     "ramify/engine/retool.py",
     "ramify/engine/action.py",
+    "ramify/serve/caller_tools.py",
+    "ramify/serve/mcp_server.py",
+    "ramify/tasks/scoring/rubric.py",
+    "ramify/train/signals/hindsight.py",
+    "ramify/train/signals/judge.py",
 }
 """Files whose texts, apart from docstrings and comments, go to a model."""
+SHOWN_BY_HELP = {"ramify/engine/prelude.py"}
+"""Files whose docstrings a model can read, too."""
 _ANY = re.compile("|".join(f"(?P<r{n}>{rule})" for n, rule in enumerate(RULES)), re.IGNORECASE)
 _ADVICE = list(RULES.values())
 _OF = re.compile(r"\s*Of\b(?! course)")
@@ -97,7 +104,8 @@ def _python(name: str, text: str) -> Iterator[tuple[int, str, bool]]:
         value = node.value if isinstance(node, ast.Expr) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             docstrings.add(id(value))
-            yield node.lineno, value.value, True
+            if name not in SHOWN_BY_HELP:
+                yield node.lineno, value.value, True
     only_ours = name in SEEN_BY_MODELS or name.startswith("tests/")
     for node in ast.walk(tree):
         if only_ours or not isinstance(node, ast.Constant) or id(node) in docstrings:

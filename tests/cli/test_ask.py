@@ -85,8 +85,8 @@ def test_several_ways_to_begin(shell: Shell) -> None:
     shown = shell.run("show", "last").out.splitlines()
     assert [line for line in shown if line.startswith("0")] == [
         "0 scripted:script.json (rlm): which?",
-        "0:1 scripted:script.json (rlm, beside 0): which?",
-        "0:2 scripted:script.json (rlm, beside 0): which?",
+        "0:1 scripted:script.json (rlm, sibling of 0): which?",
+        "0:2 scripted:script.json (rlm, sibling of 0): which?",
     ]
     assert sorted(line for line in shown if "answer: " in line) == [
         "  answer: a",

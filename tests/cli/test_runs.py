@@ -137,7 +137,7 @@ def test_resume_goes_on_where_a_killed_run_was(shell: Shell) -> None:
     )
     kill_at_second_request(shell, process)
     assert "interrupted" in shell.run("runs").out
-    assert "\ncut off · 1 turn, " in shell.run("show", "last").out
+    assert "\ninterrupted · 1 turn, " in shell.run("show", "last").out
     shell.model([code("FINAL(n + 1)")])  # what is recorded is not asked again
     done = shell.run("ask", "--resume", "last", "--json")
     answer = json.loads(done.out)

@@ -121,7 +121,7 @@ CHAT = [
     (
         {"messages": ASKED, "ramify": {"limits": {"max_cost": 6}}},
         "ramify.limits.max_cost",
-        "above the server's 5",
+        "above the server's limit of 5",
     ),
     (
         {"messages": ASKED, "ramify": {"limits": {"max_turns": 0}}},
@@ -131,7 +131,7 @@ CHAT = [
     (
         {"messages": ASKED, "ramify": {"depth": 2}},
         "ramify.limits.max_depth",
-        "above the server's 1",
+        "above the server's limit of 1",
     ),
     (
         {"messages": ASKED, "ramify": {"depth": 0, "limits": {"max_depth": 0}}},

@@ -1,5 +1,4 @@
 """Attacks that exhaust resources: processes, threads, memory, output, files, descriptors."""
-# ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from attacks.base import attack
 

@@ -1,5 +1,4 @@
 """Attacks on the fork of a session: the only moment at which it may create a process."""
-# ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """System calls that ordinary code never makes. Each must be refused before the kernel looks at its
 arguments."""
-# ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from attacks.base import attack
 

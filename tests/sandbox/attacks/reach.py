@@ -1,5 +1,4 @@
 """Attacks that reach for resources of the host: files, environment, network, processes, signals."""
-# ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from attacks.base import attack
 

@@ -1,5 +1,4 @@
 """Attacks of a session on its own branches, and of a branch on its origin."""
-# ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from __future__ import annotations
 

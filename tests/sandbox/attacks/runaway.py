@@ -1,5 +1,4 @@
 """Code that does not end, and code that ends too much."""
-# ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from attacks.base import attack
 

@@ -1,6 +1,5 @@
 """Attacks on sessions of the same sandbox through what they share: a context, and the process they
 are forked from."""
-# ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Code that writes to the socket in the guest's place. It may end its own session and nothing
 else."""
-# ruff: noqa: E501  (cells of several short lines read better unbroken)
 
 from __future__ import annotations
 
