@@ -114,8 +114,7 @@ def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(
     with pytest.raises(Killed):
         train(run, tmp_path, resume=middle, listener=kill_at(last - 1), say=said.append)
     assert said == [
-        f"the run goes back to step {last - 4}: 4 checkpoints of later steps are set aside in "
-        f"{aside}"
+        f"the run goes back to step {last - 4}: 4 checkpoints of later steps are moved to {aside}"
     ]
     assert [read_state(path).step for path in sorted(aside.iterdir())] == [
         last - 3,

@@ -184,7 +184,7 @@ def test_others_end_where_rank_0_is_gone(rank_group: Make):
     """Their connection says so, whatever they are in the middle of."""
     two = rank_group(others=1)
     assert two.call("add", 1) == [1, 2]
-    for connection in (two._links[0].talk, two._links[0].watch):
+    for connection in (two._connections[0].talk, two._connections[0].watch):
         connection.close()
     assert two.processes[0].wait(timeout=30) == 1
 
