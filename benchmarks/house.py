@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import check_prose  # noqa: E402
 from engine import Figure, show  # noqa: E402
 
-MOST_STATEMENTS = 38_904
-"""Statements before names and prose were put right."""
+MOST_STATEMENTS = 41_229
+"""Statements before names and prose were put right, counted in the same way."""
 
 
 def sources() -> Iterator[tuple[str, str]]:
@@ -46,13 +46,21 @@ def repeated_names() -> int:
 
 
 def statements() -> int:
-    """Count the statements of the package. Docstrings and other texts without an effect do not
-    count."""
+    """Count the statements of the package. An assignment of several names counts once for each, and
+    docstrings and other texts without an effect do not count."""
     return sum(
-        isinstance(node, ast.stmt) and not _is_documentation(node)
+        _num_assigned(node)
         for _, text in sources()
         for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.stmt) and not _is_documentation(node)
     )
+
+
+def _num_assigned(node: ast.stmt) -> int:
+    if not isinstance(node, ast.Assign):
+        return 1
+    pairs = isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+    return (len(node.value.elts) if pairs else 1) + len(node.targets) - 1  # type: ignore[attr-defined]
 
 
 def _is_documentation(node: ast.stmt) -> bool:

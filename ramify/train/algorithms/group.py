@@ -125,7 +125,7 @@ class _Rollout(NamedTuple):
     """Call id -> advantage."""
 
 
-def assigned_rollout(
+def assigned_step(
     groups: Sequence[Group],
     task_weights: Mapping[str, float],
     options: GroupOptions,
@@ -336,10 +336,10 @@ def _no_signal(
     groups: Sequence[Group],
     usable: Sequence[Group],
     with_signal: Sequence[object],
-    assigned_rollout: Sequence[AssignedRollout],
+    rollouts: Sequence[AssignedRollout],
     has_baseline: bool,
 ) -> str:
-    if assigned_rollout:
+    if rollouts:
         return ""
     if not any(group.trajectories for group in usable):
         failed = sum(len(group.trajectories) for group in groups)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ramify.train.algorithms.base import AssignedStep
-from ramify.train.algorithms.group import GroupOptions, assigned_rollout
+from ramify.train.algorithms.group import GroupOptions, assigned_step
 from ramify.train.signals.baseline import mean
 from ramify.types.trajectory import Group
 
@@ -31,4 +31,4 @@ class Hierarchical(
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
-        return assigned_rollout(groups, weights, self, mean, every_token)
+        return assigned_step(groups, weights, self, mean, every_token)

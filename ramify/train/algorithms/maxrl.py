@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ramify.train.algorithms.base import AssignedStep
-from ramify.train.algorithms.group import GroupOptions, assigned_rollout
+from ramify.train.algorithms.group import GroupOptions, assigned_step
 from ramify.train.signals.baseline import mean_ratio
 from ramify.types.trajectory import Group
 
@@ -28,4 +28,4 @@ class MaxRL(
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
-        return assigned_rollout(groups, weights, self, mean_ratio, every_token)
+        return assigned_step(groups, weights, self, mean_ratio, every_token)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ramify.train.algorithms.base import AssignedStep
-from ramify.train.algorithms.group import GroupOptions, assigned_rollout
+from ramify.train.algorithms.group import GroupOptions, assigned_step
 from ramify.train.signals.baseline import leave_one_out
 from ramify.types.trajectory import Group
 
@@ -26,4 +26,4 @@ class RLOO(
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
-        return assigned_rollout(groups, weights, self, leave_one_out, every_token)
+        return assigned_step(groups, weights, self, leave_one_out, every_token)
