@@ -68,7 +68,7 @@ class RolloutSource(Protocol):
 
 
 class EngineHealth(Protocol):
-    """What rollout workers need of the run's engines; ``HttpEngines`` implements it."""
+    """The part of the run's engines that rollout workers use; ``HttpEngines`` implements it."""
 
     @property
     def version(self) -> int:
