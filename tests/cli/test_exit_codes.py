@@ -64,7 +64,7 @@ WRONG = {
     ),
     "train": (
         ([], "give one recipe"),
-        (["nowhere.py"], "nowhere.py is no recipe"),
+        (["nowhere.py"], "nowhere.py is not a recipe"),
         (["broken.py"], "the recipe broken.py cannot be executed: SyntaxError("),
         (["raises.py"], "the recipe raises.py cannot be executed: ZeroDivisionError("),
         (["runless.py"], "no `def run() -> Run`"),
@@ -112,8 +112,8 @@ WRONG = {
         (["--older-than", "soon"], "--older-than 'soon' is not understood"),
         (["--max-size", "x"], "--max-size 'x' is not understood"),
     ),
-    "show": ((["x"], "there is no run in"), (["x.jsonl"], "there is no journal x.jsonl")),
-    "replay": ((["x"], "there is no run in"),),
+    "show": ((["x"], "has no runs"), (["x.jsonl"], "the journal x.jsonl does not exist")),
+    "replay": ((["x"], "has no runs"),),
     "doctor": ((["x"], "unexpected argument 'x'"),),
 }
 

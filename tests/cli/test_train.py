@@ -63,7 +63,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
     [
         ((), "give one recipe, or --resume DIR"),
         (("a.py", "b.py"), "give one recipe"),
-        (("missing.py",), "missing.py is no recipe"),
+        (("missing.py",), "missing.py is not a recipe"),
         (("small.py", "rl.setps=3"), "no field 'setps': did you mean 'steps'?"),
         (("small.py", "rl.steps=many"), "rl.steps=many: Expected `int`"),
         (("--resume", "nowhere"), "nothing to resume in nowhere"),

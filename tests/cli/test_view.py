@@ -67,7 +67,7 @@ def test_what_is_refused(shell: Shell, stored: str) -> None:
     for arguments, words in {
         ("--host", "0.0.0.0"): "0.0.0.0 is reachable from other machines: give a token",
         ("nothing/here",): "no such file or folder: nothing/here",
-        ("2019",): "2019 is neither a file nor a folder, and there is no run '2019'",
+        ("2019",): "2019 is neither a file nor a folder, and found no run '2019'",
         ("--export", "x.html"): "--export writes one run",
         ("last", "--export", "no/where/x.html"): "cannot write no/where/x.html",
     }.items():

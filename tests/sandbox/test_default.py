@@ -156,7 +156,7 @@ def test_a_run_may_be_repeated_on_a_poorer_machine(tmp_path: Path) -> None:
             "C",
             1,
             (
-                "wrong: sandbox 'jail' does not reach tier B",
+                "error: sandbox 'jail' does not reach tier B",
                 "tier B: no Landlock",
                 "for tier B use a kernel with",
             ),

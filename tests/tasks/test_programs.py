@@ -138,7 +138,7 @@ def test_the_evaluator_runs_nothing_and_serves_no_other_task() -> None:
 def test_sandboxes_by_module() -> None:
     with pytest.raises(ConfigError, match="cannot be imported"):
         open_sandbox(SandboxSpec(provider="no.such.module"))
-    with pytest.raises(ConfigError, match="without open_provider"):
+    with pytest.raises(ConfigError, match="has no open_provider"):
         open_sandbox(SandboxSpec(provider="ramify.tasks.programs.program_library"))
     with pytest.raises(ConfigError, match="unknown sandbox 'jial': did you mean 'jail'"):
         open_sandbox(SandboxSpec(provider="jial"))
@@ -208,7 +208,7 @@ def test_one_token_a_word() -> None:
         "@f12",
     ]
     assert UNKNOWN in tokenizer.decode(renderer.prompt([Message("user", "50 apples")]))
-    with pytest.raises(ConfigError, match="different"):
+    with pytest.raises(ConfigError, match="distinct"):
         word_tokenizer(["a", "b", "a"])
 
 

@@ -218,7 +218,7 @@ def test_a_trainer_that_gets_no_further_is_given_up(tmp_path: Path) -> None:
     ]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
-    assert ended.stderr.count("is no recipe") == 1
+    assert ended.stderr.count("is not a recipe") == 1
 
 
 @LINUX

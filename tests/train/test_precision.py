@@ -137,7 +137,7 @@ def test_stages_and_references_compute_as_decided(
         )
         trained = made._trained(tmp_path)
         wanted = "bf16" if computed == "bf16" else "fp32"
-        stages = made._given_stages()
+        stages = made._fixed_stages()
         backends = [trained.backend(stage.optim) for stage in stages]
         assert [each._compute.precision for each in backends] == [wanted, wanted]  # type: ignore[attr-defined]
     finally:

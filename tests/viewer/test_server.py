@@ -412,7 +412,7 @@ def test_what_is_not_there(tmp_path: Path, world: World) -> None:
     assert "contains no runs" in problem["text"]
 
     async def ask(get: Get, _: ViewServer) -> None:
-        assert "there is no run 'nope'" in (await get("/api/run", key="nope"))["error"]
+        assert "found no run 'nope'" in (await get("/api/run", key="nope"))["error"]
         assert "has no call '7.7'" in (await get("/api/call", key=world.tree, id="7.7"))["error"]
         assert (await get("/api/run"))["error"] == "/api/run needs ?key="
         assert (

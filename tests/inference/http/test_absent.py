@@ -85,7 +85,7 @@ def test_an_update_takes_those_that_are_back_along(weight_sync: str) -> None:
             await stop(made, 1)
             async with served_again(made, 1) as local:
                 await made.train(1)  # it is back already, and does not know what it is given
-                assert made.said[0].endswith("was this engine started anew?: sending all weights")
+                assert made.said[0].endswith("was this engine restarted?: sending all weights")
                 await stop(made, 0)
                 asked = [made.engines.complete(request(seed, 4)) for seed in range(4)]
                 assert {reply.versions for reply in await asyncio.gather(*asked)} == {

@@ -184,7 +184,7 @@ def test_adapters_are_added_up_by_the_engines_to_the_bit_also_by_one_that_was_st
                 async with asking.post(f"{url}/shutdown_weight_transfer_engine", json={}) as answer:
                     assert answer.status == 200
             await update(4)
-            assert made.said[-1].endswith("was this engine started anew?: sending all weights")
+            assert made.said[-1].endswith("was this engine restarted?: sending all weights")
 
     run(test)
 

@@ -261,7 +261,7 @@ def test_a_difference_to_dropped_weights_is_refused_and_everything_sent() -> Non
         async with sleepers(weight_sync="delta") as made:
             await made.train(1)
             for version, says in (
-                (2, "gave its weights back while it slept"),
+                (2, "dropped its weights while it slept"),
                 (3, "and only a part of it was sent"),
             ):
                 await got(f"{made.url}/sleep?level=2", {})  # by another client

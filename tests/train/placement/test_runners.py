@@ -35,7 +35,8 @@ def short(**changes: Any) -> Run:
     """Two steps that keep their rollouts, with an update of the weights between them."""
     run = tuned(**changes)
     return msgspec.structs.replace(
-        run, schedule=msgspec.structs.replace(run.schedule, evaluate_every=0, save_rollouts_every=1)
+        run,
+        schedule=msgspec.structs.replace(run.schedule, evaluate_every=None, save_rollouts_every=1),
     )
 
 
