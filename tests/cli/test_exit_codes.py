@@ -41,7 +41,7 @@ WRONG = {
         ),
         (["-m", "azure:x@notaurl", "q"], "use azure:x@https://"),
         ([*M, "--sub-model", "opnai:x", "q"], "unknown provider 'opnai'"),
-        (["--resume", "nothing"], "the store"),
+        (["--resume", "nothing"], "has no runs"),
     ),
     "eval": (
         ([], "no task: ramify eval"),
@@ -105,7 +105,7 @@ WRONG = {
         (["--export", "x.html"], "--export writes one run"),
     ),
     "runs": ((["--limit", "-1"], "--limit -1"),),
-    "runs rm": (([], "give RUN"), (["x"], "the store")),
+    "runs rm": (([], "give RUN"), (["x"], "has no runs")),
     "runs prune": (
         ([], "nothing to prune by: give --older-than AGE, --keep N or --max-size SIZE"),
         (["--keep", "-1"], "--keep -1"),

@@ -340,7 +340,7 @@ class _Watch:
             time.sleep(0.05)
             self._read()
         stacks = {0: self._pulse.stack(), **self._answers}
-        zero_variance = [link.rank for link in self._connections if link.rank not in stacks]
+        unresponsive = [link.rank for link in self._connections if link.rank not in stacks]
         waits = {
             rank
             for rank, stack in stacks.items()
@@ -349,8 +349,8 @@ class _Watch:
         working = [rank for rank in stacks if rank not in waits]
         least = min(self._counts)
         behind = [rank for rank, count in enumerate(self._counts) if count == least]
-        named = zero_variance or (working if waits and working else behind)
-        path = self._write(stacks, zero_variance)
+        named = unresponsive or (working if waits and working else behind)
+        path = self._write(stacks, unresponsive)
         description = "; ".join(
             f"rank {rank}{self._place(rank)} {self._state(rank, stacks.get(rank, ''))}"
             for rank in named
@@ -369,7 +369,7 @@ class _Watch:
             return f"is at {' '.join(stack.splitlines()[-2].split())}"
         return f"does not answer{_process_state(self._pid(rank))}; its stack may be on stderr"
 
-    def _write(self, stacks: dict[int, str], zero_variance: Sequence[int]) -> Path:
+    def _write(self, stacks: dict[int, str], unresponsive: Sequence[int]) -> Path:
         self._stacks.mkdir(parents=True, exist_ok=True)
         path = self._stacks / "stalled-ranks.txt"
         parts = [
@@ -378,7 +378,7 @@ class _Watch:
         ]
         parts += [
             f"rank {rank} did not answer{_process_state(self._pid(rank))}\n"
-            for rank in zero_variance
+            for rank in unresponsive
         ]
         path.write_text("\n".join(parts))
         return path
