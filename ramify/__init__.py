@@ -11,6 +11,8 @@ optional package.
 from __future__ import annotations
 
 import importlib
+import logging as _logging
+import os as _os
 
 TYPE_CHECKING = False  # not from typing, which takes longer to import than all else here
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from ramify.store.store import Store as Store
     from ramify.types.trajectory import Stop as Stop
     from ramify.types.trajectory import Trajectory as Trajectory
+
+# Applications decide where records go; without one, they go nowhere.
+_logging.getLogger("ramify").addHandler(_logging.NullHandler())
 
 __version__ = "0.1.0"
 
@@ -76,3 +81,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
+
+
+if _os.environ.get("RAMIFY_LOG"):
+    from ramify.logging import configure as _configure
+    from ramify.logging import to_stderr as _to_stderr
+
+    _configure(_to_stderr)
