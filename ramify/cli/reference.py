@@ -28,9 +28,12 @@ def part(name: str) -> str:
         return _table(
             ("code", "meaning"), [(str(code.value), meaning) for code, meaning in MEANINGS.items()]
         )
-    return _table(
-        ("option", "meaning"), [(_name(option), option.help) for option in command(name).options]
-    )
+    shared = [] if name == "ask" else command("ask").options
+    rows = [(_name(option), option.help) for option in command(name).options if option not in shared]
+    as_asked = [f"`{option.long}`" for option in command(name).options if option in shared]
+    if as_asked:
+        rows.append((", ".join(as_asked), "as for [`ask`](#ask)"))
+    return _table(("option", "meaning"), rows)
 
 
 def _name(option: OptionSpec) -> str:
