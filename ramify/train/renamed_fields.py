@@ -5,7 +5,7 @@ read and resumed.
     new_name("late")                                 ->  "rl.sample.grace_steps"
     with_new_names({"threads": 0})                   ->  {"threads": None}
 
-    moved_path("ramify.train.advantages.grpo:GRPO")  ->  "ramify.train.advantages.grpo:GRPO"
+    moved_path("ramify.train.algorithms.grpo:GRPO")  ->  "ramify.train.advantages.grpo:GRPO"
 
 Not here: classes that were renamed (``CHANGELOG.md``).
 """
@@ -30,10 +30,10 @@ RENAMED_FIELDS = {
 first."""
 
 MOVED_MODULES = {
-    "ramify.train.advantages.": "ramify.train.advantages.",
-    "ramify.train.losses.": "ramify.train.losses.",
-    "ramify.train.losses.corrections": "ramify.train.losses.corrections",
-    "ramify.train.advantages.credit": "ramify.train.advantages.credit",
+    "ramify.train.algorithms.": "ramify.train.advantages.",
+    "ramify.train.policy_losses.": "ramify.train.losses.",
+    "ramify.train.corrections": "ramify.train.losses.corrections",
+    "ramify.train.signals.credit": "ramify.train.advantages.credit",
 }
 """Beginnings of dotted paths that an earlier version stored -> today's."""
 

@@ -64,7 +64,7 @@ def test_classes_are_chosen_by_name() -> None:
     for path in (
         "ramify.train.advantages.grpo.GRPO",
         "ramify.train.advantages.grpo:GRPO",
-        "ramify.train.advantages.grpo:GRPO",  # the path of an earlier version
+        "ramify.train.algorithms.grpo:GRPO",  # the path of an earlier version
     ):
         assert changed(f"algorithm={path}").algorithm == GRPO()
     assert changed("policy=cispo", "policy.clip_low=0.1").policy == Cispo(clip_low=0.1)
