@@ -4,6 +4,7 @@
     recipes/NAME.py      -> recipes/NAME.md     its docstring and its code
     a public namespace   -> api/NAME.md         each exported name, by mkdocstrings
     CHANGELOG.md         -> changelog.md
+    docs/renames.tsv     -> rows of renames.md
 
 A link in any page names a file of the repository, so that it also works outside the site;
 ``on_page_markdown`` turns it into a link to the page made from that file. Nothing is executed here:
@@ -50,6 +51,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links to files of the repository lead to the pages made from them."""
     uri = page.file.src_uri
+    if uri == "renames.md":
+        markdown = markdown.replace("<!-- renames.tsv -->", rename_table())
     pages = {source: made for made, source in _SOURCES.items()}
     folder = posixpath.dirname(_SOURCES.get(uri, f"docs/{uri}"))
 
@@ -109,6 +112,15 @@ def recipe_list() -> str:
 def _first_sentence(code: str) -> str:
     docstring = ast.get_docstring(ast.parse(code)) or ""
     return " ".join(re.split(r"\n\n|:\n", docstring)[0].split())
+
+
+def rename_table() -> str:
+    """Rows of ``docs/renames.tsv``, as a table sorted by the old name."""
+    lines = (ROOT / "docs/renames.tsv").read_text("utf-8").splitlines()
+    rows = [line.split("\t") for line in lines if line and not line.startswith("#")]
+    cells = [f"| `{old}` | `{new}` | {kind} | {where} |" for kind, where, old, new in rows]
+    head = ["| before | now | kind | where |", "|---|---|---|---|"]
+    return "\n".join([*head, *sorted(cells, key=str.lower)])
 
 
 def namespace_page(name: str) -> str:

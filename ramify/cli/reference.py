@@ -1,7 +1,7 @@
 """Generator of the tables in ``docs/cli.md``: ``python -m ramify.cli.reference``.
 
 The page holds the options of command NAME, or the exit codes, between ``<!-- begin NAME -->`` and
-``<!-- end NAME -->``. A test checks that the tables are up to date.
+``<!-- end NAME -->``. Options that a command shares with ``ask`` share one row. A test checks that the tables are up to date.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def part(name: str) -> str:
         return _table(
             ("code", "meaning"), [(str(code.value), meaning) for code, meaning in MEANINGS.items()]
         )
-    shared = [] if name == "ask" else command("ask").options
-    rows = [(_name(option), option.help) for option in command(name).options if option not in shared]
-    as_asked = [f"`{option.long}`" for option in command(name).options if option in shared]
-    if as_asked:
-        rows.append((", ".join(as_asked), "as for [`ask`](#ask)"))
+    options = command(name).options
+    shared = [] if name == "ask" else [each for each in options if each in command("ask").options]
+    rows = [(_name(option), option.help) for option in options if option not in shared]
+    if shared:
+        rows.append((", ".join(f"`{each.long}`" for each in shared), "as for [`ask`](#ask)"))
     return _table(("option", "meaning"), rows)
 
 

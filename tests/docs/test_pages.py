@@ -58,6 +58,7 @@ def test_every_block_is_run_or_says_why_not():
         "models.md",
         "own-algorithm.md",
         "prices.md",
+        "quickstart.md",
         "sandbox.md",
         "scripted.md",
         "signals.md",
