@@ -1,7 +1,8 @@
 """Generator of the tables in ``docs/cli.md``: ``python -m ramify.cli.reference``.
 
 The page holds the options of command NAME, or the exit codes, between ``<!-- begin NAME -->`` and
-``<!-- end NAME -->``. Options that a command shares with ``ask`` share one row. A test checks that the tables are up to date.
+``<!-- end NAME -->``. Options that a command shares with ``ask`` share one row. A test
+checks that the tables are up to date.
 """
 
 from __future__ import annotations
