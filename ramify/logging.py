@@ -397,7 +397,6 @@ def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
 
 ROOMS = [
     "ramify",
-    "build",
     "cli",
     "clients",
     "cluster",

@@ -1,0 +1,93 @@
+"""Metrics of an evaluation during training, by name.
+
+Scores only include attempts that could be judged. An attempt that failed for reasons outside the
+policy (no session, a lost engine, an error in the score; see ``evaluate/attempt.py``) is counted in
+``SPLIT/failed`` and excluded from every mean. If too many failed, the remaining attempts no longer
+represent the split, and the score is omitted, so no checkpoint can become the best by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from ramify.logging import RoomLogger
+from ramify.tasks.base import Item, total
+from ramify.train.metrics import passes
+from ramify.types.trajectory import Group, Trajectory
+
+_log = RoomLogger("train")
+
+
+def report(
+    split: str,
+    items: Sequence[Item],
+    groups: Sequence[Group],
+    weights: Mapping[str, float],
+    *,
+    max_failed: float,
+) -> dict[str, float]:
+    """Mean reward of the rollouts that were scored, overall and by kind of item.
+
+    It also contains pass@k up to k = n if there are n > 1 attempts per item, and the metrics of the
+    task's score. If a larger share than ``max_failed`` failed, it only contains the number of
+    failures. Failures are logged.
+    """
+    trees = [trajectory for group in groups for trajectory in group.trajectories]
+    failed = [trajectory for trajectory in trees if not trajectory.rewards]
+    values = {f"{split}/failed": float(len(failed))}
+    is_score = len(failed) < len(trees) and len(failed) <= max_failed * len(trees)
+    if failed:
+        _log.warning(
+            "evaluation_failures",
+            _failure_message(split, failed, len(trees), None if is_score else max_failed),
+            shown=True,
+            split=split,
+            failed=len(failed),
+            attempts=len(trees),
+        )
+    if not is_score:
+        return values
+    scores = [
+        (item.kind, total(trajectory.rewards, weights))
+        for item, group in zip(items, groups, strict=True)
+        for trajectory in group.trajectories
+        if trajectory.rewards
+    ]
+    values[f"{split}/reward"] = fmean(value for _, value in scores)
+    for kind in sorted({kind for kind, _ in scores if kind}):
+        values[f"{split}/{kind}"] = fmean(value for item_kind, value in scores if item_kind == kind)
+    values |= {f"{split}/pass@{k}": value for k, value in passes(groups, weights).items()}
+    return values | _metrics(split, trees)
+
+
+def _failure_message(
+    split: str, failed: Sequence[Trajectory], num: int, passed: float | None
+) -> str:
+    """Message about failed attempts. ``passed``: the permitted share that was exceeded; None if it
+    was not."""
+    first = next(
+        (trajectory.errors[-1] for trajectory in failed if trajectory.errors),
+        "no error was reported",
+    )
+    many = f"all {num:,}" if len(failed) == num else f"{len(failed):,} of {num:,}"
+    effect = " and are left out of the score"
+    if passed is not None:
+        above = f", above evaluate.max_failed={passed:g}" if len(failed) < num else ""
+        effect = f"{above}: this evaluation has no score"
+    return (
+        f"{split}: {many} attempts failed for reasons outside the policy{effect}; the first: "
+        f"{first}"
+    )
+
+
+def _metrics(split: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean of each metric over the rollouts that have it."""
+    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics)
+    values = {
+        name: [
+            trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics
+        ]
+        for name in names
+    }
+    return {f"{split}/metric {name}": fmean(column) for name, column in values.items()}
