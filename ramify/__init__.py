@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import logging as _logging
-import os as _os
 
 TYPE_CHECKING = False  # not from typing, which takes longer to import than all else here
 if TYPE_CHECKING:
@@ -81,10 +80,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
-
-
-if _os.environ.get("RAMIFY_LOG"):
-    from ramify.logging import configure as _configure
-    from ramify.logging import to_stderr as _to_stderr
-
-    _configure(_to_stderr)

@@ -604,3 +604,5 @@ def _one_line(text: str) -> str:
 
 if not any(isinstance(handler, _Bridge) for handler in _ROOT.handlers):
     _ROOT.addHandler(_Bridge())
+if os.environ.get(VARIABLE):
+    configure(to_stderr)

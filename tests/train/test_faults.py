@@ -26,11 +26,11 @@ from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.train import group_records
 from ramify.train.config import EvaluateSpec, Run, TaskSpec
-from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics, read
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
 from ramify.types.trajectory import Trajectory
+from tests.shown import train
 from tests.train.small import _even, _make, small, weights_of
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
