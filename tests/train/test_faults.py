@@ -123,7 +123,13 @@ def test_a_killed_engine_changes_nothing(calm: Path, tmp_path: Path) -> None:
             killed.append(measured.step)
             kill(os.getpid(), f"serve-policy {tmp_path}")
 
-    train(short(inference=InferenceSpec(probe_s=60.0)), tmp_path, listener=listen, say=said.append)
+    train(
+        short(inference=InferenceSpec(probe_s=60.0)),
+        tmp_path,
+        listener=listen,
+        say=said.append,
+        inform=lambda text: said.append(text) if "is back" in text else None,
+    )
     same(tmp_path, calm)
     assert len(said) == 2
     assert "and ended with status -9: " in said[0]
