@@ -33,7 +33,7 @@ class ConformanceResult(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-async def check(sandbox: Sandbox, spec: SandboxSpec) -> list[ConformanceResult]:
+async def check_sandbox(sandbox: Sandbox, spec: SandboxSpec) -> list[ConformanceResult]:
     """Run every check on ``sandbox``, which ``spec`` describes. The sandbox stays open."""
     return [await check_one(sandbox, spec, check) for check in CHECKS]
 

@@ -30,7 +30,7 @@ from ramify.tasks.ledger.ledger_rows import (
     solve,
 )
 from ramify.tasks.ledger.task import LedgerQuestion, documents_of, ledger
-from ramify.tasks.validate import validate
+from ramify.tasks.validation import validate
 from ramify.types.trajectory import Call, ContextRef, Parent, Stop, Trajectory
 
 ROOT = Path(__file__).parents[2]
