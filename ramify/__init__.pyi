@@ -20,7 +20,6 @@ from ramify.engine.rlm import RLM as RLM
 from ramify.engine.rlm import Result as Result
 from ramify.engine.scaffold import Scaffold as Scaffold
 from ramify.errors import ConfigError as ConfigError
-from ramify.errors import LimitReached as LimitReached
 from ramify.errors import ModelError as ModelError
 from ramify.errors import RamifyError as RamifyError
 from ramify.errors import ReplayDiverged as ReplayDiverged

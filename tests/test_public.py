@@ -13,7 +13,7 @@ import pytest
 
 PUBLIC = {
     "ramify": """
-        Branches Call Cell CellResult Citation Client ConfigError LimitReached Limits
+        Branches Call Cell CellResult Citation Client ConfigError Limits
         McpTools Message ModelError PreparedContext ProgressState RLM RamifyError
         ReplayDiverged Result Sampling Sandbox SandboxCapabilities SandboxError SandboxSpec
         Scaffold ScriptedClient Session SourceError Stop Store StoreError TrainError
@@ -62,7 +62,7 @@ PUBLIC = {
         StepSampleSpec TaskSpec TeacherSignal TokenCredit TokenScorer TokenScores
         TokenSequence TokenTis ToolUseSignal TopKCandidates Tracker TrainedModel
         TrainingGuard TrajectoryHints WarmUpSpec WorstTokenMask accounts assigned_step
-        kl_estimate ratio recipe sequences train
+        kl_estimate load_recipe pack ratio sequences train
     """,
 }
 """Namespace -> its public names."""

@@ -1,4 +1,4 @@
-"""Training: what a recipe is made of, and what an algorithm, a loss or a signal of your own needs.
+"""Training: what a recipe is made of, and what your own algorithm, loss or signal needs.
 
     from ramify import Limits, train
 
@@ -11,7 +11,7 @@
         )
 
     a run           Run PolicySpec TaskSpec SftSpec RlSpec WarmUpSpec EvaluateSpec Schedule …
-    start it        recipe train, or on the command line ``ramify train RECIPE``
+    start it        load_recipe train, or on the command line ``ramify train RECIPE``
     algorithms      GRPO DrGRPO RLOO PPO … (ALGORITHMS); your own: GroupOptions assigned_step
     losses          PpoClip Gspo Cispo … (POLICY_LOSSES); your own: LossFormula LossTokens ratio
     corrections     TokenTis IcePop … (CORRECTIONS)
@@ -19,7 +19,7 @@
     signals         Hybrid HybridTerm TeacherSignal ProcessRewardSignal OutcomeSignal …
     your own        Signal SignalContext SignalScore Judge JudgeView JudgeVerdict Tracker RunInfo
     processes       ComputeSpec OptimizerSpec ShardSpec PlacementSpec NodePool RoleSpec
-    a loop          Rollouter sequences SingleBackend FsdpRanks TokenSequence Batch Group
+    a loop          Rollouter sequences pack SingleBackend FsdpRanks TokenSequence Batch Group
     afterwards      StepMetrics accounts
 
 Importing this package loads no tensor library. These are all the public names (``__all__``);
