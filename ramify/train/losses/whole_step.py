@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ramify.errors import TrainError
 from ramify.train.losses.base import LossStep, TokenSelectingLoss
 from ramify.train.losses.loss import LossSpec
-from ramify.types.sequence import Batch, Floats
+from ramify.types.sequence import Batch, Floats, call_of
 
 
 def chooses(loss: LossSpec) -> bool:
@@ -75,11 +75,6 @@ def check_whole(batches: Many[Batch]) -> None:
                 "cut or rendered again, or its rows were split; use a per-token loss, or a "
                 "scaffold whose histories only grow"
             )
-
-
-def call_of(name: str) -> str:
-    """The call that a sequence belongs to: ``7c1f/call=0.3/path=1`` -> ``7c1f/call=0.3``."""
-    return name.partition("/path=")[0]
 
 
 def _joined(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:
