@@ -1,7 +1,7 @@
 """Values that a loss needs about a whole optimizer step, computed before any of its batches is
 learned from.
 
-    choose        tokens that some losses treat differently (``policy_losses/cov.py``), selected
+    choose        tokens that some losses treat differently (``cov.py``), selected
                   by means over the whole step and by random numbers keyed by sequence and
                   position, so that the cut and the order of the step do not matter
     check_whole   for a loss over sequences: each sequence is whole, in one batch
