@@ -17,7 +17,7 @@ from ramify.engine.citations import Citation as Citation
 from ramify.engine.limits import Limits as Limits
 from ramify.engine.mcp_tools import McpTools as McpTools
 from ramify.engine.rlm import RLM as RLM
-from ramify.engine.rlm import Result as Result
+from ramify.engine.run_handle import Result as Result
 from ramify.engine.scaffold import Scaffold as Scaffold
 from ramify.errors import ConfigError as ConfigError
 from ramify.errors import ModelError as ModelError
