@@ -61,7 +61,7 @@ PUBLIC = {
         Signal SignalContext SignalScore SingleBackend StepJudge StepMetrics StepRules
         StepSampleSpec TaskSpec TeacherSignal TokenCredit TokenScorer TokenScores
         TokenSequence TokenTis ToolUseSignal TopKCandidates Tracker TrainedModel
-        TrainingGuard TrajectoryHints WarmUpSpec WorstTokenMask accounts assigned_step
+        TrainingGuard TrajectoryHints WarmUpSpec WorstTokenMask accounts
         kl_estimate load_recipe pack ratio sequences train
     """,
 }

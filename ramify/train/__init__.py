@@ -12,7 +12,7 @@
 
     a run           Run PolicySpec TaskSpec SftSpec RlSpec WarmUpSpec EvaluateSpec Schedule …
     start it        load_recipe train, or on the command line ``ramify train RECIPE``
-    algorithms      GRPO DrGRPO RLOO PPO … (ALGORITHMS); your own: GroupOptions assigned_step
+    algorithms      GRPO DrGRPO RLOO PPO … (ALGORITHMS); your own: GroupOptions
     losses          PpoClip Gspo Cispo … (POLICY_LOSSES); your own: LossFormula LossTokens ratio
     corrections     TokenTis IcePop … (CORRECTIONS)
     tree credit     CREDITS CreditNode

@@ -9,7 +9,6 @@ from ramify.train.advantages.credit import CREDITS as CREDITS
 from ramify.train.advantages.credit import CreditNode as CreditNode
 from ramify.train.advantages.gdpo import GDPO as GDPO
 from ramify.train.advantages.group import GroupOptions as GroupOptions
-from ramify.train.advantages.group import assigned_step as assigned_step
 from ramify.train.advantages.group_estimators import GRPO as GRPO
 from ramify.train.advantages.group_estimators import OPO as OPO
 from ramify.train.advantages.group_estimators import RLOO as RLOO
