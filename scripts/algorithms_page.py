@@ -21,7 +21,7 @@ import torch
 from ramify.train.advantages import ALGORITHMS, group_estimators
 from ramify.train.advantages.base import finish, needs_of
 from ramify.train.advantages.weight import ALSO, weights
-from ramify.train.data.compile import sequences
+from ramify.train.data.compile import token_sequences
 from ramify.train.losses import POLICY_LOSSES, LossTokens
 from ramify.train.losses.base import LossStep, SequenceSums, TokenSelectingLoss
 from ramify.train.losses.corrections import CORRECTIONS
@@ -91,7 +91,7 @@ def advantages_of(name: str) -> list[float]:
     algorithm = ALGORITHMS.of(name)()
     if name == "rae":
         algorithm = msgspec.structs.replace(algorithm, memory={"rlm@0": MEMORY})
-    rows = sequences(algorithm.assign_advantages(groups(), {}).rollouts)
+    rows = token_sequences(algorithm.assign_advantages(groups(), {}).rollouts)
     if needs_of(algorithm).values:
         for row in rows:
             row.streams["values"] = np.full(len(row), VALUE, np.float32)

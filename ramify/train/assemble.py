@@ -180,7 +180,7 @@ class RunParts:
     async def start(self, out: Path) -> None:
         """Acquire the placement slots, and start the engines that are not in this process."""
         from ramify.inference.local.local_client import LocalClient
-        from ramify.models.load import save
+        from ramify.models.load import save_policy
 
         self.hosts = self._placed()
         if self.run.placement is not None and self.run.placement.services:
@@ -196,14 +196,14 @@ class RunParts:
         launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
             await self.client.start(
-                out / "inference", lambda folder: save(self.serving, folder), launch
+                out / "inference", lambda folder: save_policy(self.serving, folder), launch
             )
             await self._start_workers(out)
 
     async def _start_workers(self, out: Path) -> None:
         """Start the rollout workers, if the placement has any."""
         from ramify.inference.local.local_client import LocalClient
-        from ramify.models.load import save
+        from ramify.models.load import save_policy
 
         num, run = (
             sum(
@@ -220,7 +220,7 @@ class RunParts:
         client = self.client
         checkpoint = out / "inference" / "checkpoint"
         if run.inference.urls:
-            save(self.serving, checkpoint)
+            save_policy(self.serving, checkpoint)
         spec = self._worker_spec(checkpoint, client.answering)
         self.rollout_workers = RolloutWorkers(
             self.hosts or LocalLauncher(),
