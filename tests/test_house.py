@@ -17,8 +17,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ramify"
 FLOORS = [
-    {"types", "errors", "progress", "secrets", "child"},
-    {"clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
+    {"types", "errors", "progress", "secrets"},
+    {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine"},
     {"combinators"},
     {"evaluate"},
@@ -29,9 +29,11 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-ALSO = {("inference", "models"), ("child", "secrets")}
+ALSO = {("inference", "models"), *((room, "actors") for room in FLOORS[1])}
+"""Every room starts its processes through ``actors``."""
 STANDARD_LIBRARY_ONLY = [
     "__init__.py",
+    "actors/guard.py",
     *(
         f"sandbox/{name}"
         for name in ("guest", "shared_buffers.py", "forkserver.py", "session_supervisor.py")
