@@ -113,7 +113,7 @@ class ChildProcess:
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_GUARD)],
                 env={name: os.environ[name] for name in _KEPT if name in os.environ},
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=files_given[2],
                 pass_fds=files_given,
