@@ -32,7 +32,7 @@ ALSO = {("inference", "models"), *((room, "actors") for room in FLOORS[1])}
 """Every room starts its processes through ``actors``."""
 STANDARD_LIBRARY_ONLY = [
     "__init__.py",
-    "actors/guard.py",
+    "actors/process_guard.py",
     *(
         f"sandbox/{name}"
         for name in ("guest", "shared_buffers.py", "forkserver.py", "session_supervisor.py")

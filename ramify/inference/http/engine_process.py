@@ -2,7 +2,7 @@
 start.
 
 Their output goes to a log file, whose last lines are quoted if they fail. They end with the trainer
-(see ``actors/process.py``).
+(see ``actors/child_process.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from ramify.actors.process import ChildProcess
+from ramify.actors.child_process import ChildProcess
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import VERSIONS, InferenceSpec
 

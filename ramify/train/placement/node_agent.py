@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ramify.actors.process import ChildProcess, end_all
+from ramify.actors.child_process import ChildProcess, end_all
 
 _END_S = 5.0
 

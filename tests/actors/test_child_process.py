@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.actors.process import ChildProcess, end_all, import_path
+from ramify.actors.child_process import ChildProcess, end_all, import_path
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux is asked")
 STUBBORN = (
@@ -24,7 +24,7 @@ STUBBORN = (
 PARENT = f"""
 import sys, time
 from pathlib import Path
-from ramify.actors.process import ChildProcess
+from ramify.actors.child_process import ChildProcess
 child = ChildProcess(["sh", "-c", {STUBBORN!r}], log=Path(sys.argv[1]))
 print(child.pid, child._guard.pid, flush=True)
 time.sleep(600)

@@ -6,7 +6,7 @@ with everything that it started.
     child.exit_reason()    "ended with status 1; its log ends: …", without secrets
     child.end(10.0)        SIGTERM, then SIGKILL for it and everything it started
 
-Each has a guard (``guard.py``), a small process between it and this one, which keeps the promise
+Each has a guard (``process_guard.py``), a small process between it and this one, which does this
 whichever of the processes is killed first. A child also ends when its ``ChildProcess`` is
 forgotten. Not here: which commands are run, when one is restarted (``restarts.py``), other machines
 (``launcher.py``), and sandbox sessions, which are forked (``sandbox/``).
@@ -33,7 +33,7 @@ from typing import Protocol
 
 from ramify.secrets import SecretRedactor
 
-_GUARD = Path(__file__).with_name("guard.py")
+_GUARD = Path(__file__).with_name("process_guard.py")
 _START_S = 60.0
 """Seconds that a guard may take to start the command."""
 _KILLED_S = 15.0

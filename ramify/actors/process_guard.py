@@ -12,7 +12,7 @@ the parent (pidfd) and by the socket. The parent's threads and the copies of the
 children do not matter. The command ends if the guard is killed (``PR_SET_PDEATHSIG``). This is set
 between fork and exec, which is safe here: the guard has one thread.
 
-Not here: which processes are started, and the other end of the socket (see ``process.py``).
+Not here: which processes are started, and the other end of the socket (see ``child_process.py``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _RESTORED = (*_PASSED_ON, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ)
 
 
-class Guard:
+class ProcessGuard:
     """Runs in the guard's process: one command from its start to its end."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -63,18 +63,26 @@ class Guard:
 
     def run(self) -> None:
         """Return once the command and everything that it started have ended."""
-        while self._status is None:
-            for descriptor, _ in self._poll.poll(self._wait_ms()):
-                if descriptor == self._wake:
-                    self._pass_on_signals()
-                elif descriptor == _SOCKET:
-                    self._take_requests()
-                else:
-                    self._end_as_orphan()
-            self._reap()
-            self._kill_if_due()
-        self._sweep()
+        try:
+            while self._status is None:
+                self._step()
+        except BaseException:
+            self._is_ending = True
+            raise
+        finally:
+            self._sweep()
         _report(f"ended {self._status} {self._reason}")
+
+    def _step(self) -> None:
+        for descriptor, _ in self._poll.poll(self._wait_ms()):
+            if descriptor == self._wake:
+                self._pass_on_signals()
+            elif descriptor == _SOCKET:
+                self._take_requests()
+            else:
+                self._end_as_orphan()
+        self._reap()
+        self._kill_if_due()
 
     # --- start
 
@@ -126,8 +134,8 @@ class Guard:
         signal.set_wakeup_fd(written, warn_on_full_buffer=False)
         return wake
 
-    def _watch_parent(self) -> int | None:
-        descriptor = None
+    def _watch_parent(self) -> int:
+        descriptor = _SOCKET
         with contextlib.suppress(AttributeError, OSError):
             descriptor = os.pidfd_open(self._parent)
             self._poll.register(descriptor, select.POLLIN)
@@ -159,9 +167,9 @@ class Guard:
         self._end_as_orphan()
 
     def _end_as_orphan(self) -> None:
-        self._poll.unregister(_SOCKET)
-        if self._parent_fd is not None:
-            self._poll.unregister(self._parent_fd)
+        for descriptor in (_SOCKET, self._parent_fd):
+            with contextlib.suppress(KeyError):  # the other one was seen first
+                self._poll.unregister(descriptor)
         self._end(ORPHAN_S)
 
     def _end(self, timeout_s: float) -> None:
@@ -265,4 +273,4 @@ def _read(size: int) -> bytes:
 
 
 if __name__ == "__main__":
-    Guard(marshal.loads(_read(int.from_bytes(_read(4), "little")))).run()
+    ProcessGuard(marshal.loads(_read(int.from_bytes(_read(4), "little")))).run()
