@@ -5,7 +5,7 @@
        │                  ├── the command ends: what it left behind is killed
        └── "ended 3" ─────┘   then the guard ends
 
-Runs as a program of its own, with the standard library alone, so it starts in some hundredths of a
+Runs as a separate program, with the standard library alone, so it starts in some hundredths of a
 second. It is the reaper of all descendants of the command (``PR_SET_CHILD_SUBREAPER``), so it finds
 those that moved to another session or process group. It sees the parent's end by a descriptor of
 the parent (pidfd) and by the socket. The parent's threads and the copies of the socket in its other

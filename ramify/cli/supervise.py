@@ -117,7 +117,7 @@ class _Trainer:
             raise KeyboardInterrupt
 
     def _stop(self, number: int, _: object) -> None:
-        """Pass SIGINT or SIGTERM on to the trainer, which has a session of its own."""
+        """Pass SIGINT or SIGTERM on to the trainer, which has a separate session."""
         self.was_stopped = True
         if self._process is not None:
             self._process.signal(number)

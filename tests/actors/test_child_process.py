@@ -68,7 +68,7 @@ def test_arguments_files_and_status_are_those_of_the_command(tmp_path: Path) -> 
 
 @LINUX
 def test_its_surroundings_are_those_of_a_fresh_process(tmp_path: Path) -> None:
-    """No descriptors of the guard, a session of its own, and no signal ignored."""
+    """No descriptors of the guard, a separate session, and no signal ignored."""
     program = "import os; print(os.listdir('/proc/self/fd'), os.getsid(0))"
     log = tmp_path / "log"
     child = ChildProcess([sys.executable, "-S", "-c", program], log=log)
@@ -141,7 +141,7 @@ def test_nothing_is_left_whichever_process_is_killed_first(first: str, tmp_path:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    # Without guard and parent nobody is left to end what moved to another session.
+    # Without guard and parent no process is left to end what moved to another session.
     wait_for_end(child, guard, *(below if "guard" not in first else ()))
     for pid in below:
         if is_running(pid):
