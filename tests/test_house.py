@@ -17,7 +17,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ramify"
 FLOORS = [
-    {"types", "errors", "progress", "secrets", "child"},
+    {"types", "errors", "plugins", "progress", "secrets", "child"},
     {"clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine"},
     {"combinators"},
@@ -29,7 +29,7 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-ALSO = {("inference", "models"), ("child", "secrets")}
+ALSO = {("inference", "models"), ("child", "secrets"), ("plugins", "errors")}
 STANDARD_LIBRARY_ONLY = [
     "__init__.py",
     *(

@@ -37,7 +37,6 @@ from ramify.train.backends.precision import ROUNDING, decided
 from ramify.train.config import Run, plain
 from ramify.train.cpu_seconds import CpuMeter
 from ramify.train.metrics import StepMetrics
-from ramify.train.override import of_name
 from ramify.train.placement.launcher import Launcher, PlacedEngine
 from ramify.train.placement.local_launcher import LocalLauncher
 from ramify.train.placement.resource_counts import attached, check_reach, settled
@@ -87,7 +86,7 @@ class RunParts:
         self.rollout_workers: RolloutWorkers | None = None
         """Processes that run rollouts, if that is not this process."""
         check_device(run)
-        self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
+        self._kind: Any = BACKENDS.of(run.compute.backend)
         placed_options = {"elsewhere": True} if self._is_placed and not self._kind.is_here else {}
         self._kind.check(run.compute, _device_of(run), **placed_options)
         self.trained: TrainedModel | None = None

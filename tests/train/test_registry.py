@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from ramify.train.registry import Registry
 
 from ramify.build.recipe import recipe, stored
 from ramify.errors import ConfigError
@@ -18,7 +19,6 @@ from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import plain
 from ramify.train.loss import LossSpec
 from ramify.train.policy_losses import POLICY_LOSSES, LossFormula, LossTokens, PpoClip
-from ramify.train.registry import Registry
 from ramify.train.signals.credit import CREDITS, CreditNode, Numbers
 from tests.train.small import small
 

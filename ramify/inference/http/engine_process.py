@@ -22,6 +22,7 @@ from typing import Protocol
 from ramify.child import ChildProcess
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import VERSIONS, InferenceSpec
+from ramify.inference.weight_sync import WEIGHT_SYNCS
 
 PROGRAMS = {
     "ramify": (sys.executable, "-m", "ramify", "serve-policy"),
@@ -185,7 +186,7 @@ def engine_command(
     folder, at = str(checkpoint), ["--host", host, "--port", str(port), "--dtype", dtype]
     if spec.engine == "ramify":
         own = [*at, "--weight-transfer"]
-        if ":" in spec.weight_sync_name:
+        if spec.weight_sync_name not in WEIGHT_SYNCS.ours:
             own += ["--weight-sync", spec.weight_sync_name]
         return [*begin, folder, *own, *spec.args]
     if spec.engine == "vllm":
@@ -202,6 +203,8 @@ def engine_command(
         ]
         own += ["--enable-sleep-mode"] if spec.level else []
         return [*begin, folder, *own, *spec.args]
+    if spec.engine != "sglang":
+        return [*begin, folder, *at, *spec.args]
     own = ["--enable-memory-saver"] if spec.level else []
     own += ["--enable-weights-cpu-backup"] if spec.level == 1 else []
     return [*begin, "--model-path", folder, *at, "--context-length", str(window), *own, *spec.args]
