@@ -47,11 +47,11 @@ REGISTRIES = (
     "ramify.engine.scaffold:SCAFFOLDS",
     "ramify.tasks.base:TASKS",
     "ramify.tasks.scoring:SCORERS",
-    "ramify.train.sft_data:DEMOS",
-    "ramify.train.algorithms:ALGORITHMS",
-    "ramify.train.signals.credit:CREDITS",
-    "ramify.train.policy_losses:POLICY_LOSSES",
-    "ramify.train.corrections:CORRECTIONS",
+    "ramify.train.data.sft_data:DEMOS",
+    "ramify.train.advantages:ALGORITHMS",
+    "ramify.train.advantages.credit:CREDITS",
+    "ramify.train.losses:POLICY_LOSSES",
+    "ramify.train.losses.corrections:CORRECTIONS",
     "ramify.train.signals.signal_reader:SIGNALS",
     "ramify.train.signals.judge:JUDGES",
     "ramify.train.signals.hindsight:HINTS",
@@ -61,6 +61,13 @@ REGISTRIES = (
     "ramify.train.trackers.base:TRACKERS",
 )
 """Where each registry is, in the order in which ``ramify plugins`` lists them."""
+MOVED_MODULES = {
+    "ramify.train.algorithms.": "ramify.train.advantages.",
+    "ramify.train.policy_losses.": "ramify.train.losses.",
+    "ramify.train.corrections": "ramify.train.losses.corrections",
+    "ramify.train.signals.credit": "ramify.train.advantages.credit",
+}
+"""Beginnings of dotted paths that an earlier version stored -> today's."""
 _OTHERS = "module:name or file.py:name"
 
 
@@ -277,7 +284,7 @@ def _load(location: str, what: str) -> Any:
     try:
         if place.endswith(".py"):
             return functools.reduce(getattr, name.split("."), load_file(Path(place).expanduser()))
-        return pkgutil.resolve_name(location)
+        return pkgutil.resolve_name(_moved(location))
     except RamifyError as error:
         raise ConfigError(f"{what}: {error}") from error
     except FileNotFoundError as error:
@@ -286,6 +293,14 @@ def _load(location: str, what: str) -> Any:
         is_plain = isinstance(error, ImportError | AttributeError | SyntaxError | OSError)
         reason = " ".join(str(error).split()) if is_plain else repr(error)
         raise ConfigError(f"{what} cannot be loaded: {reason}") from error
+
+
+def _moved(location: str) -> str:
+    """Today's place of an object, given one that an earlier version stored."""
+    for old, new in MOVED_MODULES.items():
+        if location.startswith(old):
+            return new + location.removeprefix(old)
+    return location
 
 
 def _package(point: EntryPoint) -> str:

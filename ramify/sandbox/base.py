@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgspec
 
@@ -264,7 +264,7 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
     Raises ConfigError for an unknown provider or package, or for mounts that the provider does not
     support. Raises SandboxError, with the missing feature, if this machine cannot run the provider.
     """
-    sandbox = cast(Sandbox, _provider_of(spec)(spec))
+    sandbox = _provider_of(spec)(spec)
     # With allow_weaker, "jail" may have opened a process sandbox instead.
     is_jail = spec.provider == "jail" and sandbox.caps.isolates_files
     if spec.mounts and not is_jail:

@@ -29,7 +29,6 @@ from ramify.inference.base import PROTOCOL
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import (
-    WEIGHT_SYNCS,
     Info,
     StaleWeights,
     WeightPiece,
@@ -63,7 +62,7 @@ class WeightRoutes:
         """
         self._client = client
         self._in_flight = in_flight
-        self._weight_syncs = {*WEIGHT_SYNCS, *weight_syncs}
+        self._weight_syncs = {*WEIGHT_SYNCS.ours, *weight_syncs}
         self._root = root.resolve() if root is not None else None
         self._receiver: WeightReceiver | None = None
         self._is_paused = self._is_updating = False

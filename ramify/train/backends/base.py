@@ -22,9 +22,9 @@ import msgspec
 
 from ramify.errors import ConfigError, OldNameWarning
 from ramify.plugins import Registry
-from ramify.train.loss import LossSpec
+from ramify.train.data.pack import PackingSpec
+from ramify.train.losses.loss import LossSpec
 from ramify.train.optional_fields import check_optional
-from ramify.train.pack import PackingSpec
 from ramify.types.sequence import Batch, Floats
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from ramify.engine.run_state import ReplyCache
 from ramify.errors import ConfigError, RamifyError
 from ramify.plugins import Registry
 from ramify.tasks.base import Item
-from ramify.train.algorithms.base import Algorithm
+from ramify.train.advantages.base import Algorithm
 from ramify.train.signals.base import (
     PromptRenderer,
     Signal,
