@@ -79,7 +79,7 @@ class PluginEntry(NamedTuple):
     origin: str
     """``ramify``, ``recipe``, or an installed package with its version."""
     about: str
-    """First line of its docstring."""
+    """First sentence of its docstring."""
     error: str = ""
     """Why it cannot be used; empty if it can."""
 
@@ -314,7 +314,7 @@ def _place(entry: Any) -> str:
 
 
 def _about(entry: Any) -> str:
-    """First line of the docstring of ``entry``. One of ours that is a location is not imported, as
+    """First sentence of the docstring of ``entry``. One of ours that is a location is not imported, as
     a package that it needs may be missing."""
     if isinstance(entry, str):
         text = _doc_in_source(entry)
@@ -322,7 +322,8 @@ def _about(entry: Any) -> str:
         text = inspect.getdoc(entry) or ""
     else:
         text = getattr(entry, "title", "")
-    return text.strip().partition("\n")[0]
+    paragraph = " ".join(text.strip().partition("\n\n")[0].split())
+    return re.split(r"(?<=\w[\w`)])\. ", paragraph)[0].removesuffix(".")
 
 
 def _doc_in_source(location: str) -> str:

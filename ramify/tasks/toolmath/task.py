@@ -36,7 +36,7 @@ HELD_OUT = 1 / 64
 def toolmath(
     *, train: Any = "", validation: Any = "", test: Any = "", verifier: str = "auto"
 ) -> SimpleTask:
-    """Return the task.
+    """Mathematics with a Python session: problems from files, answers in the last box.
 
     Args:
         train: A ``.jsonl`` or ``.parquet`` file, or a list of rows, in a form of
