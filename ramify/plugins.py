@@ -187,6 +187,11 @@ class Registry(Mapping[str, Any]):
         except (msgspec.ValidationError, TypeError) as error:
             raise ConfigError(f"{self.kind} '{name}': {error}") from error
 
+    def forget(self) -> None:
+        """Drop what recipes registered and what was loaded from packages."""
+        self._table = {name: self._table[name] for name in self.ours}
+        self._loaded.clear()
+
     def entries(self) -> Iterator[PluginEntry]:
         """Every name with its origin. Entries of packages are imported, to say which are broken."""
         for name, entry in self._table.items():
@@ -314,8 +319,8 @@ def _place(entry: Any) -> str:
 
 
 def _about(entry: Any) -> str:
-    """First sentence of the docstring of ``entry``. One of ours that is a location is not imported, as
-    a package that it needs may be missing."""
+    """First sentence of the docstring of ``entry``. One of ours that is a location is not imported,
+    as a package that it needs may be missing."""
     if isinstance(entry, str):
         text = _doc_in_source(entry)
     elif isinstance(entry, ModuleType | type) or callable(entry):

@@ -58,8 +58,8 @@ def mine(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "mine.py"
     path.write_text(RECIPE)
     yield path
-    for table, name in ((ALGORITHMS, "twice"), (POLICY_LOSSES, "plain"), (CREDITS, "nothing")):
-        table._table.pop(name, None)
+    for table in (ALGORITHMS, POLICY_LOSSES, CREDITS):
+        table.forget()
 
 
 def test_a_recipe_adds_its_own_by_decorator(mine: Path, tmp_path: Path) -> None:
