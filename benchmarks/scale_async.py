@@ -38,7 +38,7 @@ from ramify.models.load import Policy
 from ramify.tasks.base import Item
 from ramify.tasks.simple import SimpleTask
 from ramify.train import group_records
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, Run

@@ -61,7 +61,21 @@ REGISTRIES = (
     "ramify.train.trackers.base:TRACKERS",
 )
 """Where each registry is, in the order in which ``ramify plugins`` lists them."""
+_GROUP_ESTIMATORS = (
+    "dr_grpo",
+    "grpo",
+    "hierarchical",
+    "maxrl",
+    "opo",
+    "pass_at_k",
+    "reinforce_pp_baseline",
+    "rloo",
+)
 MOVED_MODULES = {
+    **{
+        f"ramify.train.algorithms.{name}": "ramify.train.advantages.group_estimators"
+        for name in _GROUP_ESTIMATORS
+    },
     "ramify.train.algorithms.": "ramify.train.advantages.",
     "ramify.train.policy_losses.": "ramify.train.losses.",
     "ramify.train.corrections": "ramify.train.losses.corrections",

@@ -14,7 +14,7 @@ import pytest
 
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.advantages.grpo import GRPO
+from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.sft import SFT
 from ramify.train.assemble import RunParts
 from ramify.train.backends.base import OptimizerSpec, ShardSpec

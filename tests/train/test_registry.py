@@ -13,8 +13,8 @@ from ramify.errors import ConfigError
 from ramify.plugins import Registry
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
-from ramify.train.advantages.dr_grpo import DrGRPO
 from ramify.train.advantages.group import GroupOptions
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import plain
 from ramify.train.losses import POLICY_LOSSES, LossFormula, LossTokens, PpoClip
@@ -26,7 +26,7 @@ RECIPE = '''
 import msgspec
 from tests.train.small import small
 from ramify.train.advantages import ALGORITHMS
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.losses import POLICY_LOSSES, LossFormula
 from ramify.train.advantages.credit import CREDITS
 
@@ -142,7 +142,7 @@ def test_in_a_run_as_well() -> None:
 def test_what_cannot_be_stored_is_not_registered() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'grpo' is taken by ramify\.train\.advantages\.grpo:GRPO: choose another name",
+        match=r"'grpo' is taken by ramify\.train\.advantages\.group_estimators:GRPO: choose another name",
     ):
 
         @ALGORITHMS.register("grpo")
