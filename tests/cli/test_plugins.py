@@ -35,11 +35,12 @@ from ramify.engine.scaffold import Scaffold
 from ramify.sandbox.process import open_provider as open_process
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages import ALGORITHMS
 
 CLOUD = ProviderSpec(title="Acme Cloud", url="http://127.0.0.1:9", url_variable="ACME_URL",
                      key_variables=("ACME_KEY",), local=True)
 TERSE = Scaffold(name="terse")
+DrGRPO = ALGORITHMS.of("dr_grpo")
 
 
 def colors(num: int = 3) -> SimpleTask:
@@ -200,14 +201,15 @@ TWINS = (
 
 
 def test_they_are_found_by_name(machine: Shell) -> None:
-    done = machine.run("ask", "--sandbox", "box", "-m", "echo:hello", "say it")
+    text = machine.write("text.txt", "some text")
+    done = machine.run("ask", "--sandbox", "box", "-m", "echo:hello", "--no-direct", "say it", text)
     assert (done.code, done.out) == (0, "hello\n"), done.err
     assert "the box of Acme is open" in done.err
     done = machine.run(
-        *("eval", "colors", "-m", "echo:2", "--sandbox", "box", "--allow-weaker", "--num", "2")
+        *("eval", "colors", "-m", "echo:2", "--sandbox", "box", "--allow-weaker", "--n", "2")
     )
     assert (done.code, "colors" in done.out + done.err) == (0, True), done.err
-    done = machine.run("ask", "-m", "cloud:m", "say it", "--patience", "0")
+    done = machine.run("ask", "-m", "cloud:m", "say it", "--patience", "0.1")
     assert (done.code, "cloud:m" in done.err) == (1, True), done.err
 
 
