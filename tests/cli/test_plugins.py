@@ -1,4 +1,4 @@
-"""Names: of installed packages, of modules and of files; what a wrong one is told."""
+"""Names of installed packages, of modules and of files, and the errors of wrong ones."""
 
 from __future__ import annotations
 
