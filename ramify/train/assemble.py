@@ -27,7 +27,6 @@ from ramify.train.demonstrations import demonstrations_of, rows_of
 from ramify.train.evaluation_metrics import report
 from ramify.train.metrics import StepMetrics
 from ramify.train.model import policy_of, serving_of
-from ramify.train.override import of_name
 from ramify.train.placement.launcher import Launcher, PlacedEngine
 from ramify.train.placement.local_launcher import LocalLauncher
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
@@ -87,7 +86,7 @@ class RunParts:
         self.rollout_workers: RolloutWorkers | None = None
         """Processes that run rollouts, if that is not this process."""
         check_device(run)
-        self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
+        self._kind: Any = BACKENDS.of(run.compute.backend)
         placed_options = {"elsewhere": True} if self._is_placed and not self._kind.is_here else {}
         self._kind.check(run.compute, _device_of(run), **placed_options)
         self.trained: TrainedModel | None = None

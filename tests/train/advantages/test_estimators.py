@@ -437,7 +437,7 @@ def test_algorithms_by_name_are_stored_as_they_are(name: str) -> None:
     made = ALGORITHMS.of(name)()
     stored = msgspec.json.decode(msgspec.json.encode(made))
     assert stored["name"] == name
-    assert ALGORITHMS.made(stored) == made
+    assert ALGORITHMS.build(stored) == made
     if name != "hybrid":  # the composer of signals
         home = type(made).__module__.removeprefix("ramify.train.advantages.")
         assert home in (name, "group_estimators")
