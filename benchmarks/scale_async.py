@@ -38,14 +38,14 @@ from ramify.models.load import Policy
 from ramify.tasks.base import Item
 from ramify.tasks.simple import SimpleTask
 from ramify.train import group_records
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, Run
 from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
-from ramify.train.metrics import StepMetrics, read
-from ramify.train.recipe import recipe
+from ramify.train.metrics import StepMetrics, read_metrics
+from ramify.train.recipe import load_recipe
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.stages import RlStage
@@ -134,7 +134,7 @@ class Published:
 def measured(sample: StepSampleSpec, seed: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(trained(sample, seed, Path(folder)))
-        assert group_records.accounts(Path(folder)).balanced
+        assert group_records.read_group_records(Path(folder)).balanced
     rows = rows[WARM:]
     return {
         "wall_s": (rows[-1].at_s - rows[0].at_s) / (len(rows) - 1),
@@ -182,7 +182,7 @@ async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetr
             schedule=Schedule(evaluate_every=None),
         )
         await loop.run()
-    return [row for row in read(out) if "loss" in row.values]
+    return [row for row in read_metrics(out) if "loss" in row.values]
 
 
 def right(answer: Any, item: Item) -> float:
@@ -199,7 +199,7 @@ async def nothing(split: str) -> Mapping[str, float]:
 def rewards(folder: Path, steps: int = 15) -> Iterator[Figure]:
     """Yield the test reward after ``steps`` steps of rollouts from one policy that saw few
     demonstrations. Runs that exist in ``folder`` are reused."""
-    tiny = recipe(Path(__file__).parents[1] / "recipes/tiny.py")
+    tiny = load_recipe(Path(__file__).parents[1] / "recipes/tiny.py")
     assert tiny.sft is not None
     if not (folder / "sft/policy").is_dir():
         few = msgspec.structs.replace(tiny.evaluate, num=64, validation=64, final=())
@@ -252,8 +252,10 @@ def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
             ),
         )
         train(run, out)
-    assert group_records.accounts(out).balanced
-    return next(row.values["test/reward"] for row in read(out) if "test/reward" in row.values)
+    assert group_records.read_group_records(out).balanced
+    return next(
+        row.values["test/reward"] for row in read_metrics(out) if "test/reward" in row.values
+    )
 
 
 def main() -> int:

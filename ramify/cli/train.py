@@ -20,7 +20,7 @@ from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
 from ramify.cli.stderr_notes import StderrNotes, error_line, write
 from ramify.cli.telemetry import exporting
 from ramify.progress import report_progress
-from ramify.train.metrics import StepMetrics, read
+from ramify.train.metrics import StepMetrics, read_metrics
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -71,10 +71,10 @@ def train(
             from ramify.train.config import CHOICES
             from ramify.train.execute import train
             from ramify.train.override import override
-            from ramify.train.recipe import recipe, stored  # imports everything heavy
+            from ramify.train.recipe import load_recipe, stored  # imports everything heavy
             from ramify.train.resource_counts import by
 
-            run = recipe(recipes[0]) if recipes else stored(str(resume))
+            run = load_recipe(recipes[0]) if recipes else stored(str(resume))
             # The placement comes first, so that the overrides can change its fields.
             run = by(run, placement) if placement else run
             run = override(run, overrides, CHOICES)
@@ -149,7 +149,7 @@ def _drawing(
     from rich.text import Text
 
     curves = TerminalCurves(name)
-    for measured in read(folder) if is_resumed else ():
+    for measured in read_metrics(folder) if is_resumed else ():
         curves.add(measured)
 
     def rows(width: int, height: int) -> list[Text]:

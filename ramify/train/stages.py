@@ -22,11 +22,17 @@ import msgspec
 
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item, Task
-from ramify.train.advantages.base import Algorithm, AssignedStep, finish, needs_of, remembering
-from ramify.train.advantages.token_credit import AssignedRollout
+from ramify.train.advantages.base import (
+    Algorithm,
+    AssignedRollout,
+    AssignedStep,
+    finish,
+    needs_of,
+    remembering,
+)
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.data import induction
-from ramify.train.data.compile import sequences
+from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import order
 from ramify.train.group_records import GroupRecord, account
 from ramify.train.losses.loss import LossSpec
@@ -341,7 +347,7 @@ class RlStage:
         num = min(self._sample.minibatches, len(assigned.rollouts))
         shares = {name: value / num for name, value in assigned.denominators.items()} if num else {}
         return [
-            Minibatch(sequences(assigned.rollouts[index::num], self._temperature), shares)
+            Minibatch(token_sequences(assigned.rollouts[index::num], self._temperature), shares)
             for index in range(num)
         ]
 

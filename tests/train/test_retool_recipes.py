@@ -13,11 +13,11 @@ import pytest
 from transformers import Qwen3Config
 
 from ramify.errors import ConfigError, SourceError
-from ramify.models.load import from_config, save
+from ramify.models.load import from_config, save_policy
 from ramify.train.assemble import RunParts
 from ramify.train.config import Run, plain
-from ramify.train.metrics import read
-from ramify.train.recipe import recipe
+from ramify.train.metrics import read_metrics
+from ramify.train.recipe import load_recipe
 from tests.models.templates import tokenizer_of
 from tests.shown import train
 
@@ -47,7 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
     )
-    save(from_config(config, tokenizer, 0), folder / "policy")
+    save_policy(from_config(config, tokenizer, 0), folder / "policy")
     asked = "Solve it.\n*user question:*\nWhat is 6*7?\n\nRemember to place the final answer in the last part …"
     rows: dict[str, list[Any]] = {
         "sft": [
@@ -104,7 +104,7 @@ def short(name: str, files: dict[str, str]) -> Run:
             "rl.rollout.group=2",
             "schedule.evaluate_every=null",
         ]
-    return recipe(RECIPES / f"{name}.py", overrides)
+    return load_recipe(RECIPES / f"{name}.py", overrides)
 
 
 def leaves(data: Any, at: str = "") -> Iterator[tuple[str, Any]]:
@@ -116,7 +116,7 @@ def leaves(data: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_settings_are_those_of_the_study() -> None:
     sft, grpo = (
-        dict(leaves(plain(recipe(RECIPES / f"{name}.py"))))
+        dict(leaves(plain(load_recipe(RECIPES / f"{name}.py"))))
         for name in ("retool_sft", "retool_grpo")
     )
     assert [
@@ -143,7 +143,7 @@ def test_settings_are_those_of_the_study() -> None:
         "evaluate.attempts",
     )
     assert [grpo[name] for name in others] == [0.28, 0.01, 16, 16]
-    hybrid = recipe(
+    hybrid = load_recipe(
         RECIPES / "retool_hybrid.py", ["rl.signals.process.judge.model=vllm:q@http://h/v1"]
     )
     assert hybrid.rl is not None
@@ -171,14 +171,14 @@ def test_demonstrations_are_learnt_without_what_came_back(
     )
     asyncio.run(made.client.close())
     train(run, tmp_path / "out")
-    assert any("ce_loss" in each.values for each in read(tmp_path / "out"))
+    assert any("ce_loss" in each.values for each in read_metrics(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("name", ["retool_grpo", "retool_hybrid"])
 def test_one_step_of_rollouts_in_the_jail(name: str, files: dict[str, str], tmp_path: Path) -> None:
     said: list[str] = []
     train(short(name, files), tmp_path, say=said.append)
-    rows = list(read(tmp_path))
+    rows = list(read_metrics(tmp_path))
     step = next(row for row in rows if row.stage == "rl" and "reward" in row.values)
     assert step.values["failed_rollouts"] == 0
     assert step.values["turns_per_call"] >= 1
@@ -189,11 +189,11 @@ def test_one_step_of_rollouts_in_the_jail(name: str, files: dict[str, str], tmp_
 
 def test_files_that_are_not_there_are_named(files: dict[str, str]) -> None:
     with pytest.raises(SourceError, match=r"file data/.* does not exist"):
-        RunParts(recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}"]))
+        RunParts(load_recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}"]))
     given = [f"task.options.{split}={files[split]}" for split in ("train", "validation", "test")]
     with pytest.raises(ConfigError, match=r"needs a file: give sft\.options\.source"):
         RunParts(
-            recipe(
+            load_recipe(
                 RECIPES / "retool_sft.py",
                 [f"policy.path={files['policy']}", *given, "sft.options={}"],
             ),

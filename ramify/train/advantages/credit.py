@@ -7,17 +7,17 @@ pure and work on the same small tree, without tokens or tensors:
     ├── 0.0: reward 1             γ = 1:  0 -> 4,  0.0 -> 5,  0.1 -> 7
     └── 0.1: reward 3             γ = 0:  0 -> 4,  0.0 -> 1,  0.1 -> 3
 
-Not here: the comparison itself (see baseline.py), and how much each token weighs (see weight.py).
+Not here: the comparison itself (see group_estimators.py), and how much each token weighs (see
+weight.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from ramify.train.advantages.baseline import Baseline
-from ramify.train.registry import Registry
+from ramify.plugins import Registry
 
 
 class CreditNode(NamedTuple):
@@ -33,6 +33,14 @@ class CreditNode(NamedTuple):
     """The call's question and context: calls with an equal value attempt the same thing."""
     num_tokens: int = 0
     """Number of tokens sampled in the call."""
+
+
+class Baseline(Protocol):
+    """A function from the returns of several attempts at the same thing to their advantages."""
+
+    def __call__(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+        """``lengths``: sampled tokens of each attempt; empty if unknown."""
+        ...
 
 
 Tree = Mapping[str, CreditNode]
@@ -87,13 +95,13 @@ def leave_one_child_out(
 
 CREDITS = Registry(
     "credit",
+    "ramify.credits",
     {
         "root": root,
         "per_role": per_role,
         "hierarchical": hierarchical,
         "leave_one_child_out": leave_one_child_out,
     },
-    structs=False,
 )
 """Name -> credit function. ``@CREDITS.register("mine")`` adds one; a dotted path to a function also
 works."""

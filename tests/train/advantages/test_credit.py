@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import pytest
 
-from ramify.train.advantages.baseline import leave_one_out, mean, mean_std
 from ramify.train.advantages.credit import (
     CREDITS,
     CreditNode,
@@ -21,7 +20,9 @@ from ramify.train.advantages.credit import (
     returns_of,
     root,
 )
+from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 
+mean = DrGRPO().compare
 FIRST = {
     "0": CreditNode(None, 0, 4),
     "0.0": CreditNode("0", 1, 1, subtask="north"),
@@ -105,9 +106,9 @@ def test_every_call_gets_a_number(name: str) -> None:
 
 def test_baselines() -> None:
     assert mean([3, 1, 1, 3]) == [1, -1, -1, 1]
-    assert mean_std([3, 1, 1, 3]) == pytest.approx(
+    assert GRPO().compare([3, 1, 1, 3]) == pytest.approx(
         [0.8660246, -0.8660246, -0.8660246, 0.8660246]
     )  # std 2/sqrt(3)
-    assert leave_one_out([3, 0, 0]) == pytest.approx([3, -1.5, -1.5])
-    for baseline in (mean, mean_std, leave_one_out):
+    assert RLOO().compare([3, 0, 0]) == pytest.approx([3, -1.5, -1.5])
+    for baseline in (mean, GRPO().compare, RLOO().compare):
         assert (baseline([7]), baseline([]), baseline([0.1, 0.1, 0.1])) == ([0], [], [0, 0, 0])
