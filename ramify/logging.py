@@ -11,7 +11,7 @@
 A record has ``event`` (its name), ``run`` (the innermost run's id), ``outer_runs`` (ids of the runs
 around it, such as the training run of a rollout), ``fields`` (a dict) and ``shown`` (True if a
 command prints it without ``-v``). Secrets are removed before any output sees the record, also from
-exceptions. A call whose level nobody wants costs two comparisons.
+exceptions. A call whose level no output takes costs two comparisons.
 
 ``RAMIFY_LOG=engine=debug,train=info`` (or ``RAMIFY_LOG=debug``) writes records to stderr, in
 library code too; ``RAMIFY_LOG_FORMAT=json`` writes them, and run logs, as JSON lines. A wrong part
@@ -54,7 +54,7 @@ _ROOT = logging.getLogger("ramify")
 
 
 class Output(Protocol):
-    """A destination of records besides Python's ``logging``."""
+    """A destination of records in addition to Python's ``logging``."""
 
     @property
     def lowest(self) -> int:
@@ -415,7 +415,7 @@ ROOMS = [
     "train",
     "viewer",
 ]
-"""Rooms with a logger of their own; ``ramify`` stands for all of them."""
+"""Rooms that have a logger; ``ramify`` stands for all of them."""
 
 
 def _level_in(levels: Mapping[str, int], room: str) -> int:
