@@ -19,6 +19,7 @@ from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import Task, items_of, task_of
 from ramify.train.advantages.base import needs_of
+from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.base import BACKENDS, ROUNDING, decided
 from ramify.train.config import Run, plain
 from ramify.train.cpu_seconds import CpuMeter
@@ -44,7 +45,7 @@ from ramify.train.preflight import (
 from ramify.train.publisher import PolicyPublisher
 from ramify.train.resource_counts import attached, check_reach, settled, sleeping
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
+from ramify.train.selfcheck import CanaryLimits, SelfCheck
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_reader import RunSignals
