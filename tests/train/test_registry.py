@@ -18,7 +18,7 @@ from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import plain
 from ramify.train.losses import POLICY_LOSSES, LossFormula, LossTokens, PpoClip
 from ramify.train.losses.loss import LossSpec
-from ramify.train.recipe import recipe, stored
+from ramify.train.recipe import load_recipe, stored
 from ramify.train.registry import Registry
 from tests.train.small import small
 
@@ -69,8 +69,8 @@ def test_a_recipe_adds_its_own_by_decorator(mine: Path, tmp_path: Path) -> None:
         "rl.algorithm.credit=nothing",
         "rl.loss.policy=plain",
     ]
-    run = recipe(mine, [*words, "rl.loss.policy.scale=0.5"])
-    run = recipe(mine, [*words, "rl.loss.policy.scale=0.5"])  # read twice, as by a resumed run
+    run = load_recipe(mine, [*words, "rl.loss.policy.scale=0.5"])
+    run = load_recipe(mine, [*words, "rl.loss.policy.scale=0.5"])  # read twice, as by a resumed run
     assert run.rl is not None
     assert (run.rl.algorithm.times, run.rl.algorithm.credit, run.rl.loss.policy.scale) == (
         3,
