@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from ramify.train.registry import Registry
+from ramify.plugins import Registry
 
 
 class CreditNode(NamedTuple):
@@ -95,13 +95,13 @@ def leave_one_child_out(
 
 CREDITS = Registry(
     "credit",
+    "ramify.credits",
     {
         "root": root,
         "per_role": per_role,
         "hierarchical": hierarchical,
         "leave_one_child_out": leave_one_child_out,
     },
-    structs=False,
 )
 """Name -> credit function. ``@CREDITS.register("mine")`` adds one; a dotted path to a function also
 works."""

@@ -12,14 +12,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from ramify.errors import ConfigError, TrainError
-from ramify.models.load import Policy, load
+from ramify.models.load import Policy, load_policy
 from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, decided
 from ramify.train.backends.launch import RankInfo
 from ramify.train.backends.lora import has_adapters, merged, unmerged, without
@@ -28,9 +27,6 @@ from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import CriticOnlyLoss
 from ramify.train.losses.loss import LossSpec
 from ramify.types.sequence import Batch, Floats
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class LocalTrainedModel:
@@ -80,7 +76,7 @@ class LocalTrainedModel:
     def reference(self, folder: Path, is_base: bool) -> SingleBackend | AdapterFreeReference:
         if is_base and self._backend is not None and has_adapters(self._policy.model):
             return AdapterFreeReference(self._policy.model, self._backend)
-        policy = load(folder, self._policy.dtype, self._policy.device)
+        policy = load_policy(folder, self._policy.dtype, self._policy.device)
         return SingleBackend(policy, None, self._compute, dumps=self._dumps)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
