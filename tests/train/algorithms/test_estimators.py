@@ -10,6 +10,7 @@ b     first    correct 1          1 turn of 5
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,13 @@ def whitened(*values: float) -> list[float]:
     return [(value - centre) / std for value in values]
 
 
+def alone(
+    formula: baseline.Baseline, returns: list[float], lengths: Sequence[int] = ()
+) -> list[float]:
+    """Advantages of trees of one call each."""
+    return [value for (value,) in formula([[value] for value in returns], lengths)]
+
+
 HALF_STD = 0.5 / (math.sqrt(0.5) + 1e-6)  # of returns 1, 0
 
 
@@ -88,11 +96,11 @@ def test_grpo_over_the_four_rewards_of_a_worked_example() -> None:
     """A right answer, and wrong ones with 0, 4 and 12 tool calls: rewards 1, -1.1, -0.9, -0.6 of
     mean -0.4."""
     rewards = [1, -1.1, -0.9, -0.6]
-    assert baseline.mean_std(rewards) == pytest.approx(
+    assert alone(baseline.mean_std, rewards) == pytest.approx(
         [1.464917, -0.732458, -0.523185, -0.209274], abs=2e-6
     )
-    assert baseline.mean(rewards) == pytest.approx([1.4, -0.7, -0.5, -0.2])
-    assert baseline.mean_std([0.3] * 4) == [0] * 4
+    assert alone(baseline.mean, rewards) == pytest.approx([1.4, -0.7, -0.5, -0.2])
+    assert alone(baseline.mean_std, [0.3] * 4) == [0] * 4
 
 
 @pytest.mark.parametrize(
@@ -137,14 +145,14 @@ WHOLE = [1] * 6 + [0] * 4 + [1] * 10  # every call's return: the child's own 0, 
         (OPO(credit="root"), [0.4] * 6 + [-0.6] * 4, None),  # the mean by length is 6/10
         (
             OPO(credit="per_role"),
-            [1 - 3 / 7] * 3 + [-3 / 7] * 4,
+            [1 - 3 / 7] * 6 + [-3 / 7] * 4,
             None,
-        ),  # roots of 3 and 4 tokens; the child is alone
+        ),  # roots of 3 and 4 tokens; the child gets its parent's
         (
             Hierarchical(),
-            [0.5] * 3 + [-0.5] * 4,
+            [0.5] * 6 + [-0.5] * 4,
             None,
-        ),  # only a0 asked the child: nothing to compare it with
+        ),  # only a0 asked the child, which gets its parent's
         (
             ReinforcePPBaseline(credit="root"),
             whitened(*[0.5] * 6 + [-0.5] * 4 + [0] * 10)[:10],
@@ -203,14 +211,14 @@ def test_a_group_of_one_or_of_equals_teaches_nothing(name: str) -> None:
 
 
 def test_baselines() -> None:
-    assert baseline.mean_ratio([3, 1, 1, 3]) == pytest.approx([0.5, -0.5, -0.5, 0.5], abs=1e-6)
-    assert baseline.mean_ratio([-1, -3]) == [0, 0]
-    assert baseline.best_alone([3, 1, 0, 0]) == pytest.approx([2 / (math.sqrt(2) + 1e-6), 0, 0, 0])
-    assert baseline.best_alone([3, 3, 0]) == [0, 0, 0]
-    assert baseline.by_length([1, 0], [1, 3]) == [0.75, -0.25]
-    assert baseline.by_length([1, 0]) == [0.5, -0.5]
-    for each in (baseline.mean_ratio, baseline.best_alone, baseline.by_length):
-        assert (each([7]), each([]), each([0.1, 0.1])) == ([0], [], [0, 0])
+    ratio = alone(baseline.mean_ratio, [3, 1, 1, 3])
+    assert ratio == pytest.approx([0.5, -0.5, -0.5, 0.5], abs=1e-6)
+    assert alone(baseline.mean_ratio, [-1, -3]) == [0, 0]
+    best = alone(baseline.best_alone, [3, 1, 0, 0])
+    assert best == pytest.approx([2 / (math.sqrt(2) + 1e-6), 0, 0, 0])
+    assert alone(baseline.best_alone, [3, 3, 0]) == [0, 0, 0]
+    assert alone(baseline.by_length, [1, 0], [1, 3]) == [0.75, -0.25]
+    assert alone(baseline.by_length, [1, 0]) == [0.5, -0.5]
 
 
 def test_gdpo_compares_each_reward_on_its_own() -> None:
@@ -234,12 +242,19 @@ def test_gdpo_compares_each_reward_on_its_own() -> None:
 def test_rae_remembers_what_roles_came_to() -> None:
     """Over the batch, the roots have a mean return of 0.75 and the child a return of 1."""
     first = RAE(decay=0.9).assign_advantages(batch(), {})
-    assert first.memory == pytest.approx({"rlm@0": 0.075, "rlm@1": 0.1})
+    tokens = {"rollout_tokens": 5.0, "rollout_tokens_steps": 1.0}
+    assert first.memory == pytest.approx({"rlm@0": 0.075, "rlm@1": 0.1, **tokens})
     again = remembering(RAE(decay=0.9), first.memory).assign_advantages(batch(), {})
     assert advantages(again)["a0/0"] == pytest.approx([0.925] * 3)
     assert advantages(again)["a1/0"] == pytest.approx([-0.075] * 4)
-    assert again.memory == pytest.approx({"rlm@0": 0.9 * 0.075 + 0.075, "rlm@1": 0.9 * 0.1 + 0.1})
-    assert remembering(DrGRPO(), first.memory) == DrGRPO()
+    assert again.memory == pytest.approx(
+        {
+            "rlm@0": 0.9 * 0.075 + 0.075,
+            "rlm@1": 0.9 * 0.1 + 0.1,
+            **tokens,
+            "rollout_tokens_steps": 2.0,
+        }
+    )
 
 
 def test_remax_is_measured_by_a_rollout_without_chance() -> None:
@@ -424,7 +439,7 @@ def test_cut_off_rollouts_can_be_masked_by_every_estimator() -> None:
         ("reinforce_pp", {"gamma": -0.1}),
         ("rae", {"decay": 1.0}),
         ("grpo", {"kl_reward": -1.0}),
-        ("grpo", {"reduction": "seq_mean_token_sum_norm"}),
+        ("grpo", {"rollout_tokens": 0}),
     ],
 )
 def test_options_that_mean_nothing(name: str, options: dict[str, Any]) -> None:
