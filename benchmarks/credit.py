@@ -27,8 +27,8 @@ from typing import Any
 
 from engine import Figure, show
 
-from ramify.train.algorithms import ALGORITHMS
-from ramify.train.algorithms.base import remembering
+from ramify.train.advantages import ALGORITHMS
+from ramify.train.advantages.base import remembering
 from ramify.train.config import RlSpec
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Parent, Stop, Trajectory, Turn

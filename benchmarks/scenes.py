@@ -55,6 +55,7 @@ SCENES: dict[str, tuple[str, ...]] = {
     "wait": ("print(len(context))", FINISH.format("'done'")),
     "child": (FINISH.format("'done'"),),
     "children": children(20),
+    "one_child": (FINISH.format("rlm_query('Say done.')"),),
     "calls": calls(500),
     "budget": (f"replies = llm_query_batched({LONG_WORDS})", FINISH.format("'done'")),
     "loop": ("kept = 41\nwhile True:\n    pass", FINISH.format("str(kept + 1)")),

@@ -18,16 +18,16 @@ import msgspec
 import numpy as np
 import torch
 
-from ramify.train.algorithms import ALGORITHMS
-from ramify.train.algorithms.base import finish, needs_of
-from ramify.train.compile import sequences
-from ramify.train.corrections import CORRECTIONS
-from ramify.train.loss import kl_estimate
+from ramify.train.advantages import ALGORITHMS
+from ramify.train.advantages.base import finish, needs_of
+from ramify.train.advantages.weight import ALSO, weights
+from ramify.train.data.compile import sequences
+from ramify.train.losses import POLICY_LOSSES, LossTokens
+from ramify.train.losses.base import LossStep, SequenceSums, TokenSelectingLoss
+from ramify.train.losses.corrections import CORRECTIONS
+from ramify.train.losses.critic import CriticTokens, ValueLoss
+from ramify.train.losses.loss import kl_estimate
 from ramify.train.override import load_class
-from ramify.train.policy_losses import POLICY_LOSSES, LossTokens
-from ramify.train.policy_losses.base import LossStep, SequenceSums, TokenSelectingLoss
-from ramify.train.policy_losses.critic import CriticTokens, ValueLoss
-from ramify.train.signals.weight import ALSO, weights
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 

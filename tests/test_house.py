@@ -23,7 +23,6 @@ FLOORS = [
     {"combinators"},
     {"evaluate"},
     {"train"},
-    {"build"},
     {"viewer", "serve", "cluster"},
     {"cli"},
     {"__main__"},

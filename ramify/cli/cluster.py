@@ -24,9 +24,9 @@ def plan(
 ) -> int:
     import msgspec
 
-    from ramify.build.recipe import recipe
     from ramify.cluster.devices import DeviceEfficiency
     from ramify.cluster.plan import PlanOptions, lines, plan
+    from ramify.train.recipe import recipe
 
     run = recipe(recipe_of(words), [word for word in words if "=" in word])
     if nodes is not None and nodes < 1:

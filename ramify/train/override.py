@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError, nearest
-from ramify.train.renamed_fields import new_name
+from ramify.train.renamed_fields import moved_path, new_name
 
 T = TypeVar("T")
 Choices = Mapping[str, Mapping[str, Any]]
@@ -41,7 +41,8 @@ def override(config: T, assignments: Sequence[str], choices: Choices | None = No
 
 def load_class(path: str) -> Any:
     """The class (or function) at ``module:name`` or ``module.name``. Raises ConfigError."""
-    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    today = moved_path(path)
+    module, _, name = today.partition(":") if ":" in today else today.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:

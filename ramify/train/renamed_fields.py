@@ -5,7 +5,9 @@ read and resumed.
     new_name("late")                                 ->  "rl.sample.grace_steps"
     with_new_names({"threads": 0})                   ->  {"threads": None}
 
-Not here: classes and modules that were renamed (``CHANGELOG.md``).
+    moved_path("ramify.train.algorithms.grpo:GRPO")  ->  "ramify.train.advantages.grpo:GRPO"
+
+Not here: classes that were renamed (``CHANGELOG.md``).
 """
 
 from __future__ import annotations
@@ -26,6 +28,14 @@ RENAMED_FIELDS = {
 }
 """Old dotted name -> new one. Rows apply in order: the second starts from the result of the
 first."""
+
+MOVED_MODULES = {
+    "ramify.train.algorithms.": "ramify.train.advantages.",
+    "ramify.train.policy_losses.": "ramify.train.losses.",
+    "ramify.train.corrections": "ramify.train.losses.corrections",
+    "ramify.train.signals.credit": "ramify.train.advantages.credit",
+}
+"""Beginnings of dotted paths that an earlier version stored -> today's."""
 
 _OPTIMIZERS = ("warmup.optim", "sft.optim", "rl.optim", "rl.critic.optim")
 ZERO_MEANT_NONE = (
@@ -104,3 +114,11 @@ def new_name(field: str) -> str | None:
         ):
             return new
     return None
+
+
+def moved_path(path: str) -> str:
+    """Today's dotted path of a class or function, given one that an earlier version stored."""
+    for old, new in MOVED_MODULES.items():
+        if path.startswith(old):
+            return new + path.removeprefix(old)
+    return path

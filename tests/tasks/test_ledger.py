@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ramify import RLM, SandboxSpec
-from ramify.build.recipe import recipe
 from ramify.errors import ConfigError
 from ramify.sandbox.base import digest_of
 from ramify.tasks.base import Item, scored, task_of
@@ -31,6 +30,7 @@ from ramify.tasks.ledger.ledger_rows import (
 )
 from ramify.tasks.ledger.task import LedgerQuestion, documents_of, ledger
 from ramify.tasks.validate import validate
+from ramify.train.recipe import recipe
 from ramify.types.trajectory import Call, ContextRef, Parent, Stop, Trajectory
 
 ROOT = Path(__file__).parents[2]

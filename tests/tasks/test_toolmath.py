@@ -22,7 +22,7 @@ from ramify.tasks.toolmath.demos import conversation, demonstrations
 from ramify.tasks.toolmath.problem_rows import item_of
 from ramify.tasks.toolmath.task import auto, toolmath
 from ramify.tasks.validate import answered, validate
-from ramify.train.sft_data import trajectory_of
+from ramify.train.data.sft_data import trajectory_of
 from ramify.types.message import Message
 
 BEFORE = (

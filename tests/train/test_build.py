@@ -12,13 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build.execute import closing, train
-from ramify.build.recipe import recipe, stored
-from ramify.build.run_parts import RunParts
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.algorithms.grpo import GRPO
-from ramify.train.algorithms.sft import SFT
+from ramify.train.advantages.grpo import GRPO
+from ramify.train.advantages.sft import SFT
+from ramify.train.assemble import RunParts
 from ramify.train.backends.base import OptimizerSpec, ShardSpec
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, check_config, read_state
 from ramify.train.config import (
@@ -33,8 +31,10 @@ from ramify.train.config import (
     WarmUpSpec,
     plain,
 )
-from ramify.train.loss import LossSpec
-from ramify.train.rollout import RolloutOptions
+from ramify.train.execute import closing, train
+from ramify.train.losses.loss import LossSpec
+from ramify.train.recipe import recipe, stored
+from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.train.small import SHAPE, small
 
 RECIPES = Path(__file__).parents[2] / "recipes"

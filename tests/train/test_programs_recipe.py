@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from ramify.build.execute import train
-from ramify.build.recipe import recipe
+from ramify.train.execute import train
 from ramify.train.metrics import read
+from ramify.train.recipe import recipe
 
 ROOT = Path(__file__).parents[2]
 SHORT = (

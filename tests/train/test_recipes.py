@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ramify.build.execute import train
-from ramify.build.recipe import recipe
-from ramify.build.run_parts import RunParts
 from ramify.models.load import load, save
+from ramify.train.assemble import RunParts
+from ramify.train.execute import train
 from ramify.train.metrics import read
+from ramify.train.recipe import recipe
 from tests.train.small import SHAPE, small
 
 ROOT = Path(__file__).parents[2]

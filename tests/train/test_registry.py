@@ -9,26 +9,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build.recipe import recipe, stored
 from ramify.errors import ConfigError
-from ramify.train.algorithms import ALGORITHMS
-from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.algorithms.group import GroupOptions
+from ramify.train.advantages import ALGORITHMS
+from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
+from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.group import GroupOptions
 from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import plain
-from ramify.train.loss import LossSpec
-from ramify.train.policy_losses import POLICY_LOSSES, LossFormula, LossTokens, PpoClip
+from ramify.train.losses import POLICY_LOSSES, LossFormula, LossTokens, PpoClip
+from ramify.train.losses.loss import LossSpec
+from ramify.train.recipe import recipe, stored
 from ramify.train.registry import Registry
-from ramify.train.signals.credit import CREDITS, CreditNode, Numbers
 from tests.train.small import small
 
 RECIPE = '''
 import msgspec
 from tests.train.small import small
-from ramify.train.algorithms import ALGORITHMS
-from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.policy_losses import POLICY_LOSSES, LossFormula
-from ramify.train.signals.credit import CREDITS
+from ramify.train.advantages import ALGORITHMS
+from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.losses import POLICY_LOSSES, LossFormula
+from ramify.train.advantages.credit import CREDITS
 
 @ALGORITHMS.register("twice")
 class Twice(DrGRPO, frozen=True, kw_only=True, tag="twice"):
@@ -142,7 +142,7 @@ def test_in_a_run_as_well() -> None:
 def test_what_cannot_be_stored_is_not_registered() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'grpo' is taken by ramify\.train\.algorithms\.grpo:GRPO: choose another name",
+        match=r"'grpo' is taken by ramify\.train\.advantages\.grpo:GRPO: choose another name",
     ):
 
         @ALGORITHMS.register("grpo")

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config
 
-from ramify.build.execute import train
-from ramify.build.recipe import recipe
-from ramify.build.run_parts import RunParts
 from ramify.errors import ConfigError, SourceError
 from ramify.models.load import from_config, save
+from ramify.train.assemble import RunParts
 from ramify.train.config import Run, plain
+from ramify.train.execute import train
 from ramify.train.metrics import read
+from ramify.train.recipe import recipe
 from tests.models.templates import tokenizer_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, OldNameWarning
-from ramify.train.loss import LossSpec
+from ramify.train.data.pack import PackingSpec
+from ramify.train.losses.loss import LossSpec
 from ramify.train.optional_fields import check_optional
-from ramify.train.pack import PackingSpec
 from ramify.types.sequence import Batch, Floats
 
 if TYPE_CHECKING:

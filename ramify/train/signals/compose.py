@@ -31,12 +31,12 @@ import msgspec
 
 from ramify.errors import ConfigError, TrainError, nearest
 from ramify.tasks.base import total
-from ramify.train.algorithms.base import Algorithm, AssignedStep
-from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.advantages.base import Algorithm, AssignedStep
+from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.group_norm import Norm, early_first, normalised
+from ramify.train.advantages.rollout_trees import is_scored, sampled
+from ramify.train.advantages.token_credit import AssignedRollout, Stamps
 from ramify.train.signals.base import SignalScore, TurnId
-from ramify.train.signals.group_norm import Norm, early_first, normalised
-from ramify.train.signals.rollout_trees import is_scored, sampled
-from ramify.train.token_credit import AssignedRollout, Stamps
 from ramify.types.trajectory import Group, Trajectory
 
 Readings = Mapping[str, Mapping[str, SignalScore]]
@@ -129,7 +129,7 @@ class Hybrid(
     """For ``route``: minimum reward of a trajectory that did not fail."""
 
     def __post_init__(self) -> None:
-        from ramify.train.algorithms import ALGORITHMS
+        from ramify.train.advantages import ALGORITHMS
         from ramify.train.signals.signal_registry import build_part
 
         if isinstance(self.outcome, str | Mapping):

@@ -30,7 +30,7 @@ from ramify.engine.limits import Limits
 from ramify.engine.run_state import ReplyCache
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item
-from ramify.train.algorithms.base import Algorithm
+from ramify.train.advantages.base import Algorithm
 from ramify.train.signals.base import (
     PromptRenderer,
     Signal,

@@ -1,0 +1,32 @@
+"""The built-in algorithms, one per file.
+
+``ALGORITHMS`` maps names to classes. A recipe can also name its own class as ``module:name``, or
+register one (see ``train/registry.py``). ``docs/algorithms.md`` shows the result of each algorithm
+on one fixed batch.
+"""
+
+from ramify.train.registry import Registry
+
+_HERE = "ramify.train.advantages"
+
+ALGORITHMS = Registry(
+    "algorithm",
+    {
+        "dr_grpo": f"{_HERE}.dr_grpo:DrGRPO",
+        "grpo": f"{_HERE}.grpo:GRPO",
+        "rloo": f"{_HERE}.rloo:RLOO",
+        "maxrl": f"{_HERE}.maxrl:MaxRL",
+        "opo": f"{_HERE}.opo:OPO",
+        "pass_at_k": f"{_HERE}.pass_at_k:PassAtK",
+        "gdpo": f"{_HERE}.gdpo:GDPO",
+        "hierarchical": f"{_HERE}.hierarchical:Hierarchical",
+        "reinforce_pp": f"{_HERE}.reinforce_pp:ReinforcePP",
+        "reinforce_pp_baseline": f"{_HERE}.reinforce_pp_baseline:ReinforcePPBaseline",
+        "remax": f"{_HERE}.remax:ReMax",
+        "rae": f"{_HERE}.rae:RAE",
+        "ppo": f"{_HERE}.ppo:PPO",
+        "hybrid": "ramify.train.signals.compose:Hybrid",
+        "sft": f"{_HERE}.sft:SFT",
+    },
+)
+"""Name -> the class that implements ``base.Algorithm``, or its import path."""

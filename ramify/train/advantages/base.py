@@ -1,0 +1,121 @@
+"""The algorithm interface: turn scored groups into per-token streams for the loss.
+
+    [Group] ── algorithm.assign_advantages(groups, task weights) ──> AssignedStep
+                                                   [AssignedRollout], denominators, metrics
+
+An algorithm is a small frozen struct in its own file; its fields are its options. It receives all
+groups of a step at once, so every statistic is computed over the whole step. The trainer itself
+does not know about advantages. An algorithm that needs more declares it in ``needs``: a greedy
+rollout for each group, or per-token numbers that only the trainer can compute. It can also carry
+state from step to step (``memory``):
+
+    [TokenSequence] with those streams ── algorithm.finish(rows) ──> advantages for the whole step
+    algorithm with memory=… ── assign_advantages ──> AssignedStep.memory
+                                        saved in the checkpoint and passed to the next step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from ramify.train.advantages.token_credit import AssignedRollout
+from ramify.types.sequence import TokenSequence
+from ramify.types.trajectory import Group
+
+T = TypeVar("T")
+
+
+class AssignedStep(msgspec.Struct):
+    """The result of ``assign_advantages`` for one optimizer step."""
+
+    rollouts: list[AssignedRollout]
+    """Rollouts with a training signal, in the order of the groups."""
+    denominators: dict[str, float]
+    """Loss component -> the number that its sum over the whole step is divided by."""
+    metrics: dict[str, float]
+    no_signal: str = ""
+    """Why there is nothing to learn from, as a sentence; empty if there is a signal."""
+    notes: list[str] = msgspec.field(default_factory=list)
+    """Further remarks for the user, one sentence each, such as which rollout had a non-finite
+    reward."""
+    memory: dict[str, float] = msgspec.field(default_factory=dict)
+    """State that the algorithm carries into the next step."""
+
+
+class AlgorithmNeeds(msgspec.Struct, frozen=True):
+    """What an algorithm needs in addition to the groups."""
+
+    greedy: bool = False
+    """Whether each group needs a greedy rollout (temperature 0): ``Group.greedy``."""
+    values: bool = False
+    """Whether the algorithm needs a critic's values."""
+    streams: frozenset[str] = frozenset()
+    """Streams that ``finish`` reads from the rows: ``values``, ``old_logprobs``,
+    ``ref_logprobs``."""
+
+
+class Algorithm(Protocol):
+    """The interface of every class in ``ALGORITHMS``."""
+
+    @property
+    def has_group_baseline(self) -> bool:
+        """Whether rollouts are compared with others of the same task, so that a group of one has
+        no signal."""
+        ...
+
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        """Assign advantages and loss weights to the sampled tokens of one optimizer step.
+
+        ``weights`` are the task's weights of its named rewards. If ``every_token`` is set, tokens
+        with advantage 0 are included too, because the loss has a term that acts on every token: a
+        KL penalty or an entropy bonus."""
+        ...
+
+
+def needs_of(algorithm: Any) -> AlgorithmNeeds:
+    """What ``algorithm``, or the algorithm that it wraps (``outcome``), needs."""
+    needs: AlgorithmNeeds = getattr(algorithm, "needs", None) or _of_inner(
+        algorithm, needs_of, AlgorithmNeeds()
+    )
+    return needs
+
+
+def finish(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
+    """Complete the advantages of ``rows``, all rows of a step, and return metrics.
+
+    Rows of an algorithm that needs no streams stay unchanged."""
+    if not needs_of(algorithm).streams:
+        return {}
+    own = getattr(algorithm, "finish", None)
+    metrics: dict[str, float] = (
+        own(rows)
+        if own is not None
+        else _of_inner(algorithm, lambda inner: finish(inner, rows), {})
+    )
+    return metrics
+
+
+def remembering(algorithm: T, memory: Mapping[str, float]) -> T:
+    """``algorithm`` with ``memory`` restored, or ``algorithm`` itself if it keeps no state."""
+    fields = getattr(algorithm, "__struct_fields__", ())
+    if "memory" in fields and memory:
+        return _replaced(algorithm, memory=dict(memory))
+    if "outcome" in fields and memory:
+        inner = remembering(algorithm.outcome, memory)  # type: ignore[attr-defined]
+        return _replaced(algorithm, outcome=inner)
+    return algorithm
+
+
+def _of_inner(algorithm: Any, function: Any, default: Any) -> Any:
+    inner = getattr(algorithm, "outcome", None)
+    return default if inner is None else function(inner)
+
+
+def _replaced(struct: T, **fields: Any) -> T:
+    replaced: T = msgspec.structs.replace(struct, **fields)  # type: ignore[type-var]
+    return replaced

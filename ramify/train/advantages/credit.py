@@ -1,0 +1,198 @@
+"""Tree credit: from rewards per call to one advantage per call, for the rollouts of one task.
+
+Decides what each call's return is and which calls are compared with each other. All functions are
+pure and work on the same small tree, without tokens or tensors:
+
+    root 0: reward 4          return of a call = its own reward + γ · its parent's return
+    ├── 0.0: reward 1             γ = 1:  0 -> 4,  0.0 -> 5,  0.1 -> 7
+    └── 0.1: reward 3             γ = 0:  0 -> 4,  0.0 -> 1,  0.1 -> 3
+
+Not here: the comparison itself (see baseline.py), and how much each token weighs (see weight.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+from ramify.train.advantages.baseline import Baseline, leave_one_out
+from ramify.train.registry import Registry
+
+
+class CreditNode(NamedTuple):
+    """The facts about one call that credit assignment needs."""
+
+    parent: str | None
+    """Id of the parent call; None for the root."""
+    depth: int
+    reward: float = 0.0
+    """The call's own reward; the root's is the task's."""
+    role: str = "rlm"
+    subtask: Hashable = None
+    """The call's question and context: calls with an equal value attempt the same thing."""
+    num_tokens: int = 0
+    """Number of tokens sampled in the call."""
+
+
+Tree = Mapping[str, CreditNode]
+"""Call id -> node, with each parent before its children. The first is the root."""
+Numbers = dict[str, float]
+"""Call id -> advantage."""
+Credit = Callable[[Sequence[Tree], Baseline, float], list[Numbers]]
+"""(trees of one group, baseline, γ of the tree) -> a number per call, for each tree."""
+
+
+def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
+    """Give every call its root's advantage. Rewards of other calls, and γ, are ignored. This is
+    what trainers without call trees do.
+
+    roots 4 and 0, mean baseline: every call of the first tree gets 2, of the second -2."""
+    lengths = [sum(node.num_tokens for node in tree.values()) for tree in trees]
+    advantages = baseline([[tree[_root(tree)].reward] for tree in trees], lengths)
+    return [dict.fromkeys(tree, value) for tree, (value,) in zip(trees, advantages, strict=True)]
+
+
+def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
+    """Compare a call's return with the calls of the same role and depth in the *other* trees: a
+    call is good if it did better than its peers at the same position. If no other tree has such a
+    call, it gets γ · its parent's advantage + its own reward.
+
+    child returns 5, 7 in one tree and 0, 0 in the other, leave_one_out: 5, 7, -6, -6; mean: half
+    of that."""
+    return _against_other_trees(trees, baseline, gamma, _role)
+
+
+def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
+    """Compare returns among attempts at the same sub-task: the same question over the same context,
+    asked by other trees of the group. This has less variance than ``per_role`` if parents split
+    their work alike. A sub-task that no other tree attempted is compared with the attempts of its
+    own tree by own rewards, or else as in ``per_role``."""
+    numbers = _against_other_trees(trees, baseline, gamma, _role, _subtask)
+    num_trees = Counter(key for tree in trees for key in set(map(_subtask, tree.values())))
+    for tree, own in zip(trees, numbers, strict=True):
+        attempts: dict[Hashable, list[str]] = defaultdict(list)
+        for id, node in tree.items():
+            attempts[_subtask(node)].append(id)
+        for key, ids in attempts.items():
+            if len(ids) > 1 and num_trees[key] == 1:
+                rewards = baseline(
+                    [[tree[id].reward] for id in ids], [tree[id].num_tokens for id in ids]
+                )
+                for id, (value,) in zip(ids, rewards, strict=True):
+                    own[id] = gamma * own.get(tree[id].parent or "", 0.0) + value
+    return numbers
+
+
+def leave_one_child_out(
+    trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0
+) -> list[Numbers]:
+    """A(child) = γ·A(parent) + r(child) - mean of r over its siblings; roots get their advantage
+    from ``baseline``.
+
+    A parent's success is passed to all its children, and better children get more. An only child
+    is compared with the calls of its role and depth in other trees. Unbiased if siblings do not
+    depend on each other, as in one batch. Parent's A = 2, γ = 1, children's rewards 1, 3, 5:
+    2 + (1-4) = -1, 2 + (3-3) = 2, 2 + (5-2) = 5."""
+    numbers = root(trees, baseline, gamma)
+    by_role = _against_other_trees(trees, leave_one_out, 0.0, _role)
+    for tree, own, alone in zip(trees, numbers, by_role, strict=True):
+        children: dict[str | None, list[str]] = defaultdict(list)
+        for id, node in tree.items():
+            children[node.parent].append(id)
+        for id, node in tree.items():
+            if node.parent is not None:
+                others = [tree[other].reward for other in children[node.parent] if other != id]
+                better = node.reward - sum(others) / len(others) if others else alone[id]
+                own[id] = gamma * own[node.parent] + better
+    return numbers
+
+
+CREDITS = Registry(
+    "credit",
+    {
+        "root": root,
+        "per_role": per_role,
+        "hierarchical": hierarchical,
+        "leave_one_child_out": leave_one_child_out,
+    },
+    structs=False,
+)
+"""Name -> credit function. ``@CREDITS.register("mine")`` adds one; a dotted path to a function also
+works."""
+
+
+def _role(node: CreditNode) -> Hashable:
+    return (node.role, node.depth)
+
+
+def _subtask(node: CreditNode) -> Hashable:
+    return (node.role, node.depth, None if node.parent is None else node.subtask)
+
+
+def _root(tree: Tree) -> str:
+    return next(iter(tree))
+
+
+def returns_of(tree: Tree, gamma: float) -> Numbers:
+    """R(call) = own reward + γ · R(parent)."""
+    returns: Numbers = {}
+    for id, node in tree.items():
+        returns[id] = node.reward + (
+            gamma * returns[node.parent] if node.parent is not None else 0.0
+        )
+    return returns
+
+
+def _against_other_trees(
+    trees: Sequence[Tree],
+    baseline: Baseline,
+    gamma: float,
+    *peers: Callable[[CreditNode], Hashable],
+) -> list[Numbers]:
+    """Compare each call with its peers in other trees, by the last of ``peers`` that finds some."""
+    returns = [returns_of(tree, gamma) for tree in trees]
+    numbers: list[Numbers] = [{} for _ in trees]
+    for peer in peers:
+        for calls_by_tree in _cohorts(trees, peer):
+            indices = list(calls_by_tree)
+            advantages = baseline(
+                [[returns[index][id] for id in calls_by_tree[index]] for index in indices],
+                [
+                    sum(trees[index][id].num_tokens for id in calls_by_tree[index])
+                    for index in indices
+                ],
+            )
+            for index, values in zip(indices, advantages, strict=True):
+                numbers[index].update(zip(calls_by_tree[index], values, strict=True))
+    return [
+        _completed(tree, own, gamma, is_compared=len(trees) > 1)
+        for tree, own in zip(trees, numbers, strict=True)
+    ]
+
+
+def _cohorts(
+    trees: Sequence[Tree], peer: Callable[[CreditNode], Hashable]
+) -> list[dict[int, list[str]]]:
+    """Index of the tree -> ids of its calls, for all calls with an equal key that at least two
+    trees have."""
+    cohorts: dict[Hashable, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for index, tree in enumerate(trees):
+        for id, node in tree.items():
+            cohorts[peer(node)][index].append(id)
+    return [cohort for cohort in cohorts.values() if len(cohort) > 1]
+
+
+def _completed(tree: Tree, numbers: Numbers, gamma: float, is_compared: bool) -> Numbers:
+    """``numbers`` in the order of ``tree``, with a number for each call without peers: nothing but
+    its parent's advantage says how good its parent's return was, and its own reward counts as it
+    is. All 0 in a group of one tree."""
+    completed: Numbers = {}
+    for id, node in tree.items():
+        if id in numbers:
+            completed[id] = numbers[id]
+        elif node.parent is None or not is_compared:
+            completed[id] = 0.0
+        else:
+            completed[id] = gamma * completed[node.parent] + node.reward
+    return completed

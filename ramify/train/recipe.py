@@ -1,0 +1,100 @@
+"""Recipe files, and the runs that made checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError, RamifyError
+from ramify.train.advantages import ALGORITHMS
+from ramify.train.checkpoint import find, read_state
+from ramify.train.config import CHOICES, Run, plain
+from ramify.train.override import of_name, override
+from ramify.train.redacted import cut_out
+from ramify.train.renamed_fields import new_name
+
+
+def recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """The run of a recipe file, with overrides. Raises ConfigError for a file without ``def run()
+    -> Run``."""
+    path = Path(path)
+    if not path.exists():
+        raise ConfigError(
+            f"{path} is not a recipe: the file does not exist; start with recipes/tiny.py"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a recipe: give a Python file with `def run() -> Run`")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # a recipe may import another one next to it
+    try:
+        spec.loader.exec_module(module)
+        make = getattr(module, "run", None)
+        run = make() if callable(make) else None
+    except RamifyError:
+        raise
+    except Exception as error:
+        unknown = re.match(r"Unexpected keyword argument '(\w+)'", str(error))
+        now_called = new_name(unknown[1]) if unknown else None
+        advice = (
+            f"{unknown[1]} is called {now_called} now"
+            if unknown and now_called
+            else "RAMIFY_DEBUG=1 shows where"
+        )
+        raise ConfigError(f"the recipe {path} cannot be executed: {error!r}; {advice}") from error
+    finally:
+        sys.path.remove(str(path.parent))
+    if not isinstance(run, Run):
+        raise ConfigError(f"{path} has no `def run() -> Run` (ramify.train.config.Run)")
+    return override(run, overrides, CHOICES)
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a checkpoint, completed with the defaults of fields that an older
+    version did not write."""
+    try:
+        complete = plain(msgspec.convert(config, Run))
+    except (ConfigError, msgspec.ValidationError):
+        return dict(config)  # redacted values may not be valid: compare them as they are
+    return _completed(config, complete)
+
+
+def _completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` with the keys of ``defaults`` that it lacks, at every depth."""
+    completed = {**defaults, **config}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping):
+            completed[name] = _completed(value, defaults[name])
+    return completed
+
+
+def stored(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """The run that made a checkpoint, or the latest checkpoint in a run's folder. Raises
+    ConfigError."""
+    config = dict(read_state(find(Path(path))).config)
+    overridden = [assignment.partition("=")[0] for assignment in overrides]
+    unknown = next((name for name in cut_out(config) if name not in overridden), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"{path} does not contain {unknown}, since it may be a secret: give the recipe that "
+            f"made it, or {unknown}=VALUE"
+        )
+    try:
+        run = msgspec.convert(config, Run)
+        if run.rl is not None:
+            algorithm = of_name(run.rl.algorithm.pop("name"), ALGORITHMS, "algorithm")
+            rl = msgspec.structs.replace(
+                run.rl, algorithm=msgspec.convert(run.rl.algorithm, algorithm)
+            )
+            run = msgspec.structs.replace(run, rl=rl)
+    except (msgspec.ValidationError, KeyError) as error:
+        raise ConfigError(
+            f"{path} does not describe its run completely ({error}): give the recipe that made it"
+        ) from error
+    return override(run, overrides, CHOICES)

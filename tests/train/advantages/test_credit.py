@@ -1,0 +1,167 @@
+"""Credit on trees, by hand. Every number here was worked out on paper; all are integers under the
+mean baseline.
+
+Group of two rollouts of one task:
+
+    first    0 (4) ─┬─ 0.0 (1) "north"        second   0 (0) ─┬─ 0.0 (1) "north"
+                    └─ 0.1 (3) "south" ─ 0.1.0 (2) "x"        └─ 0.1 (5) "south"
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ramify.train.advantages.baseline import (
+    Baseline,
+    best_alone,
+    by_length,
+    leave_one_out,
+    mean,
+    mean_ratio,
+    mean_std,
+)
+from ramify.train.advantages.credit import (
+    CREDITS,
+    CreditNode,
+    hierarchical,
+    leave_one_child_out,
+    per_role,
+    returns_of,
+    root,
+)
+
+FIRST = {
+    "0": CreditNode(None, 0, 4),
+    "0.0": CreditNode("0", 1, 1, subtask="north"),
+    "0.1": CreditNode("0", 1, 3, subtask="south"),
+    "0.1.0": CreditNode("0.1", 2, 2, subtask="x"),
+}
+SECOND = {
+    "0": CreditNode(None, 0, 0),
+    "0.0": CreditNode("0", 1, 1, subtask="north"),
+    "0.1": CreditNode("0", 1, 5, subtask="south"),
+}
+GROUP = [FIRST, SECOND]
+
+
+def test_returns() -> None:
+    assert returns_of(FIRST, 1) == {"0": 4, "0.0": 5, "0.1": 7, "0.1.0": 9}
+    assert returns_of(FIRST, 0) == {"0": 4, "0.0": 1, "0.1": 3, "0.1.0": 2}
+    assert returns_of(FIRST, 0.5) == {"0": 4, "0.0": 3, "0.1": 5, "0.1.0": 4.5}
+
+
+def test_root_is_broadcast() -> None:
+    assert root(GROUP, mean, 1) == [dict.fromkeys(FIRST, 2), dict.fromkeys(SECOND, -2)]
+
+
+def test_per_role() -> None:
+    # γ = 1: roots 4, 0; children 5, 7 (mean 6) | 1, 5 (mean 3). Only the first tree has a
+    # grandchild, which gets its parent's number and its own reward.
+    assert per_role(GROUP, leave_one_out, 1) == [
+        {"0": 4, "0.0": 2, "0.1": 4, "0.1.0": 6},
+        {"0": -4, "0.0": -5, "0.1": -1},
+    ]
+    assert per_role(GROUP, mean, 1) == [
+        {"0": 2, "0.0": 1, "0.1": 2, "0.1.0": 4},
+        {"0": -2, "0.0": -2.5, "0.1": -0.5},
+    ]
+    # γ = 0: children 1, 3 (mean 2) | 1, 5 (mean 3)
+    assert per_role(GROUP, leave_one_out, 0)[1] == {"0": -4, "0.0": -1, "0.1": 3}
+
+
+@pytest.mark.parametrize(
+    ("baseline", "number"), [(leave_one_out, 1), (mean, 0.5), (mean_std, 1 / 2**0.5)]
+)
+def test_a_tree_counts_once_however_many_children_it_has(baseline: Baseline, number: float) -> None:
+    """Reward 1 and nine children against reward 0 and one child: as for their roots."""
+    nine = {"0": CreditNode(None, 0, 1), **{f"0.{i}": CreditNode("0", 1) for i in range(9)}}
+    one = {"0": CreditNode(None, 0, 0), "0.0": CreditNode("0", 1)}
+    first, second = per_role([nine, one], baseline, 1)
+    assert first == pytest.approx(dict.fromkeys(nine, number), rel=1e-5)
+    assert second == pytest.approx(dict.fromkeys(one, -number), rel=1e-5)
+
+
+def test_a_number_does_not_depend_on_siblings() -> None:
+    """The other tree's children and one's own alone decide; siblings do not."""
+    other = {"0": CreditNode(None, 0, 0), "0.0": CreditNode("0", 1, 2)}
+    for num in (1, 8):
+        tree = {
+            "0": CreditNode(None, 0, 1),
+            "0.0": CreditNode("0", 1, 5),
+            **{f"0.{i}": CreditNode("0", 1, -i) for i in range(1, num)},
+        }
+        assert per_role([tree, other], leave_one_out, 1)[0]["0.0"] == 6 - 2
+
+
+def test_roles_are_not_compared_with_each_other() -> None:
+    trees = [
+        {"0": CreditNode(None, 0, 2), "0.0": CreditNode("0", 1, 8, "lm")},
+        {"0": CreditNode(None, 0, 0), "0.0": CreditNode("0", 1, 1)},
+    ]
+    assert per_role(trees, mean, 0) == [{"0": 1, "0.0": 8}, {"0": -1, "0.0": 1}]
+    assert per_role(trees, mean, 1) == [{"0": 1, "0.0": 9}, {"0": -1, "0.0": 0}]
+
+
+def test_hierarchical() -> None:
+    # γ = 1: north 5 | 1; south 7 | 5; the grandchild as in per_role
+    assert hierarchical(GROUP, leave_one_out, 1) == [
+        {"0": 4, "0.0": 4, "0.1": 2, "0.1.0": 4},
+        {"0": -4, "0.0": -4, "0.1": -2},
+    ]
+
+
+def test_attempts_under_one_parent_are_compared() -> None:
+    tree = {
+        "0": CreditNode(None, 0, 1),
+        **{f"0.{i}": CreditNode("0", 1, r, subtask="same") for i, r in enumerate((6, 0, 3))},
+    }
+    assert hierarchical([tree], mean, 1) == [{"0": 0, "0.0": 3, "0.1": -3, "0.2": 0}]
+
+
+def test_leave_one_child_out() -> None:
+    # first: 2 + (1-3), 2 + (3-1); the grandchild has neither siblings nor peers: 4 + 2
+    assert leave_one_child_out(GROUP, mean, 1) == [
+        {"0": 2, "0.0": 0, "0.1": 4, "0.1.0": 6},
+        {"0": -2, "0.0": -6, "0.1": 2},
+    ]
+    assert leave_one_child_out(GROUP, mean, 0)[0] == {"0": 2, "0.0": -2, "0.1": 2, "0.1.0": 2}
+    # an only child is compared with the other tree's children, whose mean is 3
+    only = {"0": CreditNode(None, 0, 4), "0.0": CreditNode("0", 1, 5)}
+    assert leave_one_child_out([only, SECOND], mean, 1)[0] == {"0": 2, "0.0": 2 + (5 - 3)}
+
+
+@pytest.mark.parametrize("name", CREDITS)
+def test_a_group_of_one_without_siblings_has_no_advantage(name: str) -> None:
+    alone = {"0": CreditNode(None, 0, 4), "0.0": CreditNode("0", 1, 1)}
+    assert CREDITS[name]([alone], mean, 1) == [{"0": 0, "0.0": 0}]
+
+
+@pytest.mark.parametrize("name", CREDITS)
+def test_every_call_gets_a_number(name: str) -> None:
+    assert [list(numbers) for numbers in CREDITS[name](GROUP, mean, 1)] == [
+        list(FIRST),
+        list(SECOND),
+    ]
+
+
+def test_baselines() -> None:
+    alone = [[3], [1], [1], [3]]
+    assert mean(alone) == [[1], [-1], [-1], [1]]
+    assert [value for (value,) in mean_std(alone)] == pytest.approx(
+        [0.8660246, -0.8660246, -0.8660246, 0.8660246]
+    )  # std 2/sqrt(3)
+    assert leave_one_out([[3], [0], [0]]) == [[3], [-1.5], [-1.5]]
+    for baseline in (mean, mean_std, leave_one_out, mean_ratio, best_alone, by_length):
+        assert (baseline([[7]]), baseline([]), baseline([[0.1]] * 3)) == ([[0]], [], [[0]] * 3)
+
+
+def test_baselines_of_trees_with_several_calls() -> None:
+    """Trees (4, 0) and (6): means 2 and 6; the std counts each tree once: mean 4, squares 8 and 4,
+    2/1 · 6 = 12."""
+    trees = [[4, 0], [6]]
+    assert leave_one_out(trees) == [[-2, -6], [4]]
+    assert mean(trees) == [[-1, -3], [2]]
+    assert mean_std(trees)[1] == pytest.approx([2 / 12**0.5])
+    assert mean_ratio(trees)[1] == pytest.approx([2 / 4])
+    assert best_alone(trees) == [[0, 0], pytest.approx([(6 - 2) / 12**0.5])]
+    assert by_length(trees, [3, 1]) == [[-0.5, -1.5], [3]]
