@@ -10,7 +10,7 @@ direction (-.500, .042, .458); the figure is the L1 distance of the mean update 
 Toy 2, siblings. Four trees per group, each with one or eight children at random. Only the first
 child's choice matters: it is right with probability .5 and the tree's reward follows it. The figure
 is the mean of (weight · advantage · ±1) at that child in trees of eight children over that in trees
-of one; 1 is unbiased. In its second form the children have rewards of their own.
+of one; 1 is unbiased. In its second form the children are rewarded separately.
 
 Both run the package's own estimators on trajectories, with the state that they carry from step to
 step. Decides the toys. Not here: what is learnt with each of them (see ``learning.py``).
