@@ -167,9 +167,8 @@ def judged(
     kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
     counts = [[_counts(rollout, options) for rollout in group] for group in kept]
     mean_tokens = MeanTokens.of_memory(options.memory)
-    weights, denominator = token_weights(
-        counts, options.reduction, options.share, options.rollout_tokens or mean_tokens.value
-    )
+    divisor = options.rollout_tokens or mean_tokens.value
+    weights, denominator = token_weights(counts, options.reduction, options.share, divisor)
     by_token = [
         [
             _per_token(rollout.numbers, count, gamma)
@@ -192,7 +191,7 @@ def judged(
     return AssignedStep(
         assigned,
         {"rl": denominator},
-        _metrics(groups, rollouts, with_signal),
+        {**_metrics(groups, rollouts, with_signal), "loss_rollout_tokens": divisor},
         _no_signal(groups, usable, with_signal, assigned, options.has_group_baseline),
         _notes(groups),
         {**options.memory, **mean_tokens.after(counts).memory()},

@@ -59,6 +59,7 @@ def test_the_known_batch(algorithm: Any, up: float, down: float) -> None:
         "failed_rollouts": 0,
         "calls_per_rollout": 1.25,
         "child_reward": 0,
+        "loss_rollout_tokens": 1000,
     }
     assert found.no_signal == ""
 
