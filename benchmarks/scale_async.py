@@ -38,14 +38,14 @@ from ramify.models.load import Policy
 from ramify.tasks.base import Item
 from ramify.tasks.simple import SimpleTask
 from ramify.train import group_records
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, Run
 from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import StepMetrics, read
-from ramify.train.recipe import recipe
+from ramify.train.recipe import load_recipe
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.stages import RlStage
@@ -200,7 +200,7 @@ async def nothing(split: str) -> Mapping[str, float]:
 def rewards(folder: Path, steps: int = 15) -> Iterator[Figure]:
     """Yield the test reward after ``steps`` steps of rollouts from one policy that saw few
     demonstrations. Runs that exist in ``folder`` are reused."""
-    tiny = recipe(Path(__file__).parents[1] / "recipes/tiny.py")
+    tiny = load_recipe(Path(__file__).parents[1] / "recipes/tiny.py")
     assert tiny.sft is not None
     if not (folder / "sft/policy").is_dir():
         few = msgspec.structs.replace(tiny.evaluate, num=64, validation=64, final=())

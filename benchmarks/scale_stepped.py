@@ -28,7 +28,7 @@ from ramify.clients.byte_ids import ByteTokenIds
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.loss import LossSpec

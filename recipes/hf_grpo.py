@@ -15,7 +15,7 @@ and ``limits.max_reply_tokens``.
 from __future__ import annotations
 
 from ramify.engine.limits import Limits
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, TaskSpec
 from ramify.train.rollouts.admission_rules import StepSampleSpec

@@ -19,7 +19,7 @@ from __future__ import annotations
 from ramify.engine.limits import Limits
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.programs.vocabulary import WORDS
-from ramify.train.advantages.grpo import GRPO
+from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec
 from ramify.train.losses import PpoClip

@@ -17,7 +17,7 @@ from __future__ import annotations
 import msgspec
 from retool_sft import run as retool_sft
 
-from ramify.train.advantages.grpo import GRPO
+from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import RlSpec, Run
 from ramify.train.losses import PpoClip

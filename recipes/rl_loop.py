@@ -21,7 +21,7 @@ from ramify import RLM, Limits
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import SamplingDefaults, load, save
 from ramify.tasks.base import task_of
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.compile import sequences

@@ -17,7 +17,7 @@ from __future__ import annotations
 import msgspec
 from tiny import run as tiny
 
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import EvaluateSpec, RlSpec, Run, TaskSpec
 from ramify.train.rollouts.admission_rules import StepSampleSpec

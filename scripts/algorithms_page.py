@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ramify.train.advantages import ALGORITHMS
+from ramify.train.advantages import ALGORITHMS, group_estimators
 from ramify.train.advantages.base import finish, needs_of
 from ramify.train.advantages.weight import ALSO, weights
 from ramify.train.data.compile import sequences
@@ -142,7 +142,7 @@ def estimators() -> Iterator[Sequence[str]]:
             yield (
                 f"`{name}`",
                 _numbers(advantages_of(name), 4),
-                _first_sentence(_module_doc(ALGORITHMS[name])),
+                _first_sentence(_estimator_doc(ALGORITHMS[name])),
             )
 
 
@@ -238,9 +238,11 @@ def _options(kind: Any) -> str:
     return ", ".join(f"`{field.name}={field.default!r}`" for field in msgspec.structs.fields(kind))
 
 
-def _module_doc(entry: Any) -> str:
-    kind = load_class(entry) if isinstance(entry, str) else entry
-    return sys.modules[kind.__module__].__doc__ or ""
+def _estimator_doc(entry: Any) -> str | None:
+    """The docstring of the class in the table of estimators, and otherwise of the file."""
+    kind: Any = load_class(entry) if isinstance(entry, str) else entry
+    home = sys.modules[kind.__module__]
+    return kind.__doc__ if home is group_estimators else home.__doc__
 
 
 def _first_sentence(doc: str | None) -> str:

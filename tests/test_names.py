@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ramify"
-SHARED_STEMS = {"__init__", "base", "config", "task", "demos"}
+SHARED_STEMS = {"__init__", "__main__", "base", "config", "task", "demos"}
 """Names of modules that several packages have, because the package says which is meant."""
 PARTICIPLES_AND_PRONOUNS = """
     Absent Adapted Agreed All Alone Answered Any Asked Attached Attempted Began Begun Below

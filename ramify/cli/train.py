@@ -71,10 +71,10 @@ def train(
             from ramify.train.config import CHOICES
             from ramify.train.execute import train
             from ramify.train.override import override
-            from ramify.train.recipe import recipe, stored  # imports everything heavy
+            from ramify.train.recipe import load_recipe, stored  # imports everything heavy
             from ramify.train.resource_counts import by
 
-            run = recipe(recipes[0]) if recipes else stored(str(resume))
+            run = load_recipe(recipes[0]) if recipes else stored(str(resume))
             # The placement comes first, so that the overrides can change its fields.
             run = by(run, placement) if placement else run
             run = override(run, overrides, CHOICES)

@@ -107,7 +107,7 @@ class Score(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Task(Protocol):
-    """Interface of a task: its items and their score. ``validate`` (``validate.py``) checks that
+    """Interface of a task: its items and their score. ``validate`` (``validation.py``) checks that
     the gold answer scores 1 and a wrong answer does not."""
 
     name: str

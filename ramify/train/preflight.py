@@ -16,7 +16,7 @@ from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
 from ramify.inference.http.engine_process import check_program
 from ramify.tasks.base import Item, Task, items_of
-from ramify.tasks.validate import validate
+from ramify.tasks.validation import validate
 from ramify.train.config import Run
 from ramify.train.signals.teacher import needed
 from ramify.train.stages import scheduled

@@ -20,7 +20,7 @@ from ramify.train.redacted import cut_out
 from ramify.train.renamed_fields import new_name
 
 
-def recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """The run of a recipe file, with overrides. Raises ConfigError for a file without ``def run()
     -> Run``."""
     path = Path(path)

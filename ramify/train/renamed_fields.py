@@ -5,7 +5,7 @@ read and resumed.
     new_name("late")                                 ->  "rl.sample.grace_steps"
     with_new_names({"threads": 0})                   ->  {"threads": None}
 
-    moved_path("ramify.train.algorithms.grpo:GRPO")  ->  "ramify.train.advantages.grpo:GRPO"
+    moved_path("ramify.train.algorithms.ppo:PPO")    ->  "ramify.train.advantages.ppo:PPO"
 
 Not here: classes that were renamed (``CHANGELOG.md``).
 """
@@ -29,7 +29,21 @@ RENAMED_FIELDS = {
 """Old dotted name -> new one. Rows apply in order: the second starts from the result of the
 first."""
 
+_GROUP_ESTIMATORS = (
+    "dr_grpo",
+    "grpo",
+    "hierarchical",
+    "maxrl",
+    "opo",
+    "pass_at_k",
+    "reinforce_pp_baseline",
+    "rloo",
+)
 MOVED_MODULES = {
+    **{
+        f"ramify.train.algorithms.{name}": "ramify.train.advantages.group_estimators"
+        for name in _GROUP_ESTIMATORS
+    },
     "ramify.train.algorithms.": "ramify.train.advantages.",
     "ramify.train.policy_losses.": "ramify.train.losses.",
     "ramify.train.corrections": "ramify.train.losses.corrections",

@@ -22,8 +22,14 @@ import msgspec
 
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item, Task
-from ramify.train.advantages.base import Algorithm, AssignedStep, finish, needs_of, remembering
-from ramify.train.advantages.token_credit import AssignedRollout
+from ramify.train.advantages.base import (
+    Algorithm,
+    AssignedRollout,
+    AssignedStep,
+    finish,
+    needs_of,
+    remembering,
+)
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.data import induction
 from ramify.train.data.compile import sequences

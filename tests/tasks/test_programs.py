@@ -31,7 +31,7 @@ from ramify.tasks.programs.program_library import (
 )
 from ramify.tasks.programs.task import programs
 from ramify.tasks.programs.vocabulary import HINT, NO_PROGRAM, WORDS
-from ramify.tasks.validate import validate
+from ramify.tasks.validation import validate
 from ramify.types.message import Message
 
 KNOWN = library()

@@ -13,7 +13,7 @@ from ramify.models.fingerprint import fingerprint
 from ramify.models.load import load
 from ramify.train import group_records, metrics
 from ramify.train.checkpoint import find, read_state, verify
-from ramify.train.recipe import recipe, stored
+from ramify.train.recipe import load_recipe, stored
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden_run"
 
@@ -77,4 +77,4 @@ def test_a_recipe_with_a_renamed_field_is_told_the_new_name(tmp_path: Path) -> N
         "StepSampleSpec(late=3)\n"
     )
     with pytest.raises(ConfigError, match=r"late is called rl\.sample\.grace_steps now$"):
-        recipe(old)
+        load_recipe(old)

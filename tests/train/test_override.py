@@ -9,8 +9,7 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.train.advantages import ALGORITHMS
-from ramify.train.advantages.dr_grpo import DrGRPO
-from ramify.train.advantages.grpo import GRPO
+from ramify.train.advantages.group_estimators import GRPO, DrGRPO
 from ramify.train.losses import Cispo, PpoClip
 from ramify.train.override import override
 
@@ -62,8 +61,8 @@ def test_maps_take_any_key() -> None:
 def test_classes_are_chosen_by_name() -> None:
     assert changed("algorithm=grpo", "algorithm.credit=root").algorithm == GRPO(credit="root")
     for path in (
-        "ramify.train.advantages.grpo.GRPO",
-        "ramify.train.advantages.grpo:GRPO",
+        "ramify.train.advantages.group_estimators.GRPO",
+        "ramify.train.advantages.group_estimators:GRPO",
         "ramify.train.algorithms.grpo:GRPO",  # the path of an earlier version
     ):
         assert changed(f"algorithm={path}").algorithm == GRPO()

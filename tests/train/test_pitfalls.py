@@ -88,7 +88,7 @@ import pytest
 import torch
 
 from ramify.errors import ConfigError
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.data.pack import pack
 from ramify.train.losses import PpoClip
 from ramify.train.losses.loss import LossEntries, LossSpec, compute

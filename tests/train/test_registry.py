@@ -12,13 +12,13 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
-from ramify.train.advantages.dr_grpo import DrGRPO
 from ramify.train.advantages.group import GroupOptions
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import plain
 from ramify.train.losses import POLICY_LOSSES, LossFormula, LossTokens, PpoClip
 from ramify.train.losses.loss import LossSpec
-from ramify.train.recipe import recipe, stored
+from ramify.train.recipe import load_recipe, stored
 from ramify.train.registry import Registry
 from tests.train.small import small
 
@@ -26,7 +26,7 @@ RECIPE = '''
 import msgspec
 from tests.train.small import small
 from ramify.train.advantages import ALGORITHMS
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.losses import POLICY_LOSSES, LossFormula
 from ramify.train.advantages.credit import CREDITS
 
@@ -69,8 +69,8 @@ def test_a_recipe_adds_its_own_by_decorator(mine: Path, tmp_path: Path) -> None:
         "rl.algorithm.credit=nothing",
         "rl.loss.policy=plain",
     ]
-    run = recipe(mine, [*words, "rl.loss.policy.scale=0.5"])
-    run = recipe(mine, [*words, "rl.loss.policy.scale=0.5"])  # read twice, as by a resumed run
+    run = load_recipe(mine, [*words, "rl.loss.policy.scale=0.5"])
+    run = load_recipe(mine, [*words, "rl.loss.policy.scale=0.5"])  # read twice, as by a resumed run
     assert run.rl is not None
     assert (run.rl.algorithm.times, run.rl.algorithm.credit, run.rl.loss.policy.scale) == (
         3,
@@ -142,7 +142,7 @@ def test_in_a_run_as_well() -> None:
 def test_what_cannot_be_stored_is_not_registered() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'grpo' is taken by ramify\.train\.advantages\.grpo:GRPO: choose another name",
+        match=r"'grpo' is taken by ramify\.train\.advantages\.group_estimators:GRPO: choose another name",
     ):
 
         @ALGORITHMS.register("grpo")

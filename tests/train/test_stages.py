@@ -11,7 +11,7 @@ import pytest
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item
 from ramify.tasks.simple import SimpleTask
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.losses.loss import LossSpec
 from ramify.train.rollouts.admission_rules import StepSampleSpec

@@ -1,4 +1,5 @@
-"""The built-in algorithms, one per file.
+"""The built-in algorithms: those that differ in one formula (``group_estimators.py``), and one file
+each for the others.
 
 ``ALGORITHMS`` maps names to classes. A recipe can also name its own class as ``module:name``, or
 register one (see ``train/registry.py``). ``docs/algorithms.md`` shows the result of each algorithm
@@ -12,16 +13,16 @@ _HERE = "ramify.train.advantages"
 ALGORITHMS = Registry(
     "algorithm",
     {
-        "dr_grpo": f"{_HERE}.dr_grpo:DrGRPO",
-        "grpo": f"{_HERE}.grpo:GRPO",
-        "rloo": f"{_HERE}.rloo:RLOO",
-        "maxrl": f"{_HERE}.maxrl:MaxRL",
-        "opo": f"{_HERE}.opo:OPO",
-        "pass_at_k": f"{_HERE}.pass_at_k:PassAtK",
+        "dr_grpo": f"{_HERE}.group_estimators:DrGRPO",
+        "grpo": f"{_HERE}.group_estimators:GRPO",
+        "rloo": f"{_HERE}.group_estimators:RLOO",
+        "maxrl": f"{_HERE}.group_estimators:MaxRL",
+        "opo": f"{_HERE}.group_estimators:OPO",
+        "pass_at_k": f"{_HERE}.group_estimators:PassAtK",
         "gdpo": f"{_HERE}.gdpo:GDPO",
-        "hierarchical": f"{_HERE}.hierarchical:Hierarchical",
+        "hierarchical": f"{_HERE}.group_estimators:Hierarchical",
         "reinforce_pp": f"{_HERE}.reinforce_pp:ReinforcePP",
-        "reinforce_pp_baseline": f"{_HERE}.reinforce_pp_baseline:ReinforcePPBaseline",
+        "reinforce_pp_baseline": f"{_HERE}.group_estimators:ReinforcePPBaseline",
         "remax": f"{_HERE}.remax:ReMax",
         "rae": f"{_HERE}.rae:RAE",
         "ppo": f"{_HERE}.ppo:PPO",

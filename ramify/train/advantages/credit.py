@@ -7,16 +7,18 @@ pure and work on the same small tree, without tokens or tensors:
     ├── 0.0: reward 1             γ = 1:  0 -> 4,  0.0 -> 5,  0.1 -> 7
     └── 0.1: reward 3             γ = 0:  0 -> 4,  0.0 -> 1,  0.1 -> 3
 
-Not here: the comparison itself (see baseline.py), and how much each token weighs (see weight.py).
+Not here: the comparison itself (see group_estimators.py), and how much each token weighs (see
+weight.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from math import fsum
+from statistics import fmean
+from typing import NamedTuple, Protocol
 
-from ramify.train.advantages.baseline import Baseline, leave_one_out
 from ramify.train.registry import Registry
 
 
@@ -35,6 +37,14 @@ class CreditNode(NamedTuple):
     """Number of tokens sampled in the call."""
 
 
+class Baseline(Protocol):
+    """A function from the returns of several attempts at the same thing to their advantages."""
+
+    def __call__(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+        """``lengths``: sampled tokens of each attempt; empty if unknown."""
+        ...
+
+
 Tree = Mapping[str, CreditNode]
 """Call id -> node, with each parent before its children. The first is the root."""
 Numbers = dict[str, float]
@@ -49,8 +59,8 @@ def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[
 
     roots 4 and 0, mean baseline: every call of the first tree gets 2, of the second -2."""
     lengths = [sum(node.num_tokens for node in tree.values()) for tree in trees]
-    advantages = baseline([[tree[_root(tree)].reward] for tree in trees], lengths)
-    return [dict.fromkeys(tree, value) for tree, (value,) in zip(trees, advantages, strict=True)]
+    advantages = baseline([tree[_root(tree)].reward for tree in trees], lengths)
+    return [dict.fromkeys(tree, value) for tree, value in zip(trees, advantages, strict=True)]
 
 
 def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
@@ -58,8 +68,7 @@ def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> l
     call is good if it did better than its peers at the same position. If no other tree has such a
     call, it gets γ · its parent's advantage + its own reward.
 
-    child returns 5, 7 in one tree and 0, 0 in the other, leave_one_out: 5, 7, -6, -6; mean: half
-    of that."""
+    child returns 5, 7 in one tree and 0, 0 in the other, less the others' mean: 5, 7, -6, -6."""
     return _against_other_trees(trees, baseline, gamma, _role)
 
 
@@ -77,9 +86,9 @@ def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) 
         for key, ids in attempts.items():
             if len(ids) > 1 and num_trees[key] == 1:
                 rewards = baseline(
-                    [[tree[id].reward] for id in ids], [tree[id].num_tokens for id in ids]
+                    [tree[id].reward for id in ids], [tree[id].num_tokens for id in ids]
                 )
-                for id, (value,) in zip(ids, rewards, strict=True):
+                for id, value in zip(ids, rewards, strict=True):
                     own[id] = gamma * own.get(tree[id].parent or "", 0.0) + value
     return numbers
 
@@ -95,7 +104,7 @@ def leave_one_child_out(
     depend on each other, as in one batch. Parent's A = 2, γ = 1, children's rewards 1, 3, 5:
     2 + (1-4) = -1, 2 + (3-3) = 2, 2 + (5-2) = 5."""
     numbers = root(trees, baseline, gamma)
-    by_role = _against_other_trees(trees, leave_one_out, 0.0, _role)
+    by_role = _against_other_trees(trees, _less_others, 0.0, _role)
     for tree, own, alone in zip(trees, numbers, by_role, strict=True):
         children: dict[str | None, list[str]] = defaultdict(list)
         for id, node in tree.items():
@@ -120,6 +129,12 @@ CREDITS = Registry(
 )
 """Name -> credit function. ``@CREDITS.register("mine")`` adds one; a dotted path to a function also
 works."""
+
+
+def _less_others(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+    """R_i - mean of the others."""
+    total, num = fsum(returns), len(returns) - 1
+    return [value - (total - value) / num for value in returns]
 
 
 def _role(node: CreditNode) -> Hashable:
@@ -150,21 +165,19 @@ def _against_other_trees(
     gamma: float,
     *peers: Callable[[CreditNode], Hashable],
 ) -> list[Numbers]:
-    """Compare each call with its peers in other trees, by the last of ``peers`` that finds some."""
+    """Compare each call with its peers in other trees, by the last of ``peers`` that finds some.
+
+    The call stands for its own tree, and the mean of its peers for each other tree."""
     returns = [returns_of(tree, gamma) for tree in trees]
     numbers: list[Numbers] = [{} for _ in trees]
     for peer in peers:
-        for calls_by_tree in _cohorts(trees, peer):
-            indices = list(calls_by_tree)
-            advantages = baseline(
-                [[returns[index][id] for id in calls_by_tree[index]] for index in indices],
-                [
-                    sum(trees[index][id].num_tokens for id in calls_by_tree[index])
-                    for index in indices
-                ],
-            )
-            for index, values in zip(indices, advantages, strict=True):
-                numbers[index].update(zip(calls_by_tree[index], values, strict=True))
+        for ids in _cohorts(trees, peer):
+            means = [fmean(returns[index][id] for id in ids[index]) for index in ids]
+            lengths = [sum(trees[index][id].num_tokens for id in ids[index]) for index in ids]
+            for place, index in enumerate(ids):
+                for id in ids[index]:
+                    compared = [*means[:place], returns[index][id], *means[place + 1 :]]
+                    numbers[index][id] = baseline(compared, lengths)[place]
     return [
         _completed(tree, own, gamma, is_compared=len(trees) > 1)
         for tree, own in zip(trees, numbers, strict=True)

@@ -12,21 +12,14 @@ from collections.abc import Mapping, Sequence
 
 from ramify.errors import ConfigError
 from ramify.train.advantages.base import AssignedStep
-from ramify.train.advantages.baseline import mean_std
 from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
-from ramify.train.advantages.group import GroupOptions, judged
+from ramify.train.advantages.group import judged
+from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.rollout_trees import tree_of
 from ramify.types.trajectory import Group
 
 
-class GDPO(
-    GroupOptions,
-    frozen=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag_field="name",
-    tag="gdpo",
-):
+class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
     """GDPO estimator; implements ``Algorithm``. The task's weights apply to the sum."""
 
     normalise: bool = True
@@ -48,7 +41,7 @@ class GDPO(
             for name in names:
                 only = {other: float(other == name) for other in names}
                 trees_of_one = [tree_of(trajectory, only) for trajectory in group.trajectories]
-                numbers = CREDITS.of(self.credit)(trees_of_one, mean_std, self.gamma_tree)
+                numbers = CREDITS.of(self.credit)(trees_of_one, self.compare, self.gamma_tree)
                 for total, own in zip(sums, numbers, strict=True):
                     for call, value in own.items():
                         total[call] += weights.get(name, 1.0) * value

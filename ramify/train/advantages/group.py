@@ -4,12 +4,12 @@ number, and give each token a weight.
     scored group ── length ──> rewards ── judge: credit(baseline) ──> number per call
                                           ── weight ──> streams per token
 
-Estimators differ only in the baseline, so all options for credit, length and weight work with each
-of them. Decides which rollouts count: one without a reward, or with a non-finite reward, is
-reported and left out, and the rest of its group is still used. Also decides which groups have no
-signal, and that normalisation over the step comes before weighting.
+Most estimators differ only in ``compare`` (``group_estimators.py``), so all options for credit,
+length and weight work with each of them. Decides which rollouts count: one without a reward, or
+with a non-finite reward, is reported and left out, and the rest of its group is still used. Also
+decides which groups have no signal, and that normalisation over the step comes before weighting.
 
-Not here: the loss, clipping and the KL penalty in the loss (see policy_losses/ and loss.py).
+Not here: the loss, clipping and the KL penalty in the loss (see losses/).
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from typing import NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.advantages import filters
 from ramify.train.advantages import token_arithmetic as row_math
-from ramify.train.advantages.base import AlgorithmNeeds, AssignedStep
-from ramify.train.advantages.baseline import Baseline
+from ramify.train.advantages.base import (
+    AlgorithmNeeds,
+    AssignedRollout,
+    AssignedStep,
+    Stamps,
+    TokenCredit,
+)
 from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
 from ramify.train.advantages.length import (
     LengthLimits,
@@ -40,13 +44,14 @@ from ramify.train.advantages.rollout_trees import (
     was_cut_off,
     why_unscored,
 )
-from ramify.train.advantages.token_credit import AssignedRollout, Stamps, TokenCredit
 from ramify.train.advantages.weight import MeanTokens, Reduction, Share, Weights
 from ramify.train.advantages.weight import weights as token_weights
 from ramify.train.optional_fields import check_optional
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group, Trajectory
 
+NO_ADVANTAGE = 1e-9
+"""Up to this absolute value an advantage counts as none."""
 _MOST_NAMED = 3
 """At most this many unusable rollouts of a step are reported by name."""
 
@@ -64,8 +69,8 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     llm_calls: bool = False
     """Train ``llm_query`` calls that the policy itself answered."""
     reduction: Reduction = "constant"
-    """How much each token weighs; see ``weight.py``. ``rollout``, which divides by a
-    rollout's own tokens, makes wide trees count less."""
+    """How much each token weighs; see ``weight.py``. ``rollout``, which divides by a rollout's own
+    tokens, makes wide trees count less."""
     rollout_tokens: int | None = None
     """L of ``reduction=constant``: tokens per rollout that the loss is divided by; None: a running
     mean over the steps before."""
@@ -111,6 +116,25 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             streams=frozenset({"old_logprobs", "ref_logprobs"} if self.kl_reward else ())
         )
 
+    def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+        """The formula of the estimator: the advantage of each of n attempts at the same thing.
+
+        ``returns``: [n]. ``lengths``: [n] sampled tokens of each attempt, empty if unknown."""
+        raise NotImplementedError(f"{type(self).__name__} has no formula: define compare()")
+
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        """Compare as ``compare`` does the calls that ``credit`` selects."""
+
+        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
+            numbers: Sequence[Numbers] = CREDITS.of(self.credit)(
+                trees, self.compare, self.gamma_tree
+            )
+            return numbers
+
+        return judged(groups, weights, self, judge, every_token)
+
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         """Add the KL penalty in the reward, and then normalise if that had to wait for it."""
         return row_math.add_kl(rows, self.kl_reward, 1.0, normalise=self.normalise)
@@ -125,22 +149,6 @@ class _Rollout(NamedTuple):
     tree: dict[str, CreditNode]
     numbers: Numbers
     """Call id -> advantage."""
-
-
-def assigned_step(
-    groups: Sequence[Group],
-    task_weights: Mapping[str, float],
-    options: GroupOptions,
-    baseline: Baseline,
-    every_token: bool,
-) -> AssignedStep:
-    """Assign advantages from a group baseline alone, for algorithms that need nothing else."""
-
-    def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
-        numbers: Sequence[Numbers] = CREDITS.of(options.credit)(trees, baseline, options.gamma_tree)
-        return numbers
-
-    return judged(groups, task_weights, options, judge, every_token)
 
 
 def judged(
@@ -162,7 +170,7 @@ def judged(
     with_signal = [
         group
         for group in rollouts
-        if not has_baseline or filters.has_signal([rollout.numbers for rollout in group])
+        if not has_baseline or has_signal([rollout.numbers for rollout in group])
     ]
     kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
     counts = [[_counts(rollout, options) for rollout in group] for group in kept]
@@ -196,6 +204,12 @@ def judged(
         _notes(groups),
         {**options.memory, **mean_tokens.after(counts).memory()},
     )
+
+
+def has_signal(numbers: Sequence[Mapping[str, float]]) -> bool:
+    """Whether any call of the group's rollouts has a non-zero advantage. A group without one has no
+    gradient and would only dilute the other groups' weight."""
+    return any(abs(value) > NO_ADVANTAGE for tree in numbers for value in tree.values())
 
 
 def _usable(group: Group) -> Group:
@@ -296,7 +310,7 @@ def _assigned(
         for index, _, num in sampled(call) if weight else ():
             advantages = values[call.id][start : start + num]
             start += num
-            if every_token or any(abs(value) > filters.EPSILON for value in advantages):
+            if every_token or any(abs(value) > NO_ADVANTAGE for value in advantages):
                 credits[call.id, index] = TokenCredit(advantages=advantages, rl=[weight] * num)
     return AssignedRollout(rollout.trajectory, credits)
 

@@ -22,10 +22,9 @@ import numpy as np
 
 from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
-from ramify.train.advantages.base import AlgorithmNeeds, AssignedStep
+from ramify.train.advantages.base import AlgorithmNeeds, AssignedStep, TokenCredit
 from ramify.train.advantages.credit import CreditNode, Numbers, returns_of
 from ramify.train.advantages.group import GroupOptions, judged
-from ramify.train.advantages.token_credit import TokenCredit
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
 

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ramify.tasks.base import total
-from ramify.train.advantages.base import AssignedStep
-from ramify.train.advantages.token_credit import AssignedRollout, Stamps, TokenCredit
+from ramify.train.advantages.base import AssignedRollout, AssignedStep, Stamps, TokenCredit
 from ramify.train.advantages.weight import Reduction, Share
 from ramify.train.advantages.weight import weights as token_weights
 from ramify.types.trajectory import Call, Group, Trajectory

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import TrainError
-from ramify.train.losses.whole_step import call_of
+from ramify.types.sequence import call_of
 
 if TYPE_CHECKING:
     from ramify.types.sequence import Ints, TokenSequence

@@ -19,7 +19,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from ramify.train.advantages.token_credit import AssignedRollout, TokenCredit
+from ramify.train.advantages.base import AssignedRollout, TokenCredit
 from ramify.types.sequence import Floats, SamplingSupport, TokenSequence
 from ramify.types.token_path import TokenPath, TokenSpan
 

@@ -15,7 +15,7 @@ other tokens does not depend on it.
     worst_token_mask    1[low < exp(gap) < high at every token of the sequence]
     opsm                0 if A < 0 and the sequence's mean of moved is above delta
 
-Legend: E entries. l, o and m as in ``policy_losses/base.py``.
+Legend: E entries. l, o and m as in ``base.py``.
 """
 
 from __future__ import annotations

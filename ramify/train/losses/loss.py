@@ -11,7 +11,7 @@ added to the batch (``whole_step.py``). Decides what each component is per entry
 are measured. Not here: log-probabilities (``head.py``), weights and advantages (``algorithms/``).
 
 Legend: E entries, k teacher tokens per entry. l, o and m are the current, old and sampler
-log-probabilities, as in ``policy_losses/base.py``.
+log-probabilities, as in ``base.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Values that a loss needs about a whole optimizer step, computed before any of its batches is
 learned from.
 
-    choose        tokens that some losses treat differently (``policy_losses/cov.py``), selected
+    choose        tokens that some losses treat differently (``cov.py``), selected
                   by means over the whole step and by random numbers keyed by sequence and
                   position, so that the cut and the order of the step do not matter
     check_whole   for a loss over sequences: each sequence is whole, in one batch
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ramify.errors import TrainError
 from ramify.train.losses.base import LossStep, TokenSelectingLoss
 from ramify.train.losses.loss import LossSpec
-from ramify.types.sequence import Batch, Floats
+from ramify.types.sequence import Batch, Floats, call_of
 
 
 def chooses(loss: LossSpec) -> bool:
@@ -75,11 +75,6 @@ def check_whole(batches: Many[Batch]) -> None:
                 "cut or rendered again, or its rows were split; use a per-token loss, or a "
                 "scaffold whose histories only grow"
             )
-
-
-def call_of(name: str) -> str:
-    """The call that a sequence belongs to: ``7c1f/call=0.3/path=1`` -> ``7c1f/call=0.3``."""
-    return name.partition("/path=")[0]
 
 
 def _joined(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:

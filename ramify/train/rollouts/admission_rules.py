@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.advantages.filters import num_more
 from ramify.train.optional_fields import check_optional
 
 _MOMENT_S = 1e-9
@@ -172,3 +172,16 @@ def too_slow(
         num for num in range(len(slow) + 1) if suffice(rules, begun, [*whole, *slow[:num]], step)
     )
     return slow[:num], None
+
+
+def num_more(wanted: int, kept: int, tried: int, max_tried: int) -> int:
+    """How many more groups to roll out, given that ``kept`` of ``tried`` had a signal (dynamic
+    sampling, DAPO 2503.14476): as many as should suffice at that rate, at least the number missing,
+    and never more than ``max_tried`` in total.
+
+    wanted 8, 2 of 8 kept, at most 32: 24 more.  6 of 8 kept: 3 more."""
+    missing = wanted - kept
+    if missing <= 0:
+        return 0
+    expected = math.ceil(missing * tried / kept) if kept else missing
+    return max(0, min(expected, max_tried - tried))

@@ -31,11 +31,10 @@ import msgspec
 
 from ramify.errors import ConfigError, TrainError, nearest
 from ramify.tasks.base import total
-from ramify.train.advantages.base import Algorithm, AssignedStep
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.base import Algorithm, AssignedRollout, AssignedStep, Stamps
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.advantages.group_norm import Norm, early_first, normalised
 from ramify.train.advantages.rollout_trees import is_scored, sampled
-from ramify.train.advantages.token_credit import AssignedRollout, Stamps
 from ramify.train.signals.base import SignalScore, TurnId
 from ramify.types.trajectory import Group, Trajectory
 

@@ -11,17 +11,9 @@ from __future__ import annotations
 
 import pytest
 
-from ramify.train.advantages.baseline import (
-    Baseline,
-    best_alone,
-    by_length,
-    leave_one_out,
-    mean,
-    mean_ratio,
-    mean_std,
-)
 from ramify.train.advantages.credit import (
     CREDITS,
+    Baseline,
     CreditNode,
     hierarchical,
     leave_one_child_out,
@@ -29,7 +21,9 @@ from ramify.train.advantages.credit import (
     returns_of,
     root,
 )
+from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 
+mean = DrGRPO().compare
 FIRST = {
     "0": CreditNode(None, 0, 4),
     "0.0": CreditNode("0", 1, 1, subtask="north"),
@@ -57,7 +51,7 @@ def test_root_is_broadcast() -> None:
 def test_per_role() -> None:
     # γ = 1: roots 4, 0; children 5, 7 (mean 6) | 1, 5 (mean 3). Only the first tree has a
     # grandchild, which gets its parent's number and its own reward.
-    assert per_role(GROUP, leave_one_out, 1) == [
+    assert per_role(GROUP, RLOO().compare, 1) == [
         {"0": 4, "0.0": 2, "0.1": 4, "0.1.0": 6},
         {"0": -4, "0.0": -5, "0.1": -1},
     ]
@@ -66,11 +60,11 @@ def test_per_role() -> None:
         {"0": -2, "0.0": -2.5, "0.1": -0.5},
     ]
     # γ = 0: children 1, 3 (mean 2) | 1, 5 (mean 3)
-    assert per_role(GROUP, leave_one_out, 0)[1] == {"0": -4, "0.0": -1, "0.1": 3}
+    assert per_role(GROUP, RLOO().compare, 0)[1] == {"0": -4, "0.0": -1, "0.1": 3}
 
 
 @pytest.mark.parametrize(
-    ("baseline", "number"), [(leave_one_out, 1), (mean, 0.5), (mean_std, 1 / 2**0.5)]
+    ("baseline", "number"), [(RLOO().compare, 1), (mean, 0.5), (GRPO().compare, 1 / 2**0.5)]
 )
 def test_a_tree_counts_once_however_many_children_it_has(baseline: Baseline, number: float) -> None:
     """Reward 1 and nine children against reward 0 and one child: as for their roots."""
@@ -90,7 +84,7 @@ def test_a_number_does_not_depend_on_siblings() -> None:
             "0.0": CreditNode("0", 1, 5),
             **{f"0.{i}": CreditNode("0", 1, -i) for i in range(1, num)},
         }
-        assert per_role([tree, other], leave_one_out, 1)[0]["0.0"] == 6 - 2
+        assert per_role([tree, other], RLOO().compare, 1)[0]["0.0"] == 6 - 2
 
 
 def test_roles_are_not_compared_with_each_other() -> None:
@@ -104,7 +98,7 @@ def test_roles_are_not_compared_with_each_other() -> None:
 
 def test_hierarchical() -> None:
     # γ = 1: north 5 | 1; south 7 | 5; the grandchild as in per_role
-    assert hierarchical(GROUP, leave_one_out, 1) == [
+    assert hierarchical(GROUP, RLOO().compare, 1) == [
         {"0": 4, "0.0": 4, "0.1": 2, "0.1.0": 4},
         {"0": -4, "0.0": -4, "0.1": -2},
     ]
@@ -145,23 +139,10 @@ def test_every_call_gets_a_number(name: str) -> None:
 
 
 def test_baselines() -> None:
-    alone = [[3], [1], [1], [3]]
-    assert mean(alone) == [[1], [-1], [-1], [1]]
-    assert [value for (value,) in mean_std(alone)] == pytest.approx(
+    assert mean([3, 1, 1, 3]) == [1, -1, -1, 1]
+    assert GRPO().compare([3, 1, 1, 3]) == pytest.approx(
         [0.8660246, -0.8660246, -0.8660246, 0.8660246]
     )  # std 2/sqrt(3)
-    assert leave_one_out([[3], [0], [0]]) == [[3], [-1.5], [-1.5]]
-    for baseline in (mean, mean_std, leave_one_out, mean_ratio, best_alone, by_length):
-        assert (baseline([[7]]), baseline([]), baseline([[0.1]] * 3)) == ([[0]], [], [[0]] * 3)
-
-
-def test_baselines_of_trees_with_several_calls() -> None:
-    """Trees (4, 0) and (6): means 2 and 6; the std counts each tree once: mean 4, squares 8 and 4,
-    2/1 · 6 = 12."""
-    trees = [[4, 0], [6]]
-    assert leave_one_out(trees) == [[-2, -6], [4]]
-    assert mean(trees) == [[-1, -3], [2]]
-    assert mean_std(trees)[1] == pytest.approx([2 / 12**0.5])
-    assert mean_ratio(trees)[1] == pytest.approx([2 / 4])
-    assert best_alone(trees) == [[0, 0], pytest.approx([(6 - 2) / 12**0.5])]
-    assert by_length(trees, [3, 1]) == [[-0.5, -1.5], [3]]
+    assert RLOO().compare([3, 0, 0]) == pytest.approx([3, -1.5, -1.5])
+    for baseline in (mean, GRPO().compare, RLOO().compare):
+        assert (baseline([7]), baseline([]), baseline([0.1, 0.1, 0.1])) == ([0], [], [0, 0, 0])

@@ -10,8 +10,6 @@ b     first    correct 1          1 turn of 5
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,21 +17,23 @@ import numpy as np
 import pytest
 
 from ramify.errors import ConfigError, TrainError
-from ramify.train.advantages import ALGORITHMS, baseline
+from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.base import AssignedStep, finish, needs_of, remembering
-from ramify.train.advantages.dr_grpo import DrGRPO
 from ramify.train.advantages.gdpo import GDPO
-from ramify.train.advantages.grpo import GRPO
-from ramify.train.advantages.hierarchical import Hierarchical
-from ramify.train.advantages.maxrl import MaxRL
-from ramify.train.advantages.opo import OPO
-from ramify.train.advantages.pass_at_k import PassAtK
+from ramify.train.advantages.group_estimators import (
+    GRPO,
+    OPO,
+    RLOO,
+    DrGRPO,
+    Hierarchical,
+    MaxRL,
+    PassAtK,
+    ReinforcePPBaseline,
+)
 from ramify.train.advantages.ppo import PPO
 from ramify.train.advantages.rae import RAE
 from ramify.train.advantages.reinforce_pp import ReinforcePP
-from ramify.train.advantages.reinforce_pp_baseline import ReinforcePPBaseline
 from ramify.train.advantages.remax import ReMax
-from ramify.train.advantages.rloo import RLOO
 from ramify.train.data.compile import sequences
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group, Stop, Trajectory
@@ -81,13 +81,6 @@ def whitened(*values: float) -> list[float]:
     return [(value - centre) / std for value in values]
 
 
-def alone(
-    formula: baseline.Baseline, returns: list[float], lengths: Sequence[int] = ()
-) -> list[float]:
-    """Advantages of trees of one call each."""
-    return [value for (value,) in formula([[value] for value in returns], lengths)]
-
-
 HALF_STD = 0.5 / (math.sqrt(0.5) + 1e-6)  # of returns 1, 0
 
 
@@ -95,11 +88,11 @@ def test_grpo_over_the_four_rewards_of_a_worked_example() -> None:
     """A right answer, and wrong ones with 0, 4 and 12 tool calls: rewards 1, -1.1, -0.9, -0.6 of
     mean -0.4."""
     rewards = [1, -1.1, -0.9, -0.6]
-    assert alone(baseline.mean_std, rewards) == pytest.approx(
+    assert GRPO().compare(rewards) == pytest.approx(
         [1.464917, -0.732458, -0.523185, -0.209274], abs=2e-6
     )
-    assert alone(baseline.mean, rewards) == pytest.approx([1.4, -0.7, -0.5, -0.2])
-    assert alone(baseline.mean_std, [0.3] * 4) == [0] * 4
+    assert DrGRPO().compare(rewards) == pytest.approx([1.4, -0.7, -0.5, -0.2])
+    assert GRPO().compare([0.3] * 4) == [0] * 4
 
 
 @pytest.mark.parametrize(
@@ -210,14 +203,14 @@ def test_a_group_of_one_or_of_equals_teaches_nothing(name: str) -> None:
 
 
 def test_baselines() -> None:
-    ratio = alone(baseline.mean_ratio, [3, 1, 1, 3])
-    assert ratio == pytest.approx([0.5, -0.5, -0.5, 0.5], abs=1e-6)
-    assert alone(baseline.mean_ratio, [-1, -3]) == [0, 0]
-    best = alone(baseline.best_alone, [3, 1, 0, 0])
-    assert best == pytest.approx([2 / (math.sqrt(2) + 1e-6), 0, 0, 0])
-    assert alone(baseline.best_alone, [3, 3, 0]) == [0, 0, 0]
-    assert alone(baseline.by_length, [1, 0], [1, 3]) == [0.75, -0.25]
-    assert alone(baseline.by_length, [1, 0]) == [0.5, -0.5]
+    assert MaxRL().compare([3, 1, 1, 3]) == pytest.approx([0.5, -0.5, -0.5, 0.5], abs=1e-6)
+    assert MaxRL().compare([-1, -3]) == [0, 0]
+    assert PassAtK().compare([3, 1, 0, 0]) == pytest.approx([2 / (math.sqrt(2) + 1e-6), 0, 0, 0])
+    assert PassAtK().compare([3, 3, 0]) == [0, 0, 0]
+    assert OPO().compare([1, 0], [1, 3]) == [0.75, -0.25]
+    assert OPO().compare([1, 0]) == [0.5, -0.5]
+    for each in (MaxRL().compare, PassAtK().compare, OPO().compare):
+        assert (each([7]), each([]), each([0.1, 0.1])) == ([0], [], [0, 0])
 
 
 def test_gdpo_compares_each_reward_on_its_own() -> None:
@@ -453,4 +446,5 @@ def test_algorithms_by_name_are_stored_as_they_are(name: str) -> None:
     assert stored["name"] == name
     assert ALGORITHMS.made(stored) == made
     if name != "hybrid":  # the composer of signals
-        assert Path(__file__).parents[3].joinpath(f"ramify/train/advantages/{name}.py").is_file()
+        home = type(made).__module__.removeprefix("ramify.train.advantages.")
+        assert home in (name, "group_estimators")

@@ -13,9 +13,7 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.train.advantages.base import AssignedStep, remembering
-from ramify.train.advantages.dr_grpo import DrGRPO
-from ramify.train.advantages.grpo import GRPO
-from ramify.train.advantages.rloo import RLOO
+from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.advantages.weight import MeanTokens
 from ramify.types.trajectory import Group, Stop
 from tests.train.trees import call, group, tree

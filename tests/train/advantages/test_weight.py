@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ramify.train.advantages.filters import has_signal, num_more
+from ramify.train.advantages.group import has_signal
 from ramify.train.advantages.length import (
     LengthLimits,
     RolloutLength,
@@ -12,6 +12,7 @@ from ramify.train.advantages.length import (
     soft_overlong,
 )
 from ramify.train.advantages.weight import Reduction, Share, weights
+from ramify.train.rollouts.admission_rules import num_more
 
 ONE_GROUP = [[{"0": 4}, {"0": 4, "0.0": 4, "0.1": 4}]]
 

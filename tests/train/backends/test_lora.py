@@ -128,7 +128,7 @@ def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | 
 
     from ramify.models.tokenizer import train_tokenizer
     from ramify.train.execute import train
-    from ramify.train.recipe import recipe
+    from ramify.train.recipe import load_recipe
 
     source = train_tokenizer(["some words to begin with, and some more"] * 3, 262)
     chatml = (
@@ -155,7 +155,7 @@ def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | 
     checkpoint = tmp_path / "llama"
     LlamaForCausalLM(config).save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)
-    run = recipe(
+    run = load_recipe(
         Path(__file__).parents[3] / "recipes/hf_grpo.py",
         [
             f"policy.path={checkpoint}",

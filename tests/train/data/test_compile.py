@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ramify.train.advantages.token_credit import AssignedRollout, TokenCredit
+from ramify.train.advantages.base import AssignedRollout, TokenCredit
 from ramify.train.data.compile import sequences
 from ramify.types.message import Message, Reply, VersionSpan
 from ramify.types.trajectory import Call, Fork, Parent, Trajectory, Turn

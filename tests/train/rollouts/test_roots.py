@@ -18,7 +18,7 @@ from ramify.tasks.base import Item, items_of, task_of
 from ramify.tasks.scoring import exact
 from ramify.tasks.simple import SimpleTask
 from ramify.train.execute import train
-from ramify.train.recipe import recipe
+from ramify.train.recipe import load_recipe
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.rollouts.roots import RootCount
 from tests.evaluate.helpers import SPEC, plan
@@ -99,7 +99,7 @@ def test_a_run_without_the_shortcut_is_replayed_without_it(tmp_path: Path) -> No
 
 
 def test_the_first_roots_of_the_recipe_for_checkpoints_are_recursive() -> None:
-    run = recipe(ROOT / "recipes/hf_grpo.py")
+    run = load_recipe(ROOT / "recipes/hf_grpo.py")
     assert run.rl is not None
     task = task_of(run.task.name, **run.task.options)
     items = [items_of(task, "train")[number] for number in range(20)]

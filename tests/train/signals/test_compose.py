@@ -15,11 +15,9 @@ import torch
 
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item
-from ramify.train.advantages.base import AssignedStep
-from ramify.train.advantages.dr_grpo import DrGRPO
+from ramify.train.advantages.base import AssignedRollout, AssignedStep, TokenCredit
+from ramify.train.advantages.group_estimators import GRPO, DrGRPO
 from ramify.train.advantages.group_norm import early_first, step_index
-from ramify.train.advantages.grpo import GRPO
-from ramify.train.advantages.token_credit import AssignedRollout, TokenCredit
 from ramify.train.data.compile import sequences
 from ramify.train.losses import PpoClip
 from ramify.train.losses.distil_losses import forward_kl, reverse_kl, surrogate
