@@ -2,7 +2,7 @@
 start.
 
 Their output goes to a log file, whose last lines are quoted if they fail. They end with the trainer
-(see ``ramify/child.py``).
+(see ``actors/child_process.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -19,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from ramify.child import ChildProcess
+from ramify.actors.child_process import ChildProcess
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import VERSIONS, InferenceSpec
 
@@ -87,14 +86,11 @@ class EngineProcess:
     def start(self) -> None:
         """Start the process: the first time, or again after ``close`` has returned.
 
-        Call it in a long-lived thread: the engine ends together with the thread that started it.
         Raises ConfigError if the command is not found.
         """
         environment = engine_environment(self._spec, self._index)
         try:
-            self._child = ChildProcess(
-                self._command, environment=environment, log=self.log, follow=signal.SIGTERM
-            )
+            self._child = ChildProcess(self._command, environment=environment, log=self.log)
         except OSError as error:
             raise ConfigError(
                 f"an engine cannot be started: {self._command[0]}: {error.strerror}; set "
