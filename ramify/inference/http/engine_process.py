@@ -21,6 +21,7 @@ from typing import Protocol
 from ramify.actors.child_process import ChildProcess
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import VERSIONS, InferenceSpec
+from ramify.inference.weight_sync import WEIGHT_SYNCS
 
 PROGRAMS = {
     "ramify": (sys.executable, "-m", "ramify", "serve-policy"),
@@ -181,7 +182,7 @@ def engine_command(
     folder, at = str(checkpoint), ["--host", host, "--port", str(port), "--dtype", dtype]
     if spec.engine == "ramify":
         own = [*at, "--weight-transfer"]
-        if ":" in spec.weight_sync_name:
+        if spec.weight_sync_name not in WEIGHT_SYNCS.ours:
             own += ["--weight-sync", spec.weight_sync_name]
         return [*begin, folder, *own, *spec.args]
     if spec.engine == "vllm":
@@ -198,6 +199,8 @@ def engine_command(
         ]
         own += ["--enable-sleep-mode"] if spec.level else []
         return [*begin, folder, *own, *spec.args]
+    if spec.engine != "sglang":
+        return [*begin, folder, *at, *spec.args]
     own = ["--enable-memory-saver"] if spec.level else []
     own += ["--enable-weights-cpu-backup"] if spec.level == 1 else []
     return [*begin, "--model-path", folder, *at, "--context-length", str(window), *own, *spec.args]

@@ -19,7 +19,7 @@ from math import fsum
 from statistics import fmean
 from typing import NamedTuple, Protocol
 
-from ramify.train.registry import Registry
+from ramify.plugins import Registry
 
 
 class CreditNode(NamedTuple):
@@ -119,13 +119,13 @@ def leave_one_child_out(
 
 CREDITS = Registry(
     "credit",
+    "ramify.credits",
     {
         "root": root,
         "per_role": per_role,
         "hierarchical": hierarchical,
         "leave_one_child_out": leave_one_child_out,
     },
-    structs=False,
 )
 """Name -> credit function. ``@CREDITS.register("mine")`` adds one; a dotted path to a function also
 works."""

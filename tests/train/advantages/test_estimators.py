@@ -34,7 +34,7 @@ from ramify.train.advantages.ppo import PPO
 from ramify.train.advantages.rae import RAE
 from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.advantages.remax import ReMax
-from ramify.train.data.compile import sequences
+from ramify.train.data.compile import token_sequences
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group, Stop, Trajectory
 from tests.train.trees import call, group, tree
@@ -261,7 +261,7 @@ def test_remax_is_measured_by_a_rollout_without_chance() -> None:
 
 
 def rows_of(algorithm: Any, groups: list[Group], **streams: Any) -> list[TokenSequence]:
-    rows = sequences(algorithm.assign_advantages(groups, {}).rollouts)
+    rows = token_sequences(algorithm.assign_advantages(groups, {}).rollouts)
     for row in rows:
         for name, value in streams.items():
             row.streams[name] = np.where(row.rl != 0, value, 0).astype(np.float32)
@@ -444,7 +444,7 @@ def test_algorithms_by_name_are_stored_as_they_are(name: str) -> None:
     made = ALGORITHMS.of(name)()
     stored = msgspec.json.decode(msgspec.json.encode(made))
     assert stored["name"] == name
-    assert ALGORITHMS.made(stored) == made
+    assert ALGORITHMS.build(stored) == made
     if name != "hybrid":  # the composer of signals
         home = type(made).__module__.removeprefix("ramify.train.advantages.")
         assert home in (name, "group_estimators")
