@@ -27,8 +27,8 @@ from typing import Any
 
 from engine import Figure, show
 
-from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.base import remembering
+from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.config import RlSpec
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Parent, Stop, Trajectory, Turn
@@ -140,12 +140,11 @@ def _toy_tree(draw: random.Random, own_rewards: bool) -> Trajectory:
 
 
 def figures(num_groups: int) -> Iterator[Figure]:
-    made = ALGORITHMS.made
     default = RlSpec(steps=1).algorithm
     for reduction in ("token", "rollout"):
-        measured = distance(width(made({"name": "dr_grpo", "reduction": reduction}), num_groups))
+        measured = distance(width(DrGRPO(reduction=reduction), num_groups))
         yield Figure(f"toy 1, reduction {reduction}: L1 distance", measured, "", {})
-    fixed = made({"name": "dr_grpo", "rollout_tokens": 100})
+    fixed = DrGRPO(rollout_tokens=100)
     yield Figure("toy 1, constant L=100: L1 distance", distance(width(fixed, num_groups)), "", {})
     direction = width(default, num_groups)
     yield Figure(
@@ -159,8 +158,8 @@ def figures(num_groups: int) -> Iterator[Figure]:
     named = [
         ("the default", default),
         *(
-            (f"{estimator} {credit}", made({"name": estimator, "credit": credit}))
-            for estimator in ("dr_grpo", "rloo", "grpo")
+            (f"{estimator.__name__} {credit}", estimator(credit=credit))
+            for estimator in (DrGRPO, RLOO, GRPO)
             for credit in ("root", "per_role", "hierarchical", "leave_one_child_out")
         ),
     ]
