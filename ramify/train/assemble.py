@@ -19,8 +19,8 @@ from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import Task, items_of, task_of
 from ramify.train.advantages.base import needs_of
-from ramify.train.backends.base import BACKENDS
-from ramify.train.backends.precision import ROUNDING, decided
+from ramify.train.audited_client import AuditedClient
+from ramify.train.backends.base import BACKENDS, ROUNDING, decided
 from ramify.train.config import Run, plain
 from ramify.train.cpu_seconds import CpuMeter
 from ramify.train.demonstrations import demonstrations_of, rows_of
@@ -42,10 +42,9 @@ from ramify.train.preflight import (
     first_prompt,
 )
 from ramify.train.publisher import PolicyPublisher
-from ramify.train.resource_counts import attached, check_reach, settled
+from ramify.train.resource_counts import attached, check_reach, settled, sleeping
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
-from ramify.train.sharing import sleeping
+from ramify.train.selfcheck import CanaryLimits, SelfCheck
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_reader import RunSignals
