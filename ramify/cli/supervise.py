@@ -99,7 +99,7 @@ class _Trainer:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _Trainer:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._before[number] = signal.signal(number, self._stop)
         return self
 

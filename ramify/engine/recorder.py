@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-import warnings
 from collections.abc import AsyncIterator, Callable
+from logging import DEBUG
 from typing import Protocol
 
 from ramify.errors import ConfigError
-from ramify.types.event import AnyEvent, NoteAdded, RunEnded, TrajectoryFold
+from ramify.logging import RoomLogger
+from ramify.types.event import AnyEvent, CallStarted, NoteAdded, RunEnded, TrajectoryFold
 from ramify.types.trajectory import Trajectory
 
+_log = RoomLogger("engine")
 Listener = Callable[[AnyEvent], None]
 
 
@@ -55,6 +57,10 @@ class EventRecorder:
         self._held = held
         self._notes: list[AnyEvent] = []
         """Notes of a resumed run that have not been written yet."""
+        self._root: str | None = None
+        """Id of the root call in progress."""
+        self._warnings: list[str] = []
+        """Warnings from before the root call began."""
         self._fold = TrajectoryFold()
         self._began = time.perf_counter() - since_s
 
@@ -70,14 +76,34 @@ class EventRecorder:
         if self._journal is not None:
             self._write(self._journal, event)
         self._fold.apply(event)
+        if _log.wants(DEBUG):
+            _log.debug(str(event.__struct_config__.tag), _place(event), at_s=event.at_s)
         for listener in tuple(self._listeners):
             try:
                 listener(event)
             except Exception as error:  # noqa: BLE001 -- a user's listener must not end a paid run
                 self._listeners.remove(listener)
-                warnings.warn(
-                    f"an event listener failed and is not called again: {error!r}", stacklevel=2
+                _log.warn(
+                    f"an event listener failed and is not called again: {error!r}",
+                    UserWarning,
+                    stacklevel=2,
                 )
+
+        if isinstance(event, CallStarted) and event.parent is None:
+            self._root = event.id
+            warnings, self._warnings = self._warnings, []
+            for text in warnings:
+                self.warn(text)
+        elif isinstance(event, RunEnded):
+            self._root = None
+
+    def warn(self, text: str) -> None:
+        """Record a warning about the run, as a note on its root call once that has begun."""
+        if self._root is None:
+            self._warnings.append(text)
+        else:
+            note = f"warning: {text}"
+            self.emit(NoteAdded(at_s=self.now(), call=self._root, text=note, is_warning=True))
 
     def _write(self, journal: EventWriter, event: AnyEvent) -> None:
         """Write ``event`` unless the journal contains it. In a resumed run, a note is only written
@@ -116,3 +142,11 @@ class EventRecorder:
                     return
         finally:
             self.ignore(queue.put_nowait)
+
+
+def _place(event: AnyEvent) -> str:
+    """``call 0, turn 2, cell 1``, as far as the event has them; no text of the run."""
+    id = getattr(event, "call", getattr(event, "id", ""))
+    parts = [f"call {id}" if id else ""]
+    parts += [f"{name} {getattr(event, name)}" for name in ("turn", "cell") if hasattr(event, name)]
+    return ", ".join(filter(None, parts)) or "the run"

@@ -8,14 +8,15 @@ are pinned by ``async with`` or by the synchronous API, which keeps them until `
 from __future__ import annotations
 
 import asyncio
-import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ramify.clients.pool import ClientPool
 from ramify.errors import WeakSandboxWarning
+from ramify.logging import RoomLogger
 from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warning_of
 
+_log = RoomLogger("engine")
 _opened: set[str] = set()
 """Providers whose sandbox this process has already opened."""
 
@@ -41,7 +42,7 @@ class LoopResources:
                 launch(self._spec)
             self._sandbox = open_sandbox(self._spec)
             if warning := warning_of(self._sandbox, self._spec):
-                warnings.warn(warning, WeakSandboxWarning, stacklevel=2)
+                _log.warn(warning, WeakSandboxWarning, stacklevel=2)
         return self._sandbox
 
     def prepare(self) -> None:

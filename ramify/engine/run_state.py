@@ -32,6 +32,7 @@ from ramify.engine.retool import closed
 from ramify.engine.setup import RlmSetup
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError, LimitReached, ReplyCut, ReplyFiltered
+from ramify.logging import RoomLogger
 from ramify.sandbox.base import Session
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import (
@@ -46,7 +47,9 @@ from ramify.types.event import (
 from ramify.types.message import Message, Reply, Usage, sendable
 from ramify.types.trajectory import Cell, Fork, Stop
 
+_log = RoomLogger("engine")
 _CUT = "cut by close_in"
+_LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE)
 NATIVE_TOOLS = (
     Tool(
         CODE_TOOL,
@@ -135,6 +138,7 @@ class RunState:
         self._sessions: set[Session] = set()
         self._repeated: set[tuple[str, int]] = set()
         """(call, turn) of the recorded attempts that were repeated."""
+        self._limits_reported: set[tuple[Stop, str]] = set()
         self._descriptions: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + limits.max_seconds
@@ -177,6 +181,7 @@ class RunState:
         )
 
     def end(self, call: LiveCall, outcome: CallOutcome) -> None:
+        self._report_limit(call, outcome.stop)
         self.recorder.emit(
             CallEnded(
                 at_s=self.recorder.now(),
@@ -186,6 +191,16 @@ class RunState:
                 error=outcome.error,
             )
         )
+
+    def _report_limit(self, call: LiveCall, stop: Stop) -> None:
+        """Log a limit once: each call has its own turns, and all calls share the other limits."""
+        limit = (stop, call.id if stop is Stop.MAX_TURNS else "")
+        if stop not in _LIMITS or limit in self._limits_reported:
+            return
+        self._limits_reported.add(limit)
+        spent: dict[str, Any] = {name: amount for name, amount, _ in self.ledger.state()}
+        text = f"call {call.id} ends at the limit {stop}"
+        _log.warning("limit", text, limit=str(stop), call=call.id, **spent)
 
     def note(self, call: LiveCall, text: str) -> None:
         self.recorder.emit(NoteAdded(at_s=self.recorder.now(), call=call.id, text=text))

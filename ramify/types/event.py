@@ -128,10 +128,12 @@ class ToolAnswered(Event, frozen=True, tag="ToolAnswered"):
 
 
 class NoteAdded(Event, frozen=True, tag="Noted"):
-    """Something a reader should know: a retry, a compaction or a deferred answer."""
+    """Something a reader should know: a retry, a compaction, a deferred answer or a warning."""
 
     call: str
     text: str
+    is_warning: bool = False
+    """True for a warning about the run as a whole, such as one about a weak sandbox."""
 
 
 class CallEnded(Event, frozen=True, tag="CallEnded"):
@@ -269,6 +271,8 @@ class TrajectoryFold:
                     self.trajectory.cost = event.cost
             case ScoreAdded():
                 note_score(self.trajectory, event)
+            case NoteAdded(is_warning=True):
+                self.trajectory.warnings.append(event.text.removeprefix("warning: "))
             case _:
                 pass
 

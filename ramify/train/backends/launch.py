@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ramify.actors.child_process import ChildProcess
 from ramify.errors import ConfigError, TrainError
+from ramify.logging import join_run
 from ramify.train.backends.base import ShardSpec
 from ramify.train.backends.rank_group import RankProcess
 from ramify.train.backends.rendezvous import began, come, gather
@@ -208,6 +209,7 @@ def follow(world: RankInfo) -> NoReturn:
     from ramify.train.backends.rank import RankModels
     from ramify.train.backends.rank_group import RankHeartbeat, follow
 
+    join_run(f"rank {world.rank}")
     device, timeout_s = (
         os.environ.get(_DEVICE, ""),
         float(os.environ.get(_TIMEOUT, ShardSpec().timeout_s)),
