@@ -24,6 +24,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from ramify.actors.launcher import Launcher
 from ramify.errors import ConfigError
 from ramify.inference.weight_sync.base import AdaptedMatrix
 from ramify.models.load import Policy, stored_dtype
@@ -41,7 +42,6 @@ from ramify.train.backends.write_checkpoint import ExportedWeights, export
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import whole_step
 from ramify.train.losses.loss import LossSpec, LossTally
-from ramify.train.placement.launcher import Launcher
 from ramify.types.sequence import Batch, Floats
 
 _STATE = "trainer.pt"

@@ -24,14 +24,13 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ramify.actors.child_process import ChildProcess
+from ramify.actors.child_process import ChildProcess, Process, import_path
+from ramify.actors.launcher import Launcher
+from ramify.actors.slots import SlotMember
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import ShardSpec
-from ramify.train.backends.rank_group import RankProcess
 from ramify.train.backends.rendezvous import began, come, gather
 from ramify.train.handshake import authenticate
-from ramify.train.placement.launcher import Launcher
-from ramify.train.placement.placement_slots import SlotMember
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT, _DEVICE = "RAMIFY_RANK_TIMEOUT_S", "RAMIFY_RANK_DEVICE"
@@ -135,7 +134,7 @@ class JoinedRanks(NamedTuple):
 
 
 @contextlib.contextmanager
-def _unfinished(processes: Sequence[RankProcess]) -> Iterator[None]:
+def _unfinished(processes: Sequence[Process]) -> Iterator[None]:
     """Kill all started ranks if the start fails."""
     import torch.distributed as dist
 
@@ -143,8 +142,7 @@ def _unfinished(processes: Sequence[RankProcess]) -> Iterator[None]:
         yield
     except BaseException:
         for process in processes:
-            process.kill()
-            process.wait()
+            process.end(0.0)
         if dist.is_initialized():
             dist.destroy_process_group()
         raise
@@ -161,7 +159,7 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
     size = check(shard, device, elsewhere=hosts is not None)
     world = RankInfo.of_environment()
     pulse = RankHeartbeat()
-    processes: list[RankProcess] = []
+    processes: list[Process] = []
     with _unfinished(processes):
         if world is None:
             address = "127.0.0.1" if hosts is None else hosts.address
@@ -236,7 +234,6 @@ def _environment(rank: int, world: RankInfo, timeout_s: float, device: str) -> d
     """Additional environment variables of a rank."""
     import torch
 
-    package = str(Path(__file__).parents[3])
     return {
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // world.size)),
         "RANK": str(rank),
@@ -246,14 +243,14 @@ def _environment(rank: int, world: RankInfo, timeout_s: float, device: str) -> d
         "MASTER_PORT": str(world.port),
         _TIMEOUT: str(timeout_s),
         _DEVICE: device,
-        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
+        **import_path(),
     }
 
 
 _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 
 
-def _placed(hosts: Launcher, environment: Mapping[str, str], rank: int, out: Path) -> RankProcess:
+def _placed(hosts: Launcher, environment: Mapping[str, str], rank: int, out: Path) -> Process:
     """Start a rank in its placement slot, which exposes only its own GPUs."""
     log = out.resolve() / "ranks" / f"rank-{rank}.log"
     return hosts.start(
@@ -261,13 +258,10 @@ def _placed(hosts: Launcher, environment: Mapping[str, str], rank: int, out: Pat
     )
 
 
-def _check_alive(processes: Sequence[RankProcess], rank: int) -> None:
+def _check_alive(processes: Sequence[Process], rank: int) -> None:
     """Raise TrainError if a rank that was started here has exited."""
-    if not processes or (status := processes[rank - 1].poll()) is None:
-        return
-    log_end = getattr(processes[rank - 1], "said", str)()
-    why = f"its log ends: {log_end}" if log_end else "it says why on stderr"
-    raise TrainError(f"rank {rank} did not start: exit status {status}; {why}")
+    if processes and processes[rank - 1].poll() is not None:
+        raise TrainError(f"rank {rank} did not start: it {processes[rank - 1].exit_reason()}")
 
 
 def _is_agents() -> bool:
