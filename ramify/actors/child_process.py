@@ -39,6 +39,7 @@ _START_S = 60.0
 _KILLED_S = 15.0
 """Seconds that killed processes may take to disappear."""
 _POLL_S = 0.02
+_ENDS_S = 1.0
 _QUOTED = 600
 """Characters of the log that are quoted in an error."""
 _READ = 1 << 14
@@ -154,7 +155,10 @@ class ChildProcess:
         return ""
 
     def exit_reason(self) -> str:
-        return exit_reason(self.poll(), self._reason, self.log_tail() if self._log else None)
+        """As ``Process.exit_reason``. A process whose connections have just closed may need a
+        moment to end."""
+        status = self.wait(_ENDS_S)
+        return exit_reason(status, self._reason, self.log_tail() if self._log else None)
 
     def signal(self, number: int) -> None:
         """As ``Process.signal``."""

@@ -7,8 +7,8 @@
     RayLauncher ── NodeAgent, one per slot (an actor) ── ChildProcess
                    └─ RemoteProcess, here ◀── asks ──┘
 
-Not here: which process is on which slot (see ``slots.py``), how processes communicate, and which of
-them leads; neither depends on the launcher.
+Not here: which process is on which slot (``train/placement/``), how processes communicate, and
+which of them leads; neither depends on the launcher.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ramify.actors.child_process import ChildProcess, Process, end_all
-from ramify.actors.slots import SlotMember
+from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError
 
 STOPPED_S = 30.0
@@ -141,10 +141,12 @@ class NodeAgent:
             return f"{error.filename}: {error.strerror}"
         return child.pid
 
-    def poll(self, name: str) -> tuple[int | None, str]:
-        """(exit status, None while it runs; how it ended, with the end of its log)"""
-        child = self._children[name]
-        return child.poll(), child.exit_reason()
+    def poll(self, name: str) -> tuple[int | None]:
+        """(exit status, or None while it runs,)"""
+        return (self._children[name].poll(),)
+
+    def exit_reason(self, name: str) -> str:
+        return self._children[name].exit_reason()
 
     def signal(self, name: str, number: int) -> None:
         self._children[name].signal(number)
@@ -172,18 +174,16 @@ class RemoteProcess:
         self.pid = pid if is_here else 0
         self.where = f"process {pid} on {host}"
         self._status: int | None = None
-        self._reason = ""
 
     def poll(self) -> int | None:
         """As ``Process.poll``."""
         if self._status is None:
-            answer = self._ask("poll", self._name)
-            self._status, self._reason = answer or (_KILLED, "ended with its node agent")
+            (self._status,) = self._ask("poll", self._name) or (_KILLED,)
         return self._status
 
     def exit_reason(self) -> str:
-        self.poll()
-        return self._reason
+        """As ``Process.exit_reason``."""
+        return self._ask("exit_reason", self._name) or "ended with its node agent"
 
     def signal(self, number: int) -> None:
         self._ask("signal", self._name, number)

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.actors.launcher import NodeAgent, RemoteProcess, cannot_start
-from ramify.actors.slots import PlacementSlot, SlotMember, SlotResources
+from ramify.actors.process_slots import PlacementSlot, SlotMember, SlotResources
 from ramify.errors import ConfigError, TrainError
 
 ADDRESS = "RAY_ADDRESS"

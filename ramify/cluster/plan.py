@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.actors.slots import PlacementSlot
+from ramify.actors.process_slots import PlacementSlot
 from ramify.cluster import memory, steps
 from ramify.cluster.devices import DeviceEfficiency, DeviceSpec, device_of
 from ramify.cluster.memory import MemoryEstimate

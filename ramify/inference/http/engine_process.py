@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ramify.actors.launcher import Launcher
-from ramify.actors.slots import SlotMember
+from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import VERSIONS, InferenceSpec
 

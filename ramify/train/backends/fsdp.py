@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ramify.actors.launcher import Launcher
+from ramify.actors.rank_group import RankGroup
 from ramify.errors import ConfigError
 from ramify.inference.weight_sync.base import AdaptedMatrix
 from ramify.models.load import Policy, stored_dtype
@@ -35,7 +36,6 @@ from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec
 from ramify.train.backends.own_critic import SeparateCritic
 from ramify.train.backends.precision import decided
 from ramify.train.backends.rank import RankModelSpec, dealt, idle, is_of_critic
-from ramify.train.backends.rank_group import RankGroup
 from ramify.train.backends.sharding import on_meta
 from ramify.train.backends.single import check_window
 from ramify.train.backends.write_checkpoint import ExportedWeights, export

@@ -14,23 +14,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ramify.actors.child_process import ChildProcess, Process, import_path
+from ramify.actors.connect_back import Listener, connect
 from ramify.actors.launcher import Launcher
-from ramify.actors.slots import SlotMember
+from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import ShardSpec
 from ramify.train.backends.rendezvous import began, come, gather
-from ramify.train.handshake import authenticate
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT, _DEVICE = "RAMIFY_RANK_TIMEOUT_S", "RAMIFY_RANK_DEVICE"
@@ -153,8 +152,8 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
     Raises ConfigError like ``check``, and TrainError if a rank does not start."""
     from torch._C._distributed_c10d import TCPStore
 
+    from ramify.actors.rank_group import RankConnection, RankGroup, RankHeartbeat
     from ramify.train.backends.rank import RankModels
-    from ramify.train.backends.rank_group import RankConnection, RankGroup, RankHeartbeat
 
     size = check(shard, device, elsewhere=hosts is not None)
     world = RankInfo.of_environment()
@@ -203,8 +202,8 @@ def follow(world: RankInfo) -> NoReturn:
     """Run as rank ``world.rank`` until rank 0 ends, and then exit."""
     import torch.distributed as dist
 
+    from ramify.actors.rank_group import RankHeartbeat, follow
     from ramify.train.backends.rank import RankModels
-    from ramify.train.backends.rank_group import RankHeartbeat, follow
 
     device, timeout_s = (
         os.environ.get(_DEVICE, ""),
@@ -336,24 +335,21 @@ def _accept_ranks(world: RankInfo, size: int, connection_type: Any) -> list[Any]
 
     if size == 1:
         return []
-    key = secrets.token_bytes(32)
     host = "127.0.0.1" if world.address == "127.0.0.1" else socket.gethostbyname(world.address)
-    with socket.create_server((host, 0), backlog=2 * size) as server:
-        dist.broadcast_object_list([server.getsockname(), key], 0)
+    with Listener(host, 2 * size) as listener:
+        dist.broadcast_object_list([listener.address, listener.key], 0)
         connections: dict[tuple[int, str], Connection] = {}
         hosts: dict[int, str] = {}
         until = time.monotonic() + _START_S
         while len(connections) < 2 * (size - 1):
-            server.settimeout(max(0.0, until - time.monotonic()))
             try:
-                peer, _ = server.accept()
-            except (TimeoutError, BlockingIOError):
+                joined = listener.accept(until - time.monotonic())
+            except TimeoutError:
                 raise TrainError(
                     f"a rank did not come back to rank 0 within {_START_S:g} s"
                 ) from None
-            if joined := authenticate(peer, key):
-                connection, (rank, kind, place) = joined
-                connections[rank, kind], hosts[rank] = connection, place
+            connection, (rank, kind, place) = joined
+            connections[rank, kind], hosts[rank] = connection, place
     return [
         connection_type(rank, connections[rank, "talk"], connections[rank, "watch"], hosts[rank])
         for rank in range(1, size)
@@ -365,12 +361,10 @@ def _connect_back(world: RankInfo) -> tuple[Connection, Connection]:
 
     address_and_key: list[Any] = [None, None]
     dist.broadcast_object_list(address_and_key, 0)
-    connections = []
-    for kind in ("talk", "watch"):
-        connection = Client(tuple(address_and_key[0]), authkey=address_and_key[1])
-        connection.send((world.rank, kind, f"process {os.getpid()} on {socket.gethostname()}"))
-        connections.append(connection)
-    return connections[0], connections[1]
+    address, key = address_and_key
+    place = f"process {os.getpid()} on {socket.gethostname()}"
+    talk, watch = (connect(address, key, (world.rank, kind, place)) for kind in ("talk", "watch"))
+    return talk, watch
 
 
 def _device(device: str, world: RankInfo) -> Any:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ramify.actors.rank_group import RemoteRankError
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy
 from ramify.models.trunk import trunk_of
@@ -37,7 +38,6 @@ from ramify.train.backends.head import HeadRequest, entry_logprobs
 from ramify.train.backends.heap import keep_freed_memory
 from ramify.train.backends.optimizers import CombinedOptimizer
 from ramify.train.backends.precision import decided
-from ramify.train.backends.rank_group import RemoteRankError
 from ramify.train.backends.weight_layout import SingleProcessLayout, WeightLayout
 from ramify.train.data.pack import ComputeCost, PackingSpec
 from ramify.train.losses import CriticOnlyLoss, whole_step

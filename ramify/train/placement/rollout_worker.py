@@ -18,20 +18,19 @@ import os
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from ramify.actors.connect_back import connect_back
 from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
 from ramify.errors import RamifyError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item
-
-AT, KEY, NUMBER = "RAMIFY_RUNNER_AT", "RAMIFY_RUNNER_KEY", "RAMIFY_RUNNER_NUMBER"
 
 
 class RolloutWorkerSpec(msgspec.Struct, frozen=True):
@@ -99,9 +98,7 @@ def _send(connection: Connection, message: WorkerMessage) -> None:
 
 def main() -> None:
     """Run a rollout worker until the run ends."""
-    host, _, port = os.environ[AT].rpartition(":")
-    connection = Client((host, int(port)), authkey=bytes.fromhex(os.environ.pop(KEY)))
-    connection.send(int(os.environ[NUMBER]))
+    connection = connect_back()
     spec: RolloutWorkerSpec = connection.recv()
     try:
         asyncio.run(_RolloutWorker(connection, spec).serve())

@@ -20,8 +20,6 @@ import contextlib
 import itertools
 import os
 import queue
-import secrets
-import socket
 import sys
 import threading
 import time
@@ -34,17 +32,14 @@ from typing import Any, Protocol
 import msgspec
 
 from ramify.actors.child_process import Process, end_when_done, import_path
+from ramify.actors.connect_back import Listener
 from ramify.actors.launcher import Launcher
+from ramify.actors.process_slots import SlotMember
 from ramify.actors.restarts import RestartCount, until_started
-from ramify.actors.slots import SlotMember
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item
-from ramify.train.handshake import authenticate
 from ramify.train.placement.rollout_worker import (
-    AT,
-    KEY,
-    NUMBER,
     AvailableEngines,
     RolloutRequest,
     RolloutWorkerSpec,
@@ -146,7 +141,6 @@ class RolloutWorkers:
         self._say = say
         self._start_s = start_s
         self._restarts = RestartCount(restarts)
-        self._key = secrets.token_bytes(32)
         self._alive: list[_Worker] = []
         self._processes: dict[int, Process] = {}
         self._restarting: dict[int, asyncio.Task[None]] = {}
@@ -217,13 +211,7 @@ class RolloutWorkers:
                     f"rollout worker {number} found no engine to call within {self._start_s:g} s"
                 )
             await asyncio.sleep(_POLL_S)
-        with socket.create_server((self._hosts.address, 0), backlog=1) as server:
-            server.setblocking(False)
-            process = await asyncio.to_thread(
-                self._start_process, number, "{}:{}".format(*server.getsockname())
-            )
-            self._processes[number] = process
-            worker = _Worker(number, process, await self._connected(server, number, process))
+        worker = await asyncio.to_thread(self._start_process, number)
         urls = worker.urls = self._engines.answering
         inference = msgspec.structs.replace(self._spec.inference, urls=urls)
         worker.send(msgspec.structs.replace(self._spec, inference=inference))
@@ -237,7 +225,7 @@ class RolloutWorkers:
         except TimeoutError:
             worker.send(None)
             raise ConfigError(
-                f"rollout worker {number} ({process.where}) did not start within "
+                f"rollout worker {number} ({worker.process.where}) did not start within "
                 f"{self._start_s:g} s"
             ) from None
         worker.urls = ()  # ``_watch`` sends the current list of engines next
@@ -247,45 +235,42 @@ class RolloutWorkers:
             self._assign(request)
         return worker
 
-    def _start_process(self, number: int, address: str) -> Process:
+    def _start_process(self, number: int) -> _Worker:
+        """Start the process, and return once it has connected. Raises ConfigError."""
         names = {self._spec.inference.key_variable, *self._spec.variables}
-        environment = {
-            AT: address,
-            KEY: self._key.hex(),
-            NUMBER: str(number),
-            "OMP_NUM_THREADS": "1",
-            **import_path(),
-            **{name: os.environ[name] for name in names if name in os.environ},
-        }
         command = [sys.executable, "-m", "ramify.train.placement.rollout_worker"]
         log = self._out.resolve() / "runners" / f"runner-{number}.log"
         member = SlotMember("rollouts", number)
         if before := self._processes.get(number):
             before.end(0.0)
             self._hosts.renew(member)
-        return self._hosts.start(member, command, environment, log)
+        with Listener(self._hosts.address) as listener:
+            environment = {
+                "OMP_NUM_THREADS": "1",
+                **import_path(),
+                **{name: os.environ[name] for name in names if name in os.environ},
+                **listener.environment(str(number)),
+            }
+            process = self._processes[number] = self._hosts.start(member, command, environment, log)
 
-    async def _connected(self, server: socket.socket, number: int, process: Process) -> Connection:
-        """The worker's connection, once it has connected back with the key. Raises ConfigError."""
-        until = time.monotonic() + self._start_s
-        while True:
+            def look() -> None:
+                if self._is_closing:
+                    raise ConfigError("the run is ending")
+                if process.poll() is not None:
+                    raise ConfigError(
+                        f"rollout worker {number} did not connect: it {process.exit_reason()}"
+                    )
+
             try:
-                async with asyncio.timeout(_LOOK_S):
-                    peer, _ = await self._loop.sock_accept(server)
+                connection, _ = listener.accept(self._start_s, look)
+            except ConfigError:
+                process.end(0.0)
+                raise
             except TimeoutError:
-                if await asyncio.to_thread(process.poll) is not None:
-                    reason = await asyncio.to_thread(process.exit_reason)
-                    raise ConfigError(
-                        f"rollout worker {number} did not connect: it {reason}"
-                    ) from None
-                if time.monotonic() > until:
-                    raise ConfigError(
-                        f"rollout worker {number} did not connect to the run within "
-                        f"{self._start_s:g} s"
-                    ) from None
-                continue
-            if authenticated := await asyncio.to_thread(authenticate, peer, self._key):
-                return authenticated[0]
+                raise ConfigError(
+                    f"rollout worker {number} did not connect to the run within {self._start_s:g} s"
+                ) from None
+        return _Worker(number, process, connection)
 
     async def _restart(self, number: int) -> None:
         """Restart worker ``number``, or give it up; either is logged."""

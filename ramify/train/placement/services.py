@@ -24,8 +24,8 @@ from pathlib import Path
 
 from ramify.actors.child_process import Process
 from ramify.actors.launcher import Launcher
+from ramify.actors.process_slots import SlotMember
 from ramify.actors.restarts import RestartCount, until_started
-from ramify.actors.slots import SlotMember
 from ramify.errors import ConfigError
 from ramify.train.placement.placement_spec import ServiceSpec
 
