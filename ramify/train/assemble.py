@@ -19,15 +19,14 @@ from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import Task, items_of, task_of
 from ramify.train.advantages.base import needs_of
-from ramify.train.backends.base import BACKENDS
-from ramify.train.backends.precision import ROUNDING, decided
+from ramify.train.audited_client import AuditedClient
+from ramify.train.backends.base import BACKENDS, ROUNDING, decided
 from ramify.train.config import Run, plain
 from ramify.train.cpu_seconds import CpuMeter
 from ramify.train.demonstrations import demonstrations_of, rows_of
 from ramify.train.evaluation_metrics import report
 from ramify.train.metrics import StepMetrics
 from ramify.train.model import policy_of, serving_of
-from ramify.train.override import of_name
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.placement.services import RunServices
@@ -41,10 +40,9 @@ from ramify.train.preflight import (
     first_prompt,
 )
 from ramify.train.publisher import PolicyPublisher
-from ramify.train.resource_counts import attached, check_reach, settled
+from ramify.train.resource_counts import attached, check_reach, settled, sleeping
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
-from ramify.train.sharing import sleeping
+from ramify.train.selfcheck import CanaryLimits, SelfCheck
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_reader import RunSignals
@@ -85,7 +83,7 @@ class RunParts:
         self.rollout_workers: RolloutWorkers | None = None
         """Processes that run rollouts, if that is not this process."""
         check_device(run)
-        self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
+        self._kind: Any = BACKENDS.of(run.compute.backend)
         placed_options = {"elsewhere": True} if self._is_placed and not self._kind.is_here else {}
         self._kind.check(run.compute, _device_of(run), **placed_options)
         self.trained: TrainedModel | None = None
@@ -178,7 +176,7 @@ class RunParts:
     async def start(self, out: Path) -> None:
         """Acquire the placement slots, and start the engines that are not in this process."""
         from ramify.inference.local.local_client import LocalClient
-        from ramify.models.load import save
+        from ramify.models.load import save_policy
 
         self.hosts = self._placed()
         if self.run.placement is not None and self.run.placement.services:
@@ -193,14 +191,14 @@ class RunParts:
             await self.services.start()
         if not isinstance(self.client, LocalClient):
             await self.client.start(
-                out / "inference", lambda folder: save(self.serving, folder), self.hosts
+                out / "inference", lambda folder: save_policy(self.serving, folder), self.hosts
             )
             await self._start_workers(out)
 
     async def _start_workers(self, out: Path) -> None:
         """Start the rollout workers, if the placement has any."""
         from ramify.inference.local.local_client import LocalClient
-        from ramify.models.load import save
+        from ramify.models.load import save_policy
 
         num, run = (
             sum(
@@ -217,7 +215,7 @@ class RunParts:
         client = self.client
         checkpoint = out / "inference" / "checkpoint"
         if run.inference.urls:
-            save(self.serving, checkpoint)
+            save_policy(self.serving, checkpoint)
         spec = self._worker_spec(checkpoint, client.answering)
         self.rollout_workers = RolloutWorkers(
             self.hosts or LocalLauncher(),

@@ -20,6 +20,7 @@ from ramify.actors.launcher import Launcher
 from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import VERSIONS, InferenceSpec
+from ramify.inference.weight_sync import WEIGHT_SYNCS
 
 PROGRAMS = {
     "ramify": (sys.executable, "-m", "ramify", "serve-policy"),
@@ -160,7 +161,7 @@ def engine_command(
     folder, at = str(checkpoint), ["--host", host, "--port", str(port), "--dtype", dtype]
     if spec.engine == "ramify":
         own = [*at, "--weight-transfer"]
-        if ":" in spec.weight_sync_name:
+        if spec.weight_sync_name not in WEIGHT_SYNCS.ours:
             own += ["--weight-sync", spec.weight_sync_name]
         return [*begin, folder, *own, *spec.args]
     if spec.engine == "vllm":
@@ -177,6 +178,8 @@ def engine_command(
         ]
         own += ["--enable-sleep-mode"] if spec.level else []
         return [*begin, folder, *own, *spec.args]
+    if spec.engine != "sglang":
+        return [*begin, folder, *at, *spec.args]
     own = ["--enable-memory-saver"] if spec.level else []
     own += ["--enable-weights-cpu-backup"] if spec.level == 1 else []
     return [*begin, "--model-path", folder, *at, "--context-length", str(window), *own, *spec.args]
