@@ -83,17 +83,23 @@ def notebook_page(path: Path) -> str:
             parts.append(source)
         elif source:
             parts.append(_fenced(source, "python"))
-            parts += [_shown(output) for output in cell["outputs"] if output.get("name") != "stderr"]
+            parts += _shown(cell["outputs"])
     name = path.relative_to(ROOT).as_posix()
     parts.append(f"---\n\nThis page is the notebook `{name}`; tests execute it.")
     return "\n\n".join(parts) + "\n"
 
 
-def _shown(output: dict[str, Any]) -> str:
-    data = output.get("data", {})
-    if "image/png" in data:
-        return f"![output](data:image/png;base64,{''.join(data['image/png']).strip()})"
-    return _fenced("".join(output.get("text") or data.get("text/plain") or ""), "text")
+def _shown(outputs: list[dict[str, Any]]) -> list[str]:
+    """What a cell printed, in one block, and its pictures."""
+    printed, pictures = "", []
+    for output in outputs:
+        data = output.get("data", {})
+        if "image/png" in data:
+            image = "".join(data["image/png"]).strip()
+            pictures.append(f"![output](data:image/png;base64,{image})")
+        elif output.get("name") != "stderr":
+            printed += "".join(output.get("text") or data.get("text/plain") or "")
+    return [_fenced(printed, "text")] * bool(printed.strip()) + pictures
 
 
 def _fenced(code: str, language: str) -> str:
