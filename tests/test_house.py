@@ -17,8 +17,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ramify"
 FLOORS = [
-    {"types", "errors", "progress", "secrets", "child"},
-    {"clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
+    {"types", "errors", "plugins", "progress", "secrets"},
+    {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine"},
     {"combinators"},
     {"evaluate"},
@@ -28,9 +28,11 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-ALSO = {("inference", "models"), ("child", "secrets")}
+ALSO = {("inference", "models"), ("plugins", "errors"), *((room, "actors") for room in FLOORS[1])}
+"""Every room starts its processes through ``actors``."""
 STANDARD_LIBRARY_ONLY = [
     "__init__.py",
+    "actors/process_guard.py",
     *(
         f"sandbox/{name}"
         for name in ("guest", "shared_buffers.py", "forkserver.py", "session_supervisor.py")

@@ -45,7 +45,7 @@ from ramify.engine.setup import RlmSetup
 from ramify.engine.spans import tracing
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.errors import ConfigError, ReplayDiverged
-from ramify.sandbox.base import SandboxSpec, module_of
+from ramify.sandbox.base import SandboxSpec, check_provider
 from ramify.sandbox.context import SharedContext
 from ramify.store.call_cache import CallCache
 from ramify.store.journal import Journal
@@ -108,7 +108,7 @@ class RLM:
             )
             raise ConfigError(f"branches is {branches}: {problem}")
         self._search = search_of(branches if search is None else search)
-        module_of(spec)  # reports an unknown provider before any model is called
+        check_provider(spec)  # reports an unknown provider before any model is called
         tool_set = ToolSet(tools)
         chosen = scaffold_of(scaffold, model)
         self.store = store

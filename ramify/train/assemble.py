@@ -27,7 +27,6 @@ from ramify.train.demonstrations import demonstrations_of, rows_of
 from ramify.train.evaluation_metrics import report
 from ramify.train.metrics import StepMetrics
 from ramify.train.model import policy_of, serving_of
-from ramify.train.override import of_name
 from ramify.train.placement.launcher import Launcher, PlacedEngine
 from ramify.train.placement.local_launcher import LocalLauncher
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
@@ -87,7 +86,7 @@ class RunParts:
         self.rollout_workers: RolloutWorkers | None = None
         """Processes that run rollouts, if that is not this process."""
         check_device(run)
-        self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
+        self._kind: Any = BACKENDS.of(run.compute.backend)
         placed_options = {"elsewhere": True} if self._is_placed and not self._kind.is_here else {}
         self._kind.check(run.compute, _device_of(run), **placed_options)
         self.trained: TrainedModel | None = None
@@ -180,7 +179,7 @@ class RunParts:
     async def start(self, out: Path) -> None:
         """Acquire the placement slots, and start the engines that are not in this process."""
         from ramify.inference.local.local_client import LocalClient
-        from ramify.models.load import save
+        from ramify.models.load import save_policy
 
         self.hosts = self._placed()
         if self.run.placement is not None and self.run.placement.services:
@@ -196,14 +195,14 @@ class RunParts:
         launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
             await self.client.start(
-                out / "inference", lambda folder: save(self.serving, folder), launch
+                out / "inference", lambda folder: save_policy(self.serving, folder), launch
             )
             await self._start_workers(out)
 
     async def _start_workers(self, out: Path) -> None:
         """Start the rollout workers, if the placement has any."""
         from ramify.inference.local.local_client import LocalClient
-        from ramify.models.load import save
+        from ramify.models.load import save_policy
 
         num, run = (
             sum(
@@ -220,7 +219,7 @@ class RunParts:
         client = self.client
         checkpoint = out / "inference" / "checkpoint"
         if run.inference.urls:
-            save(self.serving, checkpoint)
+            save_policy(self.serving, checkpoint)
         spec = self._worker_spec(checkpoint, client.answering)
         self.rollout_workers = RolloutWorkers(
             self.hosts or LocalLauncher(),

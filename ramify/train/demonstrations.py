@@ -13,9 +13,8 @@ from ramify.errors import ConfigError
 from ramify.progress import report_progress
 from ramify.tasks.base import Task, task_of
 from ramify.train.config import Run, SftSpec
-from ramify.train.data.compile import sequences
+from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import DEMOS, TrajectoryTokenizer, read, trajectory_of
-from ramify.train.override import of_name
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group, Trajectory
 
@@ -29,7 +28,7 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> Iterator[Traj
     if spec is None:
         return
     if spec.demos:
-        make = of_name(spec.demos, DEMOS, "demos")
+        make = DEMOS.of(spec.demos)
         demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
         demonstrations = make(demo_task, spec.num, run.seed, scaffold, **spec.options)
         with report_progress("demonstrations", spec.num, "items") as work:
@@ -59,7 +58,7 @@ def rows_of(
     assigned = spec.algorithm.assign_advantages(groups, weights)
     if assigned.no_signal:
         raise ConfigError(f"sft has nothing to learn from: {assigned.no_signal}")
-    rows = sequences(assigned.rollouts)
+    rows = token_sequences(assigned.rollouts)
     fitting = [row for row in rows if len(row) <= policy.window]
     if len(fitting) < len(rows):
         longest = max(map(len, rows))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,11 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError
+from ramify.plugins import load_file
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.checkpoint import find, read_state
 from ramify.train.config import CHOICES, Run, plain
-from ramify.train.override import of_name, override
+from ramify.train.override import override
 from ramify.train.redacted import cut_out
 from ramify.train.renamed_fields import new_name
 
@@ -28,14 +27,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
         raise ConfigError(
             f"{path} is not a recipe: the file does not exist; start with recipes/tiny.py"
         )
-    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
-    if spec is None or spec.loader is None:
+    if not path.is_file() or path.suffix != ".py":
         raise ConfigError(f"{path} is not a recipe: give a Python file with `def run() -> Run`")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # a recipe may import another one next to it
     try:
-        spec.loader.exec_module(module)
-        make = getattr(module, "run", None)
+        make = getattr(load_file(path), "run", None)
         run = make() if callable(make) else None
     except RamifyError:
         raise
@@ -48,8 +43,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
             else "RAMIFY_DEBUG=1 shows where"
         )
         raise ConfigError(f"the recipe {path} cannot be executed: {error!r}; {advice}") from error
-    finally:
-        sys.path.remove(str(path.parent))
     if not isinstance(run, Run):
         raise ConfigError(f"{path} has no `def run() -> Run` (ramify.train.config.Run)")
     return override(run, overrides, CHOICES)
@@ -88,7 +81,7 @@ def stored(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     try:
         run = msgspec.convert(config, Run)
         if run.rl is not None:
-            algorithm = of_name(run.rl.algorithm.pop("name"), ALGORITHMS, "algorithm")
+            algorithm = ALGORITHMS.of(run.rl.algorithm.pop("name"))
             rl = msgspec.structs.replace(
                 run.rl, algorithm=msgspec.convert(run.rl.algorithm, algorithm)
             )

@@ -5,9 +5,8 @@ read and resumed.
     new_name("late")                                 ->  "rl.sample.grace_steps"
     with_new_names({"threads": 0})                   ->  {"threads": None}
 
-    moved_path("ramify.train.algorithms.ppo:PPO")    ->  "ramify.train.advantages.ppo:PPO"
-
-Not here: classes that were renamed (``CHANGELOG.md``).
+Not here: modules that moved (``ramify/plugins.py``), and classes that were renamed
+(``CHANGELOG.md``).
 """
 
 from __future__ import annotations
@@ -28,28 +27,6 @@ RENAMED_FIELDS = {
 }
 """Old dotted name -> new one. Rows apply in order: the second starts from the result of the
 first."""
-
-_GROUP_ESTIMATORS = (
-    "dr_grpo",
-    "grpo",
-    "hierarchical",
-    "maxrl",
-    "opo",
-    "pass_at_k",
-    "reinforce_pp_baseline",
-    "rloo",
-)
-MOVED_MODULES = {
-    **{
-        f"ramify.train.algorithms.{name}": "ramify.train.advantages.group_estimators"
-        for name in _GROUP_ESTIMATORS
-    },
-    "ramify.train.algorithms.": "ramify.train.advantages.",
-    "ramify.train.policy_losses.": "ramify.train.losses.",
-    "ramify.train.corrections": "ramify.train.losses.corrections",
-    "ramify.train.signals.credit": "ramify.train.advantages.credit",
-}
-"""Beginnings of dotted paths that an earlier version stored -> today's."""
 
 _OPTIMIZERS = ("warmup.optim", "sft.optim", "rl.optim", "rl.critic.optim")
 ZERO_MEANT_NONE = (
@@ -128,11 +105,3 @@ def new_name(field: str) -> str | None:
         ):
             return new
     return None
-
-
-def moved_path(path: str) -> str:
-    """Today's dotted path of a class or function, given one that an earlier version stored."""
-    for old, new in MOVED_MODULES.items():
-        if path.startswith(old):
-            return new + path.removeprefix(old)
-    return path

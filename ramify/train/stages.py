@@ -32,7 +32,7 @@ from ramify.train.advantages.base import (
 )
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.data import induction
-from ramify.train.data.compile import sequences
+from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import order
 from ramify.train.group_records import GroupRecord, account
 from ramify.train.losses.loss import LossSpec
@@ -347,7 +347,7 @@ class RlStage:
         num = min(self._sample.minibatches, len(assigned.rollouts))
         shares = {name: value / num for name, value in assigned.denominators.items()} if num else {}
         return [
-            Minibatch(sequences(assigned.rollouts[index::num], self._temperature), shares)
+            Minibatch(token_sequences(assigned.rollouts[index::num], self._temperature), shares)
             for index in range(num)
         ]
 

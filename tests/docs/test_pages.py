@@ -125,6 +125,8 @@ def test_python(page, reader):
         assert list(namespace["rl"].signals) == ["process", "teacher"]
     elif page == "tasks.md":
         assert namespace["task"].name == "dataset"
+    elif page == "plugins.md":
+        assert namespace["task"].name == "colors"
     elif page == "own-algorithm.md":
         # Remove what the page registered, so that later tests do not find it.
         for table, name in (
@@ -132,7 +134,8 @@ def test_python(page, reader):
             ("POLICY_LOSSES", "bounded"),
             ("CREDITS", "deep"),
         ):
-            assert namespace[table]._table.pop(name)
+            assert name in namespace[table]
+            namespace[table].forget()
     else:
         assert namespace["result"].response == "web-3"
 

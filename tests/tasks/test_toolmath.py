@@ -127,7 +127,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         toolmath()
     with pytest.raises(SourceError, match="does not exist"):
         toolmath(test=str(tmp_path / "none.jsonl"))
-    with pytest.raises(ConfigError, match="unknown verifier 'exakt': did you mean 'exact'"):
+    with pytest.raises(ConfigError, match="unknown score 'exakt': did you mean 'exact'"):
         toolmath(test=[AIME["Maxwell-Jia/AIME_2024"]], verifier="exakt")
 
 

@@ -84,7 +84,10 @@ def test_classes_are_chosen_by_name() -> None:
         ("sft.lr=1", r"sft is not set here: set it as a whole, as sft='{…}'"),
         ("steps", "'steps' is not an override"),
         ("algorithm=gpro", r"unknown algorithm 'gpro': did you mean 'grpo'\?"),
-        ("algorithm=no.such.Thing", "'no.such.Thing' cannot be imported"),
+        (
+            "algorithm=no.such.Thing",
+            "algorithm 'no.such.Thing' cannot be loaded: No module named 'no'",
+        ),
         ("algorithm.credit=rout", r"unknown credit 'rout': did you mean 'root'\?"),
     ],
 )

@@ -2,16 +2,17 @@
 each for the others.
 
 ``ALGORITHMS`` maps names to classes. A recipe can also name its own class as ``module:name``, or
-register one (see ``train/registry.py``). ``docs/algorithms.md`` shows the result of each algorithm
+register one (see ``ramify/plugins.py``). ``docs/algorithms.md`` shows the result of each algorithm
 on one fixed batch.
 """
 
-from ramify.train.registry import Registry
+from ramify.plugins import Registry
 
 _HERE = "ramify.train.advantages"
 
 ALGORITHMS = Registry(
     "algorithm",
+    "ramify.algorithms",
     {
         "dr_grpo": f"{_HERE}.group_estimators:DrGRPO",
         "grpo": f"{_HERE}.group_estimators:GRPO",
@@ -29,5 +30,6 @@ ALGORITHMS = Registry(
         "hybrid": "ramify.train.signals.compose:Hybrid",
         "sft": f"{_HERE}.sft:SFT",
     },
+    structs=True,
 )
 """Name -> the class that implements ``base.Algorithm``, or its import path."""

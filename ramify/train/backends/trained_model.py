@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ramify.errors import ConfigError
-from ramify.models.load import Policy, load
+from ramify.models.load import Policy, load_policy
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.launch import RankInfo
 from ramify.train.backends.lora import has_adapters, merged, unmerged, without
@@ -72,7 +72,7 @@ class LocalTrainedModel:
     def reference(self, folder: Path, is_base: bool) -> SingleBackend | AdapterFreeReference:
         if is_base and self._backend is not None and has_adapters(self._policy.model):
             return AdapterFreeReference(self._policy.model, self._backend)
-        policy = load(folder, self._policy.dtype, self._policy.device)
+        policy = load_policy(folder, self._policy.dtype, self._policy.device)
         return SingleBackend(policy, None, self._compute, dumps=self._dumps)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

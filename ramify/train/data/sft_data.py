@@ -26,6 +26,7 @@ from ramify.clients.base import Tool
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, nearest
 from ramify.evaluate.record import read as evaluation
+from ramify.plugins import Registry
 from ramify.store.private_files import EVALUATIONS
 from ramify.store.store import Store
 from ramify.tasks.base import Task
@@ -257,11 +258,15 @@ def order(
     return [step for step in steps if step]
 
 
-DEMOS = {
-    "ledger": "ramify.train.data.sft_data:ledger_demos",
-    "programs": "ramify.train.data.sft_data:program_demos",
-    "retool": "ramify.train.data.sft_data:retool_demos",
-}
+DEMOS = Registry(
+    "demos",
+    "ramify.demos",
+    {
+        "ledger": "ramify.train.data.sft_data:ledger_demos",
+        "programs": "ramify.train.data.sft_data:program_demos",
+        "retool": "ramify.train.data.sft_data:retool_demos",
+    },
+)
 """Name -> function (task, num, seed, scaffold, **options) that returns demonstrations, one per item
 of the training split."""
 

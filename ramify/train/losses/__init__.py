@@ -7,6 +7,7 @@ register one:
     class Mine(LossFormula, frozen=True, kw_only=True, tag="mine"): …
 """
 
+from ramify.plugins import Registry
 from ramify.train.losses.base import LossFormula, LossTokens, PolicyLoss, ratio
 from ramify.train.losses.cispo import Cispo
 from ramify.train.losses.cov import ClipCov, KlCov
@@ -19,7 +20,6 @@ from ramify.train.losses.importance_sampling import ImportanceSampling
 from ramify.train.losses.ppo_clip import DualClip, PpoClip
 from ramify.train.losses.rollout_is import RolloutIs
 from ramify.train.losses.sapo import Sapo
-from ramify.train.registry import Registry
 
 __all__ = [
     "POLICY_LOSSES",
@@ -46,6 +46,7 @@ __all__ = [
 
 POLICY_LOSSES = Registry(
     "policy loss",
+    "ramify.policy_losses",
     {
         "ppo_clip": PpoClip,
         "dual_clip": DualClip,
@@ -63,5 +64,6 @@ POLICY_LOSSES = Registry(
         "importance_sampling": ImportanceSampling,
         "critic": CriticOnlyLoss,
     },
+    structs=True,
 )
 """Name -> class. In a configuration: ``{"name": "ppo_clip", "clip_high": 0.3}``."""

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from ramify.plugins import Registry
 from ramify.train.losses.base import LossFormula, LossTokens, ratio
-from ramify.train.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,6 +120,7 @@ class Opsm(LossFormula, frozen=True, kw_only=True, tag="opsm"):
 
 CORRECTIONS = Registry(
     "correction",
+    "ramify.corrections",
     {
         "token_tis": TokenTis,
         "sequence_tis": SequenceTis,
@@ -128,5 +129,6 @@ CORRECTIONS = Registry(
         "worst_token_mask": WorstTokenMask,
         "opsm": Opsm,
     },
+    structs=True,
 )
 """Name -> correction; in a configuration ``{"name": "token_tis", "cap": 4}``."""

@@ -70,11 +70,11 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         if self.kl_beta < 0:
             raise ConfigError(f"loss.kl_beta={self.kl_beta} cannot be negative")
-        msgspec.structs.force_setattr(self, "policy", POLICY_LOSSES.made(self.policy))
+        msgspec.structs.force_setattr(self, "policy", POLICY_LOSSES.build(self.policy))
         msgspec.structs.force_setattr(
             self,
             "corrections",
-            tuple(CORRECTIONS.made(correction) for correction in self.corrections),
+            tuple(CORRECTIONS.build(correction) for correction in self.corrections),
         )
         if "fresh_old" in self.reads and self.old == "sampler":
             raise ConfigError(

@@ -129,12 +129,9 @@ class Hybrid(
 
     def __post_init__(self) -> None:
         from ramify.train.advantages import ALGORITHMS
-        from ramify.train.signals.signal_registry import build_part
 
         if isinstance(self.outcome, str | Mapping):
-            msgspec.structs.force_setattr(
-                self, "outcome", build_part(self.outcome, ALGORITHMS, "algorithm")
-            )
+            msgspec.structs.force_setattr(self, "outcome", ALGORITHMS.build(self.outcome))
         if isinstance(self.outcome, Hybrid):
             raise ConfigError(
                 "a hybrid wraps another algorithm, not a hybrid: add its terms to this one"
