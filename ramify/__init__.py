@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ramify.clients.base import Client as Client
     from ramify.clients.base import Sampling as Sampling
     from ramify.clients.scripted import ScriptedClient as ScriptedClient
-    from ramify.engine.citations import Citation as Citation
     from ramify.engine.limits import Limits as Limits
     from ramify.engine.mcp_tools import McpTools as McpTools
     from ramify.engine.rlm import RLM as RLM
     from ramify.engine.rlm import Result as Result
     from ramify.engine.scaffold import Scaffold as Scaffold
+    from ramify.engine.typed import Citation as Citation
     from ramify.errors import ConfigError as ConfigError
     from ramify.errors import ModelError as ModelError
     from ramify.errors import RamifyError as RamifyError
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Citation": "ramify.engine.citations",
+    "Citation": "ramify.engine.typed",
     "Client": "ramify.clients.base",
     "ConfigError": "ramify.errors",
     "Limits": "ramify.engine.limits",

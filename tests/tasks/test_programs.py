@@ -110,7 +110,7 @@ def test_the_evaluator_says_what_python_says() -> None:
     async def nobody(name: str, args: object, kwargs: object) -> None:
         raise AssertionError(name)
 
-    from ramify.engine.call_notebook import _prelude
+    from ramify.engine.notebook import _prelude
 
     prelude = _prelude(1000)
     fast, real = (asyncio.run(shown(open_sandbox(spec))) for spec in (EVALUATOR, SandboxSpec()))

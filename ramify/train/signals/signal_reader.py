@@ -27,8 +27,8 @@ import msgspec
 from ramify.clients.base import Client
 from ramify.clients.pool import ClientPool
 from ramify.engine.limits import Limits
-from ramify.engine.run_state import ReplyCache
 from ramify.errors import ConfigError, RamifyError
+from ramify.store.call_cache import CallCache
 from ramify.tasks.base import Item
 from ramify.train.algorithms.base import Algorithm
 from ramify.train.signals.base import (
@@ -70,7 +70,7 @@ class RunSignals:
         *,
         pool: Callable[[], AbstractAsyncContextManager[ClientPool]] | None = None,
         budget: Limits = BUDGET,
-        cache: ReplyCache | None = None,
+        cache: CallCache | None = None,
         policy: Client | None = None,
         teachers: TeacherSource | None = None,
         writing: PromptRenderer | None = None,

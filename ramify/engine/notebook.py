@@ -1,0 +1,351 @@
+"""Session of one call: opened while the first request is in flight, and rebuilt if it dies in a
+cell.
+
+    execute(code) ── session.run ──> CellResult            the cell is added to the history
+                          └─ SessionDied ──> new session, rerun the history
+                                             ──> CellResult with what was printed, and the reason
+
+This file decides what a session starts with (prelude, tools, the setup of a task) and what the
+model learns about a session that died. A session is rebuilt from its history:
+
+    cell 1   x = llm_query("…")        asks; the host answers "blue"      history: [cell 1: "blue"]
+    cell 2   os.abort()                the session is lost
+    rerun    cell 1 in a new session   gets "blue", no model is called    x is defined again
+
+A rerun counts as identical if each cell makes the same calls with the same arguments, gets the same
+answers, and prints, echoes and raises the same. A cell that was stopped at its time limit only has
+to be stopped again. The history is kept in memory, because a resumed run executes its cells again
+anyway. Not here: how the cell's calls are answered (see ``host.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.engine import observe
+from ramify.engine.call import LiveCall
+from ramify.engine.run_state import RunState
+from ramify.errors import HostCallError, SessionDied
+from ramify.sandbox.base import CellResult, Session
+from ramify.types.trajectory import Cell
+
+if TYPE_CHECKING:
+    from ramify.engine.host import CellHost
+
+MAX_DEATHS = 3
+"""Number of sessions that one call may lose before it ends with an error."""
+_LEAST_S = 2.0
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
+"""Memory address in the repr of an object, which differs each time."""
+_FEW = 64
+"""Maximum size of a collection that is hashed item by item."""
+
+
+class Notebook:
+    """Live namespace of one call, independent of the session that currently holds it."""
+
+    def __init__(self, run: RunState, call: LiveCall) -> None:
+        self.run = run
+        self.call = call
+        self.num_deaths = 0
+        self._session: Session | None = None
+        self._opening: asyncio.Task[Session] | None = None
+        self._cell_history = CellHistory()
+
+    def take_over(self, previous: Notebook) -> None:
+        """Take over the session of ``previous``, the notebook of the previous question."""
+        self._session, previous._session = previous._session, None
+        opening, previous._opening = previous._opening, None
+        failed = (
+            opening is not None
+            and opening.done()
+            and (opening.cancelled() or opening.exception() is not None)
+        )
+        self._opening = None if failed else opening
+        self._cell_history = previous._cell_history
+        if self._session is not None:
+            self.run.keep(self._session)
+
+    async def fork(self, call: LiveCall) -> Notebook:
+        """Return a second notebook for ``call`` that continues from the current state. Raises
+        SandboxError if sessions cannot be forked."""
+        fork = Notebook(self.run, call)
+        fork._session = await (await self.session()).fork()
+        fork._cell_history = self._cell_history.copy()
+        self.run.keep(fork._session)
+        return fork
+
+    def begin_to_open(self) -> None:
+        """Start opening a session. While the first request is in flight, this costs no time."""
+        if self._session is None and self._opening is None:
+            self._opening = asyncio.get_running_loop().create_task(self._new_session())
+
+    async def session(self) -> Session:
+        """Return the session, opening one if necessary."""
+        if self._session is None:
+            self.begin_to_open()
+            assert self._opening is not None
+            self._session, self._opening = await asyncio.shield(self._opening), None
+            self.run.keep(self._session)
+        return self._session
+
+    async def execute(self, code: str, host: CellHost, *, died: bool = False) -> CellResult:
+        """Run ``code`` and pass its calls to ``host``.
+
+        If the session dies in the cell, ``CellResult.cell.died`` is set and the next cell gets a
+        new session. ``died`` means that the recorded cell lost its session, so this one must too.
+        """
+        session = await self.session()
+        reason = None
+        try:
+            ran = await session.run(code, answer=host.answer, timeout_s=self.run.cell_s)
+        except SessionDied as death:
+            reason = str(death)
+            ran = CellResult(Cell(code, death.stdout, stdout_chars=len(death.stdout)))
+        if host.fatal is not None:
+            raise host.fatal
+        was_rolled_back = ran.interrupted == "killed"
+        if reason is None and not was_rolled_back and not died:
+            self._cell_history.add(ran, host.answered)
+            return ran
+        self.num_deaths += 1
+        error = (
+            ran.cell.error
+            if was_rolled_back
+            else await self._replace(reason or "as when this was recorded")
+        )
+        return CellResult(msgspec.structs.replace(ran.cell, value=None, error=error, died=True))
+
+    def shown(self, ran: CellResult, note: dict[str, Any]) -> Cell:
+        """Return the cell as it is recorded and shown: long output is truncated, and its full text
+        stored in a blob."""
+        cell, most = ran.cell, self.run.scaffold.max_output_chars
+        digest = None
+        if cell.stdout_chars > most and self.run.setup.blobs is not None:
+            digest = self.run.setup.blobs.put(cell.stdout.encode("utf-8", "backslashreplace"))
+        # The guest keeps this much; see sandbox.base.SandboxSpec.
+        most_kept = 16 * self.run.setup.sandbox.max_output_bytes
+        where = f"in outputs[{note['cell']}]" if type(note.get("cell")) is int else "lost"
+        if cell.stdout_chars > most_kept:
+            where = f"not kept; {most_kept >> 20} MB of it, head and tail, are {where}"
+        error = (
+            observe.cut(cell.error, most, len(cell.error), "not kept")
+            if cell.error is not None
+            else None
+        )
+        value = (
+            observe.cut(cell.value, most, len(cell.value), "in _")
+            if cell.value is not None
+            else None
+        )
+        stdout = observe.cut(cell.stdout, most, cell.stdout_chars, where)
+        return msgspec.structs.replace(
+            cell,
+            stdout=stdout,
+            value=value,
+            error=error,
+            seconds=round(cell.seconds, 6),
+            stdout_digest=digest,
+        )
+
+    async def _replace(self, reason: str) -> str:
+        """Replace the session that died; returns the error for the model."""
+        await self.close()
+        text = f"SessionDied: {reason}"
+        if self.num_deaths >= MAX_DEATHS or self.run.closing is not None:  # no cell will follow
+            self._cell_history = CellHistory()
+            return text
+        problem = await self._rebuild()
+        if len(self._cell_history):
+            return f"{text}\n{observe.REBUILT}"
+        return f"{text}\n{observe.STARTED_ANEW}{f' ({problem})' if problem else ''}"
+
+    async def _rebuild(self) -> str | None:
+        """Rerun the history in a new session. If that fails, clear the history and return the
+        reason."""
+        if not len(self._cell_history):
+            return None
+        problem: str | None = "it was cut off"
+        try:
+            problem = await self._cell_history.rerun(await self.session(), self.run.cell_s)
+        finally:
+            if problem is not None:
+                self._cell_history = CellHistory()
+                await self.close()
+        count = (
+            "1 cell was"
+            if len(self._cell_history) == 1
+            else f"{len(self._cell_history)} cells were"
+        )
+        result = (
+            f"could not be rebuilt: {problem}" if problem else f"was rebuilt: {count} run again"
+        )
+        self.run.note(self.call, f"the session died and {result}")
+        return problem
+
+    async def _new_session(self) -> Session:
+        run, call = self.run, self.call
+        session = await run.open_session(call)
+        try:
+            await session.install("prelude", _prelude(run.scaffold.max_output_chars))
+            tools = run.tools_at(call.depth)
+            if tools.functions:
+                await session.install("tools", tools.source())
+            for name, value in tools.values.items():
+                await session.set(name, value, reserved=True)
+            if run.prepare_session is not None:
+                await run.prepare_session(session)
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def close(self) -> None:
+        """End the session, also one that is still being opened. The notebook stays usable and then
+        opens a new session."""
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.cancel()
+            await asyncio.wait([opening])
+            if not opening.cancelled() and opening.exception() is None:
+                await opening.result().close()
+        session, self._session = self._session, None
+        if session is not None:
+            self.run.drop(session)
+            await session.close()
+
+
+@functools.cache
+def _prelude(max_output_chars: int) -> str:
+    source = resources.files("ramify.engine").joinpath("prelude.py").read_text("utf-8")
+    return f"{source}\n_CONTROL['max_output_chars'] = {max_output_chars}\n"
+
+
+class RecordedHostCall(msgspec.Struct, frozen=True):
+    """The host's answer to one call of a cell."""
+
+    arguments_hash: int
+    """``fingerprint`` of the call."""
+    value: Any = None
+    error: HostCallError | None = None
+
+
+class _Cell(msgspec.Struct, frozen=True):
+    code: str
+    outcome: int
+    """``fingerprint`` of the cell's visible output."""
+    seconds: float
+    interrupted: str | None
+    answers: tuple[RecordedHostCall, ...]
+
+
+class CellHistory:
+    """The cells of one session, in order."""
+
+    def __init__(self, cells: Sequence[_Cell] = ()) -> None:
+        self._cells = list(cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def copy(self) -> CellHistory:
+        """Return a copy for a fork of the session."""
+        return CellHistory(self._cells)
+
+    def add(self, ran: CellResult, answers: Sequence[RecordedHostCall]) -> None:
+        """Add a finished cell; ``answers`` are in the order in which they were given."""
+        cell = _Cell(
+            ran.cell.code, _outcome(ran), ran.cell.seconds, ran.interrupted, tuple(answers)
+        )
+        self._cells.append(cell)
+
+    async def rerun(self, session: Session, cell_s: float) -> str | None:
+        """Run the cells in ``session``, each for at most ``cell_s`` seconds of work or three times
+        its original time.
+
+        Returns the reason if a cell failed or differed, in which case the state of the session is
+        unreliable; otherwise None.
+        """
+        for number, cell in enumerate(self._cells, 1):
+            host = _RecordedHost(cell.answers)
+            limit_s = cell_s if cell.interrupted else min(cell_s, max(_LEAST_S, 3 * cell.seconds))
+            try:
+                ran = await session.run(cell.code, answer=host.answer, timeout_s=limit_s)
+            except SessionDied as died:
+                return f"cell {number}, run again, ended the session: {died}"
+            problem = host.problem() or _difference(cell, ran)
+            if problem is not None:
+                return f"cell {number}, run again, {problem}"
+        return None
+
+
+def _difference(cell: _Cell, ran: CellResult) -> str | None:
+    if ran.interrupted != cell.interrupted:
+        return (
+            f"was stopped ({ran.interrupted})"
+            if ran.interrupted
+            else "was not stopped as it had been"
+        )
+    if cell.interrupted is None and _outcome(ran) != cell.outcome:
+        return "gave another output than before"
+    return None
+
+
+def _outcome(ran: CellResult) -> int:
+    texts = (ran.cell.stdout, ran.cell.value, ran.cell.error)
+    return hash((ran.cell.stdout_chars, *(text and _ADDRESS.sub("0x…", text) for text in texts)))
+
+
+class _RecordedHost:
+    """Answers a cell's calls with the recorded answers, in whatever order its threads make them."""
+
+    def __init__(self, answers: Sequence[RecordedHostCall]) -> None:
+        self._answers: dict[int, deque[RecordedHostCall]] = defaultdict(deque)
+        for answer in answers:
+            self._answers[answer.arguments_hash].append(answer)
+        self._unknown: str | None = None
+
+    async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The cell's ``sandbox.base.Answer``."""
+        answers = self._answers.get(fingerprint(name, args, kwargs))
+        if not answers:
+            self._unknown = name
+            raise HostCallError("RuntimeError", f"{name}: this was not asked before")
+        recorded = answers.popleft()
+        if recorded.error is not None:
+            raise HostCallError(recorded.error.kind, str(recorded.error), recorded.error.data)
+        return recorded.value
+
+    def problem(self) -> str | None:
+        if self._unknown is not None:
+            return f"asked something of {self._unknown} that it had not asked before"
+        return "did not ask all that it had asked before" if any(self._answers.values()) else None
+
+
+def fingerprint(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Hash of a call from a session, valid in this process only. Takes a millisecond per megabyte
+    of text and copies none of it."""
+    try:
+        return hash((name, _hashed(list(args)), _hashed(dict(kwargs))))
+    except Exception:  # noqa: BLE001 -- a lone surrogate, more than 64 bits, nested too deeply
+        return hash((name, len(args), *sorted(kwargs)))
+
+
+def _hashed(value: Any) -> int:
+    match value:
+        case str() | bytes():
+            return hash(value)
+        case list() if len(value) <= _FEW or all(type(item) is str for item in value):
+            return hash(tuple(map(_hashed, value)))
+        case dict() if len(value) <= _FEW:
+            return hash(tuple((key, _hashed(item)) for key, item in value.items()))
+        case _:
+            return hash(msgspec.msgpack.encode(value, enc_hook=repr))
