@@ -31,8 +31,6 @@ from engine import Figure, show
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.build.execute import train
-from ramify.build.recipe import recipe
 from ramify.clients.base import Request
 from ramify.clients.byte_ids import NUM_IDS, ByteTokenIds
 from ramify.models.dense import DenseModel
@@ -40,14 +38,17 @@ from ramify.models.load import Policy
 from ramify.tasks.base import Item
 from ramify.tasks.simple import SimpleTask
 from ramify.train import group_records
-from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, Run
-from ramify.train.loss import LossSpec
+from ramify.train.execute import train
+from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import StepMetrics, read
-from ramify.train.rollout import Rollouter, RolloutOptions
-from ramify.train.stages import RlStage, StepSampleSpec
+from ramify.train.recipe import load_recipe
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
+from ramify.train.stages import RlStage
 from ramify.train.training_loop import Schedule, TrainingLoop
 from ramify.types.message import Reply
 
@@ -199,7 +200,7 @@ async def nothing(split: str) -> Mapping[str, float]:
 def rewards(folder: Path, steps: int = 15) -> Iterator[Figure]:
     """Yield the test reward after ``steps`` steps of rollouts from one policy that saw few
     demonstrations. Runs that exist in ``folder`` are reused."""
-    tiny = recipe(Path(__file__).parents[1] / "recipes/tiny.py")
+    tiny = load_recipe(Path(__file__).parents[1] / "recipes/tiny.py")
     assert tiny.sft is not None
     if not (folder / "sft/policy").is_dir():
         few = msgspec.structs.replace(tiny.evaluate, num=64, validation=64, final=())

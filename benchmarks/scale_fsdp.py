@@ -31,8 +31,8 @@ from ramify.models.load import Policy
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpBackend, FsdpModel, FsdpRanks
 from ramify.train.backends.single import SingleBackend
-from ramify.train.loss import LossSpec
-from ramify.train.pack import PackingSpec, pack
+from ramify.train.data.pack import PackingSpec, pack
+from ramify.train.losses.loss import LossSpec
 from ramify.types.sequence import Batch
 
 STEPS = 20

@@ -41,8 +41,8 @@ from ramify.engine.limits import Limits
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, TaskSpec
-from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import StepSampleSpec
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
 
 NOISE = 0.15
@@ -212,7 +212,7 @@ def spoilt(folder: Path) -> Path:
 
 def undisturbed(folder: Path, policy: Path, steps: int, seed: int) -> list[float]:
     """Return the scores of undisturbed runs."""
-    from ramify.build.execute import train
+    from ramify.train.execute import train
     from ramify.train.override import override
 
     scores = []

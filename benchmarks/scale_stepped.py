@@ -28,12 +28,13 @@ from ramify.clients.byte_ids import ByteTokenIds
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
-from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
-from ramify.train.loss import LossSpec
-from ramify.train.pack import PackingSpec
-from ramify.train.rollout import Rollouter, RolloutOptions
-from ramify.train.stages import RlStage, StepSampleSpec
+from ramify.train.data.pack import PackingSpec
+from ramify.train.losses.loss import LossSpec
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
+from ramify.train.stages import RlStage
 from ramify.train.training_loop import Schedule, TrainingLoop
 from ramify.types.message import Message, Reply, Usage, VersionSpan
 

@@ -44,9 +44,9 @@ from ramify.models.load import Policy, from_config
 from ramify.models.tokenizer import train_tokenizer
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
-from ramify.train.loss import LossSpec
-from ramify.train.pack import PackingSpec, pack
-from ramify.train.policy_losses import PpoClip
+from ramify.train.data.pack import PackingSpec, pack
+from ramify.train.losses import PpoClip
+from ramify.train.losses.loss import LossSpec
 from ramify.types.sequence import Batch, TokenSequence
 
 LOSS = LossSpec(policy=PpoClip())

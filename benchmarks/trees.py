@@ -17,7 +17,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from ramify.train.pack import PackingSpec, pack
+from ramify.train.data.pack import PackingSpec, pack
 from ramify.types.sequence import Batch, Ints, TokenSequence
 
 VOCAB, REPLY, OBSERVATION = 512, 16, 8

@@ -35,9 +35,9 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, save
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
-from ramify.train.loss import LossSpec
-from ramify.train.pack import pack
-from ramify.train.policy_losses import PpoClip
+from ramify.train.data.pack import pack
+from ramify.train.losses import PpoClip
+from ramify.train.losses.loss import LossSpec
 from ramify.types.message import Reply
 from ramify.types.sequence import TokenSequence
 

@@ -4,6 +4,14 @@
     >>> rlm = ramify.RLM("openai:gpt-5-mini")
     >>> rlm.completion(open("huge.log").read(), "Which host failed first, and why?").response
 
+The public names are here (asking) and in five namespaces; deeper paths are private and may move:
+
+    ramify.tasks        write a task and a reward
+    ramify.evaluate     measure a model or a method on a task
+    ramify.train        train a policy; recipes, algorithms, losses, signals, trackers
+    ramify.inference    model clients, and engines whose weights can change
+    ramify.testing      scripted models, and the conformance suite of sandboxes
+
 Names are loaded when they are first used, so that ``import ramify`` stays fast and needs no
 optional package.
 """
@@ -14,65 +22,56 @@ import importlib
 
 TYPE_CHECKING = False  # not from typing, which takes longer to import than all else here
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
-
-    from ramify.clients.base import Client as Client
-    from ramify.clients.base import Sampling as Sampling
-    from ramify.clients.scripted import ScriptedClient as ScriptedClient
-    from ramify.engine.limits import Limits as Limits
-    from ramify.engine.mcp_tools import McpTools as McpTools
-    from ramify.engine.rlm import RLM as RLM
-    from ramify.engine.rlm import Result as Result
-    from ramify.engine.scaffold import Scaffold as Scaffold
-    from ramify.engine.typed import Citation as Citation
-    from ramify.errors import ConfigError as ConfigError
-    from ramify.errors import ModelError as ModelError
-    from ramify.errors import RamifyError as RamifyError
-    from ramify.errors import SandboxError as SandboxError
-    from ramify.errors import SourceError as SourceError
-    from ramify.errors import StoreError as StoreError
-    from ramify.sandbox.base import SandboxSpec as SandboxSpec
-    from ramify.sources.load_sources import load as load
-    from ramify.store.store import Store as Store
-    from ramify.types.trajectory import Stop as Stop
-    from ramify.types.trajectory import Trajectory as Trajectory
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Citation": "ramify.engine.typed",
-    "Client": "ramify.clients.base",
-    "ConfigError": "ramify.errors",
-    "Limits": "ramify.engine.limits",
-    "McpTools": "ramify.engine.mcp_tools",
-    "ModelError": "ramify.errors",
-    "RLM": "ramify.engine.rlm",
-    "RamifyError": "ramify.errors",
-    "Result": "ramify.engine.rlm",
-    "Sampling": "ramify.clients.base",
-    "SandboxError": "ramify.errors",
-    "SandboxSpec": "ramify.sandbox.base",
-    "Scaffold": "ramify.engine.scaffold",
-    "ScriptedClient": "ramify.clients.scripted",
-    "SourceError": "ramify.errors",
-    "Stop": "ramify.types.trajectory",
-    "Store": "ramify.store.store",
-    "StoreError": "ramify.errors",
-    "Trajectory": "ramify.types.trajectory",
-    "load": "ramify.sources.load_sources",
-}
 
-__all__ = sorted(_HOMES)
+def lazy_namespace(
+    package: str, folder: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose public names are the
+    imports in ``folder/__init__.pyi``.
+
+    That file is the only list: type checkers and editors read it, and so does this function. A name
+    is imported from its home when it is first used. ``from ramify import train as train`` names a
+    package."""
+    with open(f"{folder}/__init__.pyi", encoding="utf-8") as file:
+        homes = _homes(file.read())
+
+    def get(name: str) -> Any:
+        home = homes.get(name)
+        if home is None:
+            raise AttributeError(
+                f"module '{package}' has no attribute '{name}'", name=name, obj=_module(package)
+            )
+        try:
+            value = _module(f"{home}.{name}") if home == package else getattr(_module(home), name)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] == "ramify":
+                raise
+            raise ModuleNotFoundError(
+                f"{package}.{name} needs {error.name}: pip install 'ramify[train]'", name=error.name
+            ) from error
+        setattr(_module(package), name, value)
+        return value
+
+    names = sorted(homes)
+    return get, lambda: sorted({*vars(_module(package)), *names}), names
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'ramify' has no attribute '{name}'")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+def _homes(stub: str) -> dict[str, str]:
+    """Map each name to the module it is imported from: ``{"RLM": "ramify.engine.rlm", …}``."""
+    homes = {}
+    for statement in stub.split("\nfrom ramify")[1:]:
+        home, _, rest = statement.partition(" import ")
+        names = rest[1:].partition(")")[0] if rest.startswith("(") else rest.partition("\n")[0]
+        for name in names.split(","):
+            if name.strip():
+                homes[name.split()[0]] = f"ramify{home}"
+    return homes
 
 
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+_module = importlib.import_module
+__getattr__, __dir__, __all__ = lazy_namespace(__name__, __path__[0])

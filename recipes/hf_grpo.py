@@ -15,11 +15,11 @@ and ``limits.max_reply_tokens``.
 from __future__ import annotations
 
 from ramify.engine.limits import Limits
-from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, TaskSpec
-from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import StepSampleSpec
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
 
 

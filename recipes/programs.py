@@ -19,13 +19,13 @@ from __future__ import annotations
 from ramify.engine.limits import Limits
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.programs.vocabulary import WORDS
-from ramify.train.algorithms.grpo import GRPO
+from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec
-from ramify.train.loss import LossSpec
-from ramify.train.policy_losses import PpoClip
-from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import StepSampleSpec
+from ramify.train.losses import PpoClip
+from ramify.train.losses.loss import LossSpec
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
 
 SHAPE = {

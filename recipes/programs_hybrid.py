@@ -19,7 +19,7 @@ import msgspec
 from programs import run as programs
 
 from ramify.tasks.programs.vocabulary import HINT
-from ramify.train.algorithms.grpo import GRPO
+from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.config import Run
 from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridTerm
 from ramify.train.signals.hindsight import Hindsight, HintFilter

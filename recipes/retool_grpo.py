@@ -17,15 +17,15 @@ from __future__ import annotations
 import msgspec
 from retool_sft import run as retool_sft
 
-from ramify.train.algorithms.grpo import GRPO
+from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import RlSpec, Run
-from ramify.train.loss import LossSpec
-from ramify.train.policy_losses import PpoClip
-from ramify.train.rollout import RolloutOptions
+from ramify.train.losses import PpoClip
+from ramify.train.losses.loss import LossSpec
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.outcome import OutcomeSignal
-from ramify.train.stages import StepSampleSpec
 from ramify.train.training_loop import Schedule
 
 

@@ -21,7 +21,7 @@ import msgspec
 from retool_grpo import run as retool_grpo
 
 from ramify.clients.base import Sampling
-from ramify.train.algorithms.grpo import GRPO
+from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.config import Run
 from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridTerm
 from ramify.train.signals.hindsight import Hindsight

@@ -21,13 +21,13 @@ from ramify import RLM, Limits
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import SamplingDefaults, load, save
 from ramify.tasks.base import task_of
-from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.backends.single import SingleBackend
-from ramify.train.compile import sequences
-from ramify.train.loss import LossSpec
-from ramify.train.pack import pack
-from ramify.train.rollout import Rollouter, RolloutOptions
+from ramify.train.data.compile import sequences
+from ramify.train.data.pack import pack
+from ramify.train.losses.loss import LossSpec
+from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 
 
 async def main(checkpoint: str, num_steps: int = 45, num_items: int = 24) -> None:

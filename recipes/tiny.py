@@ -14,8 +14,8 @@ from __future__ import annotations
 from ramify.engine.limits import Limits
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec, WarmUpSpec
-from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import StepSampleSpec
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
 
 SHAPE = {

@@ -17,11 +17,11 @@ from __future__ import annotations
 import msgspec
 from tiny import run as tiny
 
-from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import EvaluateSpec, RlSpec, Run, TaskSpec
-from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import StepSampleSpec
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
 
 LONG = 0.05

@@ -18,16 +18,15 @@ import msgspec
 import numpy as np
 import torch
 
-from ramify.train.algorithms import ALGORITHMS
-from ramify.train.algorithms.base import finish, needs_of
-from ramify.train.compile import sequences
-from ramify.train.corrections import CORRECTIONS
-from ramify.train.loss import kl_estimate
-from ramify.train.override import load_class
-from ramify.train.policy_losses import POLICY_LOSSES, LossTokens
-from ramify.train.policy_losses.base import LossStep, SequenceSums, TokenSelectingLoss
-from ramify.train.policy_losses.critic import CriticTokens, ValueLoss
-from ramify.train.signals.weight import ALSO, weights
+from ramify.train.advantages import ALGORITHMS, group_estimators
+from ramify.train.advantages.base import finish, needs_of
+from ramify.train.advantages.weight import ALSO, weights
+from ramify.train.data.compile import sequences
+from ramify.train.losses import POLICY_LOSSES, LossTokens
+from ramify.train.losses.base import LossStep, SequenceSums, TokenSelectingLoss
+from ramify.train.losses.corrections import CORRECTIONS
+from ramify.train.losses.critic import CriticTokens, ValueLoss
+from ramify.train.losses.loss import kl_estimate
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
@@ -142,7 +141,7 @@ def estimators() -> Iterator[Sequence[str]]:
             yield (
                 f"`{name}`",
                 _numbers(advantages_of(name), 4),
-                _first_sentence(_module_doc(ALGORITHMS[name])),
+                _first_sentence(_estimator_doc(ALGORITHMS[name])),
             )
 
 
@@ -238,9 +237,10 @@ def _options(kind: Any) -> str:
     return ", ".join(f"`{field.name}={field.default!r}`" for field in msgspec.structs.fields(kind))
 
 
-def _module_doc(entry: Any) -> str:
-    kind = load_class(entry) if isinstance(entry, str) else entry
-    return sys.modules[kind.__module__].__doc__ or ""
+def _estimator_doc(kind: Any) -> str | None:
+    """The docstring of the class in the table of estimators, and otherwise of the file."""
+    home = sys.modules[kind.__module__]
+    return kind.__doc__ if home is group_estimators else home.__doc__
 
 
 def _first_sentence(doc: str | None) -> str:

@@ -1,8 +1,8 @@
 """The floors of the house: who may import whom, and that ``import ramify`` stays light.
 
 A room imports lower floors; on its own floor only another room's ``base``. Imports inside functions
-count, and so do those under ``TYPE_CHECKING``, except in ``ramify/__init__.py``, whose public names
-come from every floor.
+count, and so do those under ``TYPE_CHECKING``. The public names of ``ramify`` and its namespaces
+come from every floor: they are listed in ``__init__.pyi`` files and imported on first use.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ramify"
 FLOORS = [
-    {"types", "errors", "progress", "secrets", "child"},
-    {"clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
+    {"types", "errors", "plugins", "progress", "secrets"},
+    {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine"},
     {"combinators"},
     {"evaluate"},
     {"train"},
-    {"build"},
     {"viewer", "serve", "cluster"},
-    {"cli"},
+    {"cli", "testing"},
     {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-ALSO = {("inference", "models"), ("child", "secrets")}
+ALSO = {("inference", "models"), ("plugins", "errors"), *((room, "actors") for room in FLOORS[1])}
+"""Every room starts its processes through ``actors``."""
 STANDARD_LIBRARY_ONLY = [
     "__init__.py",
+    "actors/process_guard.py",
     *(
         f"sandbox/{name}"
         for name in ("guest", "shared_buffers.py", "forkserver.py", "session_supervisor.py")
@@ -74,7 +75,7 @@ def imports(tree: ast.AST, package: str) -> Iterator[str]:
 def is_allowed(importer: str, name: str) -> bool:
     """Whether room ``importer`` may import ``name``, a dotted name below ``ramify``."""
     room, _, rest = name.partition(".")
-    if room in (importer, "__version__"):
+    if room in (importer, "__version__", "lazy_namespace"):
         return True
     if room not in FLOOR_OF or FLOOR_OF[room] > FLOOR_OF[importer]:
         return False

@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from ramify.plugins import Registry, registries
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ramify"
-SHARED_STEMS = {"__init__", "base", "config", "task", "demos"}
+SHARED_STEMS = {"__init__", "__main__", "base", "config", "task", "demos"}
 """Names of modules that several packages have, because the package says which is meant."""
 PARTICIPLES_AND_PRONOUNS = """
     Absent Adapted Agreed All Alone Answered Any Asked Attached Attempted Began Begun Below
@@ -74,3 +76,12 @@ def test_no_class_is_named_by_its_grammatical_role() -> None:
         if name.strip("_") in PARTICIPLES_AND_PRONOUNS.split()
     ]
     assert wrong == []
+
+
+def test_each_name_of_ours_in_a_registry_stands_for_something() -> None:
+    found = list(registries())
+    assert [each for each in found if not isinstance(each, Registry)] == []
+    entries = [entry for each in found if isinstance(each, Registry) for entry in each.entries()]
+    ours = [entry for entry in entries if entry.origin == "ramify"]
+    assert len(ours) > 90
+    assert [entry for entry in ours if entry.error or not entry.about] == []

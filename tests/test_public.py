@@ -1,45 +1,127 @@
-"""The public list is exactly this one, and every name on it is there."""
+"""The public lists are exactly these, every name on them is there, and importing them is light."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+import types
+
 import pytest
 
-import ramify
+PUBLIC = {
+    "ramify": """
+        Branches Call Cell CellResult Citation Client ConfigError Limits
+        McpTools Message ModelError PreparedContext ProgressState RLM RamifyError
+        ReplayDiverged Result RunOptions Sampling Sandbox SandboxCapabilities SandboxError SandboxSpec
+        Scaffold ScriptedClient Session SourceError Stop Store StoreError TrainError
+        Trajectory Turn Usage WeakSandboxWarning by_score evaluate inference load
+        open_sandbox subscribe tasks testing train vote
+    """,
+    "ramify.tasks": """
+        Call Cell DatasetColumns GeneratedSplit IntervalF1Score Item MathScore NumericScore
+        Rubric RubricScore SCORERS Score SimpleTask Stop Task TaskStart Trajectory Turn
+        UnitTestScore WholeTrajectoryReward boxed_math choice dataset env_task exact f1
+        from_verifiers generated interval_f1 items_of last_number line_f1 math_answer
+        normalised numeric task_of unit_tests validate verifiers_v1
+    """,
+    "ramify.evaluate": """
+        AttemptOutcome AttemptTotals Evaluation EvaluationPlan EvaluationReport MeanEstimate
+        ReportRow TaskEnv difference evaluate harness majority_at_k mean_with_interval
+        paired_difference pass_at_k report table taskset text_env
+    """,
+    "ramify.inference": """
+        BadReply CachePressure Client EngineLost InferenceClient InferenceSpec KnownPrefix
+        LocalClient Message ModelError Policy Price RateLimited Refused Reply ReplyCut
+        ReplyFiltered ReplyLost Request Sampling SamplingDefaults ServerFailed Tool ToolCall
+        Unreachable Usage VersionSpan WeightChunk WeightPiece WeightReceiver WeightSource
+        WeightSync connect from_config load save
+    """,
+    "ramify.testing": """
+        ByteTokenIds CHECKS ConformanceCheck ConformanceError ConformanceResult
+        ReceivedRequest SandboxProbe Script ScriptRule ScriptedClient ScriptedFailure
+        ScriptedServer check_one check_sandbox cut dropped html malformed no_choices
+        no_usage rate_limited refused server_error stalled unreachable
+    """,
+    "ramify.train": """
+        ALGORITHMS Algorithm AlgorithmNeeds AnnealSchedule AssignedRollout AssignedStep
+        Backend Batch CORRECTIONS CREDITS Cispo ClipCov CollapseAlarms ComputeSpec
+        CreditNode CriticOnlyLoss CriticSpec Decoupled DemonstrationHints DppoKl DppoTv
+        DrGRPO DualClip EvaluateSpec FeedbackHints FormatSignal FsdpRanks GDPO GRPO
+        GeometricMask Gmpo Group GroupOptions GroupRecords Gspo Hierarchical Hindsight
+        HintFilter HintJudge Hybrid HybridTerm IcePop ImportanceSampling Judge JudgeVerdict
+        JudgeView JudgedTurn KlCov LoraSpec LossFormula LossSpec LossTokens MaxRL
+        ModelCaller NodePool OPO OffPolicyCorrection Opsm OptimizerSpec OracleJudge
+        OutcomeSignal POLICY_LOSSES PPO PassAtK PlacementSpec PolicyLoss PolicySpec PpoClip
+        ProcessRewardSignal ProxApprox RAE RLOO ReMax ReinforcePP ReinforcePPBaseline RlSpec
+        RoleSpec RolloutIs RolloutOptions Rollouter RuleJudge Run RunInfo SFT Sapo Schedule
+        ScoringRow SequenceSums SequenceTis ServiceSpec SftSpec ShardSpec ShuffledHints
+        Signal SignalContext SignalScore SingleBackend StepJudge StepMetrics StepRules
+        StepSampleSpec TaskSpec TeacherSignal TokenCredit TokenScorer TokenScores
+        TokenSequence TokenTis ToolUseSignal TopKCandidates Tracker TrainedModel
+        TrainingGuard TrajectoryHints WarmUpSpec WorstTokenMask accounts
+        kl_estimate load_recipe pack ratio sequences train
+    """,
+}
+"""Namespace -> its public names."""
+NAMES = [(package, name) for package, names in PUBLIC.items() for name in names.split()]
 
-PUBLIC = [
-    "Citation",
-    "Client",
-    "ConfigError",
-    "Limits",
-    "McpTools",
-    "ModelError",
-    "RLM",
-    "RamifyError",
-    "Result",
-    "Sampling",
-    "SandboxError",
-    "SandboxSpec",
-    "Scaffold",
-    "ScriptedClient",
-    "SourceError",
-    "Stop",
-    "Store",
-    "StoreError",
-    "Trajectory",
-    "load",
-]
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_list(package: str) -> None:
+    assert importlib.import_module(package).__all__ == PUBLIC[package].split()
 
 
-def test_public_list() -> None:
-    assert ramify.__all__ == PUBLIC
+@pytest.mark.parametrize(("package", "name"), NAMES)
+def test_public_name(package: str, name: str) -> None:
+    namespace = importlib.import_module(package)
+    value = getattr(namespace, name)
+    assert name in dir(namespace)
+    if isinstance(value, types.ModuleType):
+        assert value.__name__ == f"{package}.{name}"
+    elif isinstance(value, type | types.FunctionType):
+        assert value.__name__ == name
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_name(name: str) -> None:
-    assert getattr(ramify, name).__name__ == name
-    assert name in dir(ramify)
+@pytest.mark.parametrize("package", PUBLIC)
+def test_no_public_name_is_hidden_by_a_module(package: str) -> None:
+    modules = {
+        module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)
+    }
+    packages = set(PUBLIC) - {"ramify"}
+    assert modules & set(PUBLIC[package].split()) == (
+        {name.removeprefix("ramify.") for name in packages} if package == "ramify" else set()
+    )
 
 
-def test_unknown_name() -> None:
-    with pytest.raises(AttributeError, match="module 'ramify' has no attribute 'Frobnicator'"):
-        ramify.Frobnicator  # noqa: B018
+@pytest.mark.parametrize("package", PUBLIC)
+def test_unknown_name(package: str) -> None:
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'Frobnicator'"):
+        importlib.import_module(package).Frobnicator  # noqa: B018
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Modules that ``statement`` loads in a new interpreter."""
+    script = f"import json, sys; before = set(sys.modules); {statement}; print(json.dumps(sorted(set(sys.modules) - before)))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return set(json.loads(done.stdout))
+
+
+def test_importing_a_namespace_loads_nothing_else() -> None:
+    light = loaded_by("import ramify")
+    assert light - loaded_by("import __future__, importlib, logging, warnings") == {"ramify"}
+    for package in set(PUBLIC) - {"ramify"}:
+        assert loaded_by(f"import {package}") - light == {package}
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    """A name whose home needs a package that is not installed says which extra to install."""
+    script = "import sys; sys.modules['torch'] = None; from ramify import inference; inference.LocalClient"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: ramify.inference.LocalClient needs torch: pip install 'ramify[train]'"
+    )

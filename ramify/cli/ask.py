@@ -25,7 +25,7 @@ from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.stderr_notes import StderrNotes, write
 from ramify.cli.telemetry import exporting
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
     from ramify.engine.mcp_tools import McpTools
@@ -196,22 +196,22 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
 
 
 def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
-    from ramify.sandbox.base import PROVIDERS, SandboxSpec
+    from ramify.sandbox.base import SandboxSpec, check_provider
 
     provider = settings.get("sandbox") or SandboxSpec().provider
-    if provider not in PROVIDERS:
-        raise ConfigError(f"unknown sandbox '{provider}': {nearest(provider, PROVIDERS)}")
     fields = {
         name: settings[name] for name in ("tier", "allow_weaker") if settings.get(name) is not None
     }
     if memory := settings.get("memory"):
         fields["memory_bytes"] = parse_size(memory, "--memory")
-    return SandboxSpec(
+    spec = SandboxSpec(
         provider=provider,
         packages=tuple(settings.get("package") or ()),
         mounts=tuple(read_mount(mount) for mount in settings.get("mount") or ()),
         **fields,
     )
+    check_provider(spec)
+    return spec
 
 
 def read_mount(given: str) -> tuple[str, str]:

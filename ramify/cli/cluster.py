@@ -24,11 +24,11 @@ def plan(
 ) -> int:
     import msgspec
 
-    from ramify.build.recipe import recipe
     from ramify.cluster.devices import DeviceEfficiency
     from ramify.cluster.plan import PlanOptions, lines, plan
+    from ramify.train.recipe import load_recipe
 
-    run = recipe(recipe_of(words), [word for word in words if "=" in word])
+    run = load_recipe(recipe_of(words), [word for word in words if "=" in word])
     if nodes is not None and nodes < 1:
         raise UsageError(f"--nodes {nodes}: give 1 or more")
     if mfu is not None and not 0 < mfu <= 1:

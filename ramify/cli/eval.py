@@ -31,8 +31,8 @@ from ramify.progress import ProgressTask, report_progress
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
+    from ramify.evaluate.evaluation_report import EvaluationReport
     from ramify.evaluate.record import EvaluationRecord
-    from ramify.evaluate.report import EvaluationReport
     from ramify.evaluate.run import AttemptOutcome, Evaluation, EvaluationPlan
     from ramify.tasks.base import Task
     from ramify.train.metrics import StepMetrics
@@ -150,8 +150,8 @@ class _Command:
             self._trackers = RunTrackers(track, {}, self._notes.say)
 
     def run(self, words: list[str], resume: str | None, plan_options: dict[str, Any]) -> ExitCode:
+        from ramify.evaluate.evaluation_report import check_k, check_same_items
         from ramify.evaluate.record import EvaluationRecords
-        from ramify.evaluate.report import check_k, check_same_items
 
         records = EvaluationRecords(self._store.root) if self._store is not None else None
         other = self._baseline(records)
@@ -284,7 +284,7 @@ class _Command:
     def _shown(
         self, evaluation: Evaluation, record: EvaluationRecord | None, other: Evaluation | None
     ) -> ExitCode:
-        from ramify.evaluate.report import difference, report, table
+        from ramify.evaluate.evaluation_report import difference, report, table
 
         figures = report(evaluation, k=self._k)
         is_judged = figures.failed < figures.attempts
@@ -405,7 +405,7 @@ class _Progress:
 
 def _task(plan: EvaluationPlan, validates: bool, notes: StderrNotes) -> Task:
     from ramify.tasks.base import items_of, task_of
-    from ramify.tasks.validate import validate
+    from ramify.tasks.validation import validate
 
     # Find modules in the current folder, as with python -m.
     sys.path[:0] = [""] * ("" not in sys.path)

@@ -46,6 +46,7 @@ COMMANDS = {
     "runs prune": ("ramify.cli.runs_command", "delete old runs"),
     "show": ("ramify.cli.show", "print the turns, code and answers of a run"),
     "replay": ("ramify.cli.replay_command", "re-run a run's code against its recorded replies"),
+    "plugins": ("ramify.cli.plugins_command", "list everything that can be chosen by name"),
     "doctor": ("ramify.cli.doctor", "check API keys, sandbox, extras, store and configuration"),
 }
 """Command name -> (its module, its one-line description)."""

@@ -1,7 +1,8 @@
 """Generator of the tables in ``docs/cli.md``: ``python -m ramify.cli.reference``.
 
 The page holds the options of command NAME, or the exit codes, between ``<!-- begin NAME -->`` and
-``<!-- end NAME -->``. A test checks that the tables are up to date.
+``<!-- end NAME -->``. Options that a command shares with ``ask`` share one row. A test
+checks that the tables are up to date.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ def part(name: str) -> str:
         return _table(
             ("code", "meaning"), [(str(code.value), meaning) for code, meaning in MEANINGS.items()]
         )
-    return _table(
-        ("option", "meaning"), [(_name(option), option.help) for option in command(name).options]
-    )
+    options = command(name).options
+    shared = [] if name == "ask" else [each for each in options if each in command("ask").options]
+    rows = [(_name(option), option.help) for option in options if option not in shared]
+    if shared:
+        rows.append((", ".join(f"`{each.long}`" for each in shared), "as for [`ask`](#ask)"))
+    return _table(("option", "meaning"), rows)
 
 
 def _name(option: OptionSpec) -> str:

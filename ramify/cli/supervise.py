@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ramify.child import following
+from ramify.actors.child_process import ChildProcess, exit_reason
 from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parser import UsageError
 from ramify.cli.stderr_notes import error_line
@@ -67,7 +66,7 @@ def supervise(
                 return code  # the trainer has already printed the reason
             failed = 1 if step is not None and step > furthest else failed + 1
             furthest = max(furthest, step or 0)
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            how = exit_reason(code)
             if failed > restarts:
                 error_line(
                     f"the trainer {how} at step {furthest}: failure {failed} in a row without "
@@ -88,7 +87,7 @@ class _Trainer:
 
     def __init__(self) -> None:
         self.was_stopped = False
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _Trainer:
@@ -99,13 +98,16 @@ class _Trainer:
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None:
+            self._process.end(0.0)
 
     def run(self, command: Sequence[str]) -> int:
-        self._process = subprocess.Popen(following(command, signal.SIGTERM))
-        return self._process.wait()
+        self._process = ChildProcess(command, files=(0, 1, 2))
+        if self.was_stopped:  # by a signal that came before there was a process
+            self._process.signal(signal.SIGTERM)
+        while (code := self._process.wait(1.0)) is None:
+            pass
+        return code
 
     def pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -115,14 +117,10 @@ class _Trainer:
             raise KeyboardInterrupt
 
     def _stop(self, number: int, _: object) -> None:
-        """Handle SIGINT or SIGTERM.
-
-        Only SIGTERM is passed on: Ctrl-C reaches the trainer directly, because it is in the same
-        process group of the terminal.
-        """
+        """Pass SIGINT or SIGTERM on to the trainer, which has a separate session."""
         self.was_stopped = True
-        if self._process is not None and number == signal.SIGTERM:
-            self._process.terminate()
+        if self._process is not None:
+            self._process.signal(number)
 
 
 def _step(folder: Path, since: float) -> int | None:

@@ -1,6 +1,6 @@
 """``ramify train``: train a policy from a recipe, with a live view of its curves.
 
-Not here: the fields of a recipe (see train/config.py) and training itself (see ramify/build/).
+Not here: the fields of a recipe (see train/config.py) and training itself (see train/execute.py).
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def train(
     form = form_of("lines" if plain else progress, notes)
     with exporting(notes), ProgressScreen(notes, form) as screen:
         with report_progress("starting"):
-            from ramify.build.execute import train
-            from ramify.build.recipe import recipe, stored  # imports everything heavy
             from ramify.train.backends.launch import is_restarted
             from ramify.train.config import CHOICES
+            from ramify.train.execute import train
             from ramify.train.override import override
-            from ramify.train.placement.resource_counts import by
+            from ramify.train.recipe import load_recipe, stored  # imports everything heavy
+            from ramify.train.resource_counts import by
 
-            run = recipe(recipes[0]) if recipes else stored(str(resume))
+            run = load_recipe(recipes[0]) if recipes else stored(str(resume))
             # The placement comes first, so that the overrides can change its fields.
             run = by(run, placement) if placement else run
             run = override(run, overrides, CHOICES)

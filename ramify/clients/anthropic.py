@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients.base import Price, Request
+from ramify.clients.base import ASSUMED_WINDOW, Price, Request
 from ramify.clients.chat_json import is_strict, without_surrogates
 from ramify.clients.failures import from_status, redacted
 from ramify.clients.finish import finish_of
@@ -42,7 +42,7 @@ class AnthropicClient:
         self,
         name: str,
         *,
-        window: int,
+        window: int | None,
         price: Price | None = None,
         key: str | None = None,
         base_url: str | None = None,
@@ -54,7 +54,7 @@ class AnthropicClient:
                 f"{name} needs Anthropic's SDK: pip install 'ramify[anthropic]'"
             ) from None
         self.name = name
-        self.window = window
+        self.window = window or ASSUMED_WINDOW
         self.price = price
         self._model, url = split_url(split_name(name)[1])
         key = key or os.environ.get("ANTHROPIC_API_KEY") or None

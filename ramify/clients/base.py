@@ -18,6 +18,9 @@ import msgspec
 
 from ramify.types.message import Message, Reply, Usage
 
+ASSUMED_WINDOW = 128_000
+"""Context window (tokens) of a model whose window is unknown."""
+
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sampling settings of a reply."""

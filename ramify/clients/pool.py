@@ -22,11 +22,11 @@ from typing import TypeVar
 
 import msgspec
 
-from ramify.clients.base import Client, Request, RequestBudget
+from ramify.clients.base import ASSUMED_WINDOW, Client, Request, RequestBudget
 from ramify.clients.http_pool import HttpConnectionPool
 from ramify.clients.limiter import Limiter
-from ramify.clients.prices import PriceTable, is_local
-from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve, split_name
+from ramify.clients.prices import PriceTable
+from ramify.clients.providers import CLIENTS, ProviderSpec, resolve, split_name
 from ramify.clients.usage import believed, dollars
 from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost, Unreachable
 from ramify.types.message import Reply
@@ -38,8 +38,8 @@ _FIRST_WAIT_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _FIRST_PATIENCE_S = 30.0
 """Patience for a model that has never answered: a wrong address is more likely than an outage."""
-_WINDOW, _LOCAL_WINDOW = 128_000, 32_768
-"""Context windows (tokens) that are assumed if the window is unknown."""
+_LOCAL_WINDOW = 32_768
+"""Context window (tokens) that is assumed for a local model of unknown window."""
 
 
 class ClientPool:
@@ -235,31 +235,23 @@ class ClientPool:
         return _asked_s(error) or backoff_s
 
     def _connect(self, name: str) -> Client:
-        provider, model = split_name(name)
+        provider = split_name(name)[0]
         prices = self._prices = self._prices or PriceTable.load()
         price, window = prices.price(name), prices.window(name)
-        if provider == "scripted":
-            from ramify.clients.scripted import ScriptedClient
-
-            return ScriptedClient.load(model, window=window or _WINDOW, price=price)
-        if provider in IN_PROCESS:
-            from ramify.inference.base import connect
-
-            return connect(name)
         key, base_url = self._keys.get(provider), self._base_urls.get(provider)
-        if provider == "litellm":
-            from ramify.clients.litellm import LiteLLMClient
-
-            return LiteLLMClient(name, window=window, price=price, key=key, base_url=base_url)
-        window = window or (_LOCAL_WINDOW if is_local(name) else _WINDOW)
-        if provider in PROVIDERS:
+        connect = CLIENTS.of(provider)
+        if isinstance(connect, ProviderSpec):
             from ramify.clients.openai import OpenAIClient
 
             endpoint = resolve(name, key=key, base_url=base_url)
+            window = window or (_LOCAL_WINDOW if connect.local else ASSUMED_WINDOW)
             return OpenAIClient(name, endpoint, self._wire, window=window, price=price)
-        from ramify.clients.anthropic import AnthropicClient
-
-        return AnthropicClient(name, window=window, price=price, key=key, base_url=base_url)
+        client = connect(name, window=window, price=price, key=key, base_url=base_url)
+        if not isinstance(client, Client):
+            raise ConfigError(
+                f"provider '{provider}' gives a {type(client).__name__}, not a Client"
+            )
+        return client
 
 
 def _asked_s(error: ModelError) -> float:

@@ -22,8 +22,9 @@ from pathlib import Path
 import msgspec
 
 from ramify.clients.base import Price
-from ramify.clients.providers import IN_PROCESS, PROVIDERS
+from ramify.clients.providers import CLIENTS, IN_PROCESS, PROVIDERS, ProviderSpec
 from ramify.errors import ConfigError
+from ramify.plugins import is_reference
 
 _DATE = re.compile(r"[-@]20\d\d-?\d\d-?\d\d$")
 
@@ -91,8 +92,11 @@ class PriceTable:
 def is_local(name: str) -> bool:
     """True if the model runs on the user's own machines, where tokens are free."""
     prefix = name.partition(":")[0]
-    provider = PROVIDERS.get(prefix)
-    return prefix in IN_PROCESS or (provider is not None and provider.local)
+    if prefix in IN_PROCESS:
+        return True
+    is_installed = prefix not in CLIENTS.ours and not is_reference(prefix)
+    found = CLIENTS.get(prefix) if is_installed else PROVIDERS.get(prefix)
+    return isinstance(found, ProviderSpec) and found.local
 
 
 def _read(path: Path) -> dict[str, PriceEntry]:

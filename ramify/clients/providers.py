@@ -2,7 +2,7 @@
 
 All of them speak OpenAI's chat completions. ``provider:model@http://host:port/v1`` sends the same
 requests to any other server. The table in ``docs/models.md`` is generated from this one. To add a
-provider, add an entry.
+provider, add an entry here, or in a package of yours (``ramify/plugins.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from urllib.parse import quote
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+from ramify.plugins import Registry, is_reference
 
 _AT_URL = re.compile(r"^(?P<model>.*)@(?P<url>https?://.+)$")
 _LIKE_AN_ADDRESS = re.compile(
@@ -175,8 +176,20 @@ PROVIDERS: dict[str, ProviderSpec] = {
 
 IN_PROCESS = ("local", "tiny")
 """Engines in this process: ``local:FOLDER``, and ``tiny``, which is a complete name."""
-OTHERS = ("anthropic", "litellm", "scripted", *IN_PROCESS)
-"""Providers that have their own client class."""
+CLIENTS = Registry(
+    "provider",
+    "ramify.providers",
+    {
+        **PROVIDERS,
+        "anthropic": "ramify.clients.anthropic:AnthropicClient",
+        "litellm": "ramify.clients.litellm:LiteLLMClient",
+        "scripted": "ramify.clients.scripted:connect",
+        "local": "ramify.inference.base:connect",
+        "tiny": "ramify.inference.base:connect",
+    },
+)
+"""Provider -> a ``ProviderSpec``, or a function ``(name, *, window, price, key, base_url) ->
+Client``. The options are None if they are unknown."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -197,18 +210,23 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """``"openai:gpt-5"`` -> ``("openai", "gpt-5")``; ``"tiny"`` -> ``("tiny", "tiny")``."""
+    """``"openai:gpt-5"`` -> ``("openai", "gpt-5")``; ``"tiny"`` -> ``("tiny", "tiny")``;
+    ``"my_clients.py:connect:m"`` -> ``("my_clients.py:connect", "m")``. Raises ConfigError."""
     if name == "tiny":
         return name, name
     provider, colon, model = name.partition(":")
-    known = (*PROVIDERS, *OTHERS)
+    if colon and is_reference(provider):  # my_package.clients:connect:MODEL
+        attribute, colon, model = model.partition(":")
+        provider = f"{provider}:{attribute}"
     if not colon:
         raise ConfigError(
             f"model '{name}' has no provider: write provider:model, such as "
             f"openai:{name or 'gpt-5'}"
         )
-    if provider not in known:
-        raise ConfigError(f"unknown provider '{provider}' in '{name}': {nearest(provider, known)}")
+    if not is_reference(provider) and provider not in CLIENTS:
+        raise ConfigError(
+            f"unknown provider '{provider}' in '{name}': {nearest(provider, CLIENTS)}"
+        )
     if not model:
         raise ConfigError(f"'{name}' names no model: write {provider}:MODEL")
     return provider, model
@@ -255,7 +273,7 @@ def resolve(
     """Resolve ``name`` to an endpoint. ``key`` and ``base_url`` take precedence over ``@URL`` in
     the name, which takes precedence over the environment."""
     provider_name, model = split_name(name)
-    provider = PROVIDERS[provider_name]
+    provider: ProviderSpec = CLIENTS.of(provider_name)
     model, named_url = split_url(model)
     base_url = base_url or named_url
     if not model:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.clients.base import Price, Request
+from ramify.clients.base import ASSUMED_WINDOW, Price, Request
 from ramify.clients.byte_ids import ByteTokenIds
 from ramify.clients.script import (
     Lines,
@@ -98,7 +98,7 @@ class ScriptedClient:
 
     @classmethod
     def load(
-        cls, path: str | Path, *, window: int = 128_000, price: Price | None = None
+        cls, path: str | Path, *, window: int = ASSUMED_WINDOW, price: Price | None = None
     ) -> ScriptedClient:
         """Create the client named ``scripted:PATH``."""
         return cls(Script.load(path), name=f"scripted:{path}", window=window, price=price)
@@ -166,3 +166,11 @@ def _error(name: str, step: ScriptedFailure) -> ModelError:
             return BadReply(f"{name}: a reply without choices")
         case _:
             return BadReply(f"{name}: a reply that is not JSON: {step.text[:60]!r}")
+
+
+def connect(
+    name: str, *, window: int | None = None, price: Price | None = None, **_connection: object
+) -> ScriptedClient:
+    """Replies from a file: the client of ``scripted:PATH``."""
+    path = name.partition(":")[2]
+    return ScriptedClient.load(path, window=window or ASSUMED_WINDOW, price=price)

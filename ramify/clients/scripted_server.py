@@ -4,7 +4,7 @@
         ClientPool(base_urls={"openai": server.url}) …
         server.served           exact usage that it would have charged, lost replies included
 
-    python -m ramify.clients.scripted_server SCRIPT.json --port 8123 --latency 0.05
+    python -m ramify.testing serve SCRIPT.json --port 8123 --latency 0.05
 
 It fails on the network as real servers do: 429 with ``retry-after``, web pages, bodies that are
 invalid JSON or truncated, connections that close or stall. ``GET /served`` returns its counts to a
@@ -18,7 +18,8 @@ import argparse
 import asyncio
 import inspect
 import signal
-from collections.abc import Awaitable, Mapping
+import sys
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -334,10 +335,10 @@ async def _serve(options: argparse.Namespace) -> None:
         await done.wait()
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> int:
     """Serve a script file until interrupted. The first line printed is the base URL."""
     parser = argparse.ArgumentParser(
-        prog="python -m ramify.clients.scripted_server", description=main.__doc__
+        prog="python -m ramify.testing serve", description=main.__doc__
     )
     parser.add_argument(
         "script", metavar="SCRIPT.json", help="a JSON list of replies, failures or rules"
@@ -347,10 +348,12 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.0, help="seconds before each reply")
     parser.add_argument("--window", type=int, default=128_000, help="tokens")
     try:
-        asyncio.run(_serve(parser.parse_args()))
+        asyncio.run(_serve(parser.parse_args(words)))
     except ConfigError as error:
-        raise SystemExit(f"error: {error}") from None
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -23,7 +23,7 @@ import msgspec
 
 from ramify.cluster.devices import DeviceSpec
 from ramify.cluster.shape import ModelShape
-from ramify.train.algorithms.base import needs_of
+from ramify.train.advantages.base import needs_of
 from ramify.train.config import Run
 
 FP32 = 4

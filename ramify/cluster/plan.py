@@ -22,8 +22,8 @@ from ramify.train.config import Run
 from ramify.train.metrics import FILE
 from ramify.train.placement.placement_slots import PlacementSlot, placement_slots
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec
-from ramify.train.placement.resource_counts import counted
-from ramify.train.placement.sharing import shared, sleeping
+from ramify.train.resource_counts import counted
+from ramify.train.sharing import shared, sleeping
 
 _THREE_QUARTERS = "three quarters of the machine's"
 _ROLES = {"rank 0": "trainer", "engine": "inference"}
@@ -306,7 +306,7 @@ def _device(spec: PlacementSpec, options: PlanOptions, role: str) -> DeviceSpec:
 def _from_run(folder: Path | None) -> steps.MeasuredSpeeds | None:
     if folder is None:
         return None
-    from ramify.build.recipe import stored
+    from ramify.train.recipe import stored
 
     if not (folder / FILE).is_file():
         raise ConfigError(f"--measured {folder} is not a run's folder: it has no {FILE}")

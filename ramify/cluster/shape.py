@@ -116,7 +116,7 @@ def _adapters(model: nn.Module, lora: LoraSpec) -> int:
     matrix."""
     from torch import nn
 
-    from ramify.train.lora import is_chosen
+    from ramify.train.backends.lora import is_chosen
 
     chosen = [
         module for name, module in model.named_modules() if is_chosen(name, module, lora.targets)

@@ -1,5 +1,5 @@
 """The queue of groups in simulated time, with the rules of the real one
-(``train/admission_rules.py``).
+(``train/rollouts/admission_rules.py``).
 
 A test checks that both make the same decisions. Not here: the course of a rollout (see
 ``simulated_rollout.py``) and the time of learning (see ``simulate.py``).
@@ -17,7 +17,7 @@ from simpy import Environment, Event
 
 from ramify.cluster.rollout_shapes import RolloutShape
 from ramify.cluster.simulated_rollout import SimulatedRollout, SimulatedStage
-from ramify.train.admission_rules import AdmissionRules, room, suffice, too_slow
+from ramify.train.rollouts.admission_rules import AdmissionRules, room, suffice, too_slow
 
 Draw = Callable[[int], tuple[Sequence[RolloutShape], bool]]
 """Group number -> its rollouts, and whether the group has no signal."""

@@ -27,7 +27,7 @@ from ramify.cluster.devices import DeviceEfficiency, DeviceSpec
 from ramify.cluster.memory import itemsize_of, slots
 from ramify.cluster.shape import ModelShape
 from ramify.errors import ConfigError
-from ramify.train.algorithms.base import needs_of
+from ramify.train.advantages.base import needs_of
 from ramify.train.config import Run
 from ramify.train.metrics import read
 

@@ -25,7 +25,7 @@ from ramify.errors import ConfigError, RamifyError, ReplayDiverged
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
-    from ramify.engine.loop import RlmLoop
+    from ramify.engine.rlm_loop import RlmLoop
     from ramify.engine.typed import AnswerType
 
 

@@ -23,9 +23,9 @@ import msgspec
 from ramify.clients.base import Client
 from ramify.engine import observe
 from ramify.engine.call import CallOutcome, LiveCall
-from ramify.engine.notebook import RecordedHostCall, fingerprint
+from ramify.engine.call_notebook import RecordedHostCall, fingerprint
+from ramify.engine.model_requests import cut_reply
 from ramify.engine.observe import plain_prompt
-from ramify.engine.requests import cut_reply
 from ramify.engine.run_state import RunState
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import (
@@ -43,7 +43,7 @@ from ramify.types.message import Message
 from ramify.types.trajectory import Parent, Stop
 
 if TYPE_CHECKING:
-    from ramify.engine.loop import RlmLoop
+    from ramify.engine.rlm_loop import RlmLoop
 
 MAX_QUESTION_CHARS = 20_000
 """A longer prompt to a child without a context becomes that child's context."""
@@ -64,7 +64,7 @@ class CellHost:
         self._where = Parent(loop.call.id, turn, cell)
         self._num_tool_calls = 0
         self.answered: list[RecordedHostCall] = []
-        """Answers to the session so far, in order; see ``notebook.py``."""
+        """Answers to the session so far, in order; see ``call_notebook.py``."""
         self.fatal: ReplayDiverged | None = None
         """An error that ends the run even if the model's code catches it."""
 

@@ -49,7 +49,7 @@ from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import ConfigError, ReplayDiverged
-from ramify.sandbox.base import SandboxSpec, module_of
+from ramify.sandbox.base import SandboxSpec, check_provider
 from ramify.sandbox.context import SharedContext
 from ramify.store.journal import Journal
 from ramify.store.recorded_replies import RecordedReplies
@@ -110,7 +110,7 @@ class RLM:
             )
             raise ConfigError(f"branches is {branches}: {problem}")
         search = search_of(branches if options.search is None else options.search)
-        module_of(spec)  # reports an unknown provider before any model is called
+        check_provider(spec)  # reports an unknown provider before any model is called
         tool_set = ToolSet(tools)
         self.store = store
         self._shared = SharedResources(limits.max_concurrency, spec)

@@ -20,9 +20,9 @@ from ramify.engine import observe
 from ramify.engine.branch import BranchedLoop
 from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable
 from ramify.engine.host import ask_plain
-from ramify.engine.loop import RlmLoop
 from ramify.engine.question import Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels, SharedResources
+from ramify.engine.rlm_loop import RlmLoop
 from ramify.engine.run_state import EventRecorder, RunState
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import ConfigError, RamifyError, SandboxError

@@ -10,7 +10,7 @@ written again.
 
 ``RunState.close_in`` ends work early, at the deadline or on the user's request: requests in flight
 are cancelled and charged as possibly billed, running cells are interrupted, and only final requests
-("last words") are still sent. Not here: requests and their budget (see ``requests.py``).
+("last words") are still sent. Not here: requests and their budget (see ``model_requests.py``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from ramify.engine import observe
 from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable
+from ramify.engine.model_requests import ModelRequests, closed
 from ramify.engine.question import Listener, Question
-from ramify.engine.requests import ModelRequests, closed
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.errors import ConfigError
 from ramify.sandbox.base import Session

@@ -15,8 +15,9 @@ import msgspec
 from ramify.clients.base import Tool
 from ramify.engine import observe, retool
 from ramify.engine.action import NATIVE_TOOLS, ParsedAction, read_action
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError
 from ramify.inference.base import made_for
+from ramify.plugins import Registry
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell
 
@@ -234,27 +235,34 @@ RETOOL_NATIVE = msgspec.structs.replace(
     stop=("</code>", "</tool_call>"),
 )
 """The same with native tool calls."""
-SCAFFOLDS = {
-    scaffold.name: scaffold
-    for scaffold in (
-        Scaffold(),
-        Scaffold(name="minimal", system=_MINIMAL_SYSTEM),
-        TINY,
-        BARE,
-        RETOOL,
-        RETOOL_NATIVE,
-    )
-}
+DEFAULT = Scaffold()
+"""Code in Markdown blocks, for any capable model."""
+MINIMAL = Scaffold(name="minimal", system=_MINIMAL_SYSTEM)
+"""The same with the shortest instructions."""
+_HERE = "ramify.engine.scaffold"
+SCAFFOLDS = Registry(
+    "scaffold",
+    "ramify.scaffolds",
+    {
+        "default": f"{_HERE}:DEFAULT",
+        "minimal": f"{_HERE}:MINIMAL",
+        "tiny": f"{_HERE}:TINY",
+        "bare": f"{_HERE}:BARE",
+        "retool": f"{_HERE}:RETOOL",
+        "retool_native": f"{_HERE}:RETOOL_NATIVE",
+    },
+    others="your own Scaffold, module:name or file.py:name",
+)
+"""Name -> scaffold."""
 
 
 def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
     """Return a scaffold by name, a given scaffold as it is, or the default for ``model`` (a name, a
-    client or a list of them)."""
+    client or a list of them). Raises ConfigError."""
     if isinstance(given, Scaffold):
         return given
     name = given or made_for(model) or "default"
-    if name not in SCAFFOLDS:
-        raise ConfigError(
-            f"unknown scaffold '{name}': {nearest(name, SCAFFOLDS)}; or give your own Scaffold"
-        )
-    return SCAFFOLDS[name]
+    found = SCAFFOLDS.of(name)
+    if not isinstance(found, Scaffold):
+        raise ConfigError(f"scaffold '{name}' is a {type(found).__name__}, not a Scaffold")
+    return found

@@ -7,7 +7,7 @@ few at a time.
 This file decides the order, the seeds and what is stored of an attempt. An evaluation with an
 ``OutcomeRecord`` continues after an interruption: recorded attempts are not repeated.
 
-Not here: figures (see ``report.py``).
+Not here: figures (see ``evaluation_report.py``).
 """
 
 from __future__ import annotations

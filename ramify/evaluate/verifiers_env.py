@@ -33,7 +33,7 @@ from ramify.evaluate.attempt import attempt
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, Task, items_of, scored, task_of
 from ramify.tasks.scoring.answer_text import as_text
-from ramify.tasks.validate import answered
+from ramify.tasks.validation import answered
 from ramify.tasks.verifiers import verifiers_v1
 
 MAX_PROMPT_CHARS = 100_000

@@ -1,0 +1,18 @@
+"""Model clients, and inference engines whose weights change while a policy is trained.
+
+    >>> from ramify import inference
+    >>> policy = inference.load("Qwen/Qwen3-0.6B")
+    >>> client = inference.LocalClient(policy, name="local:qwen")
+
+    your own client     Client Request Reply Message Sampling Tool ToolCall Usage Price
+    its errors          RateLimited Unreachable ReplyLost ServerFailed BadReply Refused …
+    a policy            load save from_config Policy SamplingDefaults LocalClient connect
+    engines             InferenceClient InferenceSpec EngineLost CachePressure
+    weight sync         WeightSync WeightReceiver WeightSource WeightChunk WeightPiece
+
+These are all the public names (``__all__``); modules below this package are private.
+"""
+
+from ramify import lazy_namespace
+
+__getattr__, __dir__, __all__ = lazy_namespace(__name__, __path__[0])

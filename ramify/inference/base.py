@@ -106,9 +106,9 @@ def made_for(model: object) -> str | None:
     return None
 
 
-def connect(name: str, tiny: Path = TINY) -> Client:
-    """The engine for ``local:…``, or for ``tiny``, which is stored in the folder ``tiny``. Raises
-    ConfigError if the model or a package that it needs is missing."""
+def connect(name: str, tiny: Path = TINY, **_connection: object) -> Client:
+    """An engine in this process, for ``local:…``, or for ``tiny``, which is stored in the folder
+    ``tiny``. Raises ConfigError if the model or a package that it needs is missing."""
     path = str(tiny) if name == "tiny" else name.removeprefix("local:")
     if name == "tiny" and not (tiny / "config.json").is_file():
         raise ConfigError(

@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgspec
 
-from ramify.errors import ConfigError, RamifyError, nearest
+from ramify.errors import ConfigError, RamifyError
+from ramify.plugins import Registry
 from ramify.types.trajectory import Cell
 
 Answer = Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]]
@@ -56,7 +57,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Configuration of the sandbox: the provider and the limits of each session."""
 
     provider: str = "jail"
-    """One of ``PROVIDERS``, or the dotted name of a module that defines ``open_provider(spec)``.
+    """A name in ``SANDBOXES``, or the place of a function ``open_provider(spec)``
+    (``module:name``, ``file.py:name``, or its module).
     The jail needs Linux. On other systems, name another provider that isolates, or set
     ``allow_weaker``."""
     memory_bytes: int = 2 << 30
@@ -227,29 +229,32 @@ class Sandbox(Protocol):
         ...
 
 
-PROVIDERS = {
-    "daytona": "ramify.sandbox.cloud.daytona",
-    "docker": "ramify.sandbox.docker",
-    "e2b": "ramify.sandbox.cloud.e2b",
-    "inprocess": "ramify.sandbox.inprocess",
-    "ipython": "ramify.sandbox.ipython",
-    "jail": "ramify.sandbox.jail.provider",
-    "modal": "ramify.sandbox.cloud.modal",
-    "monty": "ramify.sandbox.monty",
-    "prime": "ramify.sandbox.cloud.prime",
-    "process": "ramify.sandbox.process",
-}
-"""Provider -> the module that defines its ``open_provider(spec)``; imported on first use."""
+SANDBOXES = Registry(
+    "sandbox",
+    "ramify.sandboxes",
+    {
+        "daytona": "ramify.sandbox.cloud.daytona",
+        "docker": "ramify.sandbox.docker",
+        "e2b": "ramify.sandbox.cloud.e2b",
+        "inprocess": "ramify.sandbox.inprocess",
+        "ipython": "ramify.sandbox.ipython",
+        "jail": "ramify.sandbox.jail.provider",
+        "modal": "ramify.sandbox.cloud.modal",
+        "monty": "ramify.sandbox.monty",
+        "prime": "ramify.sandbox.cloud.prime",
+        "process": "ramify.sandbox.process",
+    },
+)
+"""Provider -> a function ``open_provider(spec) -> Sandbox``, or the module that defines it."""
 
 
 def launch(spec: SandboxSpec) -> None:
     """Start in the background what the next sandbox of ``spec`` needs, if its provider supports
     this. Use it while the caller has other work to do. Errors are ignored here; ``open_sandbox``
     reports them."""
-    module = PROVIDERS.get(spec.provider)
-    launch_provider = getattr(importlib.import_module(module), "launch", None) if module else None
-    if launch_provider is not None:
-        with contextlib.suppress(RamifyError, OSError):
+    with contextlib.suppress(RamifyError, OSError):
+        launch_provider = getattr(SANDBOXES.of(spec.provider), "launch", None)
+        if launch_provider is not None:
             launch_provider(spec)
 
 
@@ -259,7 +264,7 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
     Raises ConfigError for an unknown provider or package, or for mounts that the provider does not
     support. Raises SandboxError, with the missing feature, if this machine cannot run the provider.
     """
-    sandbox = cast(Sandbox, importlib.import_module(module_of(spec)).open_provider(spec))
+    sandbox = _provider_of(spec)(spec)
     # With allow_weaker, "jail" may have opened a process sandbox instead.
     is_jail = spec.provider == "jail" and sandbox.caps.isolates_files
     if spec.mounts and not is_jail:
@@ -276,21 +281,18 @@ def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
     return None if spec.allow_weaker and spec.provider != "jail" else sandbox.warning
 
 
-def module_of(spec: SandboxSpec) -> str:
-    """Return the name of the provider's module. Raises ConfigError if the provider is unknown or
-    its module has no ``open_provider``."""
-    module = PROVIDERS.get(spec.provider)
-    if module is not None:
-        return module
-    if "." not in spec.provider:
-        raise ConfigError(f"unknown sandbox '{spec.provider}': {nearest(spec.provider, PROVIDERS)}")
-    try:
-        is_provider = hasattr(importlib.import_module(spec.provider), "open_provider")
-    except ImportError as error:
-        raise ConfigError(f"sandbox '{spec.provider}' cannot be imported: {error}") from error
-    if not is_provider:
+def check_provider(spec: SandboxSpec) -> None:
+    """Raise ConfigError if there is no such provider. One of ours is not imported for this."""
+    if spec.provider not in SANDBOXES.ours:
+        _provider_of(spec)
+
+
+def _provider_of(spec: SandboxSpec) -> Callable[[SandboxSpec], Sandbox]:
+    found = SANDBOXES.of(spec.provider)
+    open_provider: Callable[[SandboxSpec], Sandbox] = getattr(found, "open_provider", found)
+    if not callable(open_provider):
         raise ConfigError(f"sandbox '{spec.provider}': the module has no open_provider(spec)")
-    return spec.provider
+    return open_provider
 
 
 def digest_of(value: Any) -> str:

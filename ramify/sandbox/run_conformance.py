@@ -1,5 +1,5 @@
 """The conformance suite that every provider must pass before it is documented. It ships with the
-package: ``python -m ramify.sandbox.run_conformance NAME``.
+package: ``python -m ramify.testing sandbox NAME``.
 
 Decides how the checks (``conformance/``) are run on a sandbox and reported. A check that needs a
 capability that the provider does not claim (see ``SandboxCapabilities``) is skipped, and the report
@@ -33,7 +33,7 @@ class ConformanceResult(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-async def check(sandbox: Sandbox, spec: SandboxSpec) -> list[ConformanceResult]:
+async def check_sandbox(sandbox: Sandbox, spec: SandboxSpec) -> list[ConformanceResult]:
     """Run every check on ``sandbox``, which ``spec`` describes. The sandbox stays open."""
     return [await check_one(sandbox, spec, check) for check in CHECKS]
 
@@ -78,7 +78,7 @@ async def _report(spec: SandboxSpec) -> bool:
 def main(arguments: list[str]) -> int:
     """Return exit status 0 if all claims hold, 1 if not, and 2 for a wrong call."""
     if len(arguments) > 1:
-        print("usage: python -m ramify.sandbox.run_conformance [PROVIDER]", file=sys.stderr)
+        print("usage: python -m ramify.testing sandbox [PROVIDER]", file=sys.stderr)
         return 2
     try:
         spec = SandboxSpec(

@@ -27,13 +27,12 @@ from ramify import __version__
 from ramify.errors import ConfigError, RamifyError
 from ramify.inference.base import PROTOCOL
 from ramify.inference.local.local_client import LocalClient
+from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import (
-    WEIGHT_SYNCS,
     Info,
     StaleWeights,
     WeightPiece,
     WeightReceiver,
-    weight_sync_class,
 )
 from ramify.serve.sleep import WAIT_S, Body, PolicySleep
 from ramify.serve.web import failed
@@ -63,7 +62,7 @@ class WeightRoutes:
         """
         self._client = client
         self._in_flight = in_flight
-        self._weight_syncs = {*WEIGHT_SYNCS, *weight_syncs}
+        self._weight_syncs = {*WEIGHT_SYNCS.ours, *weight_syncs}
         self._root = root.resolve() if root is not None else None
         self._receiver: WeightReceiver | None = None
         self._is_paused = self._is_updating = False
@@ -163,7 +162,7 @@ class WeightRoutes:
         if name == "file":
             self._check_folder(Path(str(info["folder"])))
         await self._shut_down(http, body)
-        make = weight_sync_class(name).receiver
+        make = WEIGHT_SYNCS.of(name).receiver
         self._receiver = await asyncio.get_running_loop().run_in_executor(None, make, info)
         return {"message": "Weight transfer initialized"}
 

@@ -1,0 +1,22 @@
+"""Tasks: questions with right answers, and scores.
+
+    >>> from ramify import tasks
+    >>> def make(rng):
+    ...     words = rng.choices(["teal", "mint"], k=1000)
+    ...     return tasks.Item("How often does 'teal' occur?", " ".join(words), words.count("teal"))
+    >>> task = tasks.SimpleTask("teal", tasks.generated("teal", make), tasks.numeric)
+    >>> tasks.validate(task)
+    ''
+
+    a task        Item Task SimpleTask TaskStart Score WholeTrajectoryReward generated dataset
+    by name       task_of items_of
+    rewards       numeric exact normalised f1 choice … (SCORERS), RubricScore
+    elsewhere     from_verifiers env_task
+    a result      Trajectory Call Turn Cell Stop
+
+These are all the public names (``__all__``); modules below this package are private.
+"""
+
+from ramify import lazy_namespace
+
+__getattr__, __dir__, __all__ = lazy_namespace(__name__, __path__[0])

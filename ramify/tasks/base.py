@@ -20,18 +20,16 @@ it never executes the text, and its running time is bounded.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
 import random
-import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, overload, runtime_checkable
 
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, nearest
+from ramify.plugins import Registry
 from ramify.sandbox.base import Session
 from ramify.types.trajectory import Trajectory
 
@@ -40,13 +38,18 @@ SPLITS = ("train", "validation", "test")
 further splits for data that it holds out."""
 ENDLESS = 1 << 40
 """Length of a generated split without a fixed size."""
-TASKS = {
-    "ledger": "ramify.tasks.ledger.task:ledger",
-    "needle": "ramify.tasks.needle:needle",
-    "programs": "ramify.tasks.programs.task:programs",
-    "toolmath": "ramify.tasks.toolmath.task:toolmath",
-}
-"""Task name -> ``module:function`` that makes the task. The module is imported on first use."""
+TASKS = Registry(
+    "task",
+    "ramify.tasks",
+    {
+        "ledger": "ramify.tasks.ledger.task:ledger",
+        "needle": "ramify.tasks.needle:needle",
+        "programs": "ramify.tasks.programs.task:programs",
+        "toolmath": "ramify.tasks.toolmath.task:toolmath",
+    },
+    others="file.py:name, module:name, rows in a .jsonl or .parquet file, or hf:NAME",
+)
+"""Task name -> a task, or the function that makes it."""
 DATA_SUFFIXES = (".jsonl", ".parquet")
 """Suffixes of files whose rows can be loaded as a task."""
 
@@ -107,7 +110,7 @@ class Score(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Task(Protocol):
-    """Interface of a task: its items and their score. ``validate`` (``validate.py``) checks that
+    """Interface of a task: its items and their score. ``validate`` (``validation.py``) checks that
     the gold answer scores 1 and a wrong answer does not."""
 
     name: str
@@ -207,9 +210,6 @@ def items_of(task: Task, split: str) -> Sequence[Item]:
     return task.splits[split]
 
 
-_OTHERS = "give file.py:attribute, module:attribute, rows in a .jsonl or .parquet file, or hf:NAME"
-
-
 def task_of(name: str, **options: Any) -> Task:
     """Return the task called ``name``.
 
@@ -219,24 +219,7 @@ def task_of(name: str, **options: Any) -> Task:
     the nearest known one."""
     if name.startswith("hf:") or name.endswith(DATA_SUFFIXES):
         name, options = "ramify.tasks.data:dataset", {"source": name, **options}
-    module, _, attribute = TASKS.get(name, name).rpartition(":")
-    if not module:
-        raise ConfigError(f"unknown task '{name}': {nearest(name, TASKS)}; or {_OTHERS}")
-    try:
-        task = getattr(
-            _file(module) if module.endswith(".py") else importlib.import_module(module), attribute
-        )
-    except FileNotFoundError as error:
-        raise ConfigError(f"task '{name}': file {error.filename} does not exist") from error
-    except RamifyError:
-        raise
-    except Exception as error:  # a user's file may raise anything
-        reason = (
-            error
-            if isinstance(error, ImportError | AttributeError | SyntaxError | OSError)
-            else repr(error)
-        )
-        raise ConfigError(f"task '{name}' cannot be loaded: {reason}") from error
+    task = TASKS.of(name)
     if not isinstance(task, Task):
         task = _from_factory(name, task, options)
     elif options:
@@ -250,16 +233,6 @@ def task_of(name: str, **options: Any) -> Task:
             "score)"
         )
     return task
-
-
-def _file(path: str) -> Any:
-    """Import the user's Python file at ``path`` as a module."""
-    spec = importlib.util.spec_from_file_location(re.sub(r"\W", "_", path), path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _from_factory(name: str, make: Any, options: Mapping[str, Any]) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, overload
 
 import msgspec
 
-from ramify.errors import ConfigError, SourceError, nearest
+from ramify.errors import ConfigError, SourceError
 from ramify.tasks.base import DATA_SUFFIXES, SPLITS, Item
 from ramify.tasks.scoring import SCORERS
 from ramify.tasks.simple import AnswerReward, SimpleTask, WholeTrajectoryReward
@@ -120,12 +120,8 @@ def scorer_of(
     unknown name."""
     if not isinstance(reward, str):
         return reward
-    if reward not in SCORERS:
-        raise ConfigError(
-            f"unknown score '{reward}': {nearest(reward, SCORERS)}; or give a function of (answer, "
-            "item)"
-        )
-    return SCORERS[reward]
+    scorer: AnswerReward = SCORERS.of(reward)
+    return scorer
 
 
 class DatasetItems(Sequence[Item]):

@@ -41,7 +41,7 @@ MIN_CHARS = 1000
 def needle(
     *, chars: int = 100_000, distractors: int = 6, depth: float | None = None, seed: int = 0
 ) -> SimpleTask:
-    """Return the task.
+    """Needle in a haystack: one sentence in a long generated text answers the question.
 
     Args:
         chars: Length of the text, to within a sentence.

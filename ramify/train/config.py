@@ -27,21 +27,21 @@ from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.sandbox.base import SandboxSpec
-from ramify.train.algorithms import ALGORITHMS
-from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.algorithms.sft import SFT
+from ramify.train.advantages import ALGORITHMS
+from ramify.train.advantages.group_estimators import DrGRPO
+from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.guards import TrainingGuard
-from ramify.train.loss import LossSpec
+from ramify.train.losses import POLICY_LOSSES
+from ramify.train.losses.loss import LossSpec
 from ramify.train.optional_fields import check_optional
 from ramify.train.placement.placement_spec import PlacementSpec
-from ramify.train.policy_losses import POLICY_LOSSES
 from ramify.train.redacted import redacted
-from ramify.train.rollout import RolloutOptions
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import BUDGET
 from ramify.train.signals.signal_reader import signals_of
-from ramify.train.stages import StepSampleSpec
 from ramify.train.training_loop import Schedule
 
 

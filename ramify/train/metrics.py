@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.evaluate.report import RIGHT
+from ramify.evaluate.evaluation_report import RIGHT
 from ramify.evaluate.statistics import pass_at_k
 from ramify.tasks.base import total
 from ramify.types.trajectory import Call, Group, Trajectory

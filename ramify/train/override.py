@@ -11,7 +11,6 @@ custom one) sets a new instance with its defaults.
 
 from __future__ import annotations
 
-import importlib
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,11 +18,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+from ramify.plugins import Registry
 from ramify.train.renamed_fields import new_name
 
 T = TypeVar("T")
-Choices = Mapping[str, Mapping[str, Any]]
-"""Dotted name of a field -> name -> the class it stands for, or its dotted path."""
+Choices = Mapping[str, Registry]
+"""Dotted name of a field -> what its names stand for."""
 
 
 def override(config: T, assignments: Sequence[str], choices: Choices | None = None) -> T:
@@ -37,26 +37,6 @@ def override(config: T, assignments: Sequence[str], choices: Choices | None = No
             )
         config = _set(config, name.split("."), text, name, choices or {})
     return config
-
-
-def load_class(path: str) -> Any:
-    """The class (or function) at ``module:name`` or ``module.name``. Raises ConfigError."""
-    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"'{path}' cannot be imported: {error}") from error
-
-
-def of_name(name: str, table: Mapping[str, Any], what: str) -> Any:
-    """The class that ``name`` stands for: an entry of ``table``, or a dotted path. Raises
-    ConfigError."""
-    if name not in table and not {".", ":"} & {*name}:
-        raise ConfigError(
-            f"unknown {what} '{name}': {nearest(name, table)}; or module:name of a custom one"
-        )
-    entry = table.get(name, name)
-    return load_class(entry) if isinstance(entry, str) else entry
 
 
 def _set(value: Any, path: Sequence[str], text: str, dotted_name: str, choices: Choices) -> Any:
@@ -95,7 +75,7 @@ def _set(value: Any, path: Sequence[str], text: str, dotted_name: str, choices: 
 
 def _value(owner: msgspec.Struct, field: str, text: str, dotted_name: str, choices: Choices) -> Any:
     if dotted_name in choices and text not in ("null", "none", ""):
-        return of_name(text, choices[dotted_name], dotted_name)()
+        return choices[dotted_name].of(text)()
     kind = typing.get_type_hints(type(owner)).get(field, Any)
     tagged = _by_tag(kind, text)
     if tagged is not None:

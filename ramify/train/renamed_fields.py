@@ -5,7 +5,8 @@ read and resumed.
     new_name("late")                                 ->  "rl.sample.grace_steps"
     with_new_names({"threads": 0})                   ->  {"threads": None}
 
-Not here: classes and modules that were renamed (``CHANGELOG.md``).
+Not here: modules that moved (``ramify/plugins.py``), and classes that were renamed
+(``CHANGELOG.md``).
 """
 
 from __future__ import annotations

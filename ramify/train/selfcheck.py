@@ -27,7 +27,7 @@ from ramify.clients.base import Request, Sampling
 from ramify.errors import TrainError
 from ramify.inference.base import EngineLost, InferenceClient, engines_of
 from ramify.train.backends.base import Backend
-from ramify.train.pack import pack
+from ramify.train.data.pack import pack
 from ramify.types.message import Message, Reply
 from ramify.types.sequence import Batch, TokenSequence
 from ramify.types.trajectory import Group, Trajectory

@@ -22,20 +22,26 @@ import msgspec
 
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item, Task
-from ramify.train import induction
-from ramify.train.algorithms.base import Algorithm, AssignedStep, finish, needs_of, remembering
+from ramify.train.advantages.base import (
+    Algorithm,
+    AssignedRollout,
+    AssignedStep,
+    finish,
+    needs_of,
+    remembering,
+)
 from ramify.train.backends.base import OptimizerSpec
-from ramify.train.compile import sequences
-from ramify.train.group_queue import GroupQueue, StepGroups
+from ramify.train.data import induction
+from ramify.train.data.compile import sequences
+from ramify.train.data.sft_data import order
 from ramify.train.group_records import GroupRecord, account
-from ramify.train.loss import LossSpec
+from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import of_rollouts
-from ramify.train.optional_fields import check_optional
-from ramify.train.rollout import Rollouter
-from ramify.train.roots import RootCount, first_items
-from ramify.train.sft_data import order
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
+from ramify.train.rollouts.rollouter import Rollouter
+from ramify.train.rollouts.roots import RootCount, first_items
 from ramify.train.signals.signal_reader import RunSignals, SignalReader
-from ramify.train.token_credit import AssignedRollout
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
 
@@ -227,63 +233,6 @@ class SftStage(FixedDataStage):
 
     async def work(self, step: int) -> StepData:
         return StepData([Minibatch([self._rows[index] for index in self._order[step]], None)], {})
-
-
-class StepSampleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How much each step of reinforcement learning samples."""
-
-    items: int = 24
-    """Items of the task per step."""
-    first_item: int = 0
-    """Index of the first item in the training split. After a stage with demonstrations, the default
-    is the first item that was not demonstrated."""
-    max_items: int | None = None
-    """Dynamic sampling: the most items that a step may try until ``items`` of them have a signal;
-    None: no dynamic sampling."""
-    minibatches: int = 1
-    """Number of optimizer steps into which a step's rollouts are split."""
-    max_staleness: int = 0
-    """How many steps ahead rollouts may begin. 0: each step waits for its own rollouts. With 1 or
-    more, rollouts continue while the trainer learns, and switch to newer weights as they arrive;
-    see ``group_queue.py``."""
-    grace_steps: int = 4
-    """With ``max_staleness`` above 0: how many more steps a slow rollout may take before a step
-    waits for it. With 0 grace steps no token is older than ``max_staleness``, and ``max_staleness +
-    1`` steps take at least as long as the slowest rollout."""
-    straggler_factor: float | None = None
-    """Give up a rollout that takes longer than this many times the median, if its step waits for
-    nothing else; None: never."""
-    pause: bool = False
-    """Pause new rollouts while the policy is evaluated, so that only rollouts in progress compete
-    with the evaluation."""
-
-    @property
-    def max_token_staleness(self) -> int:
-        """Maximum staleness of a token, in steps, when it is learned from."""
-        return self.max_staleness + self.grace_steps if self.max_staleness else 0
-
-    def __post_init__(self) -> None:
-        if self.grace_steps < 0:
-            raise ConfigError(f"rl.sample: grace_steps={self.grace_steps} must be at least 0")
-        check_optional("rl.sample", "no dynamic sampling", max_items=self.max_items)
-        check_optional("rl.sample", "never", straggler_factor=self.straggler_factor)
-        if self.straggler_factor is not None and self.straggler_factor < 1:
-            raise ConfigError(
-                f"rl.sample: straggler_factor={self.straggler_factor:g} is a multiple of the "
-                "median: at least 1, or null for never"
-            )
-        if (
-            self.items < 1
-            or self.minibatches < 1
-            or self.max_staleness < 0
-            or (self.max_items is not None and self.max_items < self.items)
-        ):
-            raise ConfigError(
-                f"rl.sample: items={self.items} and minibatches={self.minibatches} must be at "
-                "least 1, "
-                f"max_items={self.max_items} null or at least items, "
-                f"max_staleness={self.max_staleness} not negative"
-            )
 
 
 class RlStage:

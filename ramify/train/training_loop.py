@@ -36,6 +36,8 @@ from ramify.train import group_records as group_file
 from ramify.train import metrics as metric_file
 from ramify.train.backends.base import Backend, ReferenceModel
 from ramify.train.checkpoint import FOLDER, CheckpointState, CheckpointStore, read_state, verify
+from ramify.train.data.pack import attach, describe, pack
+from ramify.train.data.sft_data import write
 from ramify.train.guards import (
     GuardState,
     GuardVerdict,
@@ -45,9 +47,7 @@ from ramify.train.guards import (
 )
 from ramify.train.metrics import MetricsFile, StepMetrics
 from ramify.train.optional_fields import check_optional
-from ramify.train.pack import attach, describe, pack
 from ramify.train.selfcheck import SelfCheck
-from ramify.train.sft_data import write
 from ramify.train.signals.scorer import REFERENCE
 from ramify.train.stages import Minibatch, StepData, StepSource, TrainingStage
 from ramify.train.watchdog import RunWatchdog, SerialThread, StallError
@@ -82,7 +82,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class PolicyHandle(Protocol):
-    """What the loop does with the policy except training it; see ``build/policy_publisher.py``."""
+    """What the loop does with the policy except training it; see ``train/publisher.py``."""
 
     @property
     def version(self) -> int:

@@ -177,3 +177,8 @@ def _check_lengths(what: str, unit: str, length: int, streams: dict[str, Any]) -
                 f"{what} of {length} {unit} has {len(values)} entries in '{name}': there must be "
                 "one for each"
             )
+
+
+def call_of(name: str) -> str:
+    """The call that a sequence belongs to: ``7c1f/call=0.3/path=1`` -> ``7c1f/call=0.3``."""
+    return name.partition("/path=")[0]

@@ -1,7 +1,7 @@
 """Data of an evaluation's page: scores with intervals for each kind of item, and all attempts.
 
-The scores are those of evaluate/report.py. They need resampling, so they are cached until the
-record grows.
+The scores are those of evaluate/evaluation_report.py. They need resampling, so they are cached
+until the record grows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.evaluate.evaluation_report import RIGHT, EvaluationReport, difference, report
 from ramify.evaluate.record import read
-from ramify.evaluate.report import RIGHT, EvaluationReport, difference, report
 from ramify.evaluate.run import AttemptOutcome, Evaluation
 from ramify.evaluate.statistics import pass_at_k
 from ramify.viewer.run_library import RunLibrary

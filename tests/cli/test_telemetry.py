@@ -73,8 +73,8 @@ def test_spans_reach_a_collector(shell: Shell) -> None:
 RECIPE = """
 import msgspec
 from ramify.train.config import EvaluateSpec
-from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
+from ramify.train.rollouts.admission_rules import StepSampleSpec
 from tests.train.small import small
 
 def run():

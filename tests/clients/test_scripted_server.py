@@ -193,7 +193,7 @@ def test_a_port_in_use_is_named():
 def test_from_the_command_line(tmp_path):
     script = tmp_path / "script.json"
     script.write_text('[{"match": "", "reply": "hello"}]')
-    command = [sys.executable, "-m", "ramify.clients.scripted_server"]
+    command = [sys.executable, "-m", "ramify.testing", "serve"]
     with subprocess.Popen([*command, str(script)], stdout=subprocess.PIPE, text=True) as process:
         url = process.stdout.readline().strip()
         status, _, body = post(url + "/chat/completions", ASK)
@@ -211,4 +211,4 @@ def test_from_the_command_line(tmp_path):
     }
     assert models["data"][0]["max_model_len"] == 128_000
     wrong = subprocess.run([*command, str(tmp_path / "none.json")], capture_output=True, text=True)
-    assert (wrong.returncode, wrong.stderr.startswith("error: script ")) == (1, True)
+    assert (wrong.returncode, wrong.stderr.startswith("error: script ")) == (2, True)

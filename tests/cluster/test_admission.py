@@ -1,5 +1,5 @@
 """The simulated queue decides as the real one does: what it took when is played to
-``train/group_queue.py``, event by event."""
+``train/rollouts/group_queue.py``, event by event."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ramify.cluster.simulate import SimulationSetting
 from ramify.cluster.simulated_engine import SimulatedEngine
 from ramify.cluster.simulated_rollout import SimulatedStage
 from ramify.tasks.base import Item
-from ramify.train.concurrency import ConcurrencyController
-from ramify.train.group_queue import GroupQueue
-from ramify.train.rollout import GroupRollout
-from ramify.train.stages import StepSampleSpec
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.concurrency import ConcurrencyController
+from ramify.train.rollouts.group_queue import GroupQueue
+from ramify.train.rollouts.rollouter import GroupRollout
 from ramify.types.trajectory import Group, Trajectory
 
 NUM_STEPS = 12

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ramify.build.execute import train
 from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parser import UsageError
 from ramify.cli.simulate_command import COMMAND
@@ -17,10 +16,11 @@ from ramify.cluster.simulation_inputs import measured
 from ramify.errors import ConfigError
 from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import EvaluateSpec, SftSpec, TaskSpec
+from ramify.train.data.sft_data import write
+from ramify.train.execute import train
 from ramify.train.group_records import GroupRecord
 from ramify.train.group_records import write as write_accounts
 from ramify.train.metrics import MetricsFile
-from ramify.train.sft_data import write
 from ramify.train.training_loop import Schedule
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Call, Cell, Trajectory, Turn

@@ -17,8 +17,8 @@ from ramify.inference.local.generation import Generation
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import LoraSpec, PolicySpec, RlSpec, Run
-from ramify.train.loss import LossSpec
-from ramify.train.pack import pack
+from ramify.train.data.pack import pack
+from ramify.train.losses.loss import LossSpec
 from tests.inference import helpers
 from tests.train.backends.small import CONFIG, policy, tree
 from tests.train.small import small

@@ -25,7 +25,7 @@ from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import Run, plain
 from ramify.train.metrics import MetricsFile
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
-from ramify.train.stages import StepSampleSpec
+from ramify.train.rollouts.admission_rules import StepSampleSpec
 from tests.cluster.test_memory import half
 from tests.train.small import small
 

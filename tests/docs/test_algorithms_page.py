@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ramify.train.algorithms import ALGORITHMS
-from ramify.train.corrections import CORRECTIONS
-from ramify.train.policy_losses import POLICY_LOSSES
+from ramify.train.advantages import ALGORITHMS
+from ramify.train.losses import POLICY_LOSSES
+from ramify.train.losses.corrections import CORRECTIONS
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")

@@ -36,6 +36,7 @@ def reader(tmp_path, url, monkeypatch):
     world.furnish(tmp_path)
     found = world.environment(tmp_path, url)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as Python has its reader's folder
     for name in os.environ.keys() - found.keys():
         monkeypatch.delenv(name)
     for name, value in found.items():
@@ -48,11 +49,18 @@ def test_every_block_is_run_or_says_why_not():
     assert [block.place for block in RUN if block.language not in known] == []
     assert {block.page for block in RUN} == {
         "README.md",
-        "algorithms.md",
+        "answers.md",
+        "ask.md",
         "cli.md",
+        "conversations.md",
+        "evaluate.md",
         "library.md",
         "models.md",
+        "own-algorithm.md",
+        "prices.md",
+        "quickstart.md",
         "sandbox.md",
+        "scripted.md",
         "signals.md",
         "tasks.md",
     }
@@ -111,18 +119,23 @@ def test_python(page, reader):
             started = eval(code, namespace)
             if inspect.iscoroutine(started):
                 asyncio.run(started)
-    if page == "tasks.md":
+    if page == "evaluate.md":
         assert [outcome.error for outcome in namespace["found"].outcomes] == [""] * 4
     elif page == "signals.md":
         assert list(namespace["rl"].signals) == ["process", "teacher"]
-    elif page == "algorithms.md":
+    elif page == "tasks.md":
+        assert namespace["task"].name == "dataset"
+    elif page == "plugins.md":
+        assert namespace["task"].name == "colors"
+    elif page == "own-algorithm.md":
         # Remove what the page registered, so that later tests do not find it.
         for table, name in (
             ("ALGORITHMS", "median"),
             ("POLICY_LOSSES", "bounded"),
             ("CREDITS", "deep"),
         ):
-            assert namespace[table]._table.pop(name)
+            assert name in namespace[table]
+            namespace[table].forget()
     else:
         assert namespace["result"].response == "web-3"
 

@@ -74,10 +74,11 @@ def furnish(folder: Path) -> None:
             "create table orders (id integer, due text); insert into orders values (1, "
             "'2026-03-01')"
         )
-    command = folder / "bin" / "ramify"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ramify "$@"\n')
-    command.chmod(0o755)
+    (folder / "bin").mkdir()
+    for name, options in (("ramify", "-m ramify"), ("python", "")):
+        command = folder / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {options} "$@"\n')
+        command.chmod(0o755)
 
 
 def environment(folder: Path, url: str) -> dict[str, str]:

@@ -14,8 +14,8 @@ from ramify import Store
 from ramify.clients.base import Sampling
 from ramify.clients.scripted import refused
 from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
+from ramify.evaluate.evaluation_report import difference, report, table
 from ramify.evaluate.record import EvaluationRecord, EvaluationRecords, read, same_plan, unfinished
-from ramify.evaluate.report import difference, report, table
 from ramify.evaluate.run import AttemptOutcome, evaluate
 from ramify.evaluate.statistics import MeanEstimate
 from ramify.tasks.base import TaskStart

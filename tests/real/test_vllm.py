@@ -22,7 +22,7 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync.layout import source, sources
 from ramify.models.load import load, save
-from ramify.train.lora import attach, merged, unmerged
+from ramify.train.backends.lora import attach, merged, unmerged
 from ramify.types.message import Message
 
 VLLM = os.environ.get("RAMIFY_VLLM", "")

@@ -16,7 +16,7 @@ import pytest
 from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.jail.probe import probe
 from ramify.sandbox.jail.provider import JailSandbox
-from ramify.sandbox.run_conformance import check
+from ramify.sandbox.run_conformance import check_sandbox
 
 TIERS = "ABC"
 _UNSHARE = {"x86_64": 272, "aarch64": 97}.get(os.uname().machine, 272)
@@ -54,7 +54,7 @@ async def _broken(tier: str) -> list[str]:
     )
     sandbox = JailSandbox(spec, deny=WITHOUT[tier])
     try:
-        results = await check(sandbox, spec)
+        results = await check_sandbox(sandbox, spec)
     finally:
         await sandbox.close()
     return [f"{result.check}: {result.detail}" for result in results if result.passed is False]

@@ -25,7 +25,7 @@ from ramify.tasks.base import (
 )
 from ramify.tasks.scoring import exact, numeric
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
-from ramify.tasks.validate import answered, validate
+from ramify.tasks.validation import answered, validate
 
 
 def make(rng: random.Random) -> Item:

@@ -13,7 +13,7 @@ import pytest
 from ramify.errors import ConfigError, SourceError
 from ramify.tasks.base import Item, task_of
 from ramify.tasks.data import dataset
-from ramify.tasks.validate import validate
+from ramify.tasks.validation import validate
 
 ROWS = [
     {"question": f"What is {n}+{n}?", "answer": 2 * n, "level": "easy" if n < 5 else "hard"}

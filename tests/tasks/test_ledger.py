@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ramify import RLM, SandboxSpec
-from ramify.build.recipe import recipe
 from ramify.errors import ConfigError
 from ramify.sandbox.base import digest_of
 from ramify.tasks.base import Item, scored, task_of
@@ -30,7 +29,8 @@ from ramify.tasks.ledger.ledger_rows import (
     solve,
 )
 from ramify.tasks.ledger.task import LedgerQuestion, documents_of, ledger
-from ramify.tasks.validate import validate
+from ramify.tasks.validation import validate
+from ramify.train.recipe import load_recipe
 from ramify.types.trajectory import Call, ContextRef, Parent, Stop, Trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +181,7 @@ def test_without_a_share_of_long_items_nothing_changes(long_chars: tuple[int, in
 @pytest.mark.slow
 def test_the_recursive_recipe_meets_lengths_of_seven_digits() -> None:
     """In its demonstrations and rollouts, as the demo asks about one."""
-    run = recipe(ROOT / "recipes/tiny_recursive.py")
+    run = load_recipe(ROOT / "recipes/tiny_recursive.py")
     assert run.sft is not None
     for spec in (run.task, run.sft.task):
         assert spec is not None

@@ -10,7 +10,7 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.tasks.needle import needle
-from ramify.tasks.validate import validate
+from ramify.tasks.validation import validate
 
 
 @pytest.mark.parametrize("chars", [1000, 50_000, 10_000_000])

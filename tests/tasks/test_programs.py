@@ -31,7 +31,7 @@ from ramify.tasks.programs.program_library import (
 )
 from ramify.tasks.programs.task import programs
 from ramify.tasks.programs.vocabulary import HINT, NO_PROGRAM, WORDS
-from ramify.tasks.validate import validate
+from ramify.tasks.validation import validate
 from ramify.types.message import Message
 
 KNOWN = library()
@@ -110,7 +110,7 @@ def test_the_evaluator_says_what_python_says() -> None:
     async def nobody(name: str, args: object, kwargs: object) -> None:
         raise AssertionError(name)
 
-    from ramify.engine.notebook import _prelude
+    from ramify.engine.call_notebook import _prelude
 
     prelude = _prelude(1000)
     fast, real = (asyncio.run(shown(open_sandbox(spec))) for spec in (EVALUATOR, SandboxSpec()))
@@ -136,7 +136,9 @@ def test_the_evaluator_runs_nothing_and_serves_no_other_task() -> None:
 
 
 def test_sandboxes_by_module() -> None:
-    with pytest.raises(ConfigError, match="cannot be imported"):
+    with pytest.raises(
+        ConfigError, match=r"sandbox 'no\.such\.module' cannot be loaded: No module"
+    ):
         open_sandbox(SandboxSpec(provider="no.such.module"))
     with pytest.raises(ConfigError, match="has no open_provider"):
         open_sandbox(SandboxSpec(provider="ramify.tasks.programs.program_library"))

@@ -12,7 +12,7 @@ from ramify.engine.scaffold import TINY
 from ramify.errors import ConfigError
 from ramify.tasks.base import Item, scored
 from ramify.tasks.text_env import ENDED, EnvEpisode, env_task
-from ramify.tasks.validate import answered, validate
+from ramify.tasks.validation import answered, validate
 from tests.evaluate.helpers import evaluated, plan
 
 

@@ -14,14 +14,14 @@ import pytest
 from ramify import RLM, Limits, ScriptedClient
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, SourceError
-from ramify.evaluate.report import report, table
+from ramify.evaluate.evaluation_report import report, table
 from ramify.evaluate.run import EvaluationPlan, evaluate
 from ramify.tasks.base import Item, scored, task_of
 from ramify.tasks.toolmath.demos import conversation, demonstrations
 from ramify.tasks.toolmath.problem_rows import item_of
 from ramify.tasks.toolmath.task import auto, toolmath
-from ramify.tasks.validate import answered, validate
-from ramify.train.sft_data import trajectory_of
+from ramify.tasks.validation import answered, validate
+from ramify.train.data.sft_data import trajectory_of
 from ramify.types.boxed import last_boxed
 from ramify.types.message import Message
 
@@ -127,7 +127,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         toolmath()
     with pytest.raises(SourceError, match="does not exist"):
         toolmath(test=str(tmp_path / "none.jsonl"))
-    with pytest.raises(ConfigError, match="unknown verifier 'exakt': did you mean 'exact'"):
+    with pytest.raises(ConfigError, match="unknown score 'exakt': did you mean 'exact'"):
         toolmath(test=[AIME["Maxwell-Jia/AIME_2024"]], verifier="exakt")
 
 

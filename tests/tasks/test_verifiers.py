@@ -10,7 +10,7 @@ import pytest
 
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import scored
-from ramify.tasks.validate import answered, validate
+from ramify.tasks.validation import answered, validate
 from ramify.tasks.verifiers import from_verifiers
 
 needs_verifiers = pytest.mark.skipif(

@@ -12,13 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build.execute import closing, train
-from ramify.build.recipe import recipe, stored
-from ramify.build.run_parts import RunParts
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.algorithms.grpo import GRPO
-from ramify.train.algorithms.sft import SFT
+from ramify.train.advantages.group_estimators import GRPO
+from ramify.train.advantages.sft import SFT
+from ramify.train.assemble import RunParts
 from ramify.train.backends.base import OptimizerSpec, ShardSpec
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, check_config, read_state
 from ramify.train.config import (
@@ -33,8 +31,10 @@ from ramify.train.config import (
     WarmUpSpec,
     plain,
 )
-from ramify.train.loss import LossSpec
-from ramify.train.rollout import RolloutOptions
+from ramify.train.execute import closing, train
+from ramify.train.losses.loss import LossSpec
+from ramify.train.recipe import load_recipe, stored
+from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.train.small import SHAPE, small
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -221,12 +221,12 @@ def test_combinations_that_mean_nothing(make: Any, message: str) -> None:
 
 
 def test_recipes_are_read_and_overridden() -> None:
-    run = recipe(RECIPES / "tiny.py", ["rl.algorithm=grpo", "rl.optim.lr=1e-5", "seed=3"])
+    run = load_recipe(RECIPES / "tiny.py", ["rl.algorithm=grpo", "rl.optim.lr=1e-5", "seed=3"])
     assert run.rl is not None
     assert (run.rl.algorithm, run.rl.optim.lr, run.seed) == (GRPO(), 1e-5, 3)
     with pytest.raises(ConfigError, match="no field 'optm'"):
-        recipe(RECIPES / "tiny.py", ["rl.optm.lr=1"])
-    recursive = recipe(RECIPES / "tiny_recursive.py")
+        load_recipe(RECIPES / "tiny.py", ["rl.optm.lr=1"])
+    recursive = load_recipe(RECIPES / "tiny_recursive.py")
     assert recursive.task == TaskSpec(name="ledger", options={"multi": 1.0, "long": 0.05})
 
 
@@ -237,7 +237,7 @@ def test_no_rollout_of_a_recipe_is_cut_on_a_busy_machine(path: Path) -> None:
     if path.stem == "rl_loop":  # a standalone script
         assert "max_seconds=86_400" in path.read_text()
         return
-    run = recipe(path)
+    run = load_recipe(path)
     assert run.limits.max_seconds == 86_400 > 10 * run.stall_s
     assert run.rl is None or (run.rl.sample.max_staleness, run.rl.sample.straggler_factor) == (
         0,
@@ -250,9 +250,9 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("def run(): return 4")
     for name in ("no_run.py", "other.py"):
         with pytest.raises(ConfigError, match=r"has no `def run\(\) -> Run`"):
-            recipe(tmp_path / name)
+            load_recipe(tmp_path / name)
     with pytest.raises(ConfigError, match=r"missing\.py is not a recipe: the file does not exist"):
-        recipe(tmp_path / "missing.py")
+        load_recipe(tmp_path / "missing.py")
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.build.execute import train
-from ramify.build.recipe import stored
 from ramify.errors import StoreError
 from ramify.inference.base import TINY
 from ramify.models import checksums
 from ramify.models.load import load, save
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state, verify
-from ramify.train.loss import LossSpec
+from ramify.train.execute import train
+from ramify.train.losses.loss import LossSpec
+from ramify.train.recipe import stored
 from ramify.train.training_loop import Schedule
 from tests.train.small import small, weights_of
 

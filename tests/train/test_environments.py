@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ramify import RLM, ScriptedClient
-from ramify.build.execute import train
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
 from ramify.models.load import load
@@ -22,10 +21,11 @@ from ramify.tasks.text_env import env_task
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import PolicySpec, SftSpec, TaskSpec
-from ramify.train.rollout import RolloutOptions
-from ramify.train.sft_data import read as read_trajectories
-from ramify.train.sft_data import write
-from ramify.train.stages import StepSampleSpec
+from ramify.train.data.sft_data import read as read_trajectories
+from ramify.train.data.sft_data import write
+from ramify.train.execute import train
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
 from tests.train.small import SHAPE, small
 from tests.train.test_loop import read_rows

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build.execute import train
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.weight_sync.held_weights import sweep
 from ramify.inference.weight_sync.shared_memory import SharedMemorySync
@@ -27,8 +26,9 @@ from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.train import group_records
 from ramify.train.config import EvaluateSpec, Run, TaskSpec
+from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics, read
-from ramify.train.rollout import RolloutOptions
+from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
 from ramify.types.trajectory import Trajectory
 from tests.train.small import _even, _make, small, weights_of

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ramify.build.recipe import recipe, stored
 from ramify.errors import ConfigError
 from ramify.models.fingerprint import fingerprint
 from ramify.models.load import load
 from ramify.train import group_records, metrics
 from ramify.train.checkpoint import find, read_state, verify
+from ramify.train.recipe import load_recipe, stored
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden_run"
 
@@ -73,8 +73,8 @@ def test_a_renamed_field_is_named_in_one_sentence(folder: Path, field: str, now:
 def test_a_recipe_with_a_renamed_field_is_told_the_new_name(tmp_path: Path) -> None:
     old = tmp_path / "old.py"
     old.write_text(
-        "from ramify.train.stages import StepSampleSpec\n\n\ndef run():\n    return "
+        "from ramify.train.rollouts.admission_rules import StepSampleSpec\n\n\ndef run():\n    return "
         "StepSampleSpec(late=3)\n"
     )
     with pytest.raises(ConfigError, match=r"late is called rl\.sample\.grace_steps now$"):
-        recipe(old)
+        load_recipe(old)

@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.build.execute import train
 from ramify.errors import ConfigError
 from ramify.train import group_records
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
+from ramify.train.execute import train
 from ramify.train.group_records import GroupRecord
 from ramify.train.metrics import StepMetrics
-from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import StepSampleSpec
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
 from tests.train.small import small
 from tests.train.test_loop import Killed

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ramify.build.execute import train
 from ramify.cli.supervise import supervise
 from ramify.errors import RunInUse
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, find
+from ramify.train.execute import train
 from ramify.train.lock import FILE, holder, locked
 from tests.cli.helpers import Shell
 from tests.train.small import small

@@ -14,23 +14,23 @@ import msgspec
 import pytest
 import torch
 
-from ramify.build.execute import train
 from ramify.clients.base import Request, Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import SamplingDefaults, load
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
-from ramify.train.algorithms.sft import SFT
+from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import PolicySpec, SftSpec, TaskSpec
+from ramify.train.data.pack import pack
+from ramify.train.data.sft_data import read as read_trajectories
+from ramify.train.execute import train
 from ramify.train.guards import TrainingGuard
-from ramify.train.loss import LossSpec
+from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import StepMetrics, read
-from ramify.train.pack import pack
-from ramify.train.sft_data import read as read_trajectories
 from ramify.train.stages import FixedDataStage, Minibatch, StepData
 from ramify.train.training_loop import Schedule, TrainingLoop
 from ramify.types.message import Message

@@ -10,16 +10,16 @@ import msgspec
 import pytest
 import torch
 
-from ramify.build.execute import train
-from ramify.train.algorithms.ppo import PPO
-from ramify.train.algorithms.rae import RAE
-from ramify.train.algorithms.reinforce_pp import ReinforcePP
-from ramify.train.algorithms.remax import ReMax
+from ramify.train.advantages.ppo import PPO
+from ramify.train.advantages.rae import RAE
+from ramify.train.advantages.reinforce_pp import ReinforcePP
+from ramify.train.advantages.remax import ReMax
 from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import CriticSpec, PolicySpec, Run
+from ramify.train.execute import train
 from ramify.train.guards import CollapseAlarms, TrainingGuard
-from ramify.train.loss import LossSpec
-from ramify.train.policy_losses import Decoupled, ProxApprox
+from ramify.train.losses import Decoupled, ProxApprox
+from ramify.train.losses.loss import LossSpec
 from ramify.train.training_loop import Schedule
 from tests.train.small import small, weights_of
 from tests.train.test_loop import read_rows

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.build.evaluation_metrics import report
 from ramify.tasks.base import Item
+from ramify.train.evaluation_metrics import report
 from ramify.train.metrics import (
     FILE,
     MetricsFile,

@@ -21,7 +21,7 @@
     train/signals/test_judges.py::test_hindsight_takes_one_hint_and_counts_what_it_rejects
     train/signals/test_teacher.py::test_the_hint_whose_teacher_agrees_most_with_the_policy_is_chosen
  8  rollouts grow until they are cut off
-    train/algorithms/test_estimators.py::test_cut_off_rollouts_can_be_masked_by_every_estimator
+    train/advantages/test_estimators.py::test_cut_off_rollouts_can_be_masked_by_every_estimator
     train/test_guards.py::test_each_alarm
     train/signals/test_judges.py::test_hindsight_passes_over_what_tells_nothing
     train/signals/test_compose.py::test_early_tokens_are_trusted_more
@@ -43,7 +43,7 @@
 14  a group of one keeps its raw reward; a weight that is ignored; bias to short ones
     test_14_one_alone_gets_nothing_and_length_buys_nothing
     train/signals/test_compose.py::test_e2_step_buckets
-    train/signals/test_credit.py::test_a_group_of_one_without_siblings_has_no_advantage
+    train/advantages/test_credit.py::test_a_group_of_one_without_siblings_has_no_advantage
 15  "it ran" taken for "it is right"
     train/signals/test_compose.py::test_process_reward_that_does_not_go_with_the_outcome_shows
 16  made-up tool output, boxes in boxes, templates applied twice
@@ -65,7 +65,7 @@ a hint that holds the answer, or is too long
 another vocabulary
     train/signals/test_teacher.py::test_a_teacher_with_another_vocabulary_is_refused_at_the_start
 a reward that is none
-    train/algorithms/test_estimators.py::test_a_reward_that_is_no_number_is_named_and_its_group_goes_on
+    train/advantages/test_estimators.py::test_a_reward_that_is_no_number_is_named_and_its_group_goes_on
     train/signals/test_compose.py::test_missing_and_impossible_rewards_are_left_out_of_their_group,
     test_a_number_that_is_none_is_left_out_and_its_rollout_named
 a stream of another length
@@ -88,10 +88,10 @@ import pytest
 import torch
 
 from ramify.errors import ConfigError
-from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.loss import LossEntries, LossSpec, compute
-from ramify.train.pack import pack
-from ramify.train.policy_losses import PpoClip
+from ramify.train.advantages.group_estimators import DrGRPO
+from ramify.train.data.pack import pack
+from ramify.train.losses import PpoClip
+from ramify.train.losses.loss import LossEntries, LossSpec, compute
 from tests.train.backends.small import policy, tree
 from tests.train.trees import call, group
 from tests.train.trees import tree as rollout
@@ -173,7 +173,7 @@ def test_12_a_policy_that_is_its_own_teacher_moves_nothing() -> None:
     """Through the real backend: the teacher's log-probabilities are those of the trainer's own
     pass, id for id."""
     from ramify.train.backends.single import SingleBackend
-    from ramify.train.pack import attach
+    from ramify.train.data.pack import attach
 
     rows, backend = tree(), SingleBackend(policy())
     for row in rows:

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from ramify.build.execute import train
-from ramify.build.recipe import recipe
+from ramify.train.execute import train
 from ramify.train.metrics import read
+from ramify.train.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 SHORT = (
@@ -51,7 +51,7 @@ def benchmark() -> ModuleType:
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The result of two steps of outcome reward, from scratch."""
     out = tmp_path_factory.mktemp("programs") / "out"
-    train(recipe(ROOT / "recipes/programs.py", SHORT), out, say=lambda _: None)
+    train(load_recipe(ROOT / "recipes/programs.py", SHORT), out, say=lambda _: None)
     return out
 
 
@@ -74,7 +74,7 @@ def test_arms_differ_by_overrides_alone(
 ) -> None:
     short = [each for each in SHORT if not each.startswith(("sft", "policy"))]
     given = ["sft=null", f"policy.path={begun}/policy", *benchmark.ARMS[arm].overrides, *short]
-    train(recipe(ROOT / benchmark.ARMS[arm].recipe, given), tmp_path, say=lambda _: None)
+    train(load_recipe(ROOT / benchmark.ARMS[arm].recipe, given), tmp_path, say=lambda _: None)
     steps = [row.values for row in read(tmp_path) if row.stage == "rl" and "learn_s" in row.values]
     assert len(steps) == 2
     assert any(name.startswith("process/" if arm == "process" else "teacher/") for name in steps[0])
@@ -83,7 +83,7 @@ def test_arms_differ_by_overrides_alone(
 @pytest.mark.filterwarnings("ignore:a live teacher:UserWarning")
 def test_every_arm_of_the_study_is_a_recipe(benchmark: ModuleType) -> None:
     for arm in benchmark.ARMS.values():
-        run = recipe(ROOT / arm.recipe, ["sft=null", "policy.path=x", *arm.overrides])
+        run = load_recipe(ROOT / arm.recipe, ["sft=null", "policy.path=x", *arm.overrides])
         assert run.rl is not None
         assert (run.rl.steps, run.rl.sample.items, run.rl.rollout.group) == (benchmark.STEPS, 8, 8)
 

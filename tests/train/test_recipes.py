@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ramify.build.execute import train
-from ramify.build.recipe import recipe
-from ramify.build.run_parts import RunParts
 from ramify.models.load import load, save
+from ramify.train.assemble import RunParts
+from ramify.train.execute import train
 from ramify.train.metrics import read
+from ramify.train.recipe import load_recipe
 from tests.train.small import SHAPE, small
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ SHORT = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "tiny_recursive"])
 def test_from_nothing_to_a_policy(name: str, tmp_path: Path) -> None:
-    run = recipe(ROOT / f"recipes/{name}.py", SHORT)
+    run = load_recipe(ROOT / f"recipes/{name}.py", SHORT)
     state = train(run, tmp_path, say=lambda _: None)
     rows = list(read(tmp_path))
     assert state.step == rows[-1].step

@@ -9,26 +9,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build.recipe import recipe, stored
 from ramify.errors import ConfigError
-from ramify.train.algorithms import ALGORITHMS
-from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.algorithms.group import GroupOptions
+from ramify.plugins import Registry
+from ramify.train.advantages import ALGORITHMS
+from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
+from ramify.train.advantages.group import GroupOptions
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import plain
-from ramify.train.loss import LossSpec
-from ramify.train.policy_losses import POLICY_LOSSES, LossFormula, LossTokens, PpoClip
-from ramify.train.registry import Registry
-from ramify.train.signals.credit import CREDITS, CreditNode, Numbers
+from ramify.train.losses import POLICY_LOSSES, LossFormula, LossTokens, PpoClip
+from ramify.train.losses.loss import LossSpec
+from ramify.train.recipe import load_recipe, stored
 from tests.train.small import small
 
 RECIPE = '''
 import msgspec
 from tests.train.small import small
-from ramify.train.algorithms import ALGORITHMS
-from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.policy_losses import POLICY_LOSSES, LossFormula
-from ramify.train.signals.credit import CREDITS
+from ramify.train.advantages import ALGORITHMS
+from ramify.train.advantages.group_estimators import DrGRPO
+from ramify.train.losses import POLICY_LOSSES, LossFormula
+from ramify.train.advantages.credit import CREDITS
 
 @ALGORITHMS.register("twice")
 class Twice(DrGRPO, frozen=True, kw_only=True, tag="twice"):
@@ -58,8 +58,8 @@ def mine(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "mine.py"
     path.write_text(RECIPE)
     yield path
-    for table, name in ((ALGORITHMS, "twice"), (POLICY_LOSSES, "plain"), (CREDITS, "nothing")):
-        table._table.pop(name, None)
+    for table in (ALGORITHMS, POLICY_LOSSES, CREDITS):
+        table.forget()
 
 
 def test_a_recipe_adds_its_own_by_decorator(mine: Path, tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_a_recipe_adds_its_own_by_decorator(mine: Path, tmp_path: Path) -> None:
         "rl.algorithm.credit=nothing",
         "rl.loss.policy=plain",
     ]
-    run = recipe(mine, [*words, "rl.loss.policy.scale=0.5"])
-    run = recipe(mine, [*words, "rl.loss.policy.scale=0.5"])  # read twice, as by a resumed run
+    run = load_recipe(mine, [*words, "rl.loss.policy.scale=0.5"])
+    run = load_recipe(mine, [*words, "rl.loss.policy.scale=0.5"])  # read twice, as by a resumed run
     assert run.rl is not None
     assert (run.rl.algorithm.times, run.rl.algorithm.credit, run.rl.loss.policy.scale) == (
         3,
@@ -108,7 +108,7 @@ def test_a_dotted_path_needs_no_registration() -> None:
         (ALGORITHMS, "gpro", r"unknown algorithm 'gpro': did you mean 'grpo'\?"),
         (POLICY_LOSSES, "pop_clip", r"unknown policy loss 'pop_clip': did you mean 'ppo_clip'\?"),
         (CREDITS, "rout", r"unknown credit 'rout': did you mean 'root'\?"),
-        (CREDITS, "no.such", r"'no\.such' cannot be imported"),
+        (CREDITS, "no.such", r"credit 'no\.such' cannot be loaded: No module named 'no'"),
     ],
 )
 def test_an_unknown_name_gets_the_nearest(table: Registry, name: str, message: str) -> None:
@@ -142,7 +142,7 @@ def test_in_a_run_as_well() -> None:
 def test_what_cannot_be_stored_is_not_registered() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'grpo' is taken by ramify\.train\.algorithms\.grpo:GRPO: choose another name",
+        match=r"'grpo' is taken by ramify\.train\.advantages\.group_estimators:GRPO: choose another name",
     ):
 
         @ALGORITHMS.register("grpo")
@@ -154,4 +154,4 @@ def test_what_cannot_be_stored_is_not_registered() -> None:
     ):
         POLICY_LOSSES.register("other")(PpoClip)
     with pytest.raises(ConfigError, match="has no name; known:"):
-        POLICY_LOSSES.made({"clip_low": 1})
+        POLICY_LOSSES.build({"clip_low": 1})

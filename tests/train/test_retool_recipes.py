@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config
 
-from ramify.build.execute import train
-from ramify.build.recipe import recipe
-from ramify.build.run_parts import RunParts
 from ramify.errors import ConfigError, SourceError
 from ramify.models.load import from_config, save
+from ramify.train.assemble import RunParts
 from ramify.train.config import Run, plain
+from ramify.train.execute import train
 from ramify.train.metrics import read
+from ramify.train.recipe import load_recipe
 from tests.models.templates import tokenizer_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -104,7 +104,7 @@ def short(name: str, files: dict[str, str]) -> Run:
             "rl.rollout.group=2",
             "schedule.evaluate_every=null",
         ]
-    return recipe(RECIPES / f"{name}.py", overrides)
+    return load_recipe(RECIPES / f"{name}.py", overrides)
 
 
 def leaves(data: Any, at: str = "") -> Iterator[tuple[str, Any]]:
@@ -116,7 +116,7 @@ def leaves(data: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_settings_are_those_of_the_study() -> None:
     sft, grpo = (
-        dict(leaves(plain(recipe(RECIPES / f"{name}.py"))))
+        dict(leaves(plain(load_recipe(RECIPES / f"{name}.py"))))
         for name in ("retool_sft", "retool_grpo")
     )
     assert [
@@ -143,7 +143,7 @@ def test_settings_are_those_of_the_study() -> None:
         "evaluate.attempts",
     )
     assert [grpo[name] for name in others] == [0.28, 0.01, 16, 16]
-    hybrid = recipe(
+    hybrid = load_recipe(
         RECIPES / "retool_hybrid.py", ["rl.signals.process.judge.model=vllm:q@http://h/v1"]
     )
     assert hybrid.rl is not None
@@ -189,11 +189,11 @@ def test_one_step_of_rollouts_in_the_jail(name: str, files: dict[str, str], tmp_
 
 def test_files_that_are_not_there_are_named(files: dict[str, str]) -> None:
     with pytest.raises(SourceError, match=r"file data/.* does not exist"):
-        RunParts(recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}"]), print)
+        RunParts(load_recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}"]), print)
     given = [f"task.options.{split}={files[split]}" for split in ("train", "validation", "test")]
     with pytest.raises(ConfigError, match=r"needs a file: give sft\.options\.source"):
         RunParts(
-            recipe(
+            load_recipe(
                 RECIPES / "retool_sft.py",
                 [f"policy.path={files['policy']}", *given, "sft.options={}"],
             ),

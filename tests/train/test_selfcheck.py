@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from ramify import RLM
-from ramify.build.preflight import first_prompt
-from ramify.build.run_parts import RunParts
 from ramify.clients.base import Request
 from ramify.errors import TrainError
 from ramify.inference.http.http_engines import HttpEngines
@@ -23,9 +21,11 @@ from ramify.inference.weight_sync.layout import sources
 from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.tasks.base import items_of
+from ramify.train.assemble import RunParts
 from ramify.train.backends.single import SingleBackend
-from ramify.train.pack import pack
-from ramify.train.rollout import Rollouter, RolloutOptions
+from ramify.train.data.pack import pack
+from ramify.train.preflight import first_prompt
+from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.selfcheck import AuditedClient, SelfCheck
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Group

@@ -11,12 +11,13 @@ import pytest
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item
 from ramify.tasks.simple import SimpleTask
-from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
-from ramify.train.concurrency import ConcurrencyController
-from ramify.train.loss import LossSpec
-from ramify.train.rollout import GroupRollout, RolloutAttempt, Rollouter
-from ramify.train.stages import RlStage, SftStage, StepData, StepSampleSpec, WarmUpStage
+from ramify.train.losses.loss import LossSpec
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.concurrency import ConcurrencyController
+from ramify.train.rollouts.rollouter import GroupRollout, RolloutAttempt, Rollouter
+from ramify.train.stages import RlStage, SftStage, StepData, WarmUpStage
 from ramify.types.trajectory import Trajectory
 from tests.train.trees import call, tree
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from ramify.build.execute import train
 from ramify.errors import ConfigError
+from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics, read
 from ramify.train.trackers.base import FILE, RunInfo, RunTrackers, flat
 from tests.train.small import small

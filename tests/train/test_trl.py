@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from ramify.train.corrections import Opsm, TokenTis
-from ramify.train.head import HeadRequest, entry_logprobs
-from ramify.train.loss import LossEntries, LossSpec, compute
-from ramify.train.pack import PackingSpec, pack
-from ramify.train.policy_losses import Cispo, DualClip, Gspo, PpoClip, Sapo
-from ramify.train.signals.weight import Reduction, weights
+from ramify.train.advantages.weight import Reduction, weights
+from ramify.train.backends.head import HeadRequest, entry_logprobs
+from ramify.train.data.pack import PackingSpec, pack
+from ramify.train.losses import Cispo, DualClip, Gspo, PpoClip, Sapo
+from ramify.train.losses.corrections import Opsm, TokenTis
+from ramify.train.losses.loss import LossEntries, LossSpec, compute
 from ramify.types.sequence import Batch, TokenSequence
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/trl_grpo.json").read_text())

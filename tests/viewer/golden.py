@@ -269,8 +269,8 @@ def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3)) -> tuple[str, str]
 
 def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed: int = 1) -> Path:
     """A folder as ``ramify train`` leaves it, with the rollouts of every tenth step."""
+    from ramify.train.data.sft_data import write
     from ramify.train.metrics import MetricsFile
-    from ramify.train.sft_data import write
 
     folder.mkdir(parents=True)
     metrics = MetricsFile(folder)

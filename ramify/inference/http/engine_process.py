@@ -2,7 +2,7 @@
 start.
 
 Their output goes to a log file, whose last lines are quoted if they fail. They end with the trainer
-(see ``ramify/child.py``).
+(see ``actors/child_process.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -19,9 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from ramify.child import ChildProcess
+from ramify.actors.child_process import ChildProcess
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import VERSIONS, InferenceSpec
+from ramify.inference.weight_sync import WEIGHT_SYNCS
 
 PROGRAMS = {
     "ramify": (sys.executable, "-m", "ramify", "serve-policy"),
@@ -87,14 +87,11 @@ class EngineProcess:
     def start(self) -> None:
         """Start the process: the first time, or again after ``close`` has returned.
 
-        Call it in a long-lived thread: the engine ends together with the thread that started it.
         Raises ConfigError if the command is not found.
         """
         environment = engine_environment(self._spec, self._index)
         try:
-            self._child = ChildProcess(
-                self._command, environment=environment, log=self.log, follow=signal.SIGTERM
-            )
+            self._child = ChildProcess(self._command, environment=environment, log=self.log)
         except OSError as error:
             raise ConfigError(
                 f"an engine cannot be started: {self._command[0]}: {error.strerror}; set "
@@ -185,7 +182,7 @@ def engine_command(
     folder, at = str(checkpoint), ["--host", host, "--port", str(port), "--dtype", dtype]
     if spec.engine == "ramify":
         own = [*at, "--weight-transfer"]
-        if ":" in spec.weight_sync_name:
+        if spec.weight_sync_name not in WEIGHT_SYNCS.ours:
             own += ["--weight-sync", spec.weight_sync_name]
         return [*begin, folder, *own, *spec.args]
     if spec.engine == "vllm":
@@ -202,6 +199,8 @@ def engine_command(
         ]
         own += ["--enable-sleep-mode"] if spec.level else []
         return [*begin, folder, *own, *spec.args]
+    if spec.engine != "sglang":
+        return [*begin, folder, *at, *spec.args]
     own = ["--enable-memory-saver"] if spec.level else []
     own += ["--enable-weights-cpu-backup"] if spec.level == 1 else []
     return [*begin, "--model-path", folder, *at, "--context-length", str(window), *own, *spec.args]

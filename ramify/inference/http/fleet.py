@@ -35,18 +35,11 @@ from ramify.inference.http.engine_process import (
     status_of,
 )
 from ramify.inference.http.engine_server import EngineServer, SampledIds
-from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.inference.http.inference_spec import ENGINES, InferenceSpec
 from ramify.inference.http.membership import EngineMembership
 from ramify.inference.http.server_checks import check, until_up
-from ramify.inference.http.sglang import SglangServer
-from ramify.inference.http.vllm import RamifyServer, VllmServer
 from ramify.models.load import Policy
 
-ENGINES: dict[str, Callable[[str, InferenceSpec, str], EngineServer]] = {
-    "ramify": RamifyServer,
-    "vllm": VllmServer,
-    "sglang": SglangServer,
-}
 Launch = Callable[[InferenceSpec, int, Path, str, int, Path], EngineHandle]
 """Function that starts an engine: (spec, index, checkpoint, dtype, window, log file) -> its
 handle."""
@@ -138,7 +131,8 @@ class EngineFleet:
         return list(self._processes)
 
     def _server(self, url: str) -> EngineServer:
-        return ENGINES[self.spec.engine](url, self.spec, self._key)
+        server: EngineServer = ENGINES.of(self.spec.engine)(url, self.spec, self._key)
+        return server
 
     async def _until_up(self, server: EngineServer, attached_s: float) -> None:
         process = self._processes.get(server.url)

@@ -33,7 +33,8 @@ from ramify.inference.http.partial_reply import PartialReply, tree_of
 from ramify.inference.http.pressure import combined
 from ramify.inference.http.update_engines import EngineWeightSync
 from ramify.inference.prompts import prompt_ids, spoken, too_long
-from ramify.inference.weight_sync.base import WeightSync, weight_sync_class
+from ramify.inference.weight_sync import WEIGHT_SYNCS
+from ramify.inference.weight_sync.base import WeightSync
 from ramify.models.load import Policy
 from ramify.types.message import Finish, Reply, Usage
 
@@ -293,7 +294,7 @@ def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
         options = {"in_place": True, **options}
     if spec.weight_sync_name == "delta" and spec.engine == "vllm":
         options |= {"places": False, "layers": True}
-    weight_sync: WeightSync = weight_sync_class(spec.weight_sync_name)(**options)
+    weight_sync: WeightSync = WEIGHT_SYNCS.of(spec.weight_sync_name)(**options)
     return weight_sync
 
 

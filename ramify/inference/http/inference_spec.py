@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.plugins import Registry
 
 VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "vllm": ((0, 29), (0, 33)),
@@ -27,12 +28,23 @@ VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 """Engine -> (first version with this protocol, first version that was not checked)."""
 KEY_VARIABLE = "RAMIFY_ENGINE_KEY"
+ENGINES = Registry(
+    "engine",
+    "ramify.engines",
+    {
+        "ramify": "ramify.inference.http.vllm:RamifyServer",
+        "vllm": "ramify.inference.http.vllm:VllmServer",
+        "sglang": "ramify.inference.http.sglang:SglangServer",
+    },
+)
+"""Name -> class that implements ``EngineServer``, called with (url, spec, key)."""
 
 
 class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Inference engines in separate processes."""
 
-    engine: Literal["ramify", "vllm", "sglang"] = "ramify"
+    engine: str = "ramify"
+    """A name in ``ENGINES``, or the place of a class (``module:name``, ``file.py:name``)."""
     urls: tuple[str, ...] = ()
     """Servers that already run, without /v1. If empty, servers are started, and stopped with the
     run."""
@@ -48,8 +60,8 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     args: tuple[str, ...] = ()
     """Additional options of the command."""
     weight_sync: str = ""
-    """How weights are sent: a name in ``inference.weight_sync.base.WEIGHT_SYNCS``, or module:Class.
-    Empty: shared memory, or files for SGLang."""
+    """How weights are sent: a name in ``inference.weight_sync.WEIGHT_SYNCS``, module:name or
+    file.py:name. Empty: shared memory, or files for SGLang."""
     weight_sync_options: dict[str, str | int | float | bool] = {}
     key_variable: str = KEY_VARIABLE
     """Environment variable with the API key of the servers. If it is not set, servers that are
@@ -82,6 +94,13 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     compute in fp32; else 0.3, or 1/32 of the path's largest log-probability if that is more."""
 
     def __post_init__(self) -> None:
+        if self.engine not in ENGINES.ours:
+            ENGINES.of(self.engine)
+            if not (self.urls or self.command):
+                raise ConfigError(
+                    f"inference.engine={self.engine}: give inference.urls, or inference.command "
+                    "that starts a server (folder, --host, --port and --dtype are added)"
+                )
         if self.num < 1:
             raise ConfigError(f"inference: num={self.num} must be at least 1")
         waits = (self.start_s, self.request_s, self.update_s, self.probe_s, self.return_s)

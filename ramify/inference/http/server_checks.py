@@ -83,7 +83,7 @@ def _check_level(url: str, software: str, level: int, facts: ServerInfo) -> None
         raise ConfigError(
             f"the engine at {url} cannot sleep at level {level} while the trainer learns "
             "(inference.sleep=learn): start it "
-            f"with {_FLAGS[software, level]}, or set inference.sleep=never"
+            f"with {_FLAGS.get((software, level), 'support for it')}, or set inference.sleep=never"
         )
 
 

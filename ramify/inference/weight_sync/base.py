@@ -21,7 +21,6 @@ tensors (see ``layout.py``).
 from __future__ import annotations
 
 import errno
-import importlib
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -31,17 +30,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ramify.errors import ConfigError, nearest
-
-WEIGHT_SYNCS = {
-    "shared": "ramify.inference.weight_sync.shared_memory:SharedMemorySync",
-    "file": "ramify.inference.weight_sync.file_sync:FileSync",
-    "gloo": "ramify.inference.weight_sync.broadcast:GlooSync",
-    "nccl": "ramify.inference.weight_sync.broadcast:NcclSync",
-    "cuda_ipc": "ramify.inference.weight_sync.cuda_ipc:CudaIpcSync",
-    "delta": "ramify.inference.weight_sync.delta:DeltaSync",
-}
-"""Name -> class."""
 CHUNK_BYTES = 32 << 20
 """Size of a chunk, which holds at least one tensor. A sync needs memory for two chunks."""
 ALIGNMENT = 64
@@ -156,21 +144,6 @@ class WeightReceiver(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def weight_sync_class(name: str) -> Any:
-    """The class of a name in ``WEIGHT_SYNCS``, or at ``module:Class``. Raises ConfigError."""
-    path = WEIGHT_SYNCS.get(name, name)
-    module, sign, attribute = path.partition(":")
-    if not sign:
-        raise ConfigError(
-            f"unknown weight sync '{name}': {nearest(name, WEIGHT_SYNCS)}; or give module:Class "
-            "of a custom one"
-        )
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the weight sync '{name}' cannot be imported: {error}") from error
 
 
 class StaleWeights(ValueError):

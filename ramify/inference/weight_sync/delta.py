@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
-from ramify.inference.weight_sync import bits
+from ramify.inference.weight_sync import WEIGHT_SYNCS, bits
 from ramify.inference.weight_sync.base import (
     AdaptedMatrix,
     Info,
@@ -38,7 +38,6 @@ from ramify.inference.weight_sync.base import (
     WeightSource,
     WeightSync,
     added,
-    weight_sync_class,
 )
 from ramify.inference.weight_sync.tensor_bundles import TensorBundles, apart
 
@@ -77,7 +76,7 @@ class DeltaSync:
             raise ConfigError(
                 f"the weight sync 'delta' cannot send by '{by}': use by=shared, gloo or nccl"
             )
-        self._by: WeightSync = weight_sync_class(by)(**options)
+        self._by: WeightSync = WEIGHT_SYNCS.of(by)(**options)
         self._places = places
         self._adapters = adapters
         self._layers = layers
@@ -259,7 +258,7 @@ class DeltaReceiver:
             "cuda_ipc",
         }:
             raise ValueError(f"not a weight sync that can transport a delta: {str(inner)[:100]}")
-        self._by: WeightReceiver = weight_sync_class(inner["weight_sync"]).receiver(inner)
+        self._by: WeightReceiver = WEIGHT_SYNCS.of(inner["weight_sync"]).receiver(inner)
         self._has = ""
         self._taking = ""
         self._places: dict[str, Tensor] = {}

@@ -210,7 +210,7 @@ def ledger(
     long: float = 0.0,
     long_chars: tuple[int, int] = (10_000, 3_000_000),
 ) -> SimpleTask:
-    """Return the task.
+    """Questions over generated ledgers: over one document, or over several in different formats.
 
     Args:
         seed: Seed of the generated items.

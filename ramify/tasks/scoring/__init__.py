@@ -4,6 +4,7 @@ returns a number from 0 to 1.
 
 from __future__ import annotations
 
+from ramify.plugins import Registry
 from ramify.tasks.scoring.choice import choice
 from ramify.tasks.scoring.exact import exact, normalised
 from ramify.tasks.scoring.f1 import f1
@@ -11,7 +12,6 @@ from ramify.tasks.scoring.interval import IntervalF1Score, interval_f1, line_f1
 from ramify.tasks.scoring.math_answer import MathScore, boxed_math, math_answer
 from ramify.tasks.scoring.numeric import NumericScore, last_number, numeric
 from ramify.tasks.scoring.unit_tests import UnitTestScore, unit_tests
-from ramify.tasks.simple import AnswerReward
 
 __all__ = [
     "SCORERS",
@@ -32,17 +32,22 @@ __all__ = [
     "unit_tests",
 ]
 
-SCORERS: dict[str, AnswerReward] = {
-    "boxed_math": boxed_math,
-    "choice": choice,
-    "exact": exact,
-    "f1": f1,
-    "interval_f1": interval_f1,
-    "last_number": last_number,
-    "line_f1": line_f1,
-    "math": math_answer,
-    "normalised": normalised,
-    "numeric": numeric,
-    "unit_tests": unit_tests,
-}
-"""Score name -> score."""
+SCORERS = Registry(
+    "score",
+    "ramify.scores",
+    {
+        "boxed_math": boxed_math,
+        "choice": choice,
+        "exact": exact,
+        "f1": f1,
+        "interval_f1": interval_f1,
+        "last_number": last_number,
+        "line_f1": line_f1,
+        "math": math_answer,
+        "normalised": normalised,
+        "numeric": numeric,
+        "unit_tests": unit_tests,
+    },
+    others="module:name or file.py:name of a function of (answer, item)",
+)
+"""Score name -> function of (answer, item)."""

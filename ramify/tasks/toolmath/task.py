@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError
 from ramify.tasks.base import Item, Score
 from ramify.tasks.data import DatasetItems, rows_of
 from ramify.tasks.scoring import SCORERS, exact, math_answer
@@ -36,7 +36,7 @@ HELD_OUT = 1 / 64
 def toolmath(
     *, train: Any = "", validation: Any = "", test: Any = "", verifier: str = "auto"
 ) -> SimpleTask:
-    """Return the task.
+    """Mathematics with a Python session: problems from files, answers in the last box.
 
     Args:
         train: A ``.jsonl`` or ``.parquet`` file, or a list of rows, in a form of
@@ -130,13 +130,8 @@ def whole(value: Any) -> int | None:
 
 
 def _verifier(name: str) -> AnswerReward:
-    if name == "auto":
-        return auto
-    if name not in SCORERS:
-        raise ConfigError(
-            f"toolmath: unknown verifier '{name}': {nearest(name, ['auto', *SCORERS])}"
-        )
-    return SCORERS[name]
+    verifier: AnswerReward = auto if name == "auto" else SCORERS.of(name)
+    return verifier
 
 
 def _is_given(source: Any) -> bool:

@@ -1,7 +1,7 @@
 """Low-rank adapters for sharded models, by ``peft``: base weights are frozen, A and B are trained.
 
     inject(model, lora)          on the meta device, before the model is sharded
-    begin(...)                   A random by seed, B zero: same initial values as ``train/lora.py``
+    begin(...)                   A random by seed, B zero: same initial values as ``lora.py``
     without(model)               the base model: a reference that needs no extra memory
     save(folder, lora, tensors)  in the format of peft and of inference servers
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ramify.errors import ConfigError
-from ramify.train.lora import is_chosen
+from ramify.train.backends.lora import is_chosen
 
 _A, _B, _BASE = "lora_A.default.weight", "lora_B.default.weight", "base_layer.weight"
 

@@ -21,19 +21,24 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, OldNameWarning
-from ramify.train.loss import LossSpec
+from ramify.plugins import Registry
+from ramify.train.data.pack import PackingSpec
+from ramify.train.losses.loss import LossSpec
 from ramify.train.optional_fields import check_optional
-from ramify.train.pack import PackingSpec
 from ramify.types.sequence import Batch, Floats
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-BACKENDS = {
-    "single": "ramify.train.backends.trained_model:LocalTrainedModel",
-    "fsdp": "ramify.train.backends.fsdp:FsdpTrainedModel",
-}
+BACKENDS = Registry(
+    "backend",
+    "ramify.backends",
+    {
+        "single": "ramify.train.backends.trained_model:LocalTrainedModel",
+        "fsdp": "ramify.train.backends.fsdp:FsdpTrainedModel",
+    },
+)
 """Name -> class that implements ``TrainedModel``."""
 
 

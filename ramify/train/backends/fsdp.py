@@ -28,7 +28,6 @@ from ramify.errors import ConfigError
 from ramify.inference.weight_sync.base import AdaptedMatrix
 from ramify.models.load import Policy, stored_dtype
 from ramify.models.weights import check_weights, read_weights
-from ramify.train import whole_step
 from ramify.train.backends import adapters, launch, shards
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec
@@ -39,8 +38,9 @@ from ramify.train.backends.rank_group import RankGroup
 from ramify.train.backends.sharding import on_meta
 from ramify.train.backends.single import check_window
 from ramify.train.backends.write_checkpoint import ExportedWeights, export
-from ramify.train.loss import LossSpec, LossTally
-from ramify.train.pack import PackingSpec
+from ramify.train.data.pack import PackingSpec
+from ramify.train.losses import whole_step
+from ramify.train.losses.loss import LossSpec, LossTally
 from ramify.train.placement.launcher import Launcher
 from ramify.types.sequence import Batch, Floats
 

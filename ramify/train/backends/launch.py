@@ -24,7 +24,7 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ramify.child import ChildProcess
+from ramify.actors.child_process import ChildProcess
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import ShardSpec
 from ramify.train.backends.rank_group import RankProcess

@@ -20,9 +20,9 @@ import msgspec
 
 from ramify.errors import TrainError
 from ramify.train.backends.base import Backend
-from ramify.train.loss import LossSpec
-from ramify.train.pack import PackingSpec
-from ramify.train.policy_losses import CriticOnlyLoss
+from ramify.train.data.pack import PackingSpec
+from ramify.train.losses import CriticOnlyLoss
+from ramify.train.losses.loss import LossSpec
 from ramify.types.sequence import Batch, Floats
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.rank_group import RankHeartbeat
 from ramify.train.backends.sharding import ShardedLayout, mesh_of, on_meta
 from ramify.train.backends.single import VALUE_HEAD, SingleBackend, value_head
-from ramify.train.loss import LossSpec, LossTally
+from ramify.train.losses.loss import LossSpec, LossTally
 from ramify.types.sequence import Batch, Floats
 
 

@@ -32,18 +32,17 @@ from ramify.models.load import Policy
 from ramify.models.trunk import trunk_of
 from ramify.models.weights import load_weights
 from ramify.progress import heartbeat
-from ramify.train import loss as losses
-from ramify.train import whole_step
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.head import HeadRequest, entry_logprobs
 from ramify.train.backends.heap import keep_freed_memory
 from ramify.train.backends.optimizers import CombinedOptimizer
 from ramify.train.backends.precision import decided
 from ramify.train.backends.rank_group import RemoteRankError
 from ramify.train.backends.weight_layout import SingleProcessLayout, WeightLayout
-from ramify.train.head import HeadRequest, entry_logprobs
-from ramify.train.loss import LossEntries, LossSpec, LossTally
-from ramify.train.pack import ComputeCost, PackingSpec
-from ramify.train.policy_losses import CriticOnlyLoss
+from ramify.train.data.pack import ComputeCost, PackingSpec
+from ramify.train.losses import CriticOnlyLoss, whole_step
+from ramify.train.losses import loss as losses
+from ramify.train.losses.loss import LossEntries, LossSpec, LossTally
 from ramify.types.sequence import Batch, Floats
 
 _STATE = "backend.pt"

@@ -17,11 +17,11 @@ from ramify.errors import ConfigError
 from ramify.models.load import Policy, load
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.launch import RankInfo
+from ramify.train.backends.lora import has_adapters, merged, unmerged, without
 from ramify.train.backends.own_critic import SeparateCritic
 from ramify.train.backends.precision import decided
 from ramify.train.backends.single import SingleBackend
-from ramify.train.lora import has_adapters, merged, unmerged, without
-from ramify.train.pack import PackingSpec
+from ramify.train.data.pack import PackingSpec
 from ramify.types.sequence import Batch, Floats
 
 

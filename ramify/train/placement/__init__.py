@@ -2,8 +2,6 @@
 
 placement_spec.py       the recipe's part: pools, roles, and which roles share a slot
 placement_slots.py      which process gets which slot, and whether the slots fit the pools
-resource_counts.py      how many processes each role of a run has
-sharing.py              whether the trainer and the engines share GPUs
 launcher.py             the interface that starts processes on their slots
 local_launcher.py       the launcher of this machine
 ray_launcher.py         the launcher of a Ray cluster

@@ -13,14 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ramify.child import ChildProcess, end_all
+from ramify.actors.child_process import ChildProcess, end_all
 
 _END_S = 5.0
 
 
 class NodeAgent:
-    """Starts and controls the processes of one slot. It belongs to one long-lived thread: its
-    processes end when that thread does."""
+    """Starts and controls the processes of one slot."""
 
     def __init__(self) -> None:
         self._children: dict[str, ChildProcess] = {}

@@ -4,7 +4,7 @@ back as a trajectory.
     rollouts ── attempt(item, name, sampling) ──> RolloutWorkers ──> worker 0, worker 1, …
                                                                      (``rollout_worker.py``)
 
-Seeds, groups and their order are the caller's (``train/rollout.py``), so a group is the same
+Seeds, groups and their order are the caller's (``rollouts/rollouter.py``), so a group is the same
 wherever it is sampled. A worker that ends is reported and restarted, a few times in a row. Its
 rollouts are sampled again, by it or by others: equal seeds give equal rollouts. If no worker is
 left and none is being restarted, rollouts fail with the reason.

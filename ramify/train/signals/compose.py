@@ -31,12 +31,11 @@ import msgspec
 
 from ramify.errors import ConfigError, TrainError, nearest
 from ramify.tasks.base import total
-from ramify.train.algorithms.base import Algorithm, AssignedStep
-from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.advantages.base import Algorithm, AssignedRollout, AssignedStep, Stamps
+from ramify.train.advantages.group_estimators import DrGRPO
+from ramify.train.advantages.group_norm import Norm, early_first, normalised
+from ramify.train.advantages.rollout_trees import is_scored, sampled
 from ramify.train.signals.base import SignalScore, TurnId
-from ramify.train.signals.group_norm import Norm, early_first, normalised
-from ramify.train.signals.rollout_trees import is_scored, sampled
-from ramify.train.token_credit import AssignedRollout, Stamps
 from ramify.types.trajectory import Group, Trajectory
 
 Readings = Mapping[str, Mapping[str, SignalScore]]
@@ -129,13 +128,10 @@ class Hybrid(
     """For ``route``: minimum reward of a trajectory that did not fail."""
 
     def __post_init__(self) -> None:
-        from ramify.train.algorithms import ALGORITHMS
-        from ramify.train.signals.signal_registry import build_part
+        from ramify.train.advantages import ALGORITHMS
 
         if isinstance(self.outcome, str | Mapping):
-            msgspec.structs.force_setattr(
-                self, "outcome", build_part(self.outcome, ALGORITHMS, "algorithm")
-            )
+            msgspec.structs.force_setattr(self, "outcome", ALGORITHMS.build(self.outcome))
         if isinstance(self.outcome, Hybrid):
             raise ConfigError(
                 "a hybrid wraps another algorithm, not a hybrid: add its terms to this one"

@@ -24,12 +24,13 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError
+from ramify.plugins import Registry
 from ramify.tasks.base import Item, total
 from ramify.tasks.scoring.answer_text import accepted, as_text
+from ramify.train.advantages.rollout_trees import was_cut_off
 from ramify.train.signals.base import Judge, JudgeVerdict, SignalContext, SignalScore, TurnId
 from ramify.train.signals.judge import judge_of, known_judge
 from ramify.train.signals.judge_view import steps_of, view_of
-from ramify.train.signals.rollout_trees import was_cut_off
 from ramify.types.trajectory import Group, Trajectory
 
 LONG_NUMBER = 4
@@ -334,21 +335,23 @@ class FeedbackHints(
         return hints
 
 
-HINTS = {
-    "demonstrations": "ramify.train.signals.hindsight:DemonstrationHints",
-    "feedback": "ramify.train.signals.hindsight:FeedbackHints",
-    "hindsight": "ramify.train.signals.hindsight:Hindsight",
-}
+HINTS = Registry(
+    "source of hints",
+    "ramify.hints",
+    {
+        "demonstrations": "ramify.train.signals.hindsight:DemonstrationHints",
+        "feedback": "ramify.train.signals.hindsight:FeedbackHints",
+        "hindsight": "ramify.train.signals.hindsight:Hindsight",
+    },
+)
 """Name -> the class that implements ``HintSource``."""
 
 
 def hints_of(spec: Any) -> HintSource | None:
     """The hint source that ``spec`` describes; None if ``spec`` is None. Raises ConfigError."""
-    from ramify.train.signals.signal_registry import build_part
-
     if spec is None:
         return None
-    source: HintSource = build_part(spec, HINTS, "source of hints")
+    source: HintSource = HINTS.build(spec)
     if not callable(getattr(source, "hints", None)):
         raise ConfigError(f"{spec!r} does not give hints: use one of {', '.join(HINTS)}")
     return source

@@ -21,6 +21,7 @@ import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, RamifyError
+from ramify.plugins import Registry
 from ramify.train.signals.base import Judge, JudgeVerdict, JudgeView
 from ramify.types.boxed import last_boxed
 from ramify.types.message import Message, Reply
@@ -201,19 +202,21 @@ def _text(reply: Reply | BaseException) -> str:
     return reply.message.content
 
 
-JUDGES = {
-    "hint_judge": "ramify.train.signals.judge:HintJudge",
-    "step_judge": "ramify.train.signals.judge:StepJudge",
-}
+JUDGES = Registry(
+    "judge",
+    "ramify.judges",
+    {
+        "hint_judge": "ramify.train.signals.judge:HintJudge",
+        "step_judge": "ramify.train.signals.judge:StepJudge",
+    },
+)
 """Name -> the class that implements ``Judge``."""
 
 
 def judge_of(spec: Any) -> Judge:
     """The judge that a recipe names: an instance, a name, ``module:Class``, or a mapping with
     ``name`` and options."""
-    from ramify.train.signals.signal_registry import build_part
-
-    judge: Judge = build_part(spec, JUDGES, "judge")
+    judge: Judge = JUDGES.build(spec)
     if not callable(getattr(judge, "judge", None)):
         raise ConfigError(
             f"{spec!r} is not a judge: give an object with `async judge(view) -> JudgeVerdict`"

@@ -20,7 +20,7 @@ import msgspec
 from ramify.clients.base import Client, Request, Sampling
 from ramify.clients.pool import ClientPool
 from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
-from ramify.engine.requests import prompt_hash
+from ramify.engine.model_requests import prompt_hash
 from ramify.errors import ConfigError, RamifyError
 from ramify.store.call_cache import CallCache
 from ramify.train.signals.base import ModelCaller, SignalScore, TurnId

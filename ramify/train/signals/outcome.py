@@ -12,7 +12,6 @@ Evaluate on the task's reward, never on this one.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import msgspec
 
@@ -97,7 +96,9 @@ class OutcomeSignal(
             return await self._graded(self.rubric, trajectory, item, ask)
         if not self.verifier:
             return total(trajectory.rewards, context.weights)
-        score = await asyncio.to_thread(_verifier(self.verifier), trajectory.answer, item)
+        from ramify.tasks.scoring import SCORERS
+
+        score = await asyncio.to_thread(SCORERS.of(self.verifier), trajectory.answer, item)
         return float(score)
 
     async def _graded(
@@ -114,12 +115,3 @@ class OutcomeSignal(
                 f"…{reply.message.content[-80:]!r}"
             )
         return grade
-
-
-def _verifier(name: str) -> Any:
-    from ramify.tasks.scoring import SCORERS
-    from ramify.train.override import of_name
-
-    return (
-        SCORERS[name] if name in SCORERS else of_name(name, dict.fromkeys(SCORERS, ""), "verifier")
-    )

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ramify.errors import ConfigError, RamifyError, TrainError
-from ramify.train.pack import describe, pack
+from ramify.train.data.pack import describe, pack
 from ramify.train.signals.base import ScoringRow, TokenScorer, TokenScores
 from ramify.types.sequence import TokenSequence
 

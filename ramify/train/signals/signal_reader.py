@@ -28,9 +28,10 @@ from ramify.clients.base import Client
 from ramify.clients.pool import ClientPool
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError, RamifyError
+from ramify.plugins import Registry
 from ramify.store.call_cache import CallCache
 from ramify.tasks.base import Item
-from ramify.train.algorithms.base import Algorithm
+from ramify.train.advantages.base import Algorithm
 from ramify.train.signals.base import (
     PromptRenderer,
     Signal,
@@ -278,14 +279,28 @@ class SignalReader:
             self._say(text)
 
 
+SIGNALS = Registry(
+    "signal",
+    "ramify.signals",
+    {
+        "format": "ramify.train.signals.format:FormatSignal",
+        "hindsight": "ramify.train.signals.hindsight:Hindsight",
+        "outcome": "ramify.train.signals.outcome:OutcomeSignal",
+        "process": "ramify.train.signals.process_reward:ProcessRewardSignal",
+        "teacher": "ramify.train.signals.teacher:TeacherSignal",
+        "tools": "ramify.train.signals.tool_use:ToolUseSignal",
+    },
+)
+"""Name -> the class that implements ``base.Signal``. A user's struct can be restored from a
+checkpoint if its tag is its name, or the place by which it was chosen (``my_judges:Strict``)."""
+
+
 def signals_of(specs: Mapping[str, Any]) -> dict[str, Signal]:
     """Build the signals of a recipe. Raises ConfigError, with the nearest name, for an unknown
     one."""
-    from ramify.train.signals.signal_registry import SIGNALS, build_part
-
     signals: dict[str, Signal] = {}
     for name, spec in specs.items():
-        signal: Signal = build_part(spec, SIGNALS, "signal")
+        signal: Signal = SIGNALS.build(spec)
         if not callable(getattr(signal, "read", None)):
             raise ConfigError(
                 f"signal '{name}' is {spec!r:.60}, which has no `async read(group, context)`"

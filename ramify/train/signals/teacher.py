@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, TrainError
+from ramify.train.advantages.rollout_trees import is_scored, was_cut_off
 from ramify.train.optional_fields import check_optional
 from ramify.train.signals.base import (
     PromptRenderer,
@@ -39,7 +40,6 @@ from ramify.train.signals.base import (
     TurnId,
 )
 from ramify.train.signals.hindsight import TrajectoryHints, hints_of
-from ramify.train.signals.rollout_trees import is_scored, was_cut_off
 from ramify.types.message import Message
 from ramify.types.token_path import TokenPath, TokenSpan
 from ramify.types.trajectory import Call, Group, Trajectory

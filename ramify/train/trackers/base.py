@@ -23,16 +23,20 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+from ramify.plugins import Registry
 from ramify.train.metrics import StepMetrics
-from ramify.train.override import of_name
 from ramify.train.redacted import redacted
 
-TRACKERS = {
-    "tensorboard": "ramify.train.trackers.tensorboard:TensorBoardTracker",
-    "wandb": "ramify.train.trackers.wandb:WandbTracker",
-    "mlflow": "ramify.train.trackers.mlflow:MlflowTracker",
-    "trackio": "ramify.train.trackers.trackio:TrackioTracker",
-}
+TRACKERS = Registry(
+    "tracker",
+    "ramify.trackers",
+    {
+        "tensorboard": "ramify.train.trackers.tensorboard:TensorBoardTracker",
+        "wandb": "ramify.train.trackers.wandb:WandbTracker",
+        "mlflow": "ramify.train.trackers.mlflow:MlflowTracker",
+        "trackio": "ramify.train.trackers.trackio:TrackioTracker",
+    },
+)
 """Name -> the class that implements ``Tracker``."""
 FILE = "trackers.json"
 """File in the run's folder: tracker name -> id of the run at the service."""
@@ -203,7 +207,7 @@ def _leaves(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, An
 
 
 def _class_of(name: str, options: Mapping[str, Any]) -> Any:
-    kind = of_name(name, TRACKERS, "tracker")
+    kind = TRACKERS.of(name)
     modules = getattr(kind, "modules", ())
     if modules and not any(find_spec(module) for module in modules):
         how = f"pip install 'ramify[{kind.extra}]'" if kind.extra else f"pip install {modules[0]}"

@@ -32,7 +32,7 @@ from ramify.inference.weight_sync.layout import source, sources
 from ramify.models.fingerprint import fingerprint, fingerprint_of
 from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
-from ramify.train.lora import attach, merged, unmerged
+from ramify.train.backends.lora import attach, merged, unmerged
 from ramify.types.message import Message, VersionSpan
 from tests.inference.helpers import WINDOW, pauses, policy
 

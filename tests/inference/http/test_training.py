@@ -13,10 +13,10 @@ from urllib.request import Request, urlopen
 import msgspec
 import pytest
 
-from ramify.build.execute import train
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.config import EvaluateSpec, LoraSpec, PolicySpec, Run
+from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics
 from tests.train.small import small
 

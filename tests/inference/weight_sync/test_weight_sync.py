@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
+from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import (
-    WEIGHT_SYNCS,
     AdaptedMatrix,
     StaleWeights,
     WeightReceiver,
     WeightSync,
     reserve,
-    weight_sync_class,
 )
 from ramify.inference.weight_sync.layout import source, sources
 
@@ -48,7 +47,7 @@ def weights(seed: int = 0) -> Weights:
 def carrying(
     name: str, num_engines: int = 1, **options: Any
 ) -> Iterator[tuple[WeightSync, list[WeightReceiver]]]:
-    weight_sync: WeightSync = weight_sync_class(name.split()[0])(
+    weight_sync: WeightSync = WEIGHT_SYNCS.of(name.split()[0])(
         **{**({"chunk_bytes": 600} if name != "file" else {}), **options}
     )
     receivers: list[WeightReceiver | None] = [None] * num_engines
@@ -58,7 +57,7 @@ def carrying(
         ]
 
         def make(index: int) -> None:
-            receivers[index] = weight_sync_class(infos[index]["weight_sync"]).receiver(infos[index])
+            receivers[index] = WEIGHT_SYNCS.of(infos[index]["weight_sync"]).receiver(infos[index])
 
         threads = [threading.Thread(target=make, args=(index,)) for index in range(num_engines)]
         for thread in threads:
@@ -305,7 +304,7 @@ def test_an_engine_with_another_base_gets_everything() -> None:
     with carrying("delta") as (weight_sync, receivers):
         trained, have = weights(), [{}]
         sync(weight_sync, receivers, trained, have, 1)
-        fresh = weight_sync_class("delta").receiver(weight_sync.open(1)[0])
+        fresh = WEIGHT_SYNCS.of("delta").receiver(weight_sync.open(1)[0])
         trained["a"] += 1
         chunk = next(weight_sync.chunks(sources(trained.items(), torch.float32), 2, whole=False))
         with pytest.raises(
@@ -359,7 +358,7 @@ def test_engines_that_cannot_reach_the_bytes_say_so() -> None:
             ValueError, match="shared memory is for engines on the trainer's machine"
         ):
             list(
-                weight_sync_class("shared")
+                WEIGHT_SYNCS.of("shared")
                 .receiver({"folder": "/nowhere", "name": "ramify-weights-x"})
                 .take(chunk.info)
             )
@@ -376,11 +375,11 @@ def test_engines_that_cannot_reach_the_bytes_say_so() -> None:
                 )
             )
     with pytest.raises(ValueError, match="is not the name of a weights buffer"):
-        weight_sync_class("shared").receiver({"folder": "/etc", "name": "../passwd"})
+        WEIGHT_SYNCS.of("shared").receiver({"folder": "/etc", "name": "../passwd"})
 
 
 def test_a_group_that_nobody_joins_is_not_waited_for_for_ever() -> None:
-    weight_sync = weight_sync_class("gloo")(timeout_s=0.3)
+    weight_sync = WEIGHT_SYNCS.of("gloo")(timeout_s=0.3)
     info = weight_sync.open(1)[0]
     with pytest.raises(RuntimeError):
         weight_sync.join()
@@ -388,27 +387,27 @@ def test_a_group_that_nobody_joins_is_not_waited_for_for_ever() -> None:
     with pytest.raises(
         ValueError, match=r"the trainer's group at 127\.0\.0\.1:\d+ could not be joined"
     ):
-        weight_sync_class("gloo").receiver(info)
+        WEIGHT_SYNCS.of("gloo").receiver(info)
 
 
 def test_names_of_carriers() -> None:
-    assert all(weight_sync_class(name).__doc__ for name in WEIGHT_SYNCS)
-    assert weight_sync_class(
+    assert all(WEIGHT_SYNCS.of(name).__doc__ for name in WEIGHT_SYNCS)
+    assert WEIGHT_SYNCS.of(
         "ramify.inference.weight_sync.shared_memory:SharedMemorySync"
-    ) is weight_sync_class("shared")
+    ) is WEIGHT_SYNCS.of("shared")
     with pytest.raises(ConfigError, match=r"unknown weight sync 'shred': did you mean 'shared'\?"):
-        weight_sync_class("shred")
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        weight_sync_class("nowhere:Carrier")
+        WEIGHT_SYNCS.of("shred")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        WEIGHT_SYNCS.of("nowhere:Carrier")
     with pytest.raises(ConfigError, match="cannot send by 'file'"):
-        weight_sync_class("delta")(by="file")
+        WEIGHT_SYNCS.of("delta")(by="file")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is missed")
 @pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
 def test_carriers_of_gpus_say_what_they_need(name: str) -> None:
     with pytest.raises(ConfigError, match=f"the weight sync '{name}' needs a"):
-        weight_sync_class(name)().open(1)
+        WEIGHT_SYNCS.of(name)().open(1)
 
 
 @pytest.mark.parametrize("options", [{}, {"allocate": None}])

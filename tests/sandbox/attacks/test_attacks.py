@@ -28,7 +28,7 @@ from attacks.base import ATTACKS, Attack, Verdict
 from attacks.cases import ATTACKS as ALL_ATTACKS
 from attacks.runner import Closing, Line, Opening, Told
 from attacks.watch import start_time
-from ramify.sandbox.base import PROVIDERS
+from ramify.sandbox.base import SANDBOXES
 
 IS_ROOT = os.geteuid() == 0
 assert ALL_ATTACKS is ATTACKS
@@ -134,7 +134,7 @@ def started(request: pytest.FixtureRequest) -> Started:
 
 def of_jail(started: Started, tier: str, as_root: bool) -> Findings:
     """The jail's findings, or a skip with the reason."""
-    if "jail" not in PROVIDERS or sys.platform != "linux":
+    if "jail" not in SANDBOXES or sys.platform != "linux":
         pytest.skip("there is no jail on this platform")
     if as_root and not IS_ROOT:
         pytest.skip("these tests do not run as root")

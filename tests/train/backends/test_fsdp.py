@@ -27,13 +27,13 @@ from ramify.models.load import Policy
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpBackend, FsdpModel, FsdpRanks
+from ramify.train.backends.lora import attach, merged
 from ramify.train.backends.own_critic import SeparateCritic
 from ramify.train.backends.single import SingleBackend
-from ramify.train.lora import attach, merged
-from ramify.train.loss import LossSpec
-from ramify.train.pack import ComputeCost, PackingSpec, pack
-from ramify.train.pack import attach as attach_stream
-from ramify.train.policy_losses import DppoTv, Gmpo, Gspo, KlCov
+from ramify.train.data.pack import ComputeCost, PackingSpec, pack
+from ramify.train.data.pack import attach as attach_stream
+from ramify.train.losses import DppoTv, Gmpo, Gspo, KlCov
+from ramify.train.losses.loss import LossSpec
 from tests.train.backends.small import CONFIG, VOCAB, policy, tree
 
 LOSS = LossSpec(policy=DppoTv(pull=0.1), entropy=0.01)
@@ -342,7 +342,7 @@ def test_what_is_exported_is_a_plain_checkpoint(ranks: FsdpRanks, checkpoint: Pa
     "ignore:.is_gradient_checkpointing:FutureWarning"
 )  # peft asks transformers by an old name
 def test_adapters_are_those_of_one_process(ranks: FsdpRanks, tmp_path: Path):
-    """As ``train/lora.py`` has them; only they are sent, and without them the model is the base."""
+    """As ``train/backends/lora.py`` has them; only they are sent, and without them the model is the base."""
     lora = AdapterSpec(rank=2, alpha=6.0, targets=("q_proj", "down_proj"), seed=3)
     model = ranks.spread(CONFIG, policy().model.state_dict(), lora)
     fsdp = model.backend(OptimizerSpec(lr=0.01))

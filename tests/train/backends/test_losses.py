@@ -18,17 +18,8 @@ from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.backends.own_critic import SeparateCritic
 from ramify.train.backends.single import SingleBackend
-from ramify.train.corrections import (
-    CORRECTIONS,
-    GeometricMask,
-    IcePop,
-    Opsm,
-    SequenceTis,
-    WorstTokenMask,
-)
-from ramify.train.loss import LossSpec
-from ramify.train.pack import ComputeCost, PackingSpec, pack
-from ramify.train.policy_losses import (
+from ramify.train.data.pack import ComputeCost, PackingSpec, pack
+from ramify.train.losses import (
     POLICY_LOSSES,
     ClipCov,
     CriticOnlyLoss,
@@ -36,6 +27,15 @@ from ramify.train.policy_losses import (
     KlCov,
     PpoClip,
 )
+from ramify.train.losses.corrections import (
+    CORRECTIONS,
+    GeometricMask,
+    IcePop,
+    Opsm,
+    SequenceTis,
+    WorstTokenMask,
+)
+from ramify.train.losses.loss import LossSpec
 from ramify.types.sequence import Batch, TokenSequence
 from tests.train.backends.small import policy, tree
 

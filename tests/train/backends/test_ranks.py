@@ -16,21 +16,21 @@ import msgspec
 import pytest
 import torch
 
-from ramify.build.execute import train
 from ramify.cli.supervise import supervise
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.base import TINY
 from ramify.models.weights import read_weights
 from ramify.train import group_records
-from ramify.train.algorithms.ppo import PPO
+from ramify.train.advantages.ppo import PPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.launch import is_restarted
 from ramify.train.backends.rendezvous import gather
 from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run, TaskSpec
-from ramify.train.loss import LossSpec
+from ramify.train.execute import train
+from ramify.train.losses import ImportanceSampling, LossTokens
+from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import read
-from ramify.train.policy_losses import ImportanceSampling, LossTokens
 from ramify.train.training_loop import Schedule
 from tests.train.small import small, weights_of
 from tests.train.test_faults import GATE, LINUX, below, kill

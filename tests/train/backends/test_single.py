@@ -18,9 +18,9 @@ from transformers import GPT2Config, MistralConfig
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
-from ramify.train.loss import LossSpec
-from ramify.train.pack import ComputeCost, PackingSpec, attach, pack
-from ramify.train.policy_losses import DppoTv, PpoClip
+from ramify.train.data.pack import ComputeCost, PackingSpec, attach, pack
+from ramify.train.losses import DppoTv, PpoClip
+from ramify.train.losses.loss import LossSpec
 from ramify.types.sequence import Batch, SamplingSupport, TokenSequence
 from tests.train.backends.small import CONFIG, VOCAB, as_module, policy, row, tree
 

@@ -21,8 +21,8 @@ from ramify.train.placement.launcher import PlacedEngine
 from ramify.train.placement.local_launcher import LocalLauncher
 from ramify.train.placement.placement_slots import SlotMember
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec, ServiceSpec
-from ramify.train.placement.resource_counts import check_reach, settled
 from ramify.train.placement.services import RunServices
+from ramify.train.resource_counts import check_reach, settled
 from tests.train.small import small
 
 SCRIPT = "echo begins with $GIVEN; sleep 1000 & echo $!; wait"

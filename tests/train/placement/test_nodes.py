@@ -20,15 +20,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build.execute import train
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.config import Run
+from ramify.train.execute import train
 from ramify.train.placement.placement_slots import SlotMember, placement_slots
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec, ServiceSpec
-from ramify.train.placement.resource_counts import by
 from ramify.train.placement.services import RunServices
+from ramify.train.resource_counts import by
 from tests.train.backends.test_ranks import check_measured, tuned
 from tests.train.placement.test_hosts import SERVES
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.build.execute import train
 from ramify.errors import TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.config import Run
+from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
-from ramify.train.placement.resource_counts import by
+from ramify.train.resource_counts import by
 from tests.train.backends.test_ranks import RANKS, check_measured, tuned
 
 pytest.importorskip("ray", reason="needs the extra ray")

@@ -14,17 +14,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build.execute import train
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.config import Run
+from ramify.train.data.sft_data import read as trajectories
+from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics, read
 from ramify.train.placement.local_launcher import LocalLauncher
 from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
-from ramify.train.placement.resource_counts import settled
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
-from ramify.train.sft_data import read as trajectories
+from ramify.train.resource_counts import settled
 from ramify.types.trajectory import Trajectory
 from tests.train.backends.test_ranks import tuned
 

@@ -21,7 +21,7 @@ from ramify.train.placement.placement_slots import (
 )
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
 from ramify.train.placement.ray_launcher import bundles, check_bundles
-from ramify.train.placement.resource_counts import by, counted, settled
+from ramify.train.resource_counts import by, counted, settled
 from tests.train.small import small
 
 GPU = RoleSpec(gpus=1)
@@ -262,7 +262,7 @@ def test_counts_come_from_the_run_or_from_the_placement() -> None:
 
 
 def test_a_run_that_does_not_fit_is_refused_wherever_it_runs(tmp_path: Any) -> None:
-    from ramify.build.execute import train
+    from ramify.train.execute import train
 
     spec = PlacementSpec(pools={"main": NodePool(cpus=3)}, trainer=RoleSpec(cpus=2))
     for kind in ("local", "ray"):

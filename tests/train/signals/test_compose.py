@@ -15,18 +15,16 @@ import torch
 
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item
-from ramify.train.algorithms.base import AssignedStep
-from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.algorithms.grpo import GRPO
-from ramify.train.compile import sequences
-from ramify.train.distil_losses import forward_kl, reverse_kl, surrogate
-from ramify.train.loss import LossEntries, LossSpec, compute, kl_estimate, per_entry
-from ramify.train.policy_losses import PpoClip
+from ramify.train.advantages.base import AssignedRollout, AssignedStep, TokenCredit
+from ramify.train.advantages.group_estimators import GRPO, DrGRPO
+from ramify.train.advantages.group_norm import early_first, step_index
+from ramify.train.data.compile import sequences
+from ramify.train.losses import PpoClip
+from ramify.train.losses.distil_losses import forward_kl, reverse_kl, surrogate
+from ramify.train.losses.loss import LossEntries, LossSpec, compute, kl_estimate, per_entry
 from ramify.train.signals.base import SignalContext, SignalScore, TopKCandidates
 from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridAlgorithm, HybridTerm
-from ramify.train.signals.group_norm import early_first, step_index
 from ramify.train.signals.outcome import OutcomeSignal, shaped
-from ramify.train.token_credit import AssignedRollout, TokenCredit
 from ramify.types.message import Message, Reply, ToolCall
 from ramify.types.trajectory import Annotation, Call, Cell, Group, Parent, Stop, Trajectory, Turn
 
@@ -453,7 +451,7 @@ def test_what_a_signal_computed_of_the_reference_is_not_asked_for_again() -> Non
 
 
 def test_judges_calls_are_never_learnt_from() -> None:
-    from ramify.train.algorithms.sft import SFT
+    from ramify.train.advantages.sft import SFT
     from ramify.train.signals.judge_calls import put_on_tree
 
     one = rollout("r0", 2, reward=1)

@@ -15,23 +15,24 @@ import msgspec
 import pytest
 import torch
 
-from ramify.build.execute import train
-from ramify.build.preflight import check_signals
-from ramify.build.recipe import stored
-from ramify.build.run_parts import RunParts
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models import checksums
 from ramify.models.weights import load_weights
-from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.advantages.group_estimators import DrGRPO
+from ramify.train.assemble import RunParts
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import SftSpec
-from ramify.train.loss import LossSpec
+from ramify.train.data.sft_data import read as trajectories
+from ramify.train.execute import train
+from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import read
 from ramify.train.override import override
-from ramify.train.rollout import RolloutOptions
-from ramify.train.sft_data import read as trajectories
+from ramify.train.preflight import check_signals
+from ramify.train.recipe import stored
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.base import ScoringRow
 from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridTerm
 from ramify.train.signals.hindsight import Hindsight
@@ -40,7 +41,6 @@ from ramify.train.signals.process_reward import ProcessRewardSignal
 from ramify.train.signals.scorer import PolicyScorer
 from ramify.train.signals.teacher import TeacherSignal
 from ramify.train.signals.tool_use import ToolUseSignal
-from ramify.train.stages import StepSampleSpec
 from ramify.train.training_loop import Schedule
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.token_view import tokens

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.build.execute import train
+from ramify.train.data.sft_data import read as trajectories
+from ramify.train.execute import train
 from ramify.train.metrics import read
-from ramify.train.rollout import RolloutOptions
-from ramify.train.sft_data import read as trajectories
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridTerm
 from ramify.train.signals.process_reward import ProcessRewardSignal
 from ramify.train.signals.tool_use import ToolUseSignal
-from ramify.train.stages import StepSampleSpec
 from ramify.train.training_loop import Schedule
 from tests.train.small import small
 

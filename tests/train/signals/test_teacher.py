@@ -23,8 +23,8 @@ from ramify.models.load import Policy, from_config, save
 from ramify.models.tokenizer import train_tokenizer
 from ramify.tasks.base import Item
 from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.lora import merged
 from ramify.train.backends.single import SingleBackend
-from ramify.train.lora import merged
 from ramify.train.signals.base import (
     JudgeVerdict,
     JudgeView,

@@ -74,10 +74,10 @@ class RamifyWeightTransferEngine(
 
     def init_transfer_engine(self, init_info: RamifyWeightTransferInit) -> None:
         _find_ramify()
-        from ramify.inference.weight_sync.base import weight_sync_class
+        from ramify.inference.weight_sync import WEIGHT_SYNCS
 
         self.shutdown()
-        self._receiver = weight_sync_class(str(init_info.info["weight_sync"])).receiver(
+        self._receiver = WEIGHT_SYNCS.of(str(init_info.info["weight_sync"])).receiver(
             init_info.info
         )
 

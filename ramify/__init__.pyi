@@ -1,0 +1,55 @@
+# The public names, read when the package is imported: from HOME import NAME as NAME
+from collections.abc import Callable
+from typing import Any
+
+from ramify import evaluate as evaluate
+from ramify import inference as inference
+from ramify import tasks as tasks
+from ramify import testing as testing
+from ramify import train as train
+from ramify.clients.base import Client as Client
+from ramify.clients.base import Sampling as Sampling
+from ramify.clients.scripted import ScriptedClient as ScriptedClient
+from ramify.engine.branch import Branches as Branches
+from ramify.engine.branch import by_score as by_score
+from ramify.engine.branch import vote as vote
+from ramify.engine.limits import Limits as Limits
+from ramify.engine.mcp_tools import McpTools as McpTools
+from ramify.engine.question import RunOptions as RunOptions
+from ramify.engine.rlm import RLM as RLM
+from ramify.engine.run_handle import Result as Result
+from ramify.engine.scaffold import Scaffold as Scaffold
+from ramify.engine.typed import Citation as Citation
+from ramify.errors import ConfigError as ConfigError
+from ramify.errors import ModelError as ModelError
+from ramify.errors import RamifyError as RamifyError
+from ramify.errors import ReplayDiverged as ReplayDiverged
+from ramify.errors import SandboxError as SandboxError
+from ramify.errors import SourceError as SourceError
+from ramify.errors import StoreError as StoreError
+from ramify.errors import TrainError as TrainError
+from ramify.errors import WeakSandboxWarning as WeakSandboxWarning
+from ramify.progress import ProgressState as ProgressState
+from ramify.progress import subscribe as subscribe
+from ramify.sandbox.base import CellResult as CellResult
+from ramify.sandbox.base import PreparedContext as PreparedContext
+from ramify.sandbox.base import Sandbox as Sandbox
+from ramify.sandbox.base import SandboxCapabilities as SandboxCapabilities
+from ramify.sandbox.base import SandboxSpec as SandboxSpec
+from ramify.sandbox.base import Session as Session
+from ramify.sandbox.base import open_sandbox as open_sandbox
+from ramify.sources.load_sources import load as load
+from ramify.store.store import Store as Store
+from ramify.types.message import Message as Message
+from ramify.types.message import Usage as Usage
+from ramify.types.trajectory import Call as Call
+from ramify.types.trajectory import Cell as Cell
+from ramify.types.trajectory import Stop as Stop
+from ramify.types.trajectory import Trajectory as Trajectory
+from ramify.types.trajectory import Turn as Turn
+
+__version__: str
+
+def lazy_namespace(
+    package: str, folder: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]: ...

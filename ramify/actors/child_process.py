@@ -1,0 +1,285 @@
+"""Processes of this machine: each has its own session and log, and ends when this process ends,
+with everything that it started.
+
+    child = ChildProcess(command, log=…)
+    child.poll()           exit status, or None while it runs
+    child.exit_reason()    "ended with status 1; its log ends: …", without secrets
+    child.end(10.0)        SIGTERM, then SIGKILL for it and everything it started
+
+Each has a guard (``process_guard.py``), a small process between it and this one, which does this
+whichever of the processes is killed first. A child also ends when its ``ChildProcess`` is
+forgotten. Not here: which commands are run, when one is restarted (``restarts.py``), other machines
+(``launcher.py``), and sandbox sessions, which are forked (``sandbox/``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import marshal
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ramify.secrets import SecretRedactor
+
+_GUARD = Path(__file__).with_name("process_guard.py")
+_START_S = 60.0
+"""Seconds that a guard may take to start the command."""
+_KILLED_S = 15.0
+"""Seconds that killed processes may take to disappear."""
+_QUOTED = 600
+"""Characters of the log that are quoted in an error."""
+_READ = 1 << 14
+"""Bytes that are read from the end of the log. More than is quoted, so that a secret cut by the
+quote is still recognised and redacted."""
+
+
+class Process(Protocol):
+    """A process that this one started, here or on another machine. Safe to use from any thread."""
+
+    pid: int
+    """Process id; 0 if it runs on another machine."""
+    where: str
+    """Description such as ``process 4711 on node-2``."""
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal, or None while the process runs."""
+        ...
+
+    def signal(self, number: int) -> None:
+        """Send ``number`` to the process group of the process, if it runs."""
+        ...
+
+    def end(self, timeout_s: float) -> None:
+        """Send SIGTERM, wait up to ``timeout_s``, then kill the process and everything it started.
+        Idempotent."""
+        ...
+
+    def exit_reason(self) -> str:
+        """How it ended, with the end of its log, as the rest of a sentence."""
+        ...
+
+
+class ChildProcess:
+    """One process on this machine; implements ``Process``."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        folder: Path | None = None,
+        files: tuple[int | None, int | None, int | None] = (None, None, None),
+        stopped_s: float | None = None,
+    ) -> None:
+        """Start ``command``.
+
+        ``environment`` is added to the environment of this process. Output is appended to ``log``,
+        which is created with its folder; without a log, only stderr is shown, on the stderr of this
+        process. The child runs in ``folder`` if that exists. ``files`` are descriptors to use as
+        its stdin, stdout and stderr instead. A child that is stopped (SIGSTOP) for ``stopped_s`` is
+        killed. Raises OSError, with the name of the program, if it cannot be started.
+        """
+        self._log = log
+        self._environment = {**os.environ, **(environment or {})}
+        self._status: int | None = None
+        self._reason = ""
+        self._received = b""
+        self._lock = threading.Lock()
+        ours, theirs = socket.socketpair()
+        self._socket = ours.detach()
+        spec = {
+            "command": list(command),
+            "environment": self._environment,
+            "folder": str(folder) if folder is not None and folder.is_dir() else "",
+            "parent": os.getpid(),
+            "stopped_s": stopped_s,
+        }
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(theirs)
+            files_given = [_duplicate(each, stack) for each in self._opened(files, stack)]
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_GUARD)],
+                env={name: os.environ[name] for name in _KEPT if name in os.environ},
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=files_given[2],
+                pass_fds=files_given,
+                start_new_session=True,
+            )
+            weakref.finalize(self, _forget, self._guard, self._socket)
+            data = marshal.dumps({**spec, "files": files_given})
+            self._send(len(data).to_bytes(4, "little") + data)
+            os.set_blocking(self._socket, False)
+        self.pid = self._started(command[0])
+        self.where = f"process {self.pid} on {os.uname().nodename}"
+
+    def poll(self) -> int | None:
+        """As ``Process.poll``. Once it returns a status, everything that the process started has
+        ended, too."""
+        return self.wait(0.0)
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait up to ``timeout_s`` until the process has ended; return what ``poll`` does."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._status is None and self._is_readable(until):
+            with self._lock:  # another thread may have read the line
+                if self._status is None and (line := self._line()) is not None:
+                    self._set_ended(line)
+        return self._status
+
+    def log_tail(self) -> str:
+        """Return the end of the log on one line, without the secrets of the environment."""
+        if self._log is None:
+            return ""
+        with contextlib.suppress(OSError), self._log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _READ))
+            text = SecretRedactor(environ=self._environment).redact(
+                file.read().decode(errors="replace")
+            )[-_QUOTED:]
+            return " | ".join(line.strip() for line in text.splitlines() if line.strip())
+        return ""
+
+    def exit_reason(self) -> str:
+        return exit_reason(self.poll(), self._reason, self.log_tail() if self._log else None)
+
+    def signal(self, number: int) -> None:
+        """As ``Process.signal``."""
+        self._send(b"s %d\n" % number)
+
+    def kill(self) -> None:
+        self.end(0.0)
+
+    def end(self, timeout_s: float) -> None:
+        """As ``Process.end``."""
+        end_all([self], timeout_s)
+
+    # --- the guard
+
+    def _opened(
+        self, files: Sequence[int | None], stack: contextlib.ExitStack
+    ) -> tuple[int, int, int]:
+        null = os.open(os.devnull, os.O_RDWR)
+        stack.callback(os.close, null)
+        out, errors = null, 2
+        if self._log is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            out = errors = stack.enter_context(self._log.open("ab")).fileno()
+        defaults = (null, out, errors)
+        first, second, third = (
+            default if given is None else given
+            for given, default in zip(files, defaults, strict=True)
+        )
+        return first, second, third
+
+    def _started(self, program: str) -> int:
+        """The command's process id. Raises OSError."""
+        line, until = None, time.monotonic() + _START_S
+        while line is None and self._is_readable(until):
+            line = self._line()
+        kind, _, value = (line or "").partition(" ")
+        if kind == "started":
+            return int(value)
+        self._guard.kill()
+        self._guard.wait()
+        self._status = 127
+        if kind == "failed":
+            raise OSError(int(value), os.strerror(int(value)), program)
+        raise OSError(errno.ETIMEDOUT, f"its guard did not start it in {_START_S:g} s", program)
+
+    def _is_readable(self, until: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        left_s = 1e6 if until is None else max(0.0, until - time.monotonic())
+        return bool(poll.poll(left_s * 1000))
+
+    def _line(self) -> str | None:
+        """The next line from the guard: empty if it has ended, None if none has arrived."""
+        try:
+            block = os.read(self._socket, 1000)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            block = b""
+        line, end, rest = (self._received + block).partition(b"\n")
+        self._received = rest if end else line
+        return line.decode() if end else None if block else ""
+
+    def _set_ended(self, line: str) -> None:
+        """Record ``ended STATUS REASON``. If the guard was killed, the line is empty, and the child
+        was killed with it: kill the group that it may have left."""
+        _, _, rest = line.partition(" ")
+        status, _, self._reason = rest.partition(" ")
+        if not status:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._reason = "its guard was killed"
+        self._guard.wait()
+        self._status = int(status or -signal.SIGKILL)
+
+    def _send(self, data: bytes) -> None:
+        view = memoryview(data)
+        with contextlib.suppress(OSError):  # the guard has ended
+            while view:
+                view = view[os.write(self._socket, view) :]
+
+
+_KEPT = ("LD_LIBRARY_PATH", "PATH")
+"""Environment variables of a guard."""
+
+
+def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
+    """Do the same as ``ChildProcess.end`` for several children at the same time."""
+    alive = [child for child in children if child.poll() is None]
+    until = time.monotonic() + timeout_s + _KILLED_S
+    for child in alive:
+        child._send(b"e %f\n" % timeout_s)
+    for child in alive:
+        if child.wait(max(0.0, until - time.monotonic())) is None:  # its guard is stopped
+            child._guard.kill()
+            child.wait(_KILLED_S)
+
+
+def exit_reason(status: int | None, reason: str = "", log_tail: str | None = None) -> str:
+    """The end of a process as the rest of a sentence. ``log_tail`` is None if it has no log."""
+    if status is None:
+        how = "still runs"
+    elif status < 0:
+        how = f"was killed by signal {-status}"
+    else:
+        how = f"ended with status {status}"
+    how += f" ({reason})" if reason else ""
+    return how if log_tail is None else f"{how}; its log ends: {log_tail or '(it is empty)'}"
+
+
+def import_path() -> dict[str, str]:
+    """Environment with which a Python process imports this copy of the package."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    package = str(Path(__file__).parents[2])
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [package, inherited]))}
+
+
+def _duplicate(descriptor: int, stack: contextlib.ExitStack) -> int:
+    """A copy with a number above those of the standard streams."""
+    copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    stack.callback(os.close, copy)
+    return copy
+
+
+def _forget(guard: subprocess.Popen[bytes], descriptor: int) -> None:
+    """Close the socket, upon which the guard ends the process."""
+    os.close(descriptor)
+    with contextlib.suppress(RuntimeError):  # at the end of the interpreter
+        threading.Thread(target=guard.wait, daemon=True, name="ramify guard").start()

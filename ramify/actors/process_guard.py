@@ -1,0 +1,276 @@
+"""Guard of one process: starts it, and ends it with everything that it started.
+
+    parent ── socket ── guard ── command ── whatever the command starts
+       │                  ├── the parent ends, or asks for it: SIGTERM, then SIGKILL
+       │                  ├── the command ends: what it left behind is killed
+       └── "ended 3" ─────┘   then the guard ends
+
+Runs as a separate program, with the standard library alone, so it starts in some hundredths of a
+second. It is the reaper of all descendants of the command (``PR_SET_CHILD_SUBREAPER``), so it finds
+those that moved to another session or process group. It sees the parent's end by a descriptor of
+the parent (pidfd) and by the socket. The parent's threads and the copies of the socket in its other
+children do not matter. The command ends if the guard is killed (``PR_SET_PDEATHSIG``). This is set
+between fork and exec, which is safe here: the guard has one thread.
+
+Not here: which processes are started, and the other end of the socket (see ``child_process.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import marshal
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+ORPHAN_S = 5.0
+"""Seconds between SIGTERM and SIGKILL for a command whose parent has ended."""
+_LEFT_S = 1.0
+"""The same for processes that the command left behind."""
+_SWEEP_S = 10.0
+"""Seconds that killed processes may take to disappear."""
+_SOCKET = 0
+_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_RESTORED = (*_PASSED_ON, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ)
+
+
+class ProcessGuard:
+    """Runs in the guard's process: one command from its start to its end."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self._parent: int = spec["parent"]
+        self._stopped_s: float | None = spec["stopped_s"]
+        """Seconds that the command may be stopped (SIGSTOP) before it is killed."""
+        self._status: int | None = None
+        self._reason = ""
+        self._kill_at: float | None = None
+        self._stop_limit: float | None = None
+        self._is_ending = False
+        self._prctl = _prctl()
+        self._prctl(_SET_CHILD_SUBREAPER, 1)
+        self._wake = self._watch_signals()
+        self._poll = select.poll()
+        self._poll.register(self._wake, select.POLLIN)
+        self._poll.register(_SOCKET, select.POLLIN)
+        self._parent_fd = self._watch_parent()
+        self._pid = self._start(spec)
+
+    def run(self) -> None:
+        """Return once the command and everything that it started have ended."""
+        try:
+            while self._status is None:
+                self._step()
+        except BaseException:
+            self._is_ending = True
+            raise
+        finally:
+            self._sweep()
+        _report(f"ended {self._status} {self._reason}")
+
+    def _step(self) -> None:
+        for descriptor, _ in self._poll.poll(self._wait_ms()):
+            if descriptor == self._wake:
+                self._pass_on_signals()
+            elif descriptor == _SOCKET:
+                self._take_requests()
+            else:
+                self._end_as_orphan()
+        self._reap()
+        self._kill_if_due()
+
+    # --- start
+
+    def _start(self, spec: dict[str, Any]) -> int:
+        guard = os.getpid()
+        failed, failure = os.pipe()
+        pid = os.fork()
+        if not pid:
+            with contextlib.suppress(OSError):
+                self._become(spec, guard, failure)
+            os._exit(127)
+        os.close(failure)
+        for each in spec["files"]:
+            os.close(each)
+        error = os.read(failed, 100)
+        os.close(failed)
+        if error:
+            os.waitpid(pid, 0)
+            _report(f"failed {error.decode()}")
+            sys.exit(1)
+        _report(f"started {pid}")
+        return pid
+
+    def _become(self, spec: dict[str, Any], guard: int, failure: int) -> NoReturn:
+        """Replace this process, forked from the guard, by the command."""
+        os.setsid()
+        self._prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != guard:  # the guard was killed before the line above
+            os._exit(1)
+        for number in _RESTORED:
+            signal.signal(number, signal.SIG_DFL)
+        for at, descriptor in enumerate(spec["files"]):
+            os.dup2(descriptor, at)
+            os.close(descriptor)
+        try:
+            if spec["folder"]:
+                os.chdir(spec["folder"])
+            os.execvpe(spec["command"][0], spec["command"], spec["environment"])
+        except OSError as error:
+            os.write(failure, str(error.errno or errno.EINVAL).encode())
+        os._exit(127)
+
+    def _watch_signals(self) -> int:
+        wake, written = os.pipe()
+        for descriptor in (wake, written):
+            os.set_blocking(descriptor, False)
+        for number in (*_PASSED_ON, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        return wake
+
+    def _watch_parent(self) -> int:
+        descriptor = _SOCKET
+        with contextlib.suppress(AttributeError, OSError):
+            descriptor = os.pidfd_open(self._parent)
+            self._poll.register(descriptor, select.POLLIN)
+        if os.getppid() != self._parent:
+            sys.exit(1)
+        return descriptor
+
+    # --- while it runs
+
+    def _wait_ms(self) -> int | None:
+        times = [each for each in (self._kill_at, self._stop_limit) if each is not None]
+        return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
+
+    def _pass_on_signals(self) -> None:
+        for number in os.read(self._wake, 1000):
+            if number != signal.SIGCHLD:
+                self._signal(number)
+
+    def _take_requests(self) -> None:
+        """Act on ``s NUMBER`` (send a signal) and ``e SECONDS`` (end), one per line."""
+        with contextlib.suppress(ConnectionResetError):
+            if text := os.read(_SOCKET, 4000):
+                for kind, value in (line.split() for line in text.decode().splitlines()):
+                    if kind == "s":
+                        self._signal(int(value))
+                    else:
+                        self._end(float(value))
+                return
+        self._end_as_orphan()
+
+    def _end_as_orphan(self) -> None:
+        for descriptor in (_SOCKET, self._parent_fd):
+            with contextlib.suppress(KeyError):  # the other one was seen first
+                self._poll.unregister(descriptor)
+        self._end(ORPHAN_S)
+
+    def _end(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        if timeout_s <= 0:
+            self._signal(signal.SIGKILL)
+        elif not self._is_ending:
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)  # a stopped process acts on nothing else
+        self._kill_at = until if self._kill_at is None else min(until, self._kill_at)
+        self._is_ending = True
+
+    def _kill_if_due(self) -> None:
+        now = time.monotonic()
+        if self._status is not None:
+            return
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = now + _SWEEP_S
+            self._signal(signal.SIGKILL)
+        if self._stop_limit is not None and now >= self._stop_limit:
+            self._stop_limit = None
+            self._reason = f"it was stopped for {self._stopped_s:g} s"
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, number)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                options = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
+                pid, status = os.waitpid(-1, options)
+                if not pid:
+                    return
+                if pid != self._pid:
+                    continue
+                self._stop_limit = None
+                if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
+                    self._status = os.waitstatus_to_exitcode(status)
+                elif os.WIFSTOPPED(status) and self._stopped_s is not None:
+                    self._stop_limit = time.monotonic() + self._stopped_s
+
+    # --- end
+
+    def _sweep(self) -> None:
+        """End everything that the command started and that still runs."""
+        began = time.monotonic()
+        number = signal.SIGKILL if self._is_ending else signal.SIGTERM
+        while (waited_s := time.monotonic() - began) < _SWEEP_S:
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            if waited_s > _LEFT_S:
+                number = signal.SIGKILL
+            for pid in _descendants(os.getpid()):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+            time.sleep(0.01)
+
+
+def _prctl() -> Any:
+    """The function ``prctl``; outside Linux one that does nothing."""
+    if sys.platform != "linux":
+        return lambda *_: 0
+    import ctypes
+
+    return ctypes.CDLL(None).prctl
+
+
+def _descendants(root: int) -> Iterator[int]:
+    """Ids of all processes below ``root``; none if the system does not list them."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+                children.setdefault(parent, []).append(int(name))
+    remaining = [root]
+    while remaining:
+        below = children.get(remaining.pop(), [])
+        yield from below
+        remaining += below
+
+
+def _report(text: str) -> None:
+    with contextlib.suppress(OSError):  # the parent has ended
+        os.write(_SOCKET, text.encode() + b"\n")
+
+
+def _read(size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (block := os.read(_SOCKET, size - len(data))):
+            sys.exit(1)
+        data += block
+    return data
+
+
+if __name__ == "__main__":
+    ProcessGuard(marshal.loads(_read(int.from_bytes(_read(4), "little")))).run()

@@ -1,0 +1,68 @@
+"""``ramify plugins``: list everything that can be chosen by name, and where it comes from.
+
+Not here: what a name stands for (see ramify/plugins.py).
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import msgspec
+
+from ramify.cli.exit_codes import ExitCode
+from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.terminal_text import clean, one_line
+from ramify.errors import nearest
+from ramify.plugins import PluginEntry, Registry, registries
+
+
+def plugins(words: list[str], json: bool | None) -> int:
+    found = list(registries())
+    kinds = {each.kind: each for each in found}
+    if words and words[0] not in kinds:
+        raise UsageError(f"unknown kind '{words[0]}': {nearest(words[0], kinds)}")
+    chosen = [kinds[words[0]]] if words else found
+    entries = [
+        entry
+        for each in chosen
+        for entry in (each.entries() if isinstance(each, Registry) else [each])
+    ]
+    if json:
+        for entry in entries:
+            print(msgspec.json.encode(entry._asdict()).decode())
+        return ExitCode.ANSWERED
+    widths = [max(map(len, column)) for column in zip(*map(_cells, entries), strict=True)][:3]
+    for entry in entries:
+        print(_row(entry, widths) if sys.stdout.isatty() else "\t".join(_cells(entry)))
+    return ExitCode.ANSWERED
+
+
+def _cells(entry: PluginEntry) -> list[str]:
+    about = f"broken: {entry.error}" if entry.error else entry.about
+    return [
+        one_line(entry.kind),
+        one_line(entry.name, 40),
+        one_line(entry.origin, 40),
+        clean(about),
+    ]
+
+
+def _row(entry: PluginEntry, widths: list[int]) -> str:
+    """One line of the terminal's width; the whole error if the entry is broken."""
+    *cells, about = _cells(entry)
+    line = "  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), ""])
+    room = max(shutil.get_terminal_size().columns - len(line), 8)
+    return line + (about if entry.error else one_line(about, room))
+
+
+COMMAND = CommandSpec(
+    "plugins",
+    "List everything that can be chosen by name: its kind, its name, the package that it comes\n"
+    "from, and what it is. In a pipe, columns are separated by tabs.",
+    plugins,
+    "[KIND]",
+    0,
+    1,
+    options=(OptionSpec("json", bool, "print one JSON object per line", has_no=False),),
+)

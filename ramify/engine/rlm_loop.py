@@ -1,0 +1,479 @@
+"""The RLM loop: ask, run the code, show its output, until there is an answer; the same for every
+depth.
+
+    ask ──> parse the reply ──> run its cells ──> final answer? ── yes ──> check it; defer it if
+     ^                                               │ no                  output is unseen; return
+     └──────────────── observation <─────────────────┘
+
+Not here: requests and their budget (see ``model_requests.py``), the session and its recovery (see
+``call_notebook.py``), what the session's calls do (see ``host.py``), and several continuations of
+one turn (see ``branch.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ramify.clients.base import Tool
+from ramify.engine import observe, retool
+from ramify.engine.action import FinalAnswer, ParsedAction, prose_of, read_action
+from ramify.engine.call import CallOutcome, LiveCall
+from ramify.engine.call_notebook import MAX_DEATHS, Notebook
+from ramify.engine.host import CellHost
+from ramify.engine.model_requests import cut_reply
+from ramify.engine.run_state import RunState
+from ramify.engine.typed import AnswerType, TypeMismatch
+from ramify.errors import (
+    HostCallError,
+    LimitReached,
+    ModelError,
+    Refused,
+    ReplyCut,
+    SandboxError,
+    SessionDied,
+)
+from ramify.types.event import CellRan
+from ramify.types.message import Message, Reply
+from ramify.types.trajectory import Cell, Fork, Stop
+
+_NOTHING: Any = object()
+_SHARES = (1, 2, 4, 8, 16, 32, 64)
+"""If an observation does not fit the window, it is shown as one part in this many; the largest part
+that fits is used."""
+
+
+class RlmLoop:
+    """One call with its session. After ``answer``, the session and its history can be used for
+    another question."""
+
+    def __init__(self, run: RunState, call: LiveCall, previous: RlmLoop | None = None) -> None:
+        """``previous`` is the loop of the previous question, whose session is continued."""
+        self.run = run
+        self.call = call
+        self.notebook = Notebook(run, call)
+        if previous is not None:
+            self.notebook.take_over(previous.notebook)
+        self._kind: AnswerType | None = None
+        self._pending: list[Message] = []
+        self._reused: int | None = None
+        self._deferred: Any = _NOTHING
+        self._partial: Any = None
+        self._last_text = ""
+        self._is_cut = False
+        """True if the last reply was truncated at its token limit."""
+        self._num_idle = 0
+        self._is_root = call.parent is None
+
+    async def answer(self, question: str, kind: AnswerType | None = None) -> CallOutcome:
+        """Answer one question. ``question`` is the complete first message; ``kind`` checks the
+        final value."""
+        self.begin(question, kind)
+        while (outcome := await self.step()) is None:
+            pass
+        return outcome
+
+    def begin(self, question: str, kind: AnswerType | None) -> None:
+        """Prepare the first turn of ``answer``."""
+        self._kind = kind
+        text = f"{question}\n\n{kind.instruction()}" if kind else question
+        self._pending = [*self._before_question(), Message("user", text)]
+        self.notebook.begin_to_open()
+
+    async def run_child(self, call: LiveCall) -> CallOutcome:
+        """Run a child of this call from start to end, in its own session."""
+        run = self.run
+        run.begin(call)
+        outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
+        child = RlmLoop(run, call)
+        try:
+            try:
+                outcome = await child.answer(run.first_message(call))
+            finally:
+                await child.close()
+        except (ModelError, SandboxError, LimitReached) as error:
+            stop = Stop(error.stop) if isinstance(error, LimitReached) else Stop.ERROR
+            outcome = CallOutcome(stop, error=str(error), failure=error)
+        finally:
+            run.end(call, outcome)
+        if outcome.answer is None and outcome.error is None:
+            return CallOutcome(
+                outcome.stop, error=f"the child ended without an answer ({outcome.stop})"
+            )
+        is_complete = outcome.answer is not None and not isinstance(outcome.failure, ReplyCut)
+        return CallOutcome(outcome.stop, outcome.answer) if is_complete else outcome
+
+    async def fork(self) -> RlmLoop:
+        """Return a second continuation of this call with its own session: a fork, or a new session
+        if nothing has happened in this one yet."""
+        origin = self.call
+        call = origin.forked()
+        fork = RlmLoop(self.run, call)
+        if origin.messages:
+            fork.notebook = await self.notebook.fork(call)
+        fork._kind = self._kind
+        fork._pending = list(self._pending)
+        fork._reused = self._reused
+        fork._deferred = self._deferred
+        fork._partial = self._partial
+        fork._last_text = self._last_text
+        fork._is_cut = self._is_cut
+        fork._num_idle = self._num_idle
+        self.run.begin(call, Fork(origin.id, origin.turn - 1))
+        return fork
+
+    async def close(self) -> None:
+        await self.notebook.close()
+
+    # --- one turn ---------------------------------------------------------------------------------
+
+    async def step(self) -> CallOutcome | None:
+        """Take one turn; returns the outcome if it was the last one."""
+        run, call = self.run, self.call
+        stop = run.must_stop(call)
+        if stop is None and self._is_root and run.scaffold.last_word:
+            stop = run.requests.hold_last_word(call, self._pending)
+        if stop is not None:
+            return await self._last_word(stop)
+        try:
+            reply = await self._ask_within_window(tools=run.scaffold.tools())
+        except LimitReached as reached:
+            return await self._last_word(Stop(reached.stop))
+        except ModelError as error:
+            outgrown = (
+                isinstance(error, Refused)
+                and error.too_long
+                and call.turn
+                and not run.scaffold.compact_at
+            )
+            # A history that is never summarized ends at the window.
+            stop = Stop.MAX_TOKENS if outgrown else Stop.ERROR
+            return CallOutcome(stop, self._best(use_prose=False), str(error), error)
+        self._reused = None
+        self._last_text = reply.message.content
+        self._is_cut = reply.finish == "length"
+        try:
+            outcome, messages = await self._act(run.scaffold.read(reply.message, self._is_cut))
+        except SessionDied as died:
+            return CallOutcome(Stop.ERROR, self._best(use_prose=False), str(died), died)
+        if outcome is None:
+            self._pending = messages
+            await self._compact_if_long()
+        return outcome
+
+    async def _ask_within_window(self, *after: Message, tools: tuple[Tool, ...] = ()) -> Reply:
+        """Ask with the pending messages and ``after``. An observation that does not fit the model's
+        window is shortened.
+
+        Raises what ``ModelRequests.ask`` raises, and Refused if even a few characters do not fit.
+        """
+        run, full = self.run, self._pending
+        error: Refused | None = None
+        for share in _SHARES if self.call.turn else _SHARES[:1]:  # a question is never shortened
+            pending = [
+                observe.shortened(message, share, run.scaffold.terse_chars) for message in full
+            ]
+            if error is not None and pending == self._pending:
+                continue
+            self._pending = pending
+            try:
+                reply = await run.requests.ask(
+                    self.call, [*pending, *after], reused=self._reused, tools=tools
+                )
+            except Refused as refused:
+                error = refused
+                if not refused.too_long:
+                    break
+                continue
+            if share > 1:
+                run.note(
+                    self.call,
+                    f"the window had room for one part in {share} of what the last cells gave",
+                )
+            return reply
+        self._pending = full
+        assert error is not None
+        raise error
+
+    async def _act(self, action: ParsedAction) -> tuple[CallOutcome | None, list[Message]]:
+        """Execute what the model asked for. Returns an outcome, or the messages to show next."""
+        notes = list(action.ignored)
+        turn = self.call.turn - 1
+        deferred, self._deferred = self._deferred, _NOTHING
+        reports, final = await self._run_cells(action, turn, notes)
+        if final is _NOTHING and action.final is not None:
+            final = await self._text_final(action.final, notes)
+        if final is _NOTHING and not action.codes:
+            return self._idle(action, deferred, notes)
+        self._num_idle = 0
+        if final is not _NOTHING:
+            outcome = self._conclude(final, reports, notes, confirmed=deferred is not _NOTHING)
+            if outcome is not None:
+                return outcome, []
+        elif deferred is not _NOTHING:
+            self._partial = deferred
+        return None, self._observation(action, reports, notes)
+
+    def _idle(
+        self, action: ParsedAction, deferred: Any, notes: list[str]
+    ) -> tuple[CallOutcome | None, list[Message]]:
+        """Handle a message without code or answer: accept a deferred answer, or else nudge the
+        model once; after another idle message, that message is the answer."""
+        if deferred is not _NOTHING:
+            outcome = self._conclude(deferred, [], notes, confirmed=True)
+            return outcome, [] if outcome else self._observation(action, [], notes)
+        self._num_idle += 1
+        if self._num_idle >= self.run.scaffold.max_idle:
+            return self._prose_outcome(), []
+        return None, self._observation(action, [observe.NUDGE], notes)
+
+    def _prose_outcome(self) -> CallOutcome:
+        """Return the last message as the answer; a partial one if it was truncated."""
+        best = self._best()
+        if not self._is_cut or best is None or self._best(use_prose=False) is not None:
+            return CallOutcome(Stop.NO_CODE, best)
+        error = cut_reply(self.call, self.run.requests.sampling.max_tokens, self._last_text)
+        return CallOutcome(Stop.MAX_TOKENS, best, str(error), error)
+
+    def _conclude(
+        self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool
+    ) -> CallOutcome | None:
+        """Return the outcome if the answer matches its type and no output is unseen. Otherwise
+        return None and add a note for the model."""
+        try:
+            value = self._kind.convert(final) if self._kind else final
+        except TypeMismatch as mismatch:
+            notes.append(
+                f"The answer does not fit its type: {mismatch}. Correct it and give it again with "
+                "FINAL(…)."
+            )
+            return None
+        unseen = any(report not in ("", "(no output)") for report in reports)
+        if unseen and self.run.scaffold.defer_final and not confirmed:
+            self._deferred = final
+            notes.append(observe.DEFERRED)
+            return None
+        return CallOutcome(Stop.FINAL, value)
+
+    # --- cells ------------------------------------------------------------------------------------
+
+    async def _run_cells(
+        self, action: ParsedAction, turn: int, notes: list[str]
+    ) -> tuple[list[str], Any]:
+        """Run the codes in order up to the first one that fails. Returns (reports for the model,
+        final answer)."""
+        reports: list[str] = []
+        final = _NOTHING
+        for index, code in enumerate(action.codes):
+            await self.notebook.session()
+            if self.run.was_skipped(self.call, turn, index):
+                break
+            # The run started to close meanwhile, which interrupts only sessions that were open.
+            if self.run.closing is not None:
+                break
+            cell, note = await self._run_cell(code, turn, index, notes)
+            reports.append(self.run.scaffold.report(cell))
+            final = note.get("final", final)
+            self._partial = note.get("partial", self._partial)
+            if cell.error is not None and index + 1 < len(action.codes):
+                notes.append(
+                    f"cells {index + 2} to {len(action.codes)} were not run, since cell "
+                    f"{index + 1} failed"
+                )
+                break
+        return reports, final
+
+    async def _run_cell(
+        self, code: str, turn: int, index: int, notes: list[str]
+    ) -> tuple[Cell, dict[str, Any]]:
+        run, place = self.run, (self.call.id, turn, index)
+        host = CellHost(self, turn, index)
+        recorded = run.recording.cell(*place) if run.recording is not None else None
+        ran = await self.notebook.execute(code, host, died=recorded is not None and recorded.died)
+        if ran.interrupted == "time":
+            state = "there" if (await self.notebook.session()).caps.interrupt else "undone"
+            notes.append(
+                f"the cell was stopped after {run.cell_s:g} s of work; what it had bound is {state}"
+            )
+        note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
+        note = note if isinstance(note, dict) else {}
+        cell = self.notebook.shown(ran, note)
+        if recorded is not None:
+            cell = self._as_recorded(cell, recorded)
+        run.recorder.emit(
+            CellRan(at_s=run.recorder.now(), call=self.call.id, turn=turn, cell=index, result=cell)
+        )
+        if self.notebook.num_deaths >= MAX_DEATHS:
+            raise SessionDied(
+                f"call {self.call.id} lost {MAX_DEATHS} sessions; the last cell says: {cell.error}"
+            )
+        return cell, note
+
+    def _as_recorded(self, cell: Cell, recorded: Cell) -> Cell:
+        """Return ``recorded`` and note any difference. The recorded replies refer to the recorded
+        output, so that is shown again."""
+        if (cell.stdout, cell.value, cell.error) != (
+            recorded.stdout,
+            recorded.value,
+            recorded.error,
+        ):
+            self.run.note(
+                self.call,
+                "a cell that was run again gave another output than it did when it was recorded",
+            )
+        return recorded
+
+    # --- answers ----------------------------------------------------------------------------------
+
+    async def _text_final(self, final: FinalAnswer, notes: list[str]) -> Any:
+        """Return the value of ``FINAL(…)`` or ``FINAL_VAR(…)`` given as text. If there is none, add
+        a note and return ``_NOTHING``."""
+        name = final.text
+        if final.as_is:
+            return name
+        if final.variable or (name.isidentifier() and name not in ("True", "False", "None")):
+            try:
+                session = await self.notebook.session()
+                return await session.get(name)
+            except (HostCallError, SandboxError) as error:
+                is_too_much = isinstance(error, HostCallError) and error.kind == "ValueError"
+                if final.variable or is_too_much:
+                    notes.append(f"{'FINAL_VAR' if final.variable else 'FINAL'}({name}): {error}")
+                    return _NOTHING
+        if self._kind is None and not name.startswith(("'", '"')):
+            return name
+        return self._kind.literal(name) if self._kind else final.literal()
+
+    def _best(self, *, use_prose: bool = True) -> Any:
+        """Return the best answer so far that passes its check: a deferred one, a partial one, or
+        the prose of the last message."""
+        prose = prose_of(self._last_text) if use_prose and self.run.scaffold.takes_words else ""
+        for candidate in (self._deferred, self._partial, prose or None):
+            if candidate is _NOTHING or candidate is None:
+                continue
+            try:
+                return self._kind.convert(candidate) if self._kind else candidate
+            except TypeMismatch:
+                continue
+        return None
+
+    async def _last_word(self, stop: Stop) -> CallOutcome:
+        """At a limit, ask once more for an answer. For the root, the cost of this request was held
+        back; a child gets it only if its own turns ran out."""
+        if not self.run.scaffold.last_word:
+            return self._cut_short(stop)
+        reason = (
+            "You are asked to finish."
+            if stop is Stop.CANCELLED
+            else f"The limit is reached ({stop})."
+        )
+        if not self._is_root and stop is not Stop.MAX_TURNS:
+            return self._cut_short(stop)
+        request = Message("user", observe.LAST_WORD.format(reason=reason))
+        prompts = [[*self._pending, request]]
+        if self.call.messages:
+            prompts.append([request])  # without the observation, which may be too long to fit
+        for prompt in prompts:
+            try:
+                reply = await self.run.requests.ask(
+                    self.call, prompt, reused=self._reused, last_word=stop
+                )
+            except LimitReached:
+                continue
+            except ModelError as error:
+                if isinstance(error, Refused) and error.too_long and prompt is not prompts[-1]:
+                    continue
+                return CallOutcome(stop, self._best(), str(error), error)
+            self._last_text = reply.message.content
+            return CallOutcome(stop, await self._last_answer(reply.message))
+        return self._cut_short(stop)
+
+    def _cut_short(self, stop: Stop) -> CallOutcome:
+        best = self._best()
+        return CallOutcome(
+            stop, best, f"the run's limit is reached ({stop})" if best is None else None
+        )
+
+    async def _last_answer(self, message: Message) -> Any:
+        action = (
+            read_action(message) if self.run.scaffold.raw_code else self.run.scaffold.read(message)
+        )
+        if action.final is None:
+            return self._best()
+        value = await self._text_final(action.final, [])
+        if value is _NOTHING:
+            return self._best()
+        try:
+            return self._kind.convert(value) if self._kind else value
+        except TypeMismatch:
+            return self._best()
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def _before_question(self) -> list[Message]:
+        """Return the messages before the question: the system prompt, or the answers that earlier
+        native calls still need."""
+        if not self.call.messages:
+            system = self._system_prompt()
+            return [Message("system", system)] if system else []
+        return [
+            Message("tool", "(answered)", tool_call_id=call.id)
+            for call in self.call.messages[-1].tool_calls
+        ]
+
+    def _system_prompt(self) -> str:
+        run, depth = self.run, self.call.depth
+        limits = f"You have {run.setup.limits.max_turns} turns; each of your messages is one."
+        return run.scaffold.system_prompt(
+            depth=depth,
+            children=depth < run.setup.limits.max_depth,
+            tools=run.tools_at(depth).describe(),
+            limits=limits,
+        )
+
+    def _observation(
+        self, action: ParsedAction, reports: list[str], notes: list[str]
+    ) -> list[Message]:
+        if self.run.scaffold.protocol == "retool":
+            return retool.observation(action, reports, notes)
+        if self.run.scaffold.terse_chars:
+            shown = (
+                "\n".join(filter(None, reports))
+                or "\n".join(notes)[: self.run.scaffold.terse_chars]
+            )
+            return [Message("user", shown)]
+        turn, most = self.call.num_turns_before + self.call.turn, self.run.setup.limits.max_turns
+        warnings = observe.running_low(self.run.requests.ledger.state(), turn, most)
+        text = observe.observation(reports, notes, turn, most, warnings)
+        if not action.tool_call_ids:
+            return [Message("user", text)]
+        # Each native call needs an answer, and the first one carries the report.
+        first, *rest = action.tool_call_ids
+        return [
+            Message("tool", text, tool_call_id=first),
+            *(Message("tool", "(reported with the first call)", tool_call_id=id) for id in rest),
+        ]
+
+    async def _compact_if_long(self) -> None:
+        """Summarize a history that approaches the window. The next turn then starts a new branch
+        from the first messages."""
+        run, call = self.run, self.call
+        if not run.scaffold.compact_at:
+            return
+        known = call.known_tokens()
+        unknown = self._pending if known else [*call.messages, *self._pending]
+        tokens = known + sum(len(message.content) for message in unknown) // 3
+        most = run.scaffold.compact_at * call.client.window
+        if tokens + run.requests.sampling.max_tokens <= most or len(call.messages) <= 3:
+            return
+        run.note(
+            call,
+            f"the history has about {tokens:,} tokens of a window of {call.client.window:,}: "
+            "summarising it",
+        )
+        try:
+            reply = await self._ask_within_window(Message("user", observe.SUMMARISE))
+        except (LimitReached, ModelError) as error:
+            run.note(call, f"the summary failed ({error}); continuing with the full history")
+            return
+        self._reused = 2
+        self._pending = [Message("user", observe.CONTINUE.format(summary=reply.message.content))]

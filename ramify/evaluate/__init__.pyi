@@ -1,0 +1,20 @@
+# The public names, read when the package is imported: from HOME import NAME as NAME
+from ramify.evaluate.evaluation_report import AttemptTotals as AttemptTotals
+from ramify.evaluate.evaluation_report import EvaluationReport as EvaluationReport
+from ramify.evaluate.evaluation_report import ReportRow as ReportRow
+from ramify.evaluate.evaluation_report import difference as difference
+from ramify.evaluate.evaluation_report import report as report
+from ramify.evaluate.evaluation_report import table as table
+from ramify.evaluate.run import AttemptOutcome as AttemptOutcome
+from ramify.evaluate.run import Evaluation as Evaluation
+from ramify.evaluate.run import EvaluationPlan as EvaluationPlan
+from ramify.evaluate.run import evaluate as evaluate
+from ramify.evaluate.statistics import MeanEstimate as MeanEstimate
+from ramify.evaluate.statistics import majority_at_k as majority_at_k
+from ramify.evaluate.statistics import mean_with_interval as mean_with_interval
+from ramify.evaluate.statistics import paired_difference as paired_difference
+from ramify.evaluate.statistics import pass_at_k as pass_at_k
+from ramify.evaluate.task_env import TaskEnv as TaskEnv
+from ramify.evaluate.task_env import text_env as text_env
+from ramify.evaluate.verifiers_env import harness as harness
+from ramify.evaluate.verifiers_env import taskset as taskset

@@ -1,0 +1,365 @@
+"""Registries: one for each kind of thing that is chosen by name, such as tasks or sandboxes.
+
+    rl.algorithm=grpo                     ours: ``ALGORITHMS`` maps the name to "module:class"
+    rl.algorithm=median                   an installed package's, by its entry points
+    rl.algorithm=my_package.rl:Median     importable
+    rl.algorithm=my_rl.py:Median          in a file
+    @ALGORITHMS.register("median")        a recipe's
+
+    [project.entry-points."ramify.algorithms"]      the package's pyproject.toml
+    median = "my_package.rl:Median"
+
+Decides what a name stands for, and the errors of a name that stands for nothing. Nothing is
+imported before its name is used. Installed packages are searched only for a name that is not ours,
+so they cannot replace one of ours.
+
+Not here: the names of each kind (``REGISTRIES`` says where), and what an entry must be able to do.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
+
+from ramify.errors import ConfigError, RamifyError, nearest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+T = TypeVar("T")
+
+REGISTRIES = (
+    "ramify.clients.providers:CLIENTS",
+    "ramify.sandbox.base:SANDBOXES",
+    "ramify.engine.scaffold:SCAFFOLDS",
+    "ramify.tasks.base:TASKS",
+    "ramify.tasks.scoring:SCORERS",
+    "ramify.train.data.sft_data:DEMOS",
+    "ramify.train.advantages:ALGORITHMS",
+    "ramify.train.advantages.credit:CREDITS",
+    "ramify.train.losses:POLICY_LOSSES",
+    "ramify.train.losses.corrections:CORRECTIONS",
+    "ramify.train.signals.signal_reader:SIGNALS",
+    "ramify.train.signals.judge:JUDGES",
+    "ramify.train.signals.hindsight:HINTS",
+    "ramify.train.backends.base:BACKENDS",
+    "ramify.inference.http.inference_spec:ENGINES",
+    "ramify.inference.weight_sync:WEIGHT_SYNCS",
+    "ramify.train.trackers.base:TRACKERS",
+)
+"""Where each registry is, in the order in which ``ramify plugins`` lists them."""
+_GROUP_ESTIMATORS = (
+    "dr_grpo",
+    "grpo",
+    "hierarchical",
+    "maxrl",
+    "opo",
+    "pass_at_k",
+    "reinforce_pp_baseline",
+    "rloo",
+)
+MOVED_MODULES = {
+    **{
+        f"ramify.train.algorithms.{name}": "ramify.train.advantages.group_estimators"
+        for name in _GROUP_ESTIMATORS
+    },
+    "ramify.train.algorithms.": "ramify.train.advantages.",
+    "ramify.train.policy_losses.": "ramify.train.losses.",
+    "ramify.train.corrections": "ramify.train.losses.corrections",
+    "ramify.train.signals.credit": "ramify.train.advantages.credit",
+}
+"""Beginnings of dotted paths that an earlier version stored -> today's."""
+_OTHERS = "module:name or file.py:name"
+
+
+class PluginEntry(NamedTuple):
+    """One name of a registry, as ``ramify plugins`` lists it."""
+
+    kind: str
+    name: str
+    origin: str
+    """``ramify``, ``recipe``, or an installed package with its version."""
+    about: str
+    """First sentence of its docstring."""
+    error: str = ""
+    """Why it cannot be used; empty if it can."""
+
+
+class Registry(Mapping[str, Any]):
+    """Name -> the class, function or object that it stands for.
+
+    As a mapping it has our names, those that a recipe registered, and those of installed packages.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        group: str,
+        table: Mapping[str, Any],
+        *,
+        structs: bool = False,
+        others: str = _OTHERS,
+    ) -> None:
+        """``kind`` names an entry in errors; ``group`` is the group of entry points. ``table``: our
+        names, with objects or locations (``module:name``, or a module). ``structs``: an entry must
+        be a struct whose tag is its name, so that a checkpoint can name it. ``others``: what can be
+        given instead of a name, for errors."""
+        self.kind = kind
+        self.group = group
+        self._table = dict(table)
+        self.ours = frozenset(table)
+        """Names that need no package but this one."""
+        self._structs = structs
+        self._others = others
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return self.of(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._table, *(point.name for point in self._points())]))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table or any(point.name == name for point in self._points())
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator that registers a class as ``name``. Raises ConfigError if the name is taken, or
+        if the class cannot be stored under it."""
+
+        def put(entry: T) -> T:
+            before = self._table.get(name)
+            # A recipe may be imported twice.
+            if before is not None and _place(before) != _place(entry):
+                raise ConfigError(
+                    f"{self.kind} '{name}' is taken by {_place(before)}: choose another name"
+                )
+            self._check_tag(name, entry)
+            self._table[name] = entry
+            return entry
+
+        return put
+
+    def of(self, name: str) -> Any:
+        """The entry called ``name``, or the object at ``module:name`` or ``file.py:name``.
+
+        Raises ConfigError: with the nearest name for an unknown one, with its own error and its
+        package for one that cannot be imported, and with both packages if two have the name."""
+        if name in self._table:
+            entry = self._table[name]
+            return _load(entry, f"{self.kind} '{name}'") if isinstance(entry, str) else entry
+        if is_reference(name):
+            return _load(name, f"{self.kind} '{name}'")
+        if name not in self._loaded:
+            points = [point for point in self._points() if point.name == name]
+            if not points:
+                raise ConfigError(
+                    f"unknown {self.kind} '{name}': {nearest(name, self)}; or give {self._others}"
+                )
+            if problem := self._clash(points):
+                raise ConfigError(f"{self.kind} '{name}' {problem}")
+            self._loaded[name] = self._installed(points[0])
+        return self._loaded[name]
+
+    def build(self, value: Any) -> Any:
+        """``value`` itself, or an instance of what it describes: a name, or a mapping with ``name``
+        and options. Raises ConfigError."""
+        if isinstance(value, str):
+            value = {"name": value}
+        if not isinstance(value, Mapping):
+            return value
+        options = dict(value)
+        name = options.pop("name", None)
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{self.kind}: {dict(value)!r:.80} has no name; known: {', '.join(sorted(self))}"
+            )
+        kind = self.of(name)
+        try:
+            if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+                return kind(**options)
+            config = kind.__struct_config__
+            tag = {config.tag_field: config.tag} if config.tag_field else {}
+            return msgspec.convert({**options, **tag}, kind)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise ConfigError(f"{self.kind} '{name}': {error}") from error
+
+    def forget(self) -> None:
+        """Drop what recipes registered and what was loaded from packages."""
+        self._table = {name: self._table[name] for name in self.ours}
+        self._loaded.clear()
+
+    def entries(self) -> Iterator[PluginEntry]:
+        """Every name with its origin. Entries of packages are imported, to say which are broken."""
+        for name, entry in self._table.items():
+            origin = "ramify" if name in self.ours else "recipe"
+            yield PluginEntry(self.kind, name, origin, _about(entry))
+        points = self._points()
+        for point in points:
+            same = [each for each in points if each.name == point.name]
+            try:
+                about, problem = "", self._clash(same)
+                if not problem:
+                    about = _about(self._installed(point))
+            except RamifyError as error:
+                problem = str(error).partition(": ")[2] or str(error)
+            yield PluginEntry(self.kind, point.name, _package(point), about, problem)
+
+    def _points(self) -> list[EntryPoint]:
+        # Searching the installed packages takes milliseconds, which most commands need not spend.
+        from importlib.metadata import entry_points
+
+        return sorted(entry_points(group=self.group), key=lambda point: point.name)
+
+    def _clash(self, points: list[EntryPoint]) -> str:
+        """Why none of ``points``, which have one name, can be chosen by it; empty if one can."""
+        name = points[0].name
+        if name in self._table:
+            return f"is ramify's own, which is used: choose {points[0].value}, or rename the entry"
+        if is_reference(name):
+            return "cannot be chosen, as a name has no dot, slash or colon: rename the entry"
+        if len(points) > 1:
+            places = " and ".join(f"{_package(point)} ({point.value})" for point in points)
+            return f"is in {len(points)} packages, {places}: uninstall one, or give module:name"
+        return ""
+
+    def _installed(self, point: EntryPoint) -> Any:
+        what = f"{self.kind} '{point.name}' of the package {_package(point)} ({point.value})"
+        entry = _load(point.value, what)
+        self._check_tag(point.name, entry)
+        return entry
+
+    def _check_tag(self, name: str, entry: Any) -> None:
+        config = getattr(entry, "__struct_config__", None)
+        if self._structs and (config is None or config.tag != name or config.tag_field != "name"):
+            raise ConfigError(
+                f"{self.kind} '{name}' ({_place(entry)}) must be a msgspec.Struct with "
+                f"tag_field='name', tag='{name}', so that a checkpoint can name it"
+            )
+
+
+def registries() -> Iterator[Registry | PluginEntry]:
+    """All registries. One whose own packages are missing is an entry with that error instead."""
+    for location in REGISTRIES:
+        try:
+            yield _load(location, location)
+        except RamifyError as error:
+            yield PluginEntry(location.rpartition(":")[2].lower(), "*", "ramify", "", str(error))
+
+
+def is_reference(name: str) -> bool:
+    """Whether ``name`` is the place of an object (``module:name``, ``file.py:name``, or a dotted
+    module), and not a name in a registry."""
+    return not {*".:/"}.isdisjoint(name)
+
+
+def load_file(path: Path) -> ModuleType:
+    """The module in the Python file ``path``, which is run again only after a change. While it
+    runs, it can import the modules beside it. Raises what it raises."""
+    path = path.absolute()
+    return _run_file(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _run_file(path: Path, _changed_ns: int) -> ModuleType:
+    name = re.sub(r"\W", "_", str(path))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # structs look up the types of their fields there
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _load(location: str, what: str) -> Any:
+    """The object at ``module:name`` or ``file.py:name``, or a module. Raises ConfigError, which
+    begins with ``what``."""
+    place, _, name = location.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            return functools.reduce(getattr, name.split("."), load_file(Path(place).expanduser()))
+        return pkgutil.resolve_name(_moved(location))
+    except RamifyError as error:
+        raise ConfigError(f"{what}: {error}") from error
+    except FileNotFoundError as error:
+        raise ConfigError(f"{what}: file {error.filename} does not exist") from error
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        is_plain = isinstance(error, ImportError | AttributeError | SyntaxError | OSError)
+        reason = " ".join(str(error).split()) if is_plain else repr(error)
+        raise ConfigError(f"{what} cannot be loaded: {reason}") from error
+
+
+def _moved(location: str) -> str:
+    """Today's place of an object, given one that an earlier version stored."""
+    for old, new in MOVED_MODULES.items():
+        if location.startswith(old):
+            return new + location.removeprefix(old)
+    return location
+
+
+def _package(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown"
+
+
+def _place(entry: Any) -> str:
+    if isinstance(entry, str):
+        return entry
+    return f"{getattr(entry, '__module__', '')}:{getattr(entry, '__qualname__', repr(entry))}"
+
+
+def _about(entry: Any) -> str:
+    """First sentence of the docstring of ``entry``. One of ours that is a location is not imported,
+    as a package that it needs may be missing."""
+    if isinstance(entry, str):
+        text = _doc_in_source(entry)
+    elif isinstance(entry, ModuleType | type) or callable(entry):
+        text = inspect.getdoc(entry) or ""
+    else:
+        text = getattr(entry, "title", "")
+    paragraph = " ".join(text.strip().partition("\n\n")[0].split())
+    return re.split(r"(?<=\w[\w`)])\. ", paragraph)[0].removesuffix(".")
+
+
+def _doc_in_source(location: str) -> str:
+    """The docstring at a location in this package: that of a module, a class or a function, or the
+    string after an assignment."""
+    module, _, name = location.partition(":")
+    path = os.path.join(os.path.dirname(__file__), *module.split(".")[1:])
+    path = f"{path}/__init__.py" if os.path.isdir(path) else f"{path}.py"
+    tree = ast.parse(Path(path).read_bytes())
+    if not name:
+        return ast.get_docstring(tree) or ""
+    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() if node.name == name:
+                return ast.get_docstring(node) or ""
+            case ast.Assign(targets=[ast.Name(id=target)]) if target == name:
+                match after:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        return text
+    return ""

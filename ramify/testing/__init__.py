@@ -1,0 +1,19 @@
+"""Test doubles that are injected, never patched in, and checks of what you plug in.
+
+    >>> import ramify
+    >>> from ramify import testing
+    >>> with ramify.RLM(testing.ScriptedClient(["FINAL(6 * 7)"])) as rlm:
+    ...     rlm.completion("What is six times seven?").answer
+    42
+
+    a model       ScriptedClient, in this process; ScriptedServer, OpenAI's API over real HTTP
+    a script      a list, ScriptRule, a function of the messages, or a file (Script)
+    failures      rate_limited server_error refused unreachable dropped cut stalled malformed …
+    a sandbox     check_sandbox check_one CHECKS ConformanceCheck ConformanceResult SandboxProbe
+
+These are all the public names (``__all__``); modules below this package are private.
+"""
+
+from ramify import lazy_namespace
+
+__getattr__, __dir__, __all__ = lazy_namespace(__name__, __path__[0])

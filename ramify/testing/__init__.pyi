@@ -1,0 +1,26 @@
+# The public names, read when the package is imported: from HOME import NAME as NAME
+from ramify.clients.byte_ids import ByteTokenIds as ByteTokenIds
+from ramify.clients.script import Script as Script
+from ramify.clients.script import ScriptedFailure as ScriptedFailure
+from ramify.clients.script import ScriptRule as ScriptRule
+from ramify.clients.script import cut as cut
+from ramify.clients.script import dropped as dropped
+from ramify.clients.script import html as html
+from ramify.clients.script import malformed as malformed
+from ramify.clients.script import no_choices as no_choices
+from ramify.clients.script import no_usage as no_usage
+from ramify.clients.script import rate_limited as rate_limited
+from ramify.clients.script import refused as refused
+from ramify.clients.script import server_error as server_error
+from ramify.clients.script import stalled as stalled
+from ramify.clients.script import unreachable as unreachable
+from ramify.clients.scripted import ScriptedClient as ScriptedClient
+from ramify.clients.scripted_server import ReceivedRequest as ReceivedRequest
+from ramify.clients.scripted_server import ScriptedServer as ScriptedServer
+from ramify.sandbox.conformance import CHECKS as CHECKS
+from ramify.sandbox.conformance.base import ConformanceCheck as ConformanceCheck
+from ramify.sandbox.conformance.base import ConformanceError as ConformanceError
+from ramify.sandbox.conformance.base import SandboxProbe as SandboxProbe
+from ramify.sandbox.run_conformance import ConformanceResult as ConformanceResult
+from ramify.sandbox.run_conformance import check_one as check_one
+from ramify.sandbox.run_conformance import check_sandbox as check_sandbox

@@ -1,0 +1,35 @@
+"""The built-in algorithms: those that differ in one formula (``group_estimators.py``), and one file
+each for the others.
+
+``ALGORITHMS`` maps names to classes. A recipe can also name its own class as ``module:name``, or
+register one (see ``ramify/plugins.py``). ``docs/algorithms.md`` shows the result of each algorithm
+on one fixed batch.
+"""
+
+from ramify.plugins import Registry
+
+_HERE = "ramify.train.advantages"
+
+ALGORITHMS = Registry(
+    "algorithm",
+    "ramify.algorithms",
+    {
+        "dr_grpo": f"{_HERE}.group_estimators:DrGRPO",
+        "grpo": f"{_HERE}.group_estimators:GRPO",
+        "rloo": f"{_HERE}.group_estimators:RLOO",
+        "maxrl": f"{_HERE}.group_estimators:MaxRL",
+        "opo": f"{_HERE}.group_estimators:OPO",
+        "pass_at_k": f"{_HERE}.group_estimators:PassAtK",
+        "gdpo": f"{_HERE}.gdpo:GDPO",
+        "hierarchical": f"{_HERE}.group_estimators:Hierarchical",
+        "reinforce_pp": f"{_HERE}.reinforce_pp:ReinforcePP",
+        "reinforce_pp_baseline": f"{_HERE}.group_estimators:ReinforcePPBaseline",
+        "remax": f"{_HERE}.remax:ReMax",
+        "rae": f"{_HERE}.rae:RAE",
+        "ppo": f"{_HERE}.ppo:PPO",
+        "hybrid": "ramify.train.signals.compose:Hybrid",
+        "sft": f"{_HERE}.sft:SFT",
+    },
+    structs=True,
+)
+"""Name -> the class that implements ``base.Algorithm``, or its import path."""

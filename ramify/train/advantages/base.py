@@ -1,0 +1,168 @@
+"""The algorithm interface: turn scored groups into per-token streams for the loss.
+
+    [Group] ── algorithm.assign_advantages(groups, task weights) ──> AssignedStep
+                                                   [AssignedRollout], denominators, metrics
+
+An algorithm is a small frozen struct in its own file; its fields are its options. It receives all
+groups of a step at once, so every statistic is computed over the whole step. The trainer itself
+does not know about advantages. An algorithm that needs more declares it in ``needs``: a greedy
+rollout for each group, or per-token numbers that only the trainer can compute. It can also carry
+state from step to step (``memory``):
+
+    [TokenSequence] with those streams ── algorithm.finish(rows) ──> advantages for the whole step
+    algorithm with memory=… ── assign_advantages ──> AssignedStep.memory
+                                        saved in the checkpoint and passed to the next step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from ramify.types.sequence import TokenSequence
+from ramify.types.trajectory import Group, Trajectory
+
+T = TypeVar("T")
+
+
+class TokenCredit(msgspec.Struct, omit_defaults=True):
+    """The streams of one turn, over the N tokens sampled in it."""
+
+    advantages: list[float] = msgspec.field(default_factory=list)
+    """[N], or empty for none."""
+    rl: list[float] = msgspec.field(default_factory=list)
+    """[N] weight of the policy-gradient component; empty for none."""
+    ce: list[float] = msgspec.field(default_factory=list)
+    """[N] weight of the cross-entropy component; empty for none."""
+    kd: list[float] = msgspec.field(default_factory=list)
+    """[N] weight of the distillation component; empty for none."""
+    streams: dict[str, list[float] | list[list[float]]] = msgspec.field(default_factory=dict)
+    """Further named streams, each [N] or [N, k], such as reference log-probabilities."""
+    given: float = 0.0
+    """Cross-entropy weight of each token that the turn's prompt added (observed, not sampled)."""
+
+    def __post_init__(self) -> None:
+        named: dict[str, Sized] = {
+            "advantages": self.advantages,
+            "rl": self.rl,
+            "ce": self.ce,
+            "kd": self.kd,
+        }
+        lengths = {
+            name: len(values) for name, values in {**named, **self.streams}.items() if len(values)
+        }
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the streams of a turn differ in length: {lengths}")
+        if self.rl and not self.advantages:
+            raise ValueError("a turn has policy-gradient weights but no advantages")
+
+    def __len__(self) -> int:
+        """N; 0 if there are no streams."""
+        streams: list[Sized] = [self.advantages, self.rl, self.ce, self.kd, *self.streams.values()]
+        return max(len(values) for values in streams)
+
+
+Stamps = dict[tuple[str, int], TokenCredit]
+"""(call id, index of the turn in ``Call.turns``) -> its streams."""
+
+
+class AssignedRollout(msgspec.Struct):
+    """A rollout and the credit of its turns."""
+
+    trajectory: Trajectory
+    credits: Stamps
+
+
+class AssignedStep(msgspec.Struct):
+    """The result of ``assign_advantages`` for one optimizer step."""
+
+    rollouts: list[AssignedRollout]
+    """Rollouts with a training signal, in the order of the groups."""
+    denominators: dict[str, float]
+    """Loss component -> the number that its sum over the whole step is divided by."""
+    metrics: dict[str, float]
+    no_signal: str = ""
+    """Why there is nothing to learn from, as a sentence; empty if there is a signal."""
+    notes: list[str] = msgspec.field(default_factory=list)
+    """Further remarks for the user, one sentence each, such as which rollout had a non-finite
+    reward."""
+    memory: dict[str, float] = msgspec.field(default_factory=dict)
+    """State that the algorithm carries into the next step."""
+
+
+class AlgorithmNeeds(msgspec.Struct, frozen=True):
+    """What an algorithm needs in addition to the groups."""
+
+    greedy: bool = False
+    """Whether each group needs a greedy rollout (temperature 0): ``Group.greedy``."""
+    values: bool = False
+    """Whether the algorithm needs a critic's values."""
+    streams: frozenset[str] = frozenset()
+    """Streams that ``finish`` reads from the rows: ``values``, ``old_logprobs``,
+    ``ref_logprobs``."""
+
+
+class Algorithm(Protocol):
+    """The interface of every class in ``ALGORITHMS``."""
+
+    @property
+    def has_group_baseline(self) -> bool:
+        """Whether rollouts are compared with others of the same task, so that a group of one has
+        no signal."""
+        ...
+
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        """Assign advantages and loss weights to the sampled tokens of one optimizer step.
+
+        ``weights`` are the task's weights of its named rewards. If ``every_token`` is set, tokens
+        with advantage 0 are included too, because the loss has a term that acts on every token: a
+        KL penalty or an entropy bonus."""
+        ...
+
+
+def needs_of(algorithm: Any) -> AlgorithmNeeds:
+    """What ``algorithm``, or the algorithm that it wraps (``outcome``), needs."""
+    needs: AlgorithmNeeds = getattr(algorithm, "needs", None) or _of_inner(
+        algorithm, needs_of, AlgorithmNeeds()
+    )
+    return needs
+
+
+def finish(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
+    """Complete the advantages of ``rows``, all rows of a step, and return metrics.
+
+    Rows of an algorithm that needs no streams stay unchanged."""
+    if not needs_of(algorithm).streams:
+        return {}
+    own = getattr(algorithm, "finish", None)
+    metrics: dict[str, float] = (
+        own(rows)
+        if own is not None
+        else _of_inner(algorithm, lambda inner: finish(inner, rows), {})
+    )
+    return metrics
+
+
+def remembering(algorithm: T, memory: Mapping[str, float]) -> T:
+    """``algorithm`` with ``memory`` restored, or ``algorithm`` itself if it keeps no state."""
+    fields = getattr(algorithm, "__struct_fields__", ())
+    if "memory" in fields and memory:
+        return _replaced(algorithm, memory=dict(memory))
+    if "outcome" in fields and memory:
+        inner = remembering(algorithm.outcome, memory)  # type: ignore[attr-defined]
+        return _replaced(algorithm, outcome=inner)
+    return algorithm
+
+
+def _of_inner(algorithm: Any, function: Any, default: Any) -> Any:
+    inner = getattr(algorithm, "outcome", None)
+    return default if inner is None else function(inner)
+
+
+def _replaced(struct: T, **fields: Any) -> T:
+    replaced: T = msgspec.structs.replace(struct, **fields)  # type: ignore[type-var]
+    return replaced

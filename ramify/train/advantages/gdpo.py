@@ -1,0 +1,62 @@
+"""GDPO (2601.05242): each named reward is compared within the group separately, then the results
+are summed with the task's weights and normalised over the step.
+
+rewards correct 1, 0 and short 0, 0.1 with weights 1 and 0.5: each pair becomes ±0.707, so the sums
+are 0.354, -0.354. If the rewards were summed before the comparison, the small one would have almost
+no influence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ramify.errors import ConfigError
+from ramify.train.advantages.base import AssignedStep
+from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
+from ramify.train.advantages.group import judged
+from ramify.train.advantages.group_estimators import GRPO
+from ramify.train.advantages.rollout_trees import tree_of
+from ramify.types.trajectory import Group
+
+
+class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
+    """GDPO estimator; implements ``Algorithm``. The task's weights apply to the sum."""
+
+    normalise: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length_weight or self.overlong_buffer:
+            raise ConfigError(
+                "gdpo compares each reward separately: leave length_weight and overlong_buffer at "
+                "0, and have the task score length as one of its rewards"
+            )
+
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
+            sums = [dict.fromkeys(tree, 0.0) for tree in trees]
+            names = _names(group)
+            for name in names:
+                only = {other: float(other == name) for other in names}
+                trees_of_one = [tree_of(trajectory, only) for trajectory in group.trajectories]
+                numbers = CREDITS.of(self.credit)(trees_of_one, self.compare, self.gamma_tree)
+                for total, own in zip(sums, numbers, strict=True):
+                    for call, value in own.items():
+                        total[call] += weights.get(name, 1.0) * value
+            return sums
+
+        return judged(groups, weights, self, judge, every_token)
+
+
+def _names(group: Group) -> list[str]:
+    """Names of all rewards in a group, of whole rollouts and of calls."""
+    return sorted(
+        {
+            name
+            for trajectory in group.trajectories
+            for rewards in (trajectory.rewards, *trajectory.call_rewards.values())
+            for name in rewards
+        }
+    )

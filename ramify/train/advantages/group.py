@@ -1,0 +1,365 @@
+"""The shared core of nearly all estimators: compare the rollouts of one task, give each call a
+number, and give each token a weight.
+
+    scored group ── length ──> rewards ── judge: credit(baseline) ──> number per call
+                                          ── weight ──> streams per token
+
+Most estimators differ only in ``compare`` (``group_estimators.py``), so all options for credit,
+length and weight work with each of them. Decides which rollouts count: one without a reward, or
+with a non-finite reward, is reported and left out, and the rest of its group is still used. Also
+decides which groups have no signal, and that normalisation over the step comes before weighting.
+
+Not here: the loss, clipping and the KL penalty in the loss (see losses/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.train.advantages import token_arithmetic as row_math
+from ramify.train.advantages.base import (
+    AlgorithmNeeds,
+    AssignedRollout,
+    AssignedStep,
+    Stamps,
+    TokenCredit,
+)
+from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
+from ramify.train.advantages.length import (
+    LengthLimits,
+    Overlong,
+    RolloutLength,
+    length_penalty,
+    soft_overlong,
+)
+from ramify.train.advantages.rollout_trees import (
+    length_of,
+    num_sampled,
+    sampled,
+    tree_of,
+    was_cut_off,
+    why_unscored,
+)
+from ramify.train.advantages.weight import ALSO, Reduction, Share, Weights
+from ramify.train.advantages.weight import weights as token_weights
+from ramify.train.optional_fields import check_optional
+from ramify.types.sequence import TokenSequence
+from ramify.types.trajectory import Call, Group, Trajectory
+
+NO_ADVANTAGE = 1e-9
+"""Up to this absolute value an advantage counts as none."""
+_MOST_NAMED = 3
+"""At most this many unusable rollouts of a step are reported by name."""
+
+
+class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options shared by every algorithm with a group baseline."""
+
+    credit: str = "per_role"
+    """How a tree's reward reaches its calls: a name from ``credit.py``, or a dotted
+    path."""
+    gamma_tree: float = 1.0
+    """Share of its parent's return that a call receives, in addition to its own reward."""
+    children: bool = True
+    """Train the tokens of calls below the root."""
+    llm_calls: bool = False
+    """Train ``llm_query`` calls that the policy itself answered."""
+    reduction: Reduction = "rollout"
+    """How much each token weighs; see ``weight.py``."""
+    share: Share = "token"
+    """How a rollout's weight is divided among its calls."""
+    drop_zero_variance: bool = True
+    """Leave groups without any advantage out of the step (the zero-variance filter)."""
+    overlong: Overlong = "punish"
+    """How a cut-off call is treated: ``punish`` keeps its score, ``mask`` gives it no loss."""
+    max_rollout_tokens: int | None = None
+    """Sampled tokens per rollout at which the soft overlong penalty reaches -1, and the constant
+    of ``reduction=constant``; None: no penalty."""
+    overlong_buffer: int | None = None
+    """Tokens before ``max_rollout_tokens`` over which the penalty grows from 0 to -1; None: no
+    penalty."""
+    length_weight: float = 0.0
+    """Weight of the length penalty, relative to the group's mean reward; 0: no penalty."""
+    normalise: bool = False
+    """Normalise the advantages of all tokens of a step to mean 0 and standard deviation 1."""
+    kl_reward: float = 0.0
+    """β of the KL penalty in the reward: each token's k1 estimate of the KL to the reference
+    policy (o - ref), times β, is subtracted from its advantage and from those of the tokens before
+    it in its call; 0: no penalty. ``loss.kl_beta`` is the KL penalty in the loss."""
+
+    def __post_init__(self) -> None:
+        CREDITS.of(self.credit)
+        if ALSO.get(self.reduction, self.reduction) == "constant" and not self.max_rollout_tokens:
+            raise ConfigError(
+                f"reduction={self.reduction} divides by max_rollout_tokens: set it to the largest "
+                "number of tokens that a rollout samples"
+            )
+        lengths = {"overlong_buffer": self.overlong_buffer}
+        lengths |= {"max_rollout_tokens": self.max_rollout_tokens}
+        check_optional("algorithm", "no punishment", **lengths)
+        if min(self.gamma_tree, self.length_weight, self.kl_reward) < 0:
+            raise ConfigError("gamma_tree, length_weight and kl_reward cannot be negative")
+
+    @property
+    def has_group_baseline(self) -> bool:
+        return True
+
+    @property
+    def needs(self) -> AlgorithmNeeds:
+        return AlgorithmNeeds(
+            streams=frozenset({"old_logprobs", "ref_logprobs"} if self.kl_reward else ())
+        )
+
+    def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+        """The formula of the estimator: the advantage of each of n attempts at the same thing.
+
+        ``returns``: [n]. ``lengths``: [n] sampled tokens of each attempt, empty if unknown."""
+        raise NotImplementedError(f"{type(self).__name__} has no formula: define compare()")
+
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        """Compare as ``compare`` does the calls that ``credit`` selects."""
+
+        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
+            numbers: Sequence[Numbers] = CREDITS.of(self.credit)(
+                trees, self.compare, self.gamma_tree
+            )
+            return numbers
+
+        return judged(groups, weights, self, judge, every_token)
+
+    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
+        """Add the KL penalty in the reward, and then normalise if that had to wait for it."""
+        return row_math.add_kl(rows, self.kl_reward, 1.0, normalise=self.normalise)
+
+
+Judge = Callable[[Group, Sequence[Mapping[str, CreditNode]]], Sequence[Numbers]]
+"""(a group of usable rollouts, their trees) -> a number for each call of each rollout."""
+
+
+class _Rollout(NamedTuple):
+    trajectory: Trajectory
+    tree: dict[str, CreditNode]
+    numbers: Numbers
+    """Call id -> advantage."""
+
+
+def judged(
+    groups: Sequence[Group],
+    task_weights: Mapping[str, float],
+    options: GroupOptions,
+    judge: Judge,
+    every_token: bool,
+    *,
+    gamma: float = 1.0,
+    has_baseline: bool = True,
+) -> AssignedStep:
+    """Assign advantages for one step from the numbers that ``judge`` gives to calls.
+
+    ``gamma`` discounts a call's number by the count of tokens sampled after each token.
+    ``has_baseline``: a number of 0 carries no signal."""
+    usable = [_usable(group) for group in groups]
+    rollouts = [_rollouts(group, task_weights, options, judge) for group in usable]
+    with_signal = [
+        group
+        for group in rollouts
+        if not has_baseline or has_signal([rollout.numbers for rollout in group])
+    ]
+    kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
+    counts = [[_counts(rollout, options) for rollout in group] for group in kept]
+    weights, denominator = token_weights(
+        counts, options.reduction, options.share, options.max_rollout_tokens or 1
+    )
+    by_token = [
+        [
+            _per_token(rollout.numbers, count, gamma)
+            for rollout, count in zip(group, counted, strict=True)
+        ]
+        for group, counted in zip(kept, counts, strict=True)
+    ]
+    # With a KL penalty in the reward, ``finish`` normalises after it has added the penalty.
+    if options.normalise and not options.kl_reward:
+        row_math.whiten_all(
+            [values for group in by_token for calls in group for values in calls.values()]
+        )
+    every_token = every_token or options.normalise or bool(options.kl_reward) or not has_baseline
+    assigned = [
+        _assigned(rollout, weight, values, every_token)
+        for group, weighed, valued in zip(kept, weights, by_token, strict=True)
+        for rollout, weight, values in zip(group, weighed, valued, strict=True)
+    ]
+    assigned = [rollout for rollout in assigned if rollout.credits]
+    return AssignedStep(
+        assigned,
+        {"rl": denominator},
+        _metrics(groups, rollouts, with_signal),
+        _no_signal(groups, usable, with_signal, assigned, options.has_group_baseline),
+        _notes(groups),
+    )
+
+
+def has_signal(numbers: Sequence[Mapping[str, float]]) -> bool:
+    """Whether any call of the group's rollouts has a non-zero advantage. A group without one has no
+    gradient and would only dilute the other groups' weight."""
+    return any(abs(value) > NO_ADVANTAGE for tree in numbers for value in tree.values())
+
+
+def _usable(group: Group) -> Group:
+    """``group`` without the rollouts that cannot be learnt from."""
+    kept = [trajectory for trajectory in group.trajectories if not why_unscored(trajectory)]
+    return msgspec.structs.replace(group, trajectories=kept)
+
+
+def _notes(groups: Sequence[Group]) -> list[str]:
+    """Which rollouts were left out and why: the first few by name, the others as a count."""
+    notes = [
+        f"{trajectory.id} is left out of its group: it {why}"
+        for group in groups
+        for trajectory in group.trajectories
+        if (why := why_unscored(trajectory))
+    ]
+    more = len(notes) - _MOST_NAMED
+    return (
+        [*notes[:_MOST_NAMED], f"{more} more rollouts are left out for such reasons"]
+        if more > 1
+        else notes
+    )
+
+
+def _rollouts(
+    group: Group, task_weights: Mapping[str, float], options: GroupOptions, judge: Judge
+) -> list[_Rollout]:
+    trajectories = group.trajectories
+    trees = [tree_of(trajectory, task_weights) for trajectory in trajectories]
+    lengths = [length_of(trajectory) for trajectory in trajectories]
+    roots = [next(iter(tree)) for tree in trees]
+    rewards = _for_length(
+        [tree[root].reward for tree, root in zip(trees, roots, strict=True)], lengths, options
+    )
+    for tree, root, reward in zip(trees, roots, rewards, strict=True):
+        tree[root] = tree[root]._replace(reward=reward)
+    numbers = judge(group, trees) if trees else []
+    return [_Rollout(*parts) for parts in zip(trajectories, trees, numbers, strict=True)]
+
+
+def _for_length(
+    rewards: list[float], lengths: Sequence[RolloutLength], options: GroupOptions
+) -> list[float]:
+    """``rewards`` after the length penalty and the soft overlong penalty."""
+    if options.length_weight and lengths:
+        longest = LengthLimits(
+            *(max(1, *(length[index] for length in lengths)) for index in range(3))
+        )
+        rewards = length_penalty(rewards, lengths, longest, options.length_weight)
+    if options.max_rollout_tokens and options.overlong_buffer:
+        limit, buffer = options.max_rollout_tokens, options.overlong_buffer
+        rewards = [
+            r + soft_overlong(n.output, limit, buffer)
+            for r, n in zip(rewards, lengths, strict=True)
+        ]
+    return rewards
+
+
+def _is_trained(call: Call, options: GroupOptions, cut_off_root: bool) -> bool:
+    if options.overlong == "mask" and (cut_off_root or was_cut_off(call)):
+        return False
+    if call.kind == "judge":
+        return False
+    if call.parent is None:  # the root, even if it is a single plain call
+        return True
+    return options.children if call.kind == "rlm" else options.llm_calls
+
+
+def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, int]:
+    """Call id -> number of tokens that may carry loss."""
+    trajectory = rollout.trajectory
+    cut_off = was_cut_off(trajectory.root)
+    return {
+        call.id: num_sampled(call) if _is_trained(call, options, cut_off) else 0
+        for call in trajectory.calls
+    }
+
+
+def _per_token(numbers: Numbers, counts: Mapping[str, int], gamma: float) -> dict[str, list[float]]:
+    """Call id -> the advantage of each of its tokens that may carry loss."""
+    return {
+        id: [numbers[id] * gamma ** (num - 1 - index) for index in range(num)]
+        for id, num in counts.items()
+        if num
+    }
+
+
+def _assigned(
+    rollout: _Rollout,
+    weights: Weights,
+    values: Mapping[str, list[float]],
+    every_token: bool,
+) -> AssignedRollout:
+    """Token credit for every turn that has a weight and, unless ``every_token``, an advantage."""
+    credits: Stamps = {}
+    for call in rollout.trajectory.calls:
+        weight, start = weights[call.id], 0
+        for index, _, num in sampled(call) if weight else ():
+            advantages = values[call.id][start : start + num]
+            start += num
+            if every_token or any(abs(value) > NO_ADVANTAGE for value in advantages):
+                credits[call.id, index] = TokenCredit(advantages=advantages, rl=[weight] * num)
+    return AssignedRollout(rollout.trajectory, credits)
+
+
+def _metrics(
+    groups: Sequence[Group],
+    by_group: Sequence[Sequence[_Rollout]],
+    with_signal: Sequence[Sequence[_Rollout]],
+) -> dict[str, float]:
+    rollouts = [rollout for group in by_group for rollout in group]
+    rewards = [next(iter(rollout.tree.values())).reward for rollout in rollouts]
+    children = [
+        node.reward
+        for rollout in rollouts
+        for node in rollout.tree.values()
+        if node.parent is not None
+    ]
+    metrics = {
+        "reward": sum(rewards) / len(rewards) if rewards else 0.0,
+        "groups_with_signal": float(len(with_signal)),
+        "zero_variance": _zero_variance(by_group),
+        "failed_rollouts": float(sum(len(group.trajectories) for group in groups) - len(rollouts)),
+        "calls_per_rollout": 1 + len(children) / len(rollouts) if rollouts else 0.0,
+    }
+    if children:
+        metrics["child_reward"] = sum(children) / len(children)
+    return metrics
+
+
+def _zero_variance(groups: Sequence[Sequence[_Rollout]]) -> float:
+    """The share of groups whose rollouts all have the same reward."""
+    rewards = [
+        [next(iter(rollout.tree.values())).reward for rollout in group] for group in groups if group
+    ]
+    same = sum(min(values) == max(values) for values in rewards)
+    return same / len(rewards) if rewards else 0.0
+
+
+def _no_signal(
+    groups: Sequence[Group],
+    usable: Sequence[Group],
+    with_signal: Sequence[object],
+    rollouts: Sequence[AssignedRollout],
+    has_baseline: bool,
+) -> str:
+    if rollouts:
+        return ""
+    if not any(group.trajectories for group in usable):
+        failed = sum(len(group.trajectories) for group in groups)
+        return f"none of {failed} rollouts has a reward; their errors are in the trajectories"
+    if has_baseline and all(len(group.trajectories) < 2 for group in usable):
+        return "no group has two rollouts, so no rollout can be compared with another"
+    if not with_signal:
+        return f"in each of {len(groups)} groups all rollouts did equally well"
+    return "all calls with an advantage were masked, or have no token ids and log-probabilities"

@@ -1,0 +1,144 @@
+"""The estimators that compare the rollouts of one task and differ in one formula: ``compare``.
+
+    [n returns], [n lengths] ──compare──> [n advantages]       for n attempts at the same thing
+
+    returns 3, 1, 1, 3     dr_grpo: 1, -1, -1, 1   grpo: ±0.866   rloo: ±4/3   maxrl: ±0.5
+    returns 3, 1, 0, 0     pass_at_k: 2/std, 0, 0, 0
+
+``credit.py`` decides which calls are attempts at the same thing, and ``group.py`` what happens
+before and after the comparison. A single attempt cannot be compared with others, so its advantage
+is 0 (two public implementations return the raw reward). Estimators with state, a critic or a
+greedy rollout are in the file of their name.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from ramify.train.advantages.group import GroupOptions
+
+EPSILON = 1e-6
+
+
+def above_mean(returns: Sequence[float]) -> list[float]:
+    """R_i - mean(R), exactly 0 if all returns are equal, whatever rounding does to the mean."""
+    if len(returns) < 2 or min(returns) == max(returns):
+        return [0.0] * len(returns)
+    centre = statistics.fmean(returns)
+    return [value - centre for value in returns]
+
+
+class DrGRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="dr_grpo"):
+    """Dr.GRPO (2503.20783): a rollout's reward minus the mean of its group, without division by
+    the standard deviation. The default.
+
+        A_i = R_i - mean(R)             rewards 1, 0, 0, 0: advantages 0.75, -0.25, -0.25, -0.25
+
+    Without the division, advantages keep their scale on both hard and easy tasks."""
+
+    def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+        return above_mean(returns)
+
+
+class GRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"):
+    """GRPO (2402.03300): a rollout's reward minus the mean of its group, divided by the group's
+    standard deviation.
+
+        A_i = (R_i - mean(R)) / (std(R) + 1e-6), with the unbiased std
+
+    rewards 1, 0, 0, 0: std 0.5, advantages 1.5, -0.5, -0.5, -0.5. The division amplifies rare
+    successes and rare failures. It made the training of small policies unstable (see
+    ``docs/learning.md``), so GRPO is not the default."""
+
+    def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+        centred = above_mean(returns)
+        if not any(centred):
+            return centred
+        std = statistics.stdev(returns)
+        return [value / (std + EPSILON) for value in centred]
+
+
+class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"):
+    """RLOO (2402.14740): a rollout's reward minus the mean of the other rollouts of its group.
+
+        A_i = R_i - mean of the others = n/(n-1) · (R_i - mean(R))
+
+    rewards 1, 0, 0, 0: advantages 1, -1/3, -1/3, -1/3"""
+
+    def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+        scale = len(returns) / max(len(returns) - 1, 1)
+        return [value * scale for value in above_mean(returns)]
+
+
+class MaxRL(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="maxrl"):
+    """MaxRL (2602.02710): a rollout's reward minus the mean of its group, divided by that mean.
+
+        A_i = (R_i - mean(R)) / (mean(R) + 1e-6), or 0 if the mean is not positive
+
+    rewards 1, 0, 0, 0: advantages 3, -1, -1, -1. With rewards of 0 and 1 this follows the gradient
+    of the log of the pass rate: the rarer a success, the larger its advantage."""
+
+    def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+        centre = statistics.fmean(returns) if returns else 0.0
+        return [value / (centre + EPSILON) if centre > 0 else 0.0 for value in above_mean(returns)]
+
+
+class OPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="opo"):
+    """OPO (2505.23585): a rollout's reward minus the mean of its group, in which each rollout is
+    weighted by its length.
+
+        A_i = R_i - sum(len · R) / sum(len)
+
+    rewards 1, 0 of 1 and 3 tokens: advantages 0.75, -0.25. Long rollouts have large gradients, so
+    the baseline of least variance gives them more weight."""
+
+    def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+        centred = above_mean(returns)
+        if not any(centred) or not sum(lengths):
+            return centred
+        weighted = sum(size * value for size, value in zip(lengths, returns, strict=True))
+        centre = weighted / sum(lengths)
+        return [value - centre for value in returns]
+
+
+class PassAtK(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="pass_at_k"):
+    """GRPO for pass@k: only the best rollout of a group has an advantage, its lead over the second
+    best divided by the group's standard deviation.
+
+        A = (best - second) / (std(R) + 1e-6) for the best, 0 for the others
+
+    rewards 1, 0, 0, 0: std 0.5, advantages 2, 0, 0, 0. If two rollouts share the best reward, all
+    advantages are 0. The goal is that one attempt succeeds, not that all do."""
+
+    def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+        if not any(above_mean(returns)):
+            return [0.0] * len(returns)
+        first, second = sorted(returns, reverse=True)[:2]
+        ahead = (first - second) / (statistics.stdev(returns) + EPSILON)
+        return [ahead if value == first else 0.0 for value in returns]
+
+
+class Hierarchical(DrGRPO, frozen=True, kw_only=True, tag_field="name", tag="hierarchical"):
+    """Hierarchical GRPO: a call's return minus the mean over attempts at the same sub-task; roots
+    are compared with the roots of their group.
+
+    roots 1 and 0; both ask "north", which is answered with rewards 1 and 0 (γ of the tree 0):
+    advantages 0.5, -0.5 for both pairs. A sub-task that only one call attempted gives that call no
+    signal."""
+
+    credit: str = "hierarchical"
+
+
+class ReinforcePPBaseline(
+    DrGRPO, frozen=True, kw_only=True, tag_field="name", tag="reinforce_pp_baseline"
+):
+    """REINFORCE++ with a baseline (2501.03262): a rollout's reward minus the mean of its group,
+    normalised over the step.
+
+    rewards 1, 0 | 1, 1, one token each: 0.5, -0.5 | 0, 0, then divided by their standard deviation
+    0.408: ±1.225 | 0, 0. Zero-variance groups stay in the step, because they are part of what is
+    normalised."""
+
+    normalise: bool = True
+    drop_zero_variance: bool = False

@@ -1,0 +1,110 @@
+"""PPO with a critic (1707.06347): generalised advantage estimation along the sampled tokens of each
+call.
+
+    assign_advantages   stream ``rewards``: each call's return (its own reward, plus γ_tree times
+                        its parent's return) on its last sampled token
+    finish              δ_t = r_t + γ V_{t+1} - V_t,  Â_t = δ_t + γλ Â_{t+1},  returns Â + V;
+                        then Â is normalised over the step
+
+t + 1 is the next *sampled* token of the call: neither γ nor λ decays over tool output. The value
+after the last token is 0. A call of 2 tokens with return 1, V = 0.2, 0.6, γ = 1, λ = 0.5:
+δ = 0.4, 0.4, Â = 0.6, 0.4, returns 0.8, 1.
+
+No groups are compared, so one attempt per item is enough. ``rl.critic`` configures the critic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from ramify.errors import ConfigError
+from ramify.train.advantages import token_arithmetic as row_math
+from ramify.train.advantages.base import AlgorithmNeeds, AssignedStep, TokenCredit
+from ramify.train.advantages.credit import CreditNode, Numbers, returns_of
+from ramify.train.advantages.group import GroupOptions, judged
+from ramify.types.sequence import TokenSequence
+from ramify.types.trajectory import Group
+
+
+class PPO(
+    GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ppo"
+):
+    """PPO estimator; implements ``Algorithm``."""
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    """λ of GAE. 1: advantages are returns minus values, without bias. Smaller: the critic is
+    trusted more."""
+    normalise: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
+            raise ConfigError(f"gamma={self.gamma} and lam={self.lam} must be between 0 and 1")
+
+    @property
+    def has_group_baseline(self) -> bool:
+        return False
+
+    @property
+    def needs(self) -> AlgorithmNeeds:
+        kl = super().needs
+        return msgspec.structs.replace(kl, values=True, streams=kl.streams | {"values"})
+
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        returns_by_call: dict[tuple[str, str], float] = {}
+
+        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
+            for trajectory, tree in zip(group.trajectories, trees, strict=True):
+                returns_by_call.update(
+                    {(trajectory.id, id): R for id, R in returns_of(tree, self.gamma_tree).items()}
+                )
+            return [dict.fromkeys(tree, 0.0) for tree in trees]
+
+        # ``finish`` normalises, once advantages exist.
+        unnormalised = msgspec.structs.replace(self, normalise=False)
+        assigned = judged(groups, weights, unnormalised, judge, True, has_baseline=False)
+        for rollout in assigned.rollouts:
+            last = dict(sorted(rollout.credits))
+            for (call, turn), credit in rollout.credits.items():
+                is_last = last[call] == turn
+                reward = returns_by_call[rollout.trajectory.id, call] if is_last else 0.0
+                _put_reward(credit, reward)
+        return assigned
+
+    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
+        calls = list(row_math.lines(rows))
+        returns, residuals, kls = [], [], []
+        for line in calls:
+            rewards, values = line.read("rewards"), line.read("values")
+            if self.kl_reward:
+                kls.append(line.read("old_logprobs") - line.read("ref_logprobs"))
+                rewards = rewards - self.kl_reward * kls[-1]
+            advantages = row_math.gae(rewards, values, self.gamma, self.lam)
+            line.write("returns", advantages + values)
+            line.write("advantages", line.read("advantages") + advantages)
+            returns.append(advantages + values)
+            residuals.append(advantages)
+        if self.normalise:
+            row_math.normalise_lines(calls)
+        metrics = {"explained_variance": _explained_variance(returns, residuals)}
+        return {**metrics, "reward_kl": float(np.concatenate(kls).mean())} if kls else metrics
+
+
+def _put_reward(credit: TokenCredit, reward: float) -> None:
+    credit.streams["rewards"] = [*[0.0] * (len(credit) - 1), reward]
+
+
+def _explained_variance(
+    returns: Sequence[row_math.Doubles], residuals: Sequence[row_math.Doubles]
+) -> float:
+    """The share of the returns' variance that the critic explains; 0 if they do not vary."""
+    if not returns:
+        return 0.0
+    total = float(np.concatenate(list(returns)).var())
+    return 1 - float(np.concatenate(list(residuals)).var()) / total if total > 1e-12 else 0.0

@@ -1,0 +1,68 @@
+"""RAE, role-conditioned advantage estimation (SPIRAL, 2506.24119): a call's return minus a running
+mean of the returns of its role, which is carried from step to step.
+
+    A = R(call) - b(role, depth)        b <- decay b + (1 - decay) mean of R over the step
+
+decay 0.95, b = 0.4, returns 1 and 0: advantages 0.6, -0.4, and b becomes 0.405. All calls of a step
+are compared with the mean from before the step, so their order does not matter. One attempt per
+item is enough.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.train.advantages.base import AssignedStep
+from ramify.train.advantages.credit import CreditNode, Numbers, returns_of
+from ramify.train.advantages.group import GroupOptions, judged
+from ramify.types.trajectory import Group
+
+
+class RAE(
+    GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="rae"
+):
+    """RAE estimator; implements ``Algorithm``."""
+
+    decay: float = 0.95
+    memory: dict[str, float] = msgspec.field(default_factory=dict)
+    """Role -> initial running mean: ``rlm@0`` is the root, ``rlm@1`` its children, ``lm@1`` plain
+    calls. Roles that are not listed start at 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.decay < 1:
+            raise ConfigError(f"decay={self.decay} must be at least 0 and below 1")
+
+    @property
+    def has_group_baseline(self) -> bool:
+        return False
+
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        returns_by_role: dict[str, list[float]] = defaultdict(list)
+
+        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
+            return [self._against_memory(tree, returns_by_role) for tree in trees]
+
+        assigned = judged(groups, weights, self, judge, every_token)
+        assigned.memory = self.memory | {
+            role: self.decay * self.memory.get(role, 0.0) + (1 - self.decay) * fmean(returns)
+            for role, returns in returns_by_role.items()
+        }
+        return assigned
+
+    def _against_memory(
+        self, tree: Mapping[str, CreditNode], returns_by_role: dict[str, list[float]]
+    ) -> Numbers:
+        advantages: Numbers = {}
+        for call, value in returns_of(tree, self.gamma_tree).items():
+            role = f"{tree[call].role}@{tree[call].depth}"
+            returns_by_role[role].append(value)
+            advantages[call] = value - self.memory.get(role, 0.0)
+        return advantages

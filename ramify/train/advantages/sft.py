@@ -1,0 +1,116 @@
+"""Supervised fine-tuning: cross-entropy on the replies of trajectories, optionally only of those
+with a high enough reward.
+
+With ``min_reward`` this is rejection sampling (RAFT, STaR): of stored or freshly sampled
+trajectories, only those that reached the reward are trained on. Each token weighs the same
+(``reduction=token``), or each trajectory does.
+
+    rewards 1, 0, 1 with min_reward=1: the first and the third are trained on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ramify.tasks.base import total
+from ramify.train.advantages.base import AssignedRollout, AssignedStep, Stamps, TokenCredit
+from ramify.train.advantages.weight import Reduction, Share
+from ramify.train.advantages.weight import weights as token_weights
+from ramify.types.trajectory import Call, Group, Trajectory
+
+
+class SFT(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="sft",
+):
+    """Supervised fine-tuning or rejection sampling; implements ``Algorithm``."""
+
+    min_reward: float | None = None
+    """Minimum total reward of a trajectory to train on it; None: train on all, scored or not."""
+    min_call_reward: float | None = None
+    """The same for calls below the root that have their own reward."""
+    children: bool = True
+    """Train on the replies of calls below the root."""
+    llm_calls: bool = False
+    """Train on the replies of ``llm_query`` calls."""
+    reduction: Reduction = "token"
+    share: Share = "token"
+
+    @property
+    def has_group_baseline(self) -> bool:
+        return False
+
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        kept = [
+            [trajectory for trajectory in group.trajectories if self._is_good(trajectory, weights)]
+            for group in groups
+        ]
+        counts = [[self._counts(trajectory, weights) for trajectory in group] for group in kept]
+        per_token, denominator = token_weights(counts, self.reduction, self.share)
+        rollouts = [
+            AssignedRollout(trajectory, _credits(trajectory, weight))
+            for group, weighed in zip(kept, per_token, strict=True)
+            for trajectory, weight in zip(group, weighed, strict=True)
+        ]
+        rollouts = [rollout for rollout in rollouts if rollout.credits]
+        num = sum(len(group.trajectories) for group in groups)
+        no_signal = (
+            ""
+            if rollouts
+            else f"none of {num} trajectories qualifies for training (min_reward={self.min_reward})"
+        )
+        return AssignedStep(
+            rollouts, {"ce": denominator}, {"kept": len(rollouts) / num if num else 0.0}, no_signal
+        )
+
+    def _is_good(self, trajectory: Trajectory, weights: Mapping[str, float]) -> bool:
+        if self.min_reward is None:
+            return True
+        return bool(trajectory.rewards) and total(trajectory.rewards, weights) >= self.min_reward
+
+    def _counts(self, trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, int]:
+        return {
+            call.id: sum(num for _, num in _replies_with_ids(call))
+            if self._is_trained(trajectory, call, weights)
+            else 0
+            for call in trajectory.calls
+        }
+
+    def _is_trained(self, trajectory: Trajectory, call: Call, weights: Mapping[str, float]) -> bool:
+        if call.parent is None:
+            return True
+        if call.kind == "judge" or not (self.children if call.kind == "rlm" else self.llm_calls):
+            return False
+        own = trajectory.call_rewards.get(call.id)
+        return (
+            own is None
+            or self.min_call_reward is None
+            or total(own, weights) >= self.min_call_reward
+        )
+
+
+def _replies_with_ids(call: Call) -> list[tuple[int, int]]:
+    """(index, number of tokens) of each turn whose reply has token ids; log-probabilities are not
+    needed for cross-entropy."""
+    return [
+        (index, len(turn.reply.token_ids))
+        for index, turn in enumerate(call.turns)
+        if turn.num_ids is not None and turn.reply.token_ids
+    ]
+
+
+def _credits(trajectory: Trajectory, weights: Mapping[str, float]) -> Stamps:
+    return {
+        (call.id, index): TokenCredit(ce=[weights[call.id]] * num)
+        for call in trajectory.calls
+        if weights[call.id]
+        for index, num in _replies_with_ids(call)
+    }

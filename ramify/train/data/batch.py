@@ -1,0 +1,243 @@
+"""Writes pieces of a forest as a batch: tokens and segments, and one entry per token that carries
+loss.
+
+    piece  [1 2 3] -> [7 8], [9]    token_ids 1 2 3 7 8 9   segments [0,3) [3,5)<0 [5,6)<0
+    sampled: 7 8 by one sequence,   sources   2 3 2         positions of the hidden states
+             9 by the other         targets   7 8 9
+
+Decides how per-token streams of sequences become per-entry streams. A token that was sampled at a
+temperature or from a truncated distribution, and also carries cross-entropy, has two entries:
+cross-entropy applies to the plain distribution, the policy gradient to the sampling distribution.
+
+Legend: T tokens of a batch, E its entries, n entries of one sequence, k teacher tokens per
+position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Many
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ramify.train.data.forest import ForestNode
+from ramify.types.sequence import Batch, Floats, Ints, SamplingSupport, Segment, TokenSequence
+
+COMPONENTS = ("rl", "ce", "kd")
+"""Components of a loss; each has a stream of weights."""
+
+
+class BatchPiece(NamedTuple):
+    """A tree, or a part of one with the paths that lead to it; a batch takes it as a whole."""
+
+    stretches: list[ForestNode]
+    """In preorder; their ``sequence`` is an index into the sequences that carry loss."""
+    leaves: list[tuple[int, int]]
+    """(sequence, the stretch that holds its last token)"""
+    num_tokens: int
+    cost: float
+
+
+def entries(sequence: TokenSequence) -> Ints:
+    """Indices of the tokens that carry loss, [n]."""
+    weighs = sequence.rl != 0
+    for other in (sequence.ce, sequence.kd):
+        weighs = weighs if other is None else weighs | (other != 0)
+    if len(weighs) and weighs[0]:
+        raise ValueError(
+            f"sequence {sequence.name} has a weight on its first token, which nothing predicts"
+        )
+    return np.flatnonzero(weighs)
+
+
+class BatchWriter:
+    """Writes the batches of one optimizer step, which share their streams and denominators."""
+
+    def __init__(
+        self,
+        sequences: Many[TokenSequence],
+        learning: list[int],
+        denominators: Mapping[str, float] | None,
+    ) -> None:
+        """``learning``: indices of the ``sequences`` that have entries; pieces refer to positions
+        in this list."""
+        self._sequences = sequences
+        self._learning = learning
+        chosen = [sequences[index] for index in learning]
+        self._named = _names(chosen)
+        self._denominators = _denominators(chosen, denominators)
+        self._has_versions = all(sequence.versions is not None for sequence in chosen)
+        self._has_kept = any(sequence.kept is not None for sequence in chosen)
+
+    def batch(self, pieces: Iterable[BatchPiece]) -> Batch:
+        columns = _Columns()
+        segments: list[Segment] = []
+        present: dict[int, str] = {}
+        end = 0
+        for piece in pieces:
+            first = len(segments)
+            for stretch in piece.stretches:
+                ids = self._sequences[self._learning[stretch.sequence]].token_ids[
+                    stretch.begin : stretch.end
+                ]
+                columns.add(token_ids=ids, positions=np.arange(stretch.begin, stretch.end))
+                segments.append(
+                    Segment(
+                        end, end + len(ids), stretch.parent + first if stretch.parent >= 0 else -1
+                    )
+                )
+                end += len(ids)
+            for place, leaf in piece.leaves:
+                index = self._learning[place]
+                present[index] = self._sequences[index].name
+                self._add_entries(columns, index, _places(piece, leaf, segments[first:]))
+        return self._batch(columns, segments, present)
+
+    def _add_entries(self, columns: _Columns, index: int, places: tuple[Ints, Ints]) -> None:
+        """Add the entries of sequence ``index``. ``places``: where each stretch begins along its
+        path, and the offset from there to its tokens in the batch."""
+        sequence = self._sequences[index]
+        tokens = entries(sequence)
+        plain = np.zeros(len(tokens), np.bool_)
+        if sequence.ce is not None and (sequence.temperature != 1 or sequence.kept is not None):
+            imitated = tokens[sequence.ce[tokens] != 0]
+            reinforced = tokens[_others(sequence)[tokens]]
+            plain = np.repeat([False, True], [len(reinforced), len(imitated)])
+            tokens = np.concatenate([reinforced, imitated])
+        begins, shifts = places
+        columns.add(
+            sources=tokens - 1 + shifts[np.searchsorted(begins, tokens - 1, "right") - 1],
+            targets=sequence.token_ids[tokens],
+            owners=np.stack([np.full(len(tokens), index), tokens], 1),
+            temperature=np.where(plain, 1, sequence.temperature).astype(np.float32),
+            **_weights(sequence, tokens, plain),
+            **{name: sequence.streams[name][tokens] for name in self._named},
+        )
+        if self._has_versions and sequence.versions is not None:
+            columns.add(versions=sequence.versions[tokens])
+        if self._has_kept:
+            columns.add_kept(sequence.kept, tokens, plain)
+
+    def _batch(self, columns: _Columns, segments: list[Segment], present: dict[int, str]) -> Batch:
+        names = ("advantages", "sampler_logprobs", "temperature", *self._denominators, *self._named)
+        return Batch(
+            token_ids=columns.whole("token_ids"),
+            positions=columns.whole("positions"),
+            segments=segments,
+            sources=columns.whole("sources"),
+            targets=columns.whole("targets"),
+            streams={name: columns.whole(name) for name in names},
+            denominators=self._denominators,
+            sequences=present,
+            owners=columns.whole("owners"),
+            versions=columns.whole("versions") if self._has_versions else None,
+            kept=columns.kept() if self._has_kept else None,
+        )
+
+
+class _Columns:
+    """The arrays of a batch, collected part by part."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[npt.NDArray[Any]]] = {}
+
+    def add(self, **values: npt.NDArray[Any]) -> None:
+        for name, part in values.items():
+            self._parts.setdefault(name, []).append(part)
+
+    def add_kept(
+        self, kept: SamplingSupport | None, tokens: Ints, plain: npt.NDArray[np.bool_]
+    ) -> None:
+        """Add the sampling support of ``tokens``. It is empty for imitated tokens, and if nothing
+        was truncated."""
+        if kept is None:
+            self.add(kept_sizes=np.zeros(len(tokens), np.int64), kept_ids=np.zeros(0, np.int64))
+            return
+        starts, sizes = (
+            kept.offsets[tokens],
+            np.where(plain, 0, kept.offsets[tokens + 1] - kept.offsets[tokens]),
+        )
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        self.add(kept_sizes=sizes, kept_ids=kept.ids[np.repeat(starts, sizes) + within])
+
+    def whole(self, name: str) -> npt.NDArray[Any]:
+        return np.concatenate(self._parts[name])
+
+    def kept(self) -> SamplingSupport:
+        return SamplingSupport(
+            np.concatenate([[0], np.cumsum(self.whole("kept_sizes"))]), self.whole("kept_ids")
+        )
+
+
+def _places(piece: BatchPiece, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
+    """For each stretch on the path to ``leaf``: where it begins, and the offset from a position on
+    the path to one in the batch. ``segments`` are those of the piece."""
+    begins, shifts = [], []
+    while leaf >= 0:
+        begins.append(piece.stretches[leaf].begin)
+        shifts.append(segments[leaf].start - begins[-1])
+        leaf = piece.stretches[leaf].parent
+    return np.array(begins[::-1]), np.array(shifts[::-1])
+
+
+def _weights(
+    sequence: TokenSequence, tokens: Ints, plain: npt.NDArray[np.bool_]
+) -> dict[str, Floats]:
+    """The streams that every sequence has. If an entry is plain, the token's other components are
+    in its second entry."""
+    has_two = bool(plain.any())
+    columns = {
+        "advantages": sequence.advantages[tokens],
+        "sampler_logprobs": sequence.sampler_logprobs[tokens],
+    }
+    for name in COMPONENTS:
+        column: Floats | None = getattr(sequence, name)
+        values = np.zeros(len(tokens), np.float32) if column is None else column[tokens]
+        tempered = has_two or sequence.temperature != 1 or sequence.kept is not None
+        columns[name] = (
+            np.where(plain == (name == "ce"), values, 0).astype(np.float32) if tempered else values
+        )
+    return columns
+
+
+def _others(sequence: TokenSequence) -> npt.NDArray[np.bool_]:
+    """[T] whether a token has a weight other than cross-entropy."""
+    return np.not_equal(sequence.rl, 0) | (
+        False if sequence.kd is None else np.not_equal(sequence.kd, 0)
+    )
+
+
+def _names(sequences: list[TokenSequence]) -> list[str]:
+    """Names of the named streams. Raises ValueError unless every sequence has all of them."""
+    names = sorted({name for sequence in sequences for name in sequence.streams})
+    for sequence in sequences:
+        if missing := [name for name in names if name not in sequence.streams]:
+            raise ValueError(
+                f"sequence {sequence.name} has no stream '{missing[0]}', which others of this step "
+                "have"
+            )
+    return names
+
+
+def _denominators(
+    sequences: list[TokenSequence], given: Mapping[str, float] | None
+) -> dict[str, float]:
+    """The denominators of the components that have weights."""
+    denominators = {}
+    for name in COMPONENTS:
+        columns = [
+            column
+            for sequence in sequences
+            if (column := getattr(sequence, name)) is not None and column.any()
+        ]
+        if columns:
+            total = sum(float(column.sum(dtype=np.float64)) for column in columns)
+            denominators[name] = total if given is None else given.get(name, 0.0)
+            if not denominators[name] > 0:
+                raise ValueError(
+                    f"component '{name}' has weights, but its denominator "
+                    f"{denominators[name]} is not positive"
+                )
+    return denominators

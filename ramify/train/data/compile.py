@@ -1,0 +1,183 @@
+"""Compiles rollouts with advantages into token sequences: one per path of each call that learns.
+
+    call 0     path  1 2 3 7 8 4 9      sampled 7 8 (turn 0), 9 (turn 1)
+    call 0.1   path  1 2 5 6            sampled 6
+    fork of call 0 after turn 0:  path  1 2 3 7 8 10
+
+Decides where each turn's credit goes: only into the first path that holds the whole turn. Tokens
+that a second path shares with the first (a fork, or a history that was cut) are context there, so
+that a loss over all sequences counts every sampled token once. Not here: which sequences share
+computation (``forest.py``), and which ones go into a batch (``pack.py``).
+
+Legend: T tokens of a path, N tokens sampled in one turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, chain
+
+import numpy as np
+
+from ramify.train.advantages.base import AssignedRollout, TokenCredit
+from ramify.types.sequence import Floats, SamplingSupport, TokenSequence
+from ramify.types.token_path import TokenPath, TokenSpan
+
+_WEIGHTS = ("rl", "ce", "kd")
+
+
+def sequences(rollouts: Iterable[AssignedRollout], temperature: float = 1.0) -> list[TokenSequence]:
+    """The paths of all calls with credit, in the order of rollouts, calls and turns.
+
+    ``temperature`` is the sampling temperature of the rollouts. Raises ValueError if a turn's
+    credit does not fit it: its length differs, the turn has no token ids, or it has policy-gradient
+    weights but no sampler log-probabilities, or was sampled greedily.
+    """
+    return [sequence for rollout in rollouts for sequence in _of_rollout(rollout, temperature)]
+
+
+def _of_rollout(rollout: AssignedRollout, temperature: float) -> Iterator[TokenSequence]:
+    trajectory = rollout.trajectory
+    _check_lengths(rollout)
+    remaining = {turn: credit for turn, credit in rollout.credits.items() if len(credit)}
+    calls_with_credit = {call for call, _ in remaining}
+    for call in trajectory.calls:
+        if call.id not in calls_with_credit:
+            continue
+        paths = trajectory.paths(call)
+        for index, path in enumerate(paths):
+            credits = [
+                (span, remaining.pop((span.call, span.turn)))
+                for span in path.spans
+                if _is_whole(span, remaining)
+            ]
+            if credits:
+                name = f"{trajectory.id}/call={call.id}" + (
+                    f"/path={index}" if len(paths) > 1 else ""
+                )
+                yield _sequence(name, path, credits, temperature)
+    if remaining:
+        call_id, turn = min(remaining)
+        raise ValueError(
+            f"{len(remaining)} turns with credit in trajectory {trajectory.id} fit no path, the "
+            f"first being call {call_id}, turn {turn}: such a turn needs token ids, and its "
+            "credit one number per sampled token"
+        )
+
+
+def _check_lengths(rollout: AssignedRollout) -> None:
+    """Raise ValueError, with both lengths, if a turn's credit differs in length from its tokens."""
+    turns = {
+        (call.id, index): turn
+        for call in rollout.trajectory.calls
+        for index, turn in enumerate(call.turns)
+    }
+    for place, credit in rollout.credits.items():
+        ids = turns[place].reply.token_ids if place in turns else None
+        if ids is not None and len(credit) and len(credit) != len(ids):
+            raise ValueError(
+                f"trajectory {rollout.trajectory.id}, call {place[0]}, turn {place[1]}: a credit "
+                f"stream of {len(credit)} numbers for {len(ids)} sampled tokens; it must have one "
+                "number per token"
+            )
+
+
+def _is_whole(span: TokenSpan, remaining: dict[tuple[str, int], TokenCredit]) -> bool:
+    credit = remaining.get((span.call, span.turn))
+    return credit is not None and len(credit) == span.end - span.start
+
+
+def _sequence(
+    name: str, path: TokenPath, credits: list[tuple[TokenSpan, TokenCredit]], temperature: float
+) -> TokenSequence:
+    length = len(path)
+    if path.logprobs is None and any(credit.rl for _, credit in credits):
+        raise ValueError(
+            f"sequence {name} has policy-gradient weights, but not all its tokens have the "
+            "sampler's log-probabilities"
+        )
+    if temperature <= 0 and any(credit.rl for _, credit in credits):
+        raise ValueError(
+            f"sequence {name} has policy-gradient weights, but was sampled at temperature "
+            f"{temperature:g}"
+        )
+    columns = {name: _column(length, credits, name) for name in ("advantages", *_WEIGHTS)}
+    columns["ce"] = _observed(columns["ce"], length, credits, path)
+    for weight in _WEIGHTS:
+        values = columns[weight]
+        if values is not None and length and values[0]:
+            raise ValueError(
+                f"sequence {name} has a weight '{weight}' on its first token, which nothing "
+                "predicts"
+            )
+    return TokenSequence(
+        name=name,
+        token_ids=np.array(path.ids, np.int64),
+        mask=np.array(path.sampled, np.bool_),
+        sampler_logprobs=np.zeros(length, np.float32)
+        if path.logprobs is None
+        else np.array(path.logprobs, np.float32),
+        advantages=_or_zeros(columns["advantages"], length),
+        rl=_or_zeros(columns["rl"], length),
+        ce=columns["ce"],
+        kd=columns["kd"],
+        versions=np.array(path.versions, np.int64),
+        streams=_named(length, credits),
+        kept=None if path.kept is None else _kept(path.kept),
+        temperature=temperature,
+    )
+
+
+def _column(length: int, credits: list[tuple[TokenSpan, TokenCredit]], name: str) -> Floats | None:
+    """[T] values of the stream ``name``, 0 where no turn has them; None if no turn has any."""
+    column = None
+    for span, credit in credits:
+        values = getattr(credit, name)
+        if len(values):
+            column = np.zeros(length, np.float32) if column is None else column
+            column[span.start : span.end] = values
+    return column
+
+
+def _observed(
+    column: Floats | None,
+    length: int,
+    credits: list[tuple[TokenSpan, TokenCredit]],
+    path: TokenPath,
+) -> Floats | None:
+    """[T] the cross-entropy weights, including those of given tokens: the tokens between a turn
+    with credit and what was sampled before it. The first token of a path is excluded, since nothing
+    predicts it."""
+    for span, credit in credits:
+        if not credit.given:
+            continue
+        start = span.start
+        while start > 1 and not path.sampled[start - 1]:
+            start -= 1
+        column = np.zeros(length, np.float32) if column is None else column
+        column[start : span.start] = credit.given
+    return column
+
+
+def _named(length: int, credits: list[tuple[TokenSpan, TokenCredit]]) -> dict[str, Floats]:
+    """Named streams, [T] or [T, k], 0 where no turn has values."""
+    columns: dict[str, Floats] = {}
+    for span, credit in credits:
+        for name, values in credit.streams.items():
+            array = np.asarray(values, np.float32)
+            column = columns.setdefault(name, np.zeros((length, *array.shape[1:]), np.float32))
+            column[span.start : span.end] = array
+    return columns
+
+
+def _or_zeros(column: Floats | None, length: int) -> Floats:
+    return np.zeros(length, np.float32) if column is None else column
+
+
+def _kept(kept: tuple[tuple[int, ...], ...]) -> SamplingSupport:
+    offsets = np.fromiter(
+        accumulate((len(ids) for ids in kept), initial=0), np.int64, len(kept) + 1
+    )
+    return SamplingSupport(
+        offsets, np.fromiter(chain.from_iterable(kept), np.int64, int(offsets[-1]))
+    )

@@ -1,0 +1,297 @@
+"""Packs sequences into batches: what shares computation, what is cut, and which pieces form a
+batch.
+
+    sequences ── forest ──> trees ── share prefixes if it pays ── cut at max_tokens ──> pieces
+    pieces ── balance ──> [Batch]
+
+A tree that is larger than a batch is cut between its leaves, and each piece repeats the path that
+leads to it: the same hidden states are computed twice, but each entry counts once. So the loss and
+the gradient are those of the uncut tree. A single path longer than ``max_tokens`` is its own piece.
+All decisions depend only on lengths and ids: the same sequences, in any order, give the same
+batches.
+
+Not here: the content of a batch (``batch.py``), the meaning of its entries (``loss.py``), and how a
+device computes it (``models/forest_attention.py``). Legend: E entries of a batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ramify.train.data.batch import BatchPiece, BatchWriter, entries
+from ramify.train.data.forest import Forest, ForestNode, forest
+from ramify.types.sequence import Batch, Floats, TokenSequence
+
+
+class ComputeCost(msgspec.Struct, frozen=True):
+    """Compute costs, in units of one token's work outside attention."""
+
+    pair: float = 2e-3
+    """Cost of one token attending to one other: all layers, forward and backward."""
+    share: float = 25.0
+    """Cost of one shared stretch: starting its descendants' work from it."""
+    join: float = 0.08
+    """Cost of one token below a shared stretch: joining its attention there with the rest."""
+
+    def of(self, begin: int, end: int) -> float:
+        """Cost of tokens [begin, end) of a path."""
+        num = end - begin
+        return num + self.pair * (num * begin + num * (num + 1) / 2)
+
+
+class PackingSpec(msgspec.Struct, frozen=True):
+    """How to pack batches for one model on one device."""
+
+    max_tokens: int = 8192
+    """Maximum tokens of a batch; its activations bound memory. Larger trees are cut."""
+    share: bool = True
+    """Compute shared prefixes once; False: every path is a separate row."""
+    cost: ComputeCost = ComputeCost()
+    fill_tokens: int | None = None
+    """Trees share a batch up to this many tokens; a larger tree has its own batch, uncut. This is
+    for CPUs, which are fastest with a few thousand tokens at once, but not if a tree must be cut
+    for that. None: ``max_tokens``."""
+    multiple: int = 1
+    """Make the number of batches a multiple of this if there are enough trees: the number of ranks
+    that compute at the same time."""
+
+
+def pack(
+    sequences: Many[TokenSequence],
+    packing: PackingSpec | None = None,
+    denominators: Mapping[str, float] | None = None,
+) -> list[Batch]:
+    """The batches of one optimizer step, of about equal cost. Sequences without any weight are
+    dropped.
+
+    ``denominators``: the divisor of each component's sum; by default the sum of its weights over
+    all sequences. Raises ValueError if a component has weights but no positive denominator, if a
+    first token has a weight, or if some but not all sequences have a named stream.
+    """
+    packing = packing or PackingSpec()
+    learning = [index for index, sequence in enumerate(sequences) if len(entries(sequence))]
+    if not learning:
+        return []
+    writer = BatchWriter(sequences, learning, denominators)
+    trees = _shared(forest([sequences[index] for index in learning]), packing)
+    pieces = [piece for tree in trees for piece in _cut(tree, packing)]
+    fill_tokens = min(packing.fill_tokens or packing.max_tokens, packing.max_tokens)
+    return [writer.batch(bin) for bin in _balanced(pieces, fill_tokens, packing.multiple)]
+
+
+def attach(
+    sequences: Many[TokenSequence], batches: Many[Batch], name: str, values: Many[Floats]
+) -> None:
+    """Add the stream ``name`` to ``sequences``, from which ``batches`` were packed: ``values`` has
+    [E] for each batch. It is 0 where a token carries no loss. For a token with two entries
+    (``batch.py``) it is the value of the entry with the sampling distribution, which ratios, a KL
+    and distillation compare with; cross-entropy reads no stream."""
+    for sequence in sequences:
+        sequence.streams[name] = np.zeros(len(sequence), np.float32)
+    for batch, column in zip(batches, values, strict=True):
+        is_drawn = _is_drawn(batch)
+        for index in batch.sequences:
+            stream, is_mine = sequences[index].streams[name], batch.owners[:, 0] == index
+            # A token's second entry overwrites the first.
+            for mine in (is_mine & ~is_drawn, is_mine & is_drawn):
+                stream[batch.owners[mine, 1]] = column[mine]
+
+
+def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
+    """[E] whether an entry has a weight other than cross-entropy."""
+    is_drawn = np.zeros(len(batch.owners), np.bool_)
+    for name in {"rl", "kd"} & batch.streams.keys():
+        is_drawn |= batch.streams[name] != 0
+    return is_drawn
+
+
+def describe(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, float]:
+    """Statistics of packing: batches, computed tokens, tokens of the sequences, and their ratio."""
+    computed = sum(len(batch) for batch in batches)
+    present = {index for batch in batches for index in batch.sequences}
+    whole = sum(len(sequences[index]) for index in present)
+    return {
+        "batches": len(batches),
+        "packed_tokens": computed,
+        "row_tokens": whole,
+        "shared": whole / computed if computed else 1.0,
+    }
+
+
+# --- sharing computation
+
+
+class _Tree(NamedTuple):
+    """One tree of the forest, before it is cut."""
+
+    stretches: list[ForestNode]
+    """In preorder; sequences are indices into those that carry loss."""
+    leaves: list[tuple[int, int]]
+    """(sequence, the stretch in which it ends), in preorder."""
+
+
+def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
+    """The trees of ``found``. A node that does not pay as a shared stretch is repeated in each
+    child."""
+    nodes = radix_forest.nodes
+    begin = [node.begin for node in nodes]
+    keeps = [True] * len(nodes)
+    children = [0] * len(nodes)
+    below = [0] * len(nodes)
+    """Number of tokens below the node, as they will be laid out."""
+    for index in range(len(nodes) - 1, -1, -1):
+        node, num = nodes[index], children[index]
+        tokens = node.end - node.begin
+        if num:
+            saved = (num - 1) * packing.cost.of(node.begin, node.end) if packing.share else 0.0
+            keeps[index] = saved > packing.cost.share + packing.cost.join * below[index]
+        if node.parent >= 0:
+            children[node.parent] += 1 if keeps[index] else num
+            below[node.parent] += below[index] + (tokens if keeps[index] else tokens * num)
+    # A kept node begins where its nearest kept ancestor ends; nodes in between are repeated in it.
+    owner = [-1] * len(nodes)
+    for index, node in enumerate(nodes):
+        parent = node.parent
+        owner[index] = parent if parent < 0 or keeps[parent] else owner[parent]
+        begin[index] = nodes[owner[index]].end if owner[index] >= 0 else 0
+    return _split_trees(radix_forest, keeps, owner, begin)
+
+
+def _split_trees(
+    radix_forest: Forest, keeps: list[bool], owner: list[int], begin: list[int]
+) -> list[_Tree]:
+    """One tree per remaining root. A sequence that ends in a repeated node ends in that node's
+    first copy."""
+    trees: list[_Tree] = []
+    place: list[tuple[int, int]] = [(-1, -1)] * len(radix_forest.nodes)
+    """Node -> (tree, stretch in it)."""
+    for index, node in enumerate(radix_forest.nodes):
+        if not keeps[index]:
+            continue
+        if owner[index] < 0:
+            trees.append(_Tree([], []))
+            tree, parent = len(trees) - 1, -1
+        else:
+            tree, parent = place[owner[index]]
+        place[index] = (tree, len(trees[tree].stretches))
+        trees[tree].stretches.append(ForestNode(begin[index], node.end, parent, node.sequence))
+    first = _first_kept(radix_forest, keeps)
+    for sequence in sorted(
+        radix_forest.order, key=lambda sequence: first[radix_forest.leaves[sequence]]
+    ):
+        tree, stretch = place[first[radix_forest.leaves[sequence]]]
+        trees[tree].leaves.append((sequence, stretch))
+    return trees
+
+
+def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
+    """Node -> itself if it is kept, otherwise the first kept node below it. A node without children
+    is always kept."""
+    first = list(range(len(radix_forest.nodes)))
+    for index in range(len(radix_forest.nodes) - 1, -1, -1):
+        parent = radix_forest.nodes[index].parent
+        if parent >= 0 and not keeps[parent]:
+            first[parent] = first[index]
+    return first
+
+
+# --- cutting and balancing
+
+
+def _cut(tree: _Tree, packing: PackingSpec) -> list[BatchPiece]:
+    """Pieces of at most ``max_tokens``, as far as single paths allow. Leaves are added to a piece
+    while they fit."""
+    pieces: list[BatchPiece] = []
+    present: set[int] = set()
+    leaves: list[tuple[int, int]] = []
+    size = 0
+    for sequence, leaf in tree.leaves:
+        new, num_new = _missing(tree, leaf, present)
+        if leaves and size + num_new > packing.max_tokens:
+            pieces.append(_piece(tree, present, leaves, packing.cost))
+            present, leaves, size = set(), [], 0
+            new, num_new = _missing(tree, leaf, present)
+        present.update(new)
+        leaves.append((sequence, leaf))
+        size += num_new
+    return [*pieces, _piece(tree, present, leaves, packing.cost)]
+
+
+def _missing(tree: _Tree, leaf: int, present: set[int]) -> tuple[list[int], int]:
+    """The stretches on the path up from ``leaf`` that are not ``present``, and their number of
+    tokens."""
+    missing, num_tokens = [], 0
+    while leaf >= 0 and leaf not in present:
+        stretch = tree.stretches[leaf]
+        missing.append(leaf)
+        num_tokens += stretch.end - stretch.begin
+        leaf = stretch.parent
+    return missing, num_tokens
+
+
+def _piece(
+    tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: ComputeCost
+) -> BatchPiece:
+    """The ``present`` stretches as a separate tree; a stretch with a single remaining child is
+    merged with it."""
+    order = sorted(present)
+    children = dict.fromkeys(order, 0)
+    for index in order:
+        if tree.stretches[index].parent >= 0:
+            children[tree.stretches[index].parent] += 1
+    begin, parent, absorbed = {}, {}, {}
+    for index in order:
+        stretch = tree.stretches[index]
+        begin[index], parent[index] = stretch.begin, stretch.parent
+        if stretch.parent >= 0 and children[stretch.parent] == 1:
+            begin[index], parent[index] = begin[stretch.parent], parent[stretch.parent]
+            absorbed[stretch.parent] = index
+    rank: dict[int, int] = {-1: -1}
+    stretches: list[ForestNode] = []
+    for index in order:
+        if index not in absorbed:
+            rank[index] = len(stretches)
+            stretch = tree.stretches[index]
+            stretches.append(
+                ForestNode(begin[index], stretch.end, rank[parent[index]], stretch.sequence)
+            )
+    for index in reversed(order):
+        if index in absorbed:
+            rank[index] = rank[absorbed[index]]
+    num_tokens = sum(stretch.end - stretch.begin for stretch in stretches)
+    total = sum(cost.of(stretch.begin, stretch.end) for stretch in stretches)
+    return BatchPiece(
+        stretches, [(sequence, rank[leaf]) for sequence, leaf in leaves], num_tokens, total
+    )
+
+
+def _balanced(pieces: list[BatchPiece], fill_tokens: int, multiple: int) -> list[list[BatchPiece]]:
+    """Bins of at most ``fill_tokens``, as far as single pieces allow: the most expensive piece
+    first, each into the cheapest bin that has room."""
+    order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].cost, index))
+    num_bins = -(-sum(piece.num_tokens for piece in pieces) // fill_tokens)
+    num_bins += -num_bins % multiple
+    bins: list[list[BatchPiece]] = [[] for _ in range(num_bins)]
+    sizes = [0] * num_bins
+    heap = [(0.0, bin) for bin in range(num_bins)]
+    for index in order:
+        piece, full = pieces[index], []
+        while heap and sizes[heap[0][1]] and sizes[heap[0][1]] + piece.num_tokens > fill_tokens:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            bins.append([])
+            sizes.append(0)
+            heap.append((0.0, len(bins) - 1))
+        cost, bin = heapq.heappop(heap)
+        bins[bin].append(piece)
+        sizes[bin] += piece.num_tokens
+        for entry in (*full, (cost + piece.cost, bin)):
+            heapq.heappush(heap, entry)
+    return [bin for bin in bins if bin]

@@ -1,0 +1,37 @@
+"""CISPO: the ratio is only a weight, so a token never loses its gradient for being far off."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from ramify.errors import ConfigError
+from ramify.train.losses.base import LossFormula, LossTokens, ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Cispo(LossFormula, frozen=True, kw_only=True, tag="cispo"):
+    """-sg(clip(r, 1 - low, 1 + high)) A l   (2506.13585): every token keeps a gradient, with a
+    bounded weight."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    anchor: str = "old"
+    """Policy that r is computed against: ``old`` or ``sampler``."""
+
+    def __post_init__(self) -> None:
+        if self.anchor not in ("old", "sampler"):
+            raise ConfigError(f"cispo anchor '{self.anchor}' is neither 'old' nor 'sampler'")
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        weight = self._ratio(tokens).clamp(1 - self.clip_low, 1 + self.clip_high)
+        return -weight * tokens.advantages * tokens.now
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        r = self._ratio(tokens)
+        return (r > 1 + self.clip_high) | (r < 1 - self.clip_low)
+
+    def _ratio(self, tokens: LossTokens) -> Tensor:
+        return ratio(tokens.now.detach(), tokens.old if self.anchor == "old" else tokens.sampler)

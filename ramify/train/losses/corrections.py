@@ -1,0 +1,134 @@
+"""Off-policy corrections, for a sampler that differs from the trainer: other numerics, other
+kernels, or older weights.
+
+    gap = o - m      difference between trainer (at the step's start) and sampler for a token
+    moved = m - l    how far the policy has moved since sampling: the gap and all steps since
+
+Each correction is a factor per token, without gradient, on the policy loss (not on KL and entropy);
+several are multiplied. A masked token still counts in the loss's denominator, so that the weight of
+other tokens does not depend on it.
+
+    token_tis           min(exp(gap), cap)
+    sequence_tis        min(exp(sum over the sequence of gap), cap)
+    icepop              1[low < exp(gap) < high], times exp(gap) if ``weigh`` is set
+    geometric_mask      1[low < exp(mean over the sequence of gap) < high]
+    worst_token_mask    1[low < exp(gap) < high at every token of the sequence]
+    opsm                0 if A < 0 and the sequence's mean of moved is above delta
+
+Legend: E entries. l, o and m as in ``base.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from ramify.plugins import Registry
+from ramify.train.losses.base import LossFormula, LossTokens, ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_OLD = frozenset({"old_logprobs", "fresh_old"})
+
+
+class OffPolicyCorrection(Protocol):
+    """The interface of every correction in this file."""
+
+    def factor(self, tokens: LossTokens) -> Tensor:
+        """[E]"""
+        ...
+
+
+class TokenTis(LossFormula, frozen=True, kw_only=True, tag="token_tis"):
+    """Truncated importance sampling per token: min(exp(gap), cap)."""
+
+    reads: ClassVar[frozenset[str]] = _OLD
+    cap: float = 2.0
+
+    def factor(self, tokens: LossTokens) -> Tensor:
+        return ratio(tokens.old, tokens.sampler).clamp(max=self.cap)
+
+
+class SequenceTis(LossFormula, frozen=True, kw_only=True, tag="sequence_tis"):
+    """Truncated importance sampling per sequence: min(exp(sum of gap), cap)."""
+
+    reads: ClassVar[frozenset[str]] = _OLD
+    whole: ClassVar[bool] = True
+    cap: float = 5.0
+
+    def factor(self, tokens: LossTokens) -> Tensor:
+        gap = tokens.sequences.sum(tokens.old - tokens.sampler)
+        return ratio(gap, gap.new_zeros(())).clamp(max=self.cap)
+
+
+class IcePop(LossFormula, frozen=True, kw_only=True, tag="icepop"):
+    """Masks tokens whose exp(gap) is out of bounds."""
+
+    reads: ClassVar[frozenset[str]] = _OLD
+    low: float = 0.5
+    high: float = 5.0
+    weigh: bool = False
+    """Weight the remaining tokens by exp(gap)."""
+
+    def factor(self, tokens: LossTokens) -> Tensor:
+        gap = ratio(tokens.old, tokens.sampler)
+        kept = (gap > self.low) & (gap < self.high)
+        return gap.masked_fill(~kept, 0.0) if self.weigh else kept.to(gap.dtype)
+
+
+class GeometricMask(LossFormula, frozen=True, kw_only=True, tag="geometric_mask"):
+    """Masks sequences whose exp(mean of gap) is out of bounds."""
+
+    reads: ClassVar[frozenset[str]] = _OLD
+    whole: ClassVar[bool] = True
+    low: float = 0.99
+    high: float = 1.01
+
+    def factor(self, tokens: LossTokens) -> Tensor:
+        gap = tokens.sequences.mean(tokens.old - tokens.sampler).exp()
+        return ((gap > self.low) & (gap < self.high)).to(gap.dtype)
+
+
+class WorstTokenMask(LossFormula, frozen=True, kw_only=True, tag="worst_token_mask"):
+    """Masks sequences with any token whose exp(gap) is out of bounds."""
+
+    reads: ClassVar[frozenset[str]] = _OLD
+    whole: ClassVar[bool] = True
+    low: float = 1e-4
+    high: float = 100.0
+
+    def factor(self, tokens: LossTokens) -> Tensor:
+        gap = ratio(tokens.old, tokens.sampler)
+        return (~tokens.sequences.any((gap <= self.low) | (gap >= self.high))).to(gap.dtype)
+
+
+class Opsm(LossFormula, frozen=True, kw_only=True, tag="opsm"):
+    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): masks tokens with A < 0 in sequences
+    from which the policy has moved away since sampling (mean of m - l > delta).
+
+    It does not use o - l, which is 0 in a step of one minibatch, and reflects neither the sampler's
+    numerics nor the age of its weights.
+    """
+
+    whole: ClassVar[bool] = True
+    delta: float = 0.5
+
+    def factor(self, tokens: LossTokens) -> Tensor:
+        left = tokens.sequences.mean(tokens.sampler - tokens.now.detach()) > self.delta
+        return (~(left & (tokens.advantages < 0))).to(tokens.now.dtype)
+
+
+CORRECTIONS = Registry(
+    "correction",
+    "ramify.corrections",
+    {
+        "token_tis": TokenTis,
+        "sequence_tis": SequenceTis,
+        "icepop": IcePop,
+        "geometric_mask": GeometricMask,
+        "worst_token_mask": WorstTokenMask,
+        "opsm": Opsm,
+    },
+    structs=True,
+)
+"""Name -> correction; in a configuration ``{"name": "token_tis", "cap": 4}``."""

@@ -1,0 +1,116 @@
+"""Clip-Cov and KL-Cov (2505.22617): entropy is lost at few tokens, those that are both likely and
+better than average. They are found among all tokens of the optimizer step, before training on any
+of them, by
+
+    cov_i = (A_i - mean A) (l_i - mean l)                  both means over all tokens of the step
+
+Advantages are used as they are. Multiplied by token weights they would be too small to reach any
+bound, and the loss would silently become plain PPO.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from ramify.errors import ConfigError
+from ramify.train.losses.base import (
+    LossFormula,
+    LossStep,
+    LossTokens,
+    clipped_surrogate,
+    is_clipped,
+    nowhere,
+    ratio,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from ramify.train.losses.base import Doubles
+
+
+class ClipCov(LossFormula, frozen=True, kw_only=True, tag="clip_cov"):
+    """``ppo_clip``, in which a random ``share`` of all tokens, chosen from those with cov in
+    (cov_low, cov_high), adds nothing."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    share: float = 2e-4
+    """Share of all tokens to choose; at least one token, if any qualifies."""
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+
+    def __post_init__(self) -> None:
+        _check_share(self.share)
+
+    def choose(self, step: LossStep) -> npt.NDArray[np.bool_]:
+        cov = covariance(step)
+        r = np.exp(np.clip(step.now - step.old, -20, 20))
+        is_free = ~np.where(step.advantages > 0, r > 1 + self.clip_high, r < 1 - self.clip_low)
+        candidates = np.flatnonzero((cov > self.cov_low) & (cov < self.cov_high) & is_free)
+        chosen = np.zeros(len(cov), np.bool_)
+        chosen[
+            candidates[np.argsort(step.keys[candidates])][: max(1, int(self.share * len(cov)))]
+        ] = True
+        return chosen
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        loss = clipped_surrogate(
+            ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high
+        )
+        return loss.masked_fill(_chosen(tokens), 0.0)
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        by_ratio = is_clipped(
+            ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high
+        )
+        return by_ratio | _chosen(tokens)
+
+
+class KlCov(LossFormula, frozen=True, kw_only=True, tag="kl_cov"):
+    """-r A, plus beta |l - o| at the ``share`` of all tokens whose cov is largest."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    share: float = 2e-4
+    """Share of all tokens to choose; at least one token is chosen."""
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_share(self.share)
+
+    def choose(self, step: LossStep) -> npt.NDArray[np.bool_]:
+        cov = covariance(step)
+        chosen = np.zeros(len(cov), np.bool_)
+        chosen[np.lexsort((step.keys, -cov))[: max(1, int(self.share * len(cov)))]] = True
+        return chosen
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        penalty = (tokens.now - tokens.old).abs().masked_fill(~_chosen(tokens), 0.0)
+        return -ratio(tokens.now, tokens.old) * tokens.advantages + self.beta * penalty
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        return nowhere(tokens)
+
+
+def covariance(step: LossStep) -> Doubles:
+    """[N] cov of each token."""
+    cov: Doubles = (step.advantages - step.advantages.mean()) * (step.now - step.now.mean())
+    return cov
+
+
+def _chosen(tokens: LossTokens) -> Tensor:
+    if tokens.chosen is None:
+        raise ConfigError(
+            "clip_cov and kl_cov first choose among all tokens of a step, but the batch has no "
+            "stream 'chosen'"
+        )
+    return tokens.chosen
+
+
+def _check_share(share: float) -> None:
+    if not 0 < share <= 1:
+        raise ConfigError(f"share={share} of tokens must be above 0 and at most 1")

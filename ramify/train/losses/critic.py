@@ -1,0 +1,56 @@
+"""The critic's loss: predict, before each sampled token, the return of its call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.train.losses.base import LossFormula, LossTokens, nowhere
+from ramify.train.optional_fields import check_optional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class CriticTokens(NamedTuple):
+    """The inputs of a critic's loss; each [E]."""
+
+    now: Tensor
+    """V, the predicted value, with gradient."""
+    old: Tensor
+    """V at the start of the step."""
+    returns: Tensor
+
+
+class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """½ max((V - R)², (clip(V, V_old ± clip) - R)²), added to the policy loss at each token that
+    has a return."""
+
+    weight: float = 0.5
+    clip: float | None = 0.2
+    """Maximum change of V within a step; None: not clipped."""
+
+    def __post_init__(self) -> None:
+        check_optional("loss.value", "no bound", clip=self.clip)
+        if self.weight <= 0:
+            raise ConfigError(f"loss.value.weight={self.weight} must be above 0")
+
+    def per_token(self, values: CriticTokens) -> Tensor:
+        """[E] the loss of each token."""
+        squared_error = (values.now - values.returns).square()
+        if self.clip is None:
+            return squared_error / 2
+        clipped = values.old + (values.now - values.old).clamp(-self.clip, self.clip)
+        return squared_error.maximum((clipped - values.returns).square()) / 2
+
+
+class CriticOnlyLoss(LossFormula, frozen=True, kw_only=True, tag="critic"):
+    """0: trains only the critic (``loss.value``) and not the policy."""
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        return tokens.now * 0.0
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        return nowhere(tokens)

@@ -1,0 +1,74 @@
+"""Decoupled PPO: the policy of the importance weights and the policy of the trust region differ, so
+stale rollouts do not narrow the trust region.
+
+    w · ppo_clip(r = exp(l - x)),   w = min(exp(x - m), cap)
+        m the sampler, x the proximal policy, around which updates are clipped
+
+``decoupled`` recomputes x at the start of the step (2505.24298). ``prox_approx`` interpolates it
+between the sampler and the current policy by staleness, which saves that pass:
+
+    x = m + a (sg(l) - m),   a = staleness / (staleness + 1)    staleness 0: x = m, 1: halfway
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from ramify.errors import ConfigError
+from ramify.train.losses.base import (
+    LossFormula,
+    LossTokens,
+    clipped_surrogate,
+    is_clipped,
+    ratio,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Decoupled(LossFormula, frozen=True, kw_only=True, tag="decoupled"):
+    """min(exp(o - m), cap) · ppo_clip(r against o)   (AReaL, 2505.24298)"""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs", "fresh_old"})
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    cap: float = 5.0
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        weight = ratio(tokens.old, tokens.sampler).clamp(max=self.cap)
+        r = ratio(tokens.now, tokens.old)
+        return weight * clipped_surrogate(r, tokens.advantages, self.clip_low, self.clip_high)
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        return is_clipped(
+            ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high
+        )
+
+
+class ProxApprox(LossFormula, frozen=True, kw_only=True, tag="prox_approx"):
+    """``decoupled`` with x = m + a (sg(l) - m), a = staleness / (staleness + 1), instead of o;
+    needs no recomputed old log-probabilities."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"staleness"})
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    cap: float = 5.0
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        proximal = self._proximal(tokens)
+        weight = ratio(proximal, tokens.sampler).clamp(max=self.cap)
+        r = ratio(tokens.now, proximal)
+        return weight * clipped_surrogate(r, tokens.advantages, self.clip_low, self.clip_high)
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        r = ratio(tokens.now, self._proximal(tokens))
+        return is_clipped(r, tokens.advantages, self.clip_low, self.clip_high)
+
+    def _proximal(self, tokens: LossTokens) -> Tensor:
+        if tokens.staleness is None:
+            raise ConfigError(
+                "prox_approx interpolates by staleness: the batch has no stream 'staleness'"
+            )
+        part = tokens.staleness / (tokens.staleness + 1)
+        return tokens.sampler + part * (tokens.now.detach() - tokens.sampler)

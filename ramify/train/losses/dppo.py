@@ -1,0 +1,55 @@
+"""DPPO: bounds on how far a token's probability moves, instead of bounds on its ratio."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ramify.train.losses.base import LossFormula, LossTokens, ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_EDGE = 1e-6
+"""Probabilities are kept this far from 0 and 1 before their logarithm is taken."""
+
+
+class DppoTv(LossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
+    """-rho A 1[not (A > 0 and p - q > delta) and not (A < 0 and q - p > delta)] + pull (l - m)²
+    (2602.04879)
+
+    A token is no longer pushed once its probability has moved by delta in that direction. A rare
+    token may still change by a large factor, which a bound on the ratio would forbid. Needs no
+    recomputed old log-probabilities. The default."""
+
+    delta: float = 0.2
+    pull: float = 1e-3
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        rho = ratio(tokens.now, tokens.sampler)
+        push = -rho * tokens.advantages * (~self.clipped(tokens)).to(rho.dtype)
+        return push + self.pull * (tokens.now - tokens.sampler).square()
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        moved = tokens.now.detach().exp() - tokens.sampler.exp()
+        return ((tokens.advantages > 0) & (moved > self.delta)) | (
+            (tokens.advantages < 0) & (-moved > self.delta)
+        )
+
+
+class DppoKl(LossFormula, frozen=True, kw_only=True, tag="dppo_kl"):
+    """``dppo_tv`` with the binary KL q log(q/p) + (1-q) log((1-q)/(1-p)) > delta, and the sign of
+    p - q, as the bound."""
+
+    delta: float = 0.05
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        rho = ratio(tokens.now, tokens.sampler)
+        return -rho * tokens.advantages * (~self.clipped(tokens)).to(rho.dtype)
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        p, q = (
+            logprobs.exp().clamp(_EDGE, 1 - _EDGE)
+            for logprobs in (tokens.now.detach(), tokens.sampler)
+        )
+        far = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log() > self.delta
+        return far & ((tokens.advantages > 0) & (p > q) | (tokens.advantages < 0) & (p < q))

@@ -1,0 +1,352 @@
+"""The loss of a step: three weighted sums over entries, each divided by its count over the whole
+step.
+
+    L = sum w_rl (policy + beta KL - c H + value) / N_rl
+      + sum w_ce (-l) / N_ce
+      + sum w_kd D / N_kd
+
+Weights and counts are part of the batch, so the loss and its gradient do not depend on how the step
+was cut into batches, packed or ordered. Values that depend on the whole step are computed first and
+added to the batch (``whole_step.py``). Decides what each component is per entry, and which metrics
+are measured. Not here: log-probabilities (``head.py``), weights and advantages (``algorithms/``).
+
+Legend: E entries, k teacher tokens per entry. l, o and m are the current, old and sampler
+log-probabilities, as in ``base.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.train.losses import POLICY_LOSSES, DppoTv, LossTokens, PolicyLoss, ratio
+from ramify.train.losses.base import SequenceSums, TokenSelectingLoss
+from ramify.train.losses.corrections import CORRECTIONS
+from ramify.train.losses.critic import CriticTokens, ValueLoss
+from ramify.train.losses.distil_losses import KdKind, forward_kl, reverse_kl, surrogate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KlKind = Literal["k1", "k2", "k3", "k3+"]
+Old = Literal["auto", "pass", "now", "sampler"]
+
+
+class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The loss to minimize."""
+
+    policy: Any = DppoTv()
+    """The policy loss; implements ``PolicyLoss``. In a configuration: a name in ``POLICY_LOSSES``,
+    a dotted path, or a map with ``name`` and options."""
+    corrections: tuple[Any, ...] = ()
+    """Factors on the policy loss that correct for a sampler other than the trainer; configured like
+    ``policy``, with names in ``CORRECTIONS``."""
+    old: Old = "auto"
+    """Source of ``o``, for a loss that uses it. ``pass``: the trainer recomputes it at the start of
+    each step. ``now``: l itself, which is equal if a step is a single optimizer step. ``sampler``:
+    m. ``auto``: ``pass`` if a step has several minibatches; otherwise m, or l for corrections,
+    which compare o with m."""
+    value: ValueLoss = ValueLoss()
+    """Loss of the critic, if there is one."""
+    kl_beta: float = 0.0
+    """Weight of the KL to a reference policy, whose log-probabilities are the stream
+    ``ref_logprobs``; 0: no KL."""
+    kl: KlKind = "k3+"
+    """Estimator of the KL; see ``kl_estimate``."""
+    entropy: float = 0.0
+    """c: weight of the entropy bonus, i.e. the policy's entropy at sampled tokens."""
+    kd_pull: float = 1e-3
+    """For ``kd`` by sampled tokens: weight of (l - m)²."""
+    kd: KdKind = "forward"
+    """For ``kd`` by several tokens per position: the form of the loss; see ``distil_losses.py``."""
+    kd_clip: float = 1.0
+    """C of ``surrogate``: limit of the difference between teacher and policy. Use 2 for math with
+    tools, 1 for chat."""
+
+    def __post_init__(self) -> None:
+        if self.kl_beta < 0:
+            raise ConfigError(f"loss.kl_beta={self.kl_beta} cannot be negative")
+        msgspec.structs.force_setattr(self, "policy", POLICY_LOSSES.build(self.policy))
+        msgspec.structs.force_setattr(
+            self,
+            "corrections",
+            tuple(CORRECTIONS.build(correction) for correction in self.corrections),
+        )
+        if "fresh_old" in self.reads and self.old == "sampler":
+            raise ConfigError(
+                "loss.old=sampler: corrections and decoupled losses compare the trainer's "
+                "log-probabilities with the sampler's; use auto or pass"
+            )
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Extra inputs of the policy loss and its corrections: ``old_logprobs``, ``staleness``;
+        ``fresh_old`` if the sampler's log-probabilities cannot serve as the old ones."""
+        reads = (frozenset(getattr(part, "reads", ())) for part in (self.policy, *self.corrections))
+        return frozenset[str]().union(*reads)
+
+    @property
+    def is_over_sequences(self) -> bool:
+        """Whether a part of the loss reads whole sequences, so that none may be split."""
+        return any(getattr(part, "whole", False) for part in (self.policy, *self.corrections))
+
+    @property
+    def wants_every_token(self) -> bool:
+        """Whether tokens with advantage 0 matter: for a term that acts on each token, or a mean
+        over tokens."""
+        return bool(
+            self.kl_beta
+            or self.entropy
+            or self.is_over_sequences
+            or isinstance(self.policy, TokenSelectingLoss)
+        )
+
+    def for_minibatches(self, num: int) -> LossSpec:
+        """This loss with ``old`` resolved, for steps of ``num`` optimizer steps."""
+        if self.old != "auto":
+            return self
+        single = "now" if "fresh_old" in self.reads else "sampler"
+        return msgspec.structs.replace(
+            self, old="pass" if num > 1 and "old_logprobs" in self.reads else single
+        )
+
+
+class LossEntries(NamedTuple):
+    """The inputs of a loss for one batch; each is [E] unless stated otherwise."""
+
+    logprobs: Tensor
+    """l, with gradient."""
+    streams: Mapping[str, Tensor]
+    """Streams of the batch: weights, ``advantages``, ``sampler_logprobs``, ``old_logprobs``,
+    ``ref_logprobs``, ``teacher_logprobs`` ([E, k] with ``teacher_ids``) …"""
+    denominators: Mapping[str, float]
+    entropy: Tensor | None = None
+    """In nats; None if it was not requested."""
+    teacher_ids_logprobs: Tensor | None = None
+    """[E, k] the policy's log-probabilities of ``teacher_ids``, with gradient."""
+    sequences: tuple[Tensor, int] | None = None
+    """([E] index of the entry's sequence, number of sequences)"""
+    values: Tensor | None = None
+    """[E] the critic's values, with gradient; None without a critic."""
+
+
+def compute(loss: LossSpec, entries: LossEntries) -> tuple[Tensor, LossTally]:
+    """(these entries' share of the step's loss, a scalar with gradient; what was measured)"""
+    tally = LossTally()
+    shares = []
+    for name, weighed in _components(loss, entries, tally):
+        share = weighed.sum()
+        tally.add(f"{name}_loss", share.detach(), 1)
+        shares.append(share)
+    return sum(shares[1:], shares[0]), tally
+
+
+def per_entry(loss: LossSpec, entries: LossEntries) -> Tensor:
+    """[E] each entry's share of the loss, for diagnosis."""
+    parts = [weighed for _, weighed in _components(loss, entries, LossTally())]
+    return sum(parts[1:], parts[0])
+
+
+def _components(
+    loss: LossSpec, entries: LossEntries, tally: LossTally
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, each entry's share of the component). An entry without weight adds 0, whatever its
+    log-probability."""
+    for name, formula in (("rl", _reinforce), ("ce", _imitate), ("kd", _distil)):
+        if name in entries.denominators:
+            weight = entries.streams[name] / entries.denominators[name]
+            yield name, (weight * formula(loss, entries, tally)).masked_fill(weight == 0, 0.0)
+
+
+def kl_estimate(kind: KlKind, now: Tensor, ref: Tensor) -> Tensor:
+    """Estimate KL(now, ref) per token, with d = ref - now: k1 = -d, k2 = d²/2, k3 = exp(d) - d - 1
+    (d clamped to ±20, k3 to ±10). ``k3+`` has the value of k3 and the gradient of k2, which
+    on-policy is that of the true KL."""
+    if kind == "k1":
+        return now - ref
+    k2 = (now - ref).square() / 2
+    if kind == "k2":
+        return k2
+    d = (ref - now).clamp(-20.0, 20.0)
+    k3 = (d.exp() - d - 1).clamp(-10.0, 10.0)
+    return k3 if kind == "k3" else k2 + (k3 - k2).detach()
+
+
+def _reinforce(loss: LossSpec, entries: LossEntries, tally: LossTally) -> Tensor:
+    policy: PolicyLoss = loss.policy
+    streams, tokens = entries.streams, _tokens(loss, entries)
+    now, has_weight = tokens.now, streams["rl"] != 0
+    value = policy.per_token(tokens)
+    tally.policy(tokens, policy.clipped(tokens), has_weight)
+    for correction in loss.corrections:
+        factor = correction.factor(tokens)
+        tally.mean("corrected_away", (factor == 0).to(now.dtype), has_weight)
+        tally.mean("correction", factor, has_weight)
+        value = value * factor
+    if loss.kl_beta:
+        if "ref_logprobs" not in streams:
+            raise ConfigError(
+                "loss.kl_beta needs the reference's log-probabilities: the batch has no "
+                "'ref_logprobs'"
+            )
+        kl = kl_estimate(loss.kl, now, streams["ref_logprobs"])
+        tally.mean("ref_kl", kl.detach(), has_weight)
+        value = value + loss.kl_beta * kl
+    if entries.entropy is not None:
+        tally.mean("entropy", entries.entropy.detach(), has_weight)
+        if loss.entropy:
+            value = value - loss.entropy * entries.entropy
+    if entries.values is not None:
+        if "returns" not in streams:
+            raise ConfigError(
+                "a critic learns from returns, but the batch has no stream 'returns'; see the "
+                "algorithm 'ppo'"
+            )
+        value_loss = loss.value.per_token(
+            CriticTokens(entries.values, streams["values"], streams["returns"])
+        )
+        tally.mean("value_loss", value_loss.detach(), has_weight)
+        value = value + loss.value.weight * value_loss
+    return value
+
+
+def _tokens(loss: LossSpec, entries: LossEntries) -> LossTokens:
+    streams, now = entries.streams, entries.logprobs
+    sampler, old = streams["sampler_logprobs"], streams.get("old_logprobs")
+    if old is None and (loss.old == "pass" or (loss.old == "auto" and "fresh_old" in loss.reads)):
+        raise ConfigError(
+            "the loss needs the trainer's log-probabilities at the start of the step, but the "
+            "batch has no stream 'old_logprobs'; attach it, or set loss.old=now if a step is one "
+            "optimizer step"
+        )
+    if old is None:
+        old = now.detach() if loss.old == "now" else sampler
+    sums = (
+        None if entries.sequences is None else SequenceSums(*entries.sequences, streams["rl"] != 0)
+    )
+    chosen = streams.get("chosen")
+    return LossTokens(
+        now,
+        old,
+        sampler,
+        streams["advantages"],
+        sums,
+        None if chosen is None else chosen != 0,
+        streams.get("staleness"),
+    )
+
+
+def _imitate(loss: LossSpec, entries: LossEntries, tally: LossTally) -> Tensor:
+    return -entries.logprobs
+
+
+def _distil(loss: LossSpec, entries: LossEntries, tally: LossTally) -> Tensor:
+    """With several tokens per position: one of ``distil_losses``. With the sampled token alone:
+    -sg(l_T - l) rho + pull (l - m)², the policy gradient of the reverse KL."""
+    if "teacher_logprobs" not in entries.streams:
+        raise ConfigError(
+            "component 'kd' needs a teacher: the batch has no stream 'teacher_logprobs'"
+        )
+    teacher = entries.streams["teacher_logprobs"]
+    if entries.teacher_ids_logprobs is not None:
+        if loss.kd == "surrogate":
+            return surrogate(
+                teacher,
+                entries.streams["student_logprobs"],
+                entries.teacher_ids_logprobs,
+                loss.kd_clip,
+            )
+        return (forward_kl if loss.kd == "forward" else reverse_kl)(
+            teacher, entries.teacher_ids_logprobs
+        )
+    now, sampler = entries.logprobs, entries.streams["sampler_logprobs"]
+    gap = (teacher - now).detach()
+    tally.mean("teacher_gap", gap, entries.streams["kd"] != 0)
+    return -gap * ratio(now, sampler) + loss.kd_pull * (now - sampler).square()
+
+
+class LossTally:
+    """Sums over entries, accumulated over the batches of a step, from which its metrics are
+    computed."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
+        """Name -> (sum, count)"""
+        self._maxima: dict[str, Tensor | float] = {}
+
+    def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        before = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (before[0] + total, before[1] + count)
+
+    def mean(self, name: str, values: Tensor, has_weight: Tensor) -> None:
+        self.add(name, values.masked_fill(~has_weight, 0.0).sum(), has_weight.sum())
+
+    def policy(self, tokens: LossTokens, clipped: Tensor, has_weight: Tensor) -> None:
+        """Add the metrics of off-policy learning, over the entries with weight."""
+        now = tokens.now.detach()
+        mismatch = (
+            tokens.old - tokens.sampler
+            if tokens.old is not tokens.sampler
+            else now - tokens.sampler
+        ).abs()
+        mismatch = mismatch.masked_fill(~has_weight, 0.0)
+        self.add("mismatch", mismatch.sum(), has_weight.sum())
+        self._raise("mismatch_max", mismatch.max())
+        r = ratio(now, tokens.old)
+        self.mean("clip_fraction", clipped.to(now.dtype), has_weight)
+        self.mean("approx_kl", r - 1 - (now - tokens.old), has_weight)
+        rho = ratio(now, tokens.sampler).masked_fill(~has_weight, 0.0)
+        self.add("rho", rho.sum(), has_weight.sum())
+        self.add("rho_squared", rho.square().sum(), has_weight.sum())
+
+    def merge(self, other: LossTally) -> None:
+        for name, (total, count) in other._sums.items():
+            self.add(name, total, count)
+        for name, value in other._maxima.items():
+            self._raise(name, value)
+
+    def _raise(self, name: str, value: Tensor | float) -> None:
+        """Keep the maximum; NaN is sticky. Tensors stay on their device, so that nothing waits for
+        a batch."""
+        before = self._maxima.get(name)
+        if before is None:
+            self._maxima[name] = value
+        elif isinstance(before, float) or isinstance(value, float):
+            both = float(before), float(value)
+            self._maxima[name] = math.nan if any(map(math.isnan, both)) else max(both)
+        else:
+            self._maxima[name] = before.maximum(value)
+
+    def plain(self) -> LossTally:
+        """A copy with plain numbers, which can be sent to another process."""
+        tally = LossTally()
+        tally._sums = {
+            name: (float(total), float(count)) for name, (total, count) in self._sums.items()
+        }
+        tally._maxima = {name: float(value) for name, value in self._maxima.items()}
+        return tally
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of a step.
+
+        ``loss`` and its components are sums over the step. ``ess`` is the effective sample size
+        (sum rho)² / sum rho² as a share of the tokens. The others are means over the entries with
+        policy-gradient weight: ``clip_fraction``, ``approx_kl`` (mean of r - 1 - log r),
+        ``mismatch`` (mean of |o - m|, or of |l - m| if no old pass was made) and ``mismatch_max``,
+        ``correction`` and ``corrected_away`` (share of tokens for which it is 0), ``entropy``,
+        ``ref_kl``, ``value_loss``.
+        """
+        sums = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
+        metrics: dict[str, float] = {
+            name: sums.pop(name)[0] for name in ("rl_loss", "ce_loss", "kd_loss") if name in sums
+        }
+        metrics["loss"] = sum(metrics.values())
+        if "rho" in sums:
+            (rho, count), (squared, _) = sums.pop("rho"), sums.pop("rho_squared")
+            metrics["ess"] = rho * rho / squared / count if squared and count else 0.0
+        means = {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
+        return {**metrics, **means, **{name: float(value) for name, value in self._maxima.items()}}

@@ -1,0 +1,56 @@
+"""The clipped surrogate of PPO, and its dual-clip variant, which bounds what one token can cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from ramify.train.losses.base import (
+    LossFormula,
+    LossTokens,
+    clipped_surrogate,
+    is_clipped,
+    ratio,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PpoClip(LossFormula, frozen=True, kw_only=True, tag="ppo_clip"):
+    """-min(r A, clip(r, 1 - low, 1 + high) A)   (1707.06347; a higher upper bound: DAPO,
+    2503.14476)"""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        return clipped_surrogate(
+            ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high
+        )
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        return is_clipped(
+            ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high
+        )
+
+
+class DualClip(LossFormula, frozen=True, kw_only=True, tag="dual_clip"):
+    """``ppo_clip``, in which a token with A < 0 adds at most -bound A, however large r is
+    (1912.09729)"""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    bound: float = 3.0
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        loss = self._ppo().per_token(tokens)
+        return loss.minimum(-self.bound * tokens.advantages).where(tokens.advantages < 0, loss)
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        is_bounded = (tokens.advantages < 0) & (ratio(tokens.now, tokens.old) > self.bound)
+        return self._ppo().clipped(tokens) | is_bounded
+
+    def _ppo(self) -> PpoClip:
+        return PpoClip(clip_low=self.clip_low, clip_high=self.clip_high)

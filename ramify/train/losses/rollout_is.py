@@ -1,0 +1,27 @@
+"""Policy gradient with bounded importance weights: each token is weighted by how much more likely
+it has become since it was sampled, and masked if that ratio is out of bounds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ramify.train.losses.base import LossFormula, LossTokens, ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RolloutIs(LossFormula, frozen=True, kw_only=True, tag="rollout_is"):
+    """-sg(rho 1[1 - low < rho < 1 + high]) A l   (2602.15763): a token out of bounds has no
+    gradient. Needs no recomputed old log-probabilities."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        rho = ratio(tokens.now.detach(), tokens.sampler)
+        return -rho.masked_fill(self.clipped(tokens), 0.0) * tokens.advantages * tokens.now
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        rho = ratio(tokens.now.detach(), tokens.sampler)
+        return (rho >= 1 + self.clip_high) | (rho <= 1 - self.clip_low)

@@ -1,0 +1,28 @@
+"""SAPO: a sigmoid instead of the clip, so the gradient fades but is never cut off."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from ramify.train.losses.base import LossFormula, LossTokens, nowhere, ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Sapo(LossFormula, frozen=True, kw_only=True, tag="sapo"):
+    """-(4/tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A   (2511.20347)"""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        r, advantages = ratio(tokens.now, tokens.old), tokens.advantages
+        tau = advantages.new_full((), self.tau_positive).where(
+            advantages > 0, advantages.new_full((), self.tau_negative)
+        )
+        return -(4 / tau) * (tau * (r - 1)).sigmoid() * advantages
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        return nowhere(tokens)

@@ -1,0 +1,327 @@
+"""Rolls out items: several attempts at each, by the shared engine, scored by the task.
+
+    item ── group attempts, as slots become free ──> ``evaluate.attempt``: prepare, RLM, score
+         ── once all are complete ──> Group
+
+Decides the seeds: each rollout has its own, derived from the run's seed, the rollout's name and its
+item, never from its start time. A rollout that fails is recorded, and its group continues
+(``attempt`` defines failures). The same holds for a rollout that is given up, and for one that was
+cut at its deadline, whose reward would depend on the load of the machine. Not here: credit
+(``algorithms/``), which weights answer (``training_loop.py``), and which items come when
+(``group_queue.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Sampling
+from ramify.engine.rlm import RLM
+from ramify.errors import ConfigError
+from ramify.evaluate.attempt import GRACE_S, attempt, is_direct
+from ramify.progress import report_progress
+from ramify.tasks.base import Item, Task
+from ramify.train.optional_fields import check_optional
+from ramify.train.placement.rollout_workers import RolloutSource
+from ramify.train.rollouts.concurrency import ConcurrencyController, Gauge
+from ramify.train.rollouts.roots import RootCount
+from ramify.types.trajectory import Group, Stop, Trajectory
+
+
+class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How items are rolled out."""
+
+    group: int = 8
+    """Attempts per item."""
+    concurrency: int = 128
+    """Rollouts at once. Each holds one session, and each of its children another one."""
+    min_concurrency: int | None = 8
+    """If the engine reports its cache pressure: the lower limit of rollouts at once while it evicts
+    sequences. None: always ``concurrency``."""
+    temperature: float = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
+    grace_s: float = GRACE_S
+    """How long in seconds a rollout may exceed its deadline (``limits.max_seconds``) before it
+    counts as stalled. The same limit applies to a task's ``prepare`` and ``score``."""
+    direct: bool = False
+    """Whether a single plain call may answer a short context, without a session. Such a rollout
+    does not train recursion."""
+
+    def __post_init__(self) -> None:
+        if (
+            min(self.group, self.concurrency) < 1
+            or not self.temperature > 0
+            or not self.grace_s > 0
+        ):
+            raise ConfigError(
+                f"rollout group={self.group} and concurrency={self.concurrency} must be at least "
+                f"1, temperature={self.temperature} and grace_s={self.grace_s} above 0"
+            )
+        check_optional("rl.rollout", "always concurrency", min_concurrency=self.min_concurrency)
+
+    def sampling(self, max_tokens: int, seed: int, *, greedy: bool = False) -> Sampling:
+        if greedy:
+            return Sampling(max_tokens, 0.0, seed=seed, logprobs=True)
+        return Sampling(
+            max_tokens, self.temperature, self.top_p, seed=seed, logprobs=True, top_k=self.top_k
+        )
+
+
+class RolloutAttempt:
+    """One rollout, from its request to its end."""
+
+    def __init__(
+        self,
+        name: str,
+        item: Item,
+        room: ConcurrencyController,
+        run: Callable[[], Coroutine[Any, Any, Trajectory]],
+        over: Callable[[RolloutAttempt], None],
+    ) -> None:
+        """``over`` is called when it has ended or was given up."""
+        self.name = name
+        self.began_at: float | None = None
+        """Monotonic time; None while it waits for a slot."""
+        self.took_s: float | None = None
+        """None while it is running, and if it was given up."""
+        self.was_given_up = False
+        self.result: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
+        self._item = item
+        self._room = room
+        self._run_it = run
+        self._over = over
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(self._ended)
+
+    @property
+    def is_over(self) -> bool:
+        """True once the rollout has fully stopped."""
+        return self._task.done()
+
+    def give_up(self, why: str) -> None:
+        """Let its group continue without it. The rollout may take a while to stop; nothing waits
+        for it."""
+        if not self.result.done():
+            gone = Trajectory(
+                self.name,
+                self._item.question,
+                task=self._item.id,
+                errors=[why],
+                stop=Stop.CANCELLED,
+            )
+            self.was_given_up = True
+            self.result.set_result(gone)
+            self._over(self)
+        self._task.cancel()
+
+    async def close(self) -> None:
+        """Cancel it, and wait until it has stopped."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self.result.cancel()
+
+    async def _run(self) -> Trajectory:
+        async with self._room:
+            self.began_at = time.monotonic()
+            trajectory = await self._run_it()
+            self.took_s = time.monotonic() - self.began_at
+            return trajectory
+
+    def _ended(self, task: asyncio.Task[Trajectory]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if self.result.done():
+            return
+        if task.cancelled():
+            self.result.cancel()
+        elif error is not None:
+            self.result.set_exception(error)
+        else:
+            self.result.set_result(task.result())
+            self._over(self)
+
+
+class GroupRollout:
+    """The attempts at one item, in progress."""
+
+    def __init__(
+        self, item: Item, attempts: Sequence[RolloutAttempt], greedy: RolloutAttempt | None
+    ) -> None:
+        self.item = item
+        self.attempts = [*attempts, *([greedy] if greedy is not None else [])]
+        self._greedy = greedy
+
+    async def whole(self) -> Group:
+        """Wait for all attempts. Those that were given up are not in the group. Raises an
+        unexpected error of an attempt as soon as it occurs."""
+        await asyncio.gather(*(attempt.result for attempt in self.attempts))
+        trajectories = [
+            attempt.result.result()
+            for attempt in self.attempts
+            if attempt is not self._greedy and not attempt.was_given_up
+        ]
+        return Group(
+            self.item.id,
+            trajectories,
+            self._greedy.result.result() if self._greedy is not None else None,
+        )
+
+    @property
+    def given_up(self) -> list[str]:
+        """Names of the rollouts without which the group continues."""
+        return [
+            attempt.name
+            for attempt in self.attempts
+            if attempt is not self._greedy and attempt.was_given_up
+        ]
+
+    @property
+    def num_over(self) -> int:
+        """Number of rollouts that have ended."""
+        return sum(attempt.result.done() for attempt in self.attempts)
+
+    @property
+    def began(self) -> bool:
+        """Whether any of its rollouts has begun."""
+        return any(attempt.began_at is not None for attempt in self.attempts)
+
+
+class Rollouter:
+    """Rolls out items of one task with one ``RLM``. The owner keeps it open (``async with rlm``),
+    so that all rollouts share one sandbox and one client."""
+
+    def __init__(
+        self,
+        rlm: RLM,
+        task: Task,
+        options: RolloutOptions,
+        *,
+        seed: int = 0,
+        on_stall: Callable[[str], None] = print,
+        greedy: bool = False,
+        gauge: Gauge | None = None,
+        rollout_worker: RolloutSource | None = None,
+    ) -> None:
+        """``on_stall`` is called with the state of a rollout that did not end. ``greedy``: add one
+        rollout of each item at temperature 0 (``Group.greedy``). ``gauge`` measures the engine's
+        cache pressure. ``rollout_worker``: runs the rollouts in other processes; None: in this
+        one."""
+        self._rollout_worker = rollout_worker
+        self._rlm = rlm
+        self._task = task
+        self._options = options
+        self._seed = seed
+        self._on_stall = on_stall
+        self._greedy = greedy
+        self.per_item = options.group + greedy
+        """Attempts per item, including the greedy one."""
+        followed = gauge if options.min_concurrency is not None else None
+        self.room = ConcurrencyController(
+            options.concurrency, followed, least=options.min_concurrency or 1
+        )
+
+    def begin(
+        self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None
+    ) -> GroupRollout:
+        """Begin the group ``name`` of attempts at ``item``; each starts when a slot is free.
+        ``over`` is called after each. End it with ``close``."""
+
+        def one(number: int | str) -> RolloutAttempt:
+            rollout_name = f"{name}/rollout={number}"
+            return RolloutAttempt(
+                rollout_name,
+                item,
+                self.room,
+                lambda: self._rollout(item, rollout_name, number == "greedy"),
+                over,
+            )
+
+        return GroupRollout(
+            item,
+            [one(number) for number in range(self._options.group)],
+            one("greedy") if self._greedy else None,
+        )
+
+    async def roots(self, items: Sequence[Item]) -> RootCount:
+        """How the roots of ``items`` will begin. This calls no model."""
+        direct = 0
+        if self._options.direct:
+            grace_s = self._options.grace_s
+            checks = (is_direct(self._rlm, self._task, item, grace_s) for item in items)
+            direct = sum(await asyncio.gather(*checks))
+        return RootCount(len(items), direct, self._rlm.limits.max_depth)
+
+    async def groups(
+        self,
+        items: Sequence[Item],
+        step: int,
+        what: str = "rollouts",
+        after: Callable[[Group], Awaitable[None]] | None = None,
+    ) -> list[Group]:
+        """Roll out one group per item, in order, each with its rollouts in order; failed rollouts
+        are included. ``what`` names the work in progress reports. ``after`` is applied to each
+        group as soon as it is complete, while others continue. Raises only unexpected errors and
+        cancellations."""
+
+        async def whole(rolling: GroupRollout) -> Group:
+            group = await rolling.whole()
+            if after is not None:
+                await after(group)
+            return group
+
+        with report_progress(what, len(items) * self.per_item, "attempts") as work:
+            names = (f"step={step}/group={index}" for index in range(len(items)))
+            begun = [
+                self.begin(item, name, lambda _: work.more())
+                for item, name in zip(items, names, strict=True)
+            ]
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    found = [tasks.create_task(whole(pending)) for pending in begun]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            finally:
+                await close([attempt for pending in begun for attempt in pending.attempts])
+        return [pending.result() for pending in found]
+
+    async def _rollout(self, item: Item, name: str, greedy: bool) -> Trajectory:
+        seed = random.Random(f"{self._seed}/{name}/{item.id}").getrandbits(31)
+        sampling = self._options.sampling(self._rlm.limits.max_reply_tokens, seed, greedy=greedy)
+        if self._rollout_worker is not None:
+            return self._unless_cut(await self._rollout_worker.attempt(item, name, sampling))
+        rollout = await attempt(
+            self._rlm,
+            self._task,
+            item,
+            name=name,
+            sampling=sampling,
+            metadata={"rollout": name},
+            grace_s=self._options.grace_s,
+            on_stall=self._on_stall,
+            direct=self._options.direct,
+        )
+        return self._unless_cut(rollout)
+
+    def _unless_cut(self, rollout: Trajectory) -> Trajectory:
+        """``rollout``, without rewards if the deadline cut it: the load of a machine must not
+        become a reward."""
+        stops = [rollout.stop, *(call.stop for call in rollout.calls)]
+        if rollout.rewards and Stop.DEADLINE in stops:
+            rollout.rewards, rollout.call_rewards = {}, {}
+            rollout.errors.append(
+                f"{rollout.id} was cut at its deadline, and nothing is learned from it: raise "
+                f"limits.max_seconds ({self._rlm.limits.max_seconds:g}), or lower "
+                f"rl.rollout.concurrency ({self._options.concurrency})"
+            )
+        return rollout
+
+
+async def close(attempts: Iterable[RolloutAttempt]) -> None:
+    """Cancel running attempts, and wait until they have stopped."""
+    await asyncio.gather(*(each.close() for each in attempts))

@@ -1,0 +1,215 @@
+"""GRPO, Dr.GRPO and RLOO over a small known batch, every stream by hand.
+
+group A (loud)   first   reward 1   0: turns of 2 and 1 tokens      0.0: one turn of 3 tokens
+                 second  reward 0   0: one turn of 4 tokens
+group B (silent) both    reward 1
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ramify.errors import ConfigError
+from ramify.train.advantages.base import AssignedStep
+from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
+from ramify.types.trajectory import Group, Stop
+from tests.train.trees import call, group, tree
+
+STEEP = 0.5 / (0.5**0.5 + 1e-6)
+
+
+def known_batch() -> list[Group]:
+    first = tree(call("0", 2, 1), call("0.0", 3), reward=1)
+    return [
+        group(first, tree(call("0", 4), reward=0)),
+        group(*(tree(call("0", 5), reward=1) for _ in range(2))),
+    ]
+
+
+def streams(assigned: AssignedStep) -> list[dict[tuple[str, int], tuple[list[float], list[float]]]]:
+    """(advantages, rl) by rollout, call and turn."""
+    return [
+        {key: (s.advantages, s.rl) for key, s in each.credits.items()} for each in assigned.rollouts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "up", "down"), [(DrGRPO, 0.5, -0.5), (RLOO, 1.0, -1.0), (GRPO, STEEP, -STEEP)]
+)
+def test_the_known_batch(algorithm: Any, up: float, down: float) -> None:
+    found = algorithm(credit="root").assign_advantages(known_batch(), {})
+    assert streams(found) == [
+        {
+            ("0", 0): ([up] * 2, [1 / 6] * 2),
+            ("0", 1): ([up], [1 / 6]),
+            ("0.0", 0): ([up] * 3, [1 / 6] * 3),
+        },
+        {("0", 0): ([down] * 4, [1 / 4] * 4)},
+    ]
+    assert found.denominators == {"rl": 2}
+    assert found.metrics == {
+        "reward": 0.75,
+        "groups_with_signal": 1,
+        "zero_variance": 0.5,
+        "failed_rollouts": 0,
+        "calls_per_rollout": 1.25,
+        "child_reward": 0,
+    }
+    assert found.no_signal == ""
+
+
+def test_silent_groups_can_stay_in_the_denominator() -> None:
+    found = DrGRPO(drop_zero_variance=False).assign_advantages(known_batch(), {})
+    assert (found.denominators, len(found.rollouts)) == ({"rl": 4}, 2)
+
+
+def test_reductions() -> None:
+    batch = known_batch()
+    token = DrGRPO(credit="root", reduction="token").assign_advantages(batch, {})
+    assert (token.denominators, token.rollouts[0].credits["0", 0].rl) == ({"rl": 10}, [1, 1])
+    constant = DrGRPO(credit="root", reduction="constant", max_rollout_tokens=20).assign_advantages(
+        batch, {}
+    )
+    assert (constant.denominators, constant.rollouts[0].credits["0", 0].rl) == (
+        {"rl": 2},
+        pytest.approx([0.05, 0.05]),
+    )
+    by_call = DrGRPO(credit="root", share="call").assign_advantages(batch, {})
+    assert [s.rl[0] for s in by_call.rollouts[0].credits.values()] == pytest.approx(
+        [1 / 6, 1 / 6, 1 / 6]
+    )
+
+
+def test_children_left_out_carry_no_weight() -> None:
+    found = DrGRPO(credit="root", children=False).assign_advantages(known_batch(), {})
+    assert streams(found)[0] == {("0", 0): ([0.5] * 2, [1 / 3] * 2), ("0", 1): ([0.5], [1 / 3])}
+
+
+def test_plain_calls_are_trained_when_asked() -> None:
+    batch = [
+        group(tree(call("0", 2), call("0.0", 3, kind="lm"), reward=1), tree(call("0", 4), reward=0))
+    ]
+    assert list(DrGRPO(credit="root").assign_advantages(batch, {}).rollouts[0].credits) == [
+        ("0", 0)
+    ]
+    assert list(
+        DrGRPO(credit="root", llm_calls=True).assign_advantages(batch, {}).rollouts[0].credits
+    ) == [
+        ("0", 0),
+        ("0.0", 0),
+    ]
+
+
+def test_a_root_that_is_one_plain_call_is_trained() -> None:
+    batch = [
+        group(tree(call("0", 2, kind="lm"), reward=1), tree(call("0", 4, kind="lm"), reward=0))
+    ]
+    assert [list(each.credits) for each in DrGRPO().assign_advantages(batch, {}).rollouts] == [
+        [("0", 0)],
+        [("0", 0)],
+    ]
+
+
+def test_credit_reaches_the_calls_that_earned_it() -> None:
+    batch = [
+        group(
+            tree(call("0", 1), call("0.0", 1, reward=1), call("0.1", 1, reward=0), reward=0),
+            tree(call("0", 1), call("0.0", 1, reward=1), call("0.1", 1, reward=1), reward=0),
+        )
+    ]
+    assert (
+        DrGRPO(credit="root").assign_advantages(batch, {}).no_signal
+        == "in each of 1 groups all rollouts did equally well"
+    )
+    found = DrGRPO(credit="per_role").assign_advantages(batch, {})
+    assert [
+        {key[0]: s.advantages for key, s in each.credits.items()} for each in found.rollouts
+    ] == [
+        {"0.0": [0.25], "0.1": [-0.75]},
+        {"0.0": [0.25], "0.1": [0.25]},
+    ]
+
+
+def test_rewards_are_weighed_by_name() -> None:
+    first, second = tree(call("0", 1), reward=0), tree(call("0", 1), reward=0)
+    first.rewards["short"] = 4.0
+    found = DrGRPO().assign_advantages([group(first, second)], {"short": 0.5})
+    assert [each.credits["0", 0].advantages for each in found.rollouts] == [[1], [-1]]
+
+
+def test_a_failed_rollout_leaves_its_group_going() -> None:
+    batch = [group(tree(call("0", 1), reward=1), tree(reward=None), tree(call("0", 1), reward=0))]
+    found = DrGRPO().assign_advantages(batch, {})
+    assert [each.credits["0", 0].advantages for each in found.rollouts] == [[0.5], [-0.5]]
+    assert found.metrics["failed_rollouts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "why"),
+    [
+        (
+            [group(tree(call("0", 1), reward=1))],
+            "no group has two rollouts, so no rollout can be compared with another",
+        ),
+        ([group(tree(reward=None), tree(reward=None))], "none of 2 rollouts has a reward"),
+        (
+            [group(tree(call("0"), reward=1), tree(call("0"), reward=0))],
+            "all calls with an advantage were masked",
+        ),
+    ],
+)
+@pytest.mark.parametrize("algorithm", [DrGRPO, GRPO, RLOO])
+def test_a_step_without_signal_says_so(algorithm: Any, batch: list[Group], why: str) -> None:
+    found = algorithm().assign_advantages(batch, {})
+    assert found.rollouts == []
+    assert found.no_signal.startswith(why)
+
+
+def test_cut_off_calls_are_masked_when_asked() -> None:
+    cut = call("0.0", 3, stop=Stop.MAX_TURNS)
+    batch = [group(tree(call("0", 2), cut, reward=1), tree(call("0", 4), reward=0))]
+    assert [
+        key[0] for key in DrGRPO(credit="root").assign_advantages(batch, {}).rollouts[0].credits
+    ] == ["0", "0.0"]
+    masked = DrGRPO(credit="root", overlong="mask").assign_advantages(batch, {}).rollouts[0].credits
+    assert {key[0]: s.rl for key, s in masked.items()} == {"0": [0.5, 0.5]}
+    batch = [
+        group(
+            tree(call("0", 2, stop=Stop.DEADLINE), call("0.0", 3), reward=1),
+            tree(call("0", 4), reward=0),
+        )
+    ]
+    assert len(DrGRPO(credit="root", overlong="mask").assign_advantages(batch, {}).rollouts) == 1
+
+
+def test_length_costs() -> None:
+    batch = [group(tree(call("0", 10), reward=1), tree(call("0", 6), reward=1))]
+    soft = DrGRPO(max_rollout_tokens=10, overlong_buffer=4).assign_advantages(
+        batch, {}
+    )  # rewards 0 and 1
+    assert [each.credits["0", 0].advantages[0] for each in soft.rollouts] == [-0.5, 0.5]
+    brief = DrGRPO(length_weight=0.5).assign_advantages(
+        batch, {}
+    )  # 1 - (0.5 + 0.1 + 0.1) and 1 - (0.3 + 0.1 + 0.1)
+    assert [each.credits["0", 0].advantages[0] for each in brief.rollouts] == pytest.approx(
+        [-0.1, 0.1]
+    )
+
+
+def test_a_term_on_every_token_wants_every_token_that_weighs() -> None:
+    batch = [group(tree(call("0", 1), call("0.0", 2), reward=1), tree(call("0", 1), reward=0))]
+    found = DrGRPO(credit="hierarchical").assign_advantages(batch, {}, every_token=True)
+    assert found.rollouts[0].credits["0.0", 0].advantages == [0, 0]
+    assert ("0.0", 0) not in DrGRPO(credit="hierarchical").assign_advantages(batch, {}).rollouts[
+        0
+    ].credits
+
+
+@pytest.mark.parametrize(
+    "options", [{"credit": "rout"}, {"reduction": "constant"}, {"gamma_tree": -1.0}]
+)
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        DrGRPO(**options)

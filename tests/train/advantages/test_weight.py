@@ -1,0 +1,107 @@
+"""Weights and lengths, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from ramify.train.advantages.group import has_signal
+from ramify.train.advantages.length import (
+    LengthLimits,
+    RolloutLength,
+    length_penalty,
+    soft_overlong,
+)
+from ramify.train.advantages.weight import Reduction, Share, weights
+from ramify.train.rollouts.admission_rules import num_more
+
+ONE_GROUP = [[{"0": 4}, {"0": 4, "0.0": 4, "0.1": 4}]]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "first", "second", "denominator"),
+    [
+        ("rollout", 1 / 4, 1 / 12, 2),
+        ("token", 1.0, 1.0, 16),
+        ("constant", 1 / 100, 1 / 100, 2),
+        ("group", 1 / 8, 1 / 24, 1),
+        ("prompt", 1 / 16, 1 / 16, 1),
+        ("sum", 1.0, 1.0, 1),
+        ("seq_mean_token_mean", 1 / 4, 1 / 12, 2),
+        ("token_mean", 1.0, 1.0, 16),
+        ("seq_mean_token_sum_norm", 1 / 100, 1 / 100, 2),
+        ("prompt_mean", 1 / 16, 1 / 16, 1),
+        ("token_sum", 1.0, 1.0, 1),
+    ],
+)
+def test_the_table_at_the_head_of_the_file(
+    reduction: Reduction, first: float, second: float, denominator: int
+) -> None:
+    found, divided_by = weights(ONE_GROUP, reduction, max_tokens=100)
+    assert found == [[{"0": first}, dict.fromkeys(("0", "0.0", "0.1"), pytest.approx(second))]]
+    assert divided_by == denominator
+
+
+@pytest.mark.parametrize("share", ["token", "call"])
+def test_a_rollout_weighs_the_same_however_many_calls_it_made(share: Share) -> None:
+    groups = [[{"0": 3, "0.0": 5, "0.1": 0}, {"0": 40}, {"0": 0}], [{"0": 1, "0.0": 9}]]
+    found, divided_by = weights(groups, "rollout", share)
+    masses = [
+        sum(weight[id] * count for id, count in counts.items())
+        for group, weighed in zip(groups, found, strict=True)
+        for counts, weight in zip(group, weighed, strict=True)
+    ]
+    assert masses == pytest.approx([1, 1, 0, 1])
+    assert divided_by == 3
+
+
+def test_each_prompt_counts_the_same_token_by_token() -> None:
+    """Two groups, of 4 + 12 tokens and of 2: the mean over prompts of the mean over each prompt's
+    tokens."""
+    found, divided_by = weights([*ONE_GROUP, [{"0": 2}, {"0": 0}]], "prompt_mean")
+    assert found[0] == [[{"0": 1 / 16}, dict.fromkeys(("0", "0.0", "0.1"), 1 / 16)]][0]
+    assert (found[1], divided_by) == ([{"0": 1 / 2}, {"0": 0}], 2)
+
+
+def test_shares_of_calls() -> None:
+    assert weights([[{"0": 2, "0.0": 8}]], "rollout", "call")[0] == [[{"0": 0.25, "0.0": 0.0625}]]
+    assert weights([[{"0": 2, "0.0": 8}]], "rollout", "token")[0] == [[{"0": 0.1, "0.0": 0.1}]]
+
+
+def test_soft_overlong() -> None:
+    assert [soft_overlong(n, 100, 20) for n in (0, 80, 90, 100, 150)] == [0, 0, -0.5, -1, -1]
+    assert [soft_overlong(n, 100, 0) for n in (100, 101)] == [0, -1]
+
+
+def test_length_penalty() -> None:
+    # mean 0.5; first: 0.5·10/100 + 0.1·50/100 + 0.1·1/10 = 0.11;  second: 0.25 + 0.1 + 0.1 = 0.45
+    lengths, most = (
+        [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)],
+        LengthLimits(100, 100, 10),
+    )
+    assert length_penalty([1, 0], lengths, most, 0.5) == pytest.approx([1 - 0.055, -0.225])
+    assert length_penalty([0, 0], lengths, most, 0.5) == [0, 0]
+
+
+def test_length_is_never_paid_for() -> None:
+    """Rewards below 0, as `outcome` gives them: where the mean is not above 0 they stay; of mixed
+    ones with mean 0.25 the longer one loses 0.25 · 0.45."""
+    lengths, most = (
+        [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)],
+        LengthLimits(100, 100, 10),
+    )
+    for rewards in ([-1.1, -1.1], [-1.1, 1.0], [-0.6, 0.6]):
+        assert length_penalty(rewards, lengths, most, 0.5) == rewards
+    assert length_penalty([1.0, -0.5], lengths, most, 0.5) == pytest.approx(
+        [1 - 0.25 * 0.11, -0.5 - 0.25 * 0.45]
+    )
+
+
+def test_signal() -> None:
+    assert has_signal([{"0": 0, "0.0": 0.5}])
+    assert not has_signal([{"0": 0.0, "0.0": 1e-12}, {}])
+    assert not has_signal([])
+
+
+def test_how_many_more_groups() -> None:
+    assert [num_more(8, 8, 8, 32), num_more(8, 2, 8, 32), num_more(8, 6, 8, 32)] == [0, 24, 3]
+    assert [num_more(8, 0, 8, 32), num_more(8, 1, 30, 32), num_more(8, 0, 32, 32)] == [8, 2, 0]

@@ -1,0 +1,73 @@
+"""Log-probabilities of entries against a plain log-softmax in fp64; chunks change nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ramify.train.backends.head import HeadRequest, entry_logprobs
+
+NUM, WIDTH, VOCAB = 11, 6, 17
+RNG = torch.Generator().manual_seed(0)
+H = torch.randn(NUM, WIDTH, generator=RNG, dtype=torch.double)
+W = torch.randn(VOCAB, WIDTH, generator=RNG, dtype=torch.double)
+TARGETS = torch.randint(0, VOCAB, (NUM, 3), generator=RNG)
+TEMPERATURE = torch.rand(NUM, generator=RNG, dtype=torch.double) + 0.5
+KEPT = [{*TARGETS[e].tolist(), 1, 2} if e % 3 else set() for e in range(NUM)]
+
+
+def kept() -> tuple[Tensor, Tensor]:
+    offsets = np.cumsum([0, *map(len, KEPT)])
+    return torch.tensor(offsets), torch.tensor([id for each in KEPT for id in sorted(each)])
+
+
+def plain(asked: HeadRequest) -> tuple[Tensor, Tensor]:
+    """Entry by entry."""
+    logprobs, entropies = [], []
+    for e in range(NUM):
+        z = (W @ H[e]) / (1 if asked.temperature is None else asked.temperature[e])
+        ids = sorted(KEPT[e]) if asked.kept is not None and KEPT[e] else list(range(VOCAB))
+        p = z[ids].softmax(0)
+        logprobs.append(torch.stack([p[ids.index(int(id))].log() for id in asked.targets[e]]))
+        entropies.append(-(p * p.log()).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+def test_logprobs_entropies_and_gradients_in_any_chunks():
+    for temperature in (None, TEMPERATURE):
+        for cut in (None, kept()):
+            asked = HeadRequest(TARGETS, temperature, cut, "gradient")
+            wanted = plain(asked)
+            grads = []
+            for max_elements in (1 << 20, 4 * VOCAB, VOCAB, 1):
+                h, w = H.clone().requires_grad_(), W.clone().requires_grad_()
+                logprobs, entropy = entry_logprobs(
+                    h, lambda x, w=w: x @ w.T, asked, VOCAB, max_elements
+                )
+                torch.testing.assert_close((logprobs, entropy), wanted, rtol=1e-12, atol=1e-12)
+                grads.append(torch.autograd.grad((logprobs.sum(1) * (1 + entropy)).sum(), (h, w)))
+            for other in grads[1:]:
+                torch.testing.assert_close(other, grads[0], rtol=1e-12, atol=1e-12)
+
+
+def test_entropy_as_a_value_carries_no_gradient():
+    h = H.clone().requires_grad_()
+    logprobs, entropy = entry_logprobs(
+        h, lambda x: x @ W.T, HeadRequest(TARGETS, entropy="value"), VOCAB, 1 << 20
+    )
+    assert (logprobs.requires_grad, entropy.requires_grad) == (True, False)
+    torch.testing.assert_close(entropy, plain(HeadRequest(TARGETS))[1], rtol=1e-12, atol=1e-12)
+    _, none = entry_logprobs(h, lambda x: x @ W.T, HeadRequest(TARGETS), VOCAB, 1 << 20)
+    assert none.tolist() == [0.0] * NUM
+
+
+def test_an_id_that_was_cut_off_has_no_probability_and_gets_no_gradient():
+    w = W.clone().requires_grad_()
+    first_two = (torch.tensor([0, 2]), torch.tensor([0, 1]))
+    asked = HeadRequest(torch.tensor([[0, 1]]), None, first_two, "gradient")
+    logprobs, entropy = entry_logprobs(H[:1], lambda x: x @ w.T, asked, VOCAB, 1 << 20)
+    assert logprobs.exp().sum().item() == 1.0
+    (slope,) = torch.autograd.grad(logprobs[0, 0] + entropy[0], w)
+    assert slope[2:].abs().max() == 0
+    assert slope[:2].abs().min() > 0

@@ -1,0 +1,210 @@
+"""Precision follows from the checkpoint and the kind of device; any of them starts and trains
+here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import ramify
+from ramify.errors import TrainError
+from ramify.inference.local.local_client import LocalClient
+from ramify.models.load import Policy, from_config
+from ramify.train.assemble import RunParts
+from ramify.train.backends.base import ComputeSpec, ShardSpec
+from ramify.train.backends.precision import ROUNDING, decided
+from ramify.train.backends.single import SingleBackend
+from ramify.train.config import Run
+from ramify.train.data.pack import pack
+from ramify.train.execute import train
+from ramify.train.selfcheck import AuditedClient, SelfCheck
+from ramify.types.message import Message
+from tests.train.backends.small import policy as small_policy
+from tests.train.backends.small import tree
+from tests.train.small import small
+
+ROOT = Path(ramify.__file__).parent
+PROMPT = [Message("user", "count rows of 'red' in a table with more columns than any other")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "found"),
+    [
+        ("auto", torch.float32, "fp32"),
+        ("auto", torch.bfloat16, "bf16"),
+        ("auto", torch.float16, "bf16"),
+        ("fp32", torch.bfloat16, "fp32"),
+        ("bf16", torch.float32, "bf16"),
+    ],
+)
+def test_auto_is_the_precision_of_the_policy(asked: Any, dtype: torch.dtype, found: str) -> None:
+    assert decided(ComputeSpec(precision=asked), dtype, "cpu").precision == found
+
+
+ASKING = re.compile(
+    r"\b(_is_\w+_supported|get_cpu_capability|get_capabilities|_is_mkldnn\w*|\w*avx\w*)\b"
+)
+"""Names by which a program learns from torch what a processor is fast at."""
+
+
+def test_nothing_asks_what_the_processor_is_fast_at() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for name in ASKING.findall(path.read_text())
+    ]
+    assert found == []
+
+
+FORCED = """
+import sys, torch
+for name in dir(torch.cpu):
+    if name.startswith("_is_") and name.endswith("_supported"):
+        setattr(torch.cpu, name, lambda: sys.argv[1] == "yes")
+import json
+from ramify.train.execute import train
+from ramify.train.backends.base import ComputeSpec
+from tests.train.small import small
+run = small(compute=ComputeSpec())
+rows = []
+train(run, sys.argv[2], listener=rows.append, say=lambda text: None)
+losses = [row.values[name] for row in rows for name in ("loss", "grad_norm") if name in row.values]
+print(json.dumps([torch.get_float32_matmul_precision(), losses]))
+"""
+
+
+def test_a_run_is_the_same_whatever_the_processor_says_of_bf16(tmp_path: Path) -> None:
+    """Start-up and training with the answer forced to yes and to no, each in its own process."""
+    found = []
+    for answer in ("yes", "no"):
+        done = subprocess.run(
+            [sys.executable, "-c", FORCED, answer, str(tmp_path / answer)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            cwd=ROOT.parent,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    (precision, losses), without = found
+    assert (precision, losses) == tuple(without)
+    assert precision == "highest"  # no library that a run loads has lowered it
+    assert len(losses) >= 8
+
+
+def precise(precision: Any, dtype: Any, **compute: Any) -> Run:
+    run = small(compute=ComputeSpec(precision=precision, **compute))
+    return msgspec.structs.replace(run, policy=msgspec.structs.replace(run.policy, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["auto", "fp32", "bf16"])
+def test_each_precision_starts_and_trains(precision: str, dtype: str, tmp_path: Path) -> None:
+    """On any CPU, with the canary's checks at the start and after each weight sync."""
+    state = train(precise(precision, dtype), tmp_path, say=lambda text: None)
+    assert state.step == 11
+
+
+def test_bf16_over_ranks_starts_and_trains(tmp_path: Path) -> None:
+    run = precise("bf16", "auto", backend="fsdp", shard=ShardSpec(ranks=1, timeout_s=200))
+    assert train(run, tmp_path, say=lambda text: None).step == 11
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "computed"),
+    [("auto", "auto", "fp32"), ("auto", "bfloat16", "bf16"), ("fp32", "bfloat16", "fp32")],
+)
+def test_stages_and_references_compute_as_decided(
+    precision: str, dtype: str, computed: str, tmp_path: Path
+) -> None:
+    """The second backend finds weights that the first turned into fp32."""
+    made = RunParts(precise(precision, dtype), lambda text: None)
+    try:
+        assert str(made.serving.dtype) == (
+            "torch.bfloat16" if dtype == "bfloat16" else "torch.float32"
+        )
+        trained = made._trained(tmp_path)
+        wanted = "bf16" if computed == "bf16" else "fp32"
+        stages = made._fixed_stages()
+        backends = [trained.backend(stage.optim) for stage in stages]
+        assert [each._compute.precision for each in backends] == [wanted, wanted]  # type: ignore[attr-defined]
+    finally:
+        asyncio.run(made.client.close())
+
+
+def test_a_resumed_backend_computes_as_its_run_says(tmp_path: Path) -> None:
+    rows = tree()
+    rough = SingleBackend(small_policy(), compute=ComputeSpec(precision="bf16"))
+    rough.save(tmp_path)
+    exact, resumed = (
+        SingleBackend(small_policy(), compute=ComputeSpec(precision="fp32")) for _ in range(2)
+    )
+    resumed.load(tmp_path)
+    batches = pack(rows, exact.packing)
+    for one, other in zip(exact.logprobs(batches), resumed.logprobs(batches), strict=True):
+        assert (one == other).all()
+
+
+# --- the canary: rounding passes, another model does not
+
+
+def sharp(made: RunParts, seed: int) -> Policy:
+    """A policy whose log-probabilities reach -50: as sure of itself as a trained one, and surer."""
+    policy = from_config(made.policy.config, made.policy.tokenizer, seed)
+    with torch.no_grad():
+        policy.model.model.norm.weight.mul_(60.0)  # type: ignore[union-attr,operator]
+    return policy
+
+
+async def at_once(work: Any, *arguments: Any) -> Any:
+    return work(*arguments)
+
+
+def shown(precision: Any, engine: torch.dtype, rounding: float, other: int = 6) -> float:
+    """The worst difference that the canary shows."""
+    made = RunParts(small(), lambda text: None)
+    served, trained = sharp(made, 6), sharp(made, other)
+    served.model.to(engine)
+    client = LocalClient(served, name="local:sharp")
+    hint = "set compute.precision=fp32"
+    check = SelfCheck(
+        AuditedClient(client), served.model.named_parameters, PROMPT, 0.3, rounding, hint
+    )
+    try:
+        asyncio.run(
+            check.engine(SingleBackend(trained, compute=ComputeSpec(precision=precision)), at_once)
+        )
+    finally:
+        asyncio.run(client.close())
+        asyncio.run(made.client.close())
+    return check.worst
+
+
+@pytest.mark.parametrize(
+    ("precision", "engine"),
+    [("bf16", torch.float32), ("fp32", torch.bfloat16), ("bf16", torch.bfloat16)],
+)
+def test_the_canary_allows_what_bf16_rounds(precision: str, engine: torch.dtype) -> None:
+    assert shown(precision, engine, ROUNDING) > 0.01
+
+
+def test_without_it_a_sure_policy_would_be_refused() -> None:
+    with pytest.raises(TrainError, match=r"differ by .*; set compute.precision=fp32$"):
+        shown("bf16", torch.bfloat16, 0.0)
+
+
+def test_another_model_is_found_in_bf16() -> None:
+    with pytest.raises(TrainError, match="they compute different models"):
+        shown("bf16", torch.bfloat16, ROUNDING, other=7)

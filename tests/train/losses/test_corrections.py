@@ -1,0 +1,159 @@
+"""Corrections for a sampler that is not the trainer, by hand, and what they do to a loss.
+
+token       0      1      2    |   3      4        of two sequences
+o - m     log 4  log 2  log 1/4 | log 1.01 0        sums log 2, log 1.01; means log 2^(1/3), log 1.01^(1/2)
+o - l       1      0     -0.4   |  0.1    0.3       means 0.2, 0.2
+m - l     -0.386 -0.693  0.986  |  0.090  0.3       means -0.031, 0.195
+A           1     -1      1     |  -1     1
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from ramify.errors import ConfigError
+from ramify.train.losses import ImportanceSampling, LossTokens, PpoClip
+from ramify.train.losses.base import SequenceSums
+from ramify.train.losses.corrections import (
+    CORRECTIONS,
+    GeometricMask,
+    IcePop,
+    Opsm,
+    SequenceTis,
+    TokenTis,
+    WorstTokenMask,
+)
+from ramify.train.losses.loss import LossEntries, LossSpec, compute
+
+OLD = np.array([-1.0, -2.0, -1.5, -0.5, -3.0])
+SAMPLER = OLD - np.log([4, 2, 0.25, 1.01, 1])
+NOW = OLD - np.array([1, 0, -0.4, 0.1, 0.3])
+A = np.array([1.0, -1.0, 1.0, -1.0, 1.0])
+OWNER = torch.tensor([0, 0, 0, 1, 1])
+
+
+def tokens(weighs: Any = (1, 1, 1, 1, 1)) -> LossTokens:
+    now, old, sampler, advantages = (
+        torch.tensor(each, dtype=torch.float64) for each in (NOW, OLD, SAMPLER, A)
+    )
+    return LossTokens(
+        now, old, sampler, advantages, SequenceSums(OWNER, 2, torch.tensor(weighs) > 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("correction", "factors"),
+    [
+        (TokenTis(), [2, 2, 0.25, 1.01, 1]),
+        (TokenTis(cap=3.0), [3, 2, 0.25, 1.01, 1]),
+        (SequenceTis(), [2, 2, 2, 1.01, 1.01]),
+        (SequenceTis(cap=1.5), [1.5, 1.5, 1.5, 1.01, 1.01]),
+        (IcePop(), [1, 1, 0, 1, 1]),
+        (IcePop(high=3.0, weigh=True), [0, 2, 0, 1.01, 1]),
+        (GeometricMask(), [0, 0, 0, 1, 1]),
+        (GeometricMask(low=0.9, high=1.3), [1, 1, 1, 1, 1]),
+        (WorstTokenMask(), [1, 1, 1, 1, 1]),
+        (WorstTokenMask(low=0.3, high=100.0), [0, 0, 0, 1, 1]),
+        (Opsm(delta=0.15), [1, 1, 1, 0, 1]),
+        (Opsm(delta=-0.05), [1, 0, 1, 0, 1]),
+        (Opsm(), [1, 1, 1, 1, 1]),
+    ],
+    ids=lambda each: getattr(type(each), "__name__", ""),
+)
+def test_factors(correction: Any, factors: list[float]) -> None:
+    np.testing.assert_allclose(correction.factor(tokens()), factors, rtol=1e-9)
+
+
+def test_tokens_without_weight_are_no_part_of_their_sequence() -> None:
+    """Without its third token the first sequence's gap is log 8, of two tokens; the mean of m - l
+    is -0.54."""
+    weighs = (1, 1, 0, 1, 1)
+    assert SequenceTis(cap=9.0).factor(tokens(weighs))[0].item() == pytest.approx(8)
+    assert WorstTokenMask(low=0.3).factor(tokens(weighs))[:2].tolist() == [1, 1]
+    assert Opsm(delta=-0.5).factor(tokens(weighs))[1].item() == 1
+
+
+def entries(**streams: Any) -> LossEntries:
+    columns = {"advantages": A, "sampler_logprobs": SAMPLER, "rl": np.ones(5), **streams}
+    given = {
+        name: torch.tensor(np.asarray(each), dtype=torch.float64) for name, each in columns.items()
+    }
+    return LossEntries(
+        torch.tensor(NOW, requires_grad=True), given, {"rl": 5.0}, sequences=(OWNER, 2)
+    )
+
+
+def test_corrections_multiply_the_policys_loss_alone() -> None:
+    """r A summed with weights 2 and 0, and a KL that nothing is taken from; masked tokens stay in
+    the count of 5."""
+    loss = LossSpec(
+        policy=PpoClip(clip_low=0.9, clip_high=9.0),
+        corrections=(TokenTis(), IcePop()),
+        kl_beta=0.1,
+        kl="k2",
+    )
+    found, tally = compute(loss, entries(old_logprobs=OLD, ref_logprobs=OLD))
+    r, factor = np.exp(NOW - OLD), np.array([2, 2, 0, 1.01, 1])
+    assert found.item() == pytest.approx((-r * A * factor + 0.05 * (NOW - OLD) ** 2).sum() / 5)
+    assert tally.metrics()["corrected_away"] == pytest.approx(
+        0.1
+    )  # of two corrections one took one token of five
+    found.backward()
+
+
+def test_the_old_ones_must_be_the_trainers() -> None:
+    loss = LossSpec(corrections=(TokenTis(),))
+    with pytest.raises(
+        ConfigError, match=r"no stream 'old_logprobs'; attach it, or set loss\.old=now"
+    ):
+        compute(loss, entries())
+    at_once = msgspec.structs.replace(loss, old="now", policy=ImportanceSampling())
+    gap = np.minimum(np.exp(NOW - SAMPLER), 2.0)
+    assert compute(at_once, entries())[0].item() == pytest.approx(
+        (-np.exp(NOW - SAMPLER) * A * gap).sum() / 5
+    )
+    with pytest.raises(
+        ConfigError, match=r"loss\.old=sampler: corrections and decoupled losses compare"
+    ):
+        LossSpec(corrections=(TokenTis(),), old="sampler")
+
+
+@pytest.mark.parametrize(
+    ("loss", "minibatches", "old"),
+    [
+        (LossSpec(policy=PpoClip()), 1, "sampler"),
+        (LossSpec(policy=PpoClip()), 2, "pass"),
+        (LossSpec(policy=PpoClip(), old="sampler"), 2, "sampler"),
+        (LossSpec(policy=ImportanceSampling()), 2, "sampler"),
+        (LossSpec(policy=ImportanceSampling(), corrections=(IcePop(),)), 1, "now"),
+        (LossSpec(policy=ImportanceSampling(), corrections=(IcePop(),)), 4, "pass"),
+        (LossSpec(policy=ImportanceSampling(), corrections=(Opsm(),)), 4, "sampler"),
+    ],
+)
+def test_a_pass_is_made_where_it_is_needed(loss: LossSpec, minibatches: int, old: str) -> None:
+    assert loss.for_minibatches(minibatches).old == old
+
+
+@pytest.mark.parametrize("old", ["now", "sampler", "pass"])
+def test_what_the_policy_has_moved_away_from_is_masked_wherever_the_old_ones_are_from(
+    old: Any,
+) -> None:
+    """Only the fourth token is of a sequence that has moved by more than 0.15, and has A < 0."""
+    loss = LossSpec(policy=ImportanceSampling(), corrections=(Opsm(delta=0.15),), old=old)
+    _, tally = compute(loss, entries(**({"old_logprobs": OLD} if old == "pass" else {})))
+    assert tally.metrics()["corrected_away"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_by_name(name: str) -> None:
+    made = CORRECTIONS[name]()
+    for given in (name, {"name": name}, f"ramify.train.losses.corrections:{type(made).__name__}"):
+        assert msgspec.convert({"corrections": [given]}, LossSpec).corrections == (made,)
+    assert msgspec.to_builtins(LossSpec(corrections=(made,)))["corrections"][0]["name"] == name
+    with pytest.raises(ConfigError, match=r"unknown correction 'icepot': did you mean 'icepop'\?"):
+        LossSpec(corrections=("icepot",))

@@ -1,0 +1,402 @@
+"""Each formula of a loss over a small batch, against the same formula written out in fp64 with
+numpy.
+
+Five tokens, chosen so that every formula meets each of its cases: a ratio that is high, low, or
+within bounds, with an advantage of either sign.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from ramify.errors import ConfigError
+from ramify.train.losses import (
+    POLICY_LOSSES,
+    Cispo,
+    ClipCov,
+    CriticOnlyLoss,
+    Decoupled,
+    DppoKl,
+    DppoTv,
+    DualClip,
+    Gmpo,
+    Gspo,
+    ImportanceSampling,
+    KlCov,
+    LossTokens,
+    PpoClip,
+    ProxApprox,
+    RolloutIs,
+    Sapo,
+)
+from ramify.train.losses.base import SequenceSums
+from ramify.train.losses.loss import (
+    LossEntries,
+    LossSpec,
+    LossTally,
+    compute,
+    kl_estimate,
+    per_entry,
+)
+
+P_NOW = np.array([0.9, 0.30, 0.50, 0.10, 0.40])
+P_OLD = np.array([0.5, 0.50, 0.45, 0.02, 0.40])
+P_SAMPLER = np.array([0.6, 0.55, 0.50, 0.02, 0.45])
+A = np.array([1.0, -2.0, 0.5, -1.0, 3.0])
+R, RHO = P_NOW / P_OLD, P_NOW / P_SAMPLER  # r = 1.8, 0.6, 1.11, 5, 1;  rho = 1.5, 0.55, 1, 5, 0.89
+L, OLD, M = np.log(P_NOW), np.log(P_OLD), np.log(P_SAMPLER)
+CHOSEN = [0, 1, 1, 0, 0]
+LAG = np.array([0, 1, 3, 0, 1])
+
+
+def of_sequence(values: np.ndarray) -> np.ndarray:
+    """The mean over the token's sequence: tokens 0 to 2 are of one, 3 and 4 of another."""
+    return np.repeat([values[:3].mean(), values[3:].mean()], [3, 2])
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+S = np.exp(
+    of_sequence(L - OLD)
+)  # 1.0627, 2.2361: gspo's ratios, above bounds of 1.2 and 0.8 in the second alone
+TAU = np.where(A > 0, 1.0, 1.05)
+MEAN_A = of_sequence(A)  # -1/6, 1
+BOUNDED = np.where(MEAN_A > 0, np.minimum(L - OLD, 0.4), np.maximum(L - OLD, -0.4))
+G = np.exp(of_sequence(BOUNDED))
+NEAR = M + LAG / (LAG + 1) * (L - M)  # prox_approx: sampler, halfway, three quarters
+W_NEAR, R_NEAR = np.exp(NEAR - M), np.exp(L - NEAR)
+PPO = [-1.28, 0.8 * 2, -R[2] * 0.5, 5.0, -3.0]
+PPO_SLOPES = [0.0, 0.0, -R[2] * 0.5, 5.0, -3.0]
+W_OLD = np.minimum(P_OLD / P_SAMPLER, 0.9)
+SIGN = np.sign(L - OLD)
+DPPO_KL = P_SAMPLER * np.log(P_SAMPLER / P_NOW) + (1 - P_SAMPLER) * np.log(
+    (1 - P_SAMPLER) / (1 - P_NOW)
+)
+
+
+def tokens(now: np.ndarray = L) -> LossTokens:
+    given = (now, np.log(P_OLD), M, A)
+    leaf, *others = (torch.tensor(each, dtype=torch.float64) for each in given)
+    whole = SequenceSums(torch.tensor([0, 0, 0, 1, 1]), 2, torch.ones(5) > 0)
+    staleness = torch.tensor([0.0, 1.0, 3.0, 0.0, 1.0], dtype=torch.float64)
+    return LossTokens(
+        leaf.requires_grad_(),
+        *others,
+        whole=whole,
+        chosen=torch.tensor(CHOSEN) > 0,
+        staleness=staleness,
+    )
+
+
+CASES: list[tuple[Any, list[float], list[float]]] = [
+    # (loss, value per token, derivative by l per token); d r / d l = r
+    (
+        PpoClip(),
+        [-1.28, 0.8 * 2, -R[2] * 0.5, 5.0, -3.0],
+        [0.0, 0.0, -R[2] * 0.5, 5.0, -3.0],
+    ),
+    (
+        DualClip(bound=3.0),
+        [-1.28, 0.8 * 2, -R[2] * 0.5, 3.0, -3.0],
+        [0.0, 0.0, -R[2] * 0.5, 0.0, -3.0],
+    ),
+    (
+        Cispo(),
+        [-1.28 * L[0], 0.8 * 2 * L[1], -R[2] * 0.5 * L[2], 1.28 * L[3], -3.0 * L[4]],
+        [-1.28, 0.8 * 2, -R[2] * 0.5, 1.28, -3.0],
+    ),
+    (
+        Cispo(anchor="sampler", clip_low=0.2, clip_high=4.0),
+        [-1.5 * L[0], 0.8 * 2 * L[1], -0.5 * L[2], 5.0 * L[3], -RHO[4] * 3 * L[4]],
+        [-1.5, 0.8 * 2, -0.5, 5.0, -RHO[4] * 3],
+    ),
+    (
+        DppoTv(pull=0.0),  # p - q = 0.3, -0.25, 0, 0.08, -0.05: the first two have gone far enough
+        [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
+        [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
+    ),
+    (
+        DppoTv(delta=0.5, pull=0.1),
+        (-RHO * A + 0.1 * (L - M) ** 2).tolist(),
+        (-RHO * A + 0.2 * (L - M)).tolist(),
+    ),
+    (ImportanceSampling(), (-RHO * A).tolist(), (-RHO * A).tolist()),
+    (
+        # The third and the first are within bounds; in the second sequence only A < 0 has a slope.
+        Gspo(clip_low=0.2, clip_high=0.3),
+        [-S[0] * 1, S[1] * 2, -S[2] * 0.5, S[3], -1.3 * 3],
+        [-S[0] * 1, S[1] * 2, -S[2] * 0.5, S[3], 0.0],
+    ),
+    (
+        Gmpo(),  # a token's slope is 1/n of its whole sequence's sum, 0 if it is bounded
+        (-MEAN_A * G).tolist(),
+        (-MEAN_A * G * np.array([1, 0, 1, 0, 1])).tolist(),
+    ),
+    (
+        RolloutIs(),  # rho = 1.5, .55, 1, 5, .89 within (.8, 1.28)
+        [0.0, 0.0, -0.5 * L[2], 0.0, -RHO[4] * 3 * L[4]],
+        [0.0, 0.0, -0.5, 0.0, -RHO[4] * 3],
+    ),
+    (
+        Sapo(),
+        (-4 / TAU * sigmoid(TAU * (R - 1)) * A).tolist(),
+        (-4 * sigmoid(TAU * (R - 1)) * (1 - sigmoid(TAU * (R - 1))) * A * R).tolist(),
+    ),
+    (
+        # q log(q/p) + (1-q) log((1-q)/(1-p)) = .311, .135, 0, .051, .005; p > q but in the second
+        # and last
+        DppoKl(),
+        [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
+        [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
+    ),
+    (
+        ClipCov(),
+        [PPO[0], 0.0, 0.0, PPO[3], PPO[4]],
+        [PPO_SLOPES[0], 0.0, 0.0, PPO_SLOPES[3], PPO_SLOPES[4]],
+    ),
+    (
+        KlCov(beta=0.5),
+        (-R * A + 0.5 * np.abs(L - OLD) * CHOSEN).tolist(),
+        (-R * A + 0.5 * SIGN * CHOSEN).tolist(),
+    ),
+    (
+        Decoupled(cap=0.9),  # exp(o - m) = .83, .91, .9, 1, .89
+        (W_OLD * PPO).tolist(),
+        (W_OLD * PPO_SLOPES).tolist(),
+    ),
+    (
+        ProxApprox(),  # r = 1.5, .74, 1, 5, .94: held near the sampler if no token is stale
+        (W_NEAR * -np.minimum(R_NEAR * A, R_NEAR.clip(0.8, 1.28) * A)).tolist(),
+        (W_NEAR * [0.0, 0.0, -R_NEAR[2] * 0.5, 5.0, -R_NEAR[4] * 3]).tolist(),
+    ),
+    (CriticOnlyLoss(), [0.0] * 5, [0.0] * 5),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "values", "slopes"), CASES, ids=lambda each: getattr(type(each), "__name__", "")
+)
+def test_policy_losses(loss: Any, values: list[float], slopes: list[float]):
+    given = tokens()
+    found = loss.per_token(given)
+    np.testing.assert_allclose(found.detach(), values, rtol=1e-12, atol=1e-12)
+    (slope,) = torch.autograd.grad(found.sum(), given.now)
+    np.testing.assert_allclose(slope, slopes, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "clipped"),
+    [
+        (PpoClip(), [1, 1, 0, 0, 0]),
+        (DualClip(), [1, 1, 0, 1, 0]),
+        (Cispo(), [1, 1, 0, 1, 0]),
+        (DppoTv(), [1, 1, 0, 0, 0]),
+        (ImportanceSampling(), [0, 0, 0, 0, 0]),
+        (Gspo(clip_low=0.2, clip_high=0.3), [0, 0, 0, 0, 1]),
+        (Gmpo(), [0, 1, 0, 1, 0]),
+        (RolloutIs(), [1, 1, 0, 1, 0]),
+        (Sapo(), [0, 0, 0, 0, 0]),
+        (DppoKl(), [1, 1, 0, 0, 0]),
+        (ClipCov(), [1, 1, 1, 0, 0]),
+        (KlCov(), [0, 0, 0, 0, 0]),
+        (Decoupled(), [1, 1, 0, 0, 0]),
+        (ProxApprox(), [1, 1, 0, 0, 0]),
+    ],
+)
+def test_which_tokens_are_clipped(loss: Any, clipped: list[int]):
+    assert loss.clipped(tokens()).int().tolist() == clipped
+
+
+def test_a_ratio_that_ran_away_stays_finite():
+    far = tokens(np.array([50.0, -50.0, 300.0, -300.0, 0.0]) + L)
+    for name, kind in POLICY_LOSSES.items():
+        found = kind().per_token(far)
+        (slope,) = torch.autograd.grad(found.sum(), far.now)
+        assert bool(torch.isfinite(found).all()), name
+        assert bool(torch.isfinite(slope).all()), name
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_policy_losses_by_name(name: str):
+    assert msgspec.convert({"policy": {"name": name}}, LossSpec).policy == POLICY_LOSSES[name]()
+    assert msgspec.to_builtins(LossSpec(policy=POLICY_LOSSES[name]()))["policy"]["name"] == name
+    with pytest.raises(ConfigError, match=f"policy loss '{name}': .* unknown field `nonsense`"):
+        msgspec.convert({"policy": {"name": name, "nonsense": 1}}, LossSpec)
+
+
+def test_kl_estimates():
+    now, ref = (
+        torch.tensor(each, dtype=torch.float64, requires_grad=True) for each in (L, np.log(P_OLD))
+    )
+    d = np.log(P_OLD) - L
+    values = {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - d - 1, "k3+": np.exp(d) - d - 1}
+    slopes = {"k1": np.ones(5), "k2": -d, "k3": 1 - np.exp(d), "k3+": -d}
+    for kind, wanted in values.items():
+        found = kl_estimate(kind, now, ref.detach())  # type: ignore[arg-type]
+        np.testing.assert_allclose(found.detach(), wanted, rtol=1e-12, atol=1e-12)
+        (slope,) = torch.autograd.grad(found.sum(), now)
+        np.testing.assert_allclose(slope, slopes[kind], rtol=1e-12, atol=1e-12)
+    far = kl_estimate("k3", torch.tensor([-40.0, 40.0]), torch.zeros(2))
+    assert far.tolist() == [10.0, 10.0]
+
+
+def entries(**changed: Any) -> LossEntries:
+    streams = {
+        "advantages": A,
+        "sampler_logprobs": M,
+        "old_logprobs": np.log(P_OLD),
+        "rl": [0.5, 0.5, 1.0, 0.0, 0.25],
+    } | changed.pop("streams", {})
+    fields: dict[str, Any] = {
+        "logprobs": torch.tensor(L, requires_grad=True),
+        "streams": {
+            name: torch.tensor(np.asarray(each, np.float64)) for name, each in streams.items()
+        },
+        "denominators": {"rl": 10.0},
+    }
+    return LossEntries(**(fields | changed))
+
+
+def test_components_are_weighed_sums_over_their_own_counts():
+    """rl: importance sampling with weights .5 .5 1 0 .25 over 10; ce: weights 0 0 2 1 0 over 4."""
+    given = entries(streams={"ce": [0, 0, 2.0, 1.0, 0]}, denominators={"rl": 10.0, "ce": 4.0})
+    loss = LossSpec(policy=ImportanceSampling())
+    found, tally = compute(loss, given)
+    rl = -(RHO * A * [0.5, 0.5, 1.0, 0.0, 0.25]).sum() / 10
+    ce = -(L * [0, 0, 2, 1, 0]).sum() / 4
+    assert found.item() == pytest.approx(rl + ce, rel=1e-12)
+    measured = tally.metrics()
+    assert (measured["rl_loss"], measured["ce_loss"], measured["loss"]) == pytest.approx(
+        (rl, ce, rl + ce)
+    )
+    assert per_entry(loss, given).sum().item() == pytest.approx(rl + ce, rel=1e-12)
+
+
+def test_kl_and_entropy_go_with_the_policy_gradient():
+    entropy = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
+    given = entries(streams={"ref_logprobs": np.log(P_OLD)}, entropy=entropy)
+    found, tally = compute(
+        LossSpec(policy=ImportanceSampling(), kl_beta=0.1, kl="k2", entropy=0.01), given
+    )
+    k2 = (np.log(P_OLD) - L) ** 2 / 2
+    weight = np.array([0.5, 0.5, 1.0, 0.0, 0.25])
+    assert found.item() == pytest.approx(
+        (weight * (-RHO * A + 0.1 * k2 - 0.01 * entropy.numpy())).sum() / 10
+    )
+    assert tally.metrics()["ref_kl"] == pytest.approx(k2[weight > 0].mean())
+    assert tally.metrics()["entropy"] == pytest.approx((1 + 2 + 3 + 5) / 4)
+    with pytest.raises(ConfigError, match="the batch has no 'ref_logprobs'"):
+        compute(LossSpec(kl_beta=0.1), entries())
+
+
+def test_what_is_measured():
+    """Over the four tokens that weigh: all but the one before the last."""
+    _, tally = compute(LossSpec(policy=PpoClip()), entries())
+    _, twice = compute(LossSpec(policy=PpoClip()), entries())
+    twice.merge(tally)
+    weighs = np.array([0, 1, 2, 4])
+    r, rho = R[weighs], RHO[weighs]
+    mismatch = abs(np.log(P_OLD) - M)[weighs]
+    for found in (tally.metrics(), twice.metrics()):
+        assert found["clip_fraction"] == pytest.approx(2 / 4)
+        assert found["approx_kl"] == pytest.approx((r - 1 - np.log(r)).mean())
+        assert found["mismatch"] == pytest.approx(mismatch.mean())
+        assert found["mismatch_max"] == pytest.approx(mismatch.max())
+        assert found["ess"] == pytest.approx(rho.sum() ** 2 / (rho**2).sum() / 4)
+    assert twice.metrics()["loss"] == pytest.approx(2 * tally.metrics()["loss"])
+    assert LossTally().metrics() == {"loss": 0.0}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_numbers_that_are_none_are_told_as_such(plain: bool):
+    """The sampler's log-probability of one token that weighs is NaN: the loss against the old ones
+    is finite, and both figures of how far sampler and trainer are apart are NaN, whichever batch
+    comes first; those of a token without weight say nothing."""
+
+    def tally(bad: int | None) -> LossTally:
+        given = entries()
+        sampler = given.streams["sampler_logprobs"].clone()
+        if bad is not None:
+            sampler[bad] = torch.nan
+        loss, found = compute(
+            LossSpec(policy=PpoClip()),
+            given._replace(streams={**given.streams, "sampler_logprobs": sampler}),
+        )
+        assert torch.isfinite(loss)
+        return found.plain() if plain else found
+
+    for first, second in ((1, None), (None, 1)):
+        whole = tally(first)
+        whole.merge(tally(second))
+        measured = whole.metrics()
+        assert math.isnan(measured["mismatch"])
+        assert math.isnan(measured["mismatch_max"])
+    assert tally(3).metrics() == tally(None).metrics()
+
+
+def test_measuring_waits_for_no_batch():
+    """Tensors without values: reading one fails."""
+    found = LossTally()
+    for _ in range(2):
+        now, old, sampler, advantages = torch.zeros(4, 5, device="meta").unbind()
+        clipped = torch.zeros(5, dtype=torch.bool, device="meta")
+        found.policy(LossTokens(now, old, sampler, advantages), clipped, ~clipped)
+
+
+def test_without_an_old_pass_the_sampler_is_the_anchor():
+    given = entries()
+    streams = {name: each for name, each in given.streams.items() if name != "old_logprobs"}
+    found, tally = compute(LossSpec(policy=PpoClip()), given._replace(streams=streams))
+    clipped = -np.minimum(RHO * A, RHO.clip(0.8, 1.28) * A)
+    assert found.item() == pytest.approx((clipped * [0.5, 0.5, 1.0, 0.0, 0.25]).sum() / 10)
+    assert tally.metrics()["mismatch"] == pytest.approx(abs(L - M)[[0, 1, 2, 4]].mean())
+
+
+def test_distillation():
+    """Two tokens with the teacher's two likeliest ids: sum over them of p_T (log p_T - log p)."""
+    teacher, ours = np.array([[0.7, 0.2], [0.5, 0.5]]), np.array([[0.6, 0.3], [0.9, 0.1]])
+    given = LossEntries(
+        logprobs=torch.tensor(L[:2], requires_grad=True),
+        streams={
+            "kd": torch.tensor([1.0, 2.0]),
+            "teacher_logprobs": torch.tensor(np.log(teacher)),
+            "sampler_logprobs": torch.tensor(M[:2]),
+        },
+        denominators={"kd": 3.0},
+        teacher_ids_logprobs=torch.tensor(np.log(ours)),
+    )
+    kl = (teacher * np.log(teacher / ours)).sum(1)
+    assert compute(LossSpec(), given)[0].item() == pytest.approx((kl * [1, 2]).sum() / 3)
+    sampled = torch.tensor(np.log([0.5, 0.6]))
+    by_sample = given._replace(
+        teacher_ids_logprobs=None, streams={**given.streams, "teacher_logprobs": sampled}
+    )
+    gap = sampled.numpy() - L[:2]
+    value = (-gap * RHO[:2] + 1e-3 * (L - M)[:2] ** 2) * [1, 2] / 3
+    assert compute(LossSpec(), by_sample)[0].item() == pytest.approx(value.sum())
+    no_teacher = {name: each for name, each in given.streams.items() if name != "teacher_logprobs"}
+    with pytest.raises(ConfigError, match="no stream 'teacher_logprobs'"):
+        compute(LossSpec(), given._replace(streams=no_teacher))
+
+
+def test_an_entry_without_weight_adds_nothing_even_where_it_is_not_finite():
+    broken = L.copy()
+    broken[3] = -math.inf
+    given = entries(logprobs=torch.tensor(broken, requires_grad=True))
+    found, _ = compute(LossSpec(policy=ImportanceSampling()), given)
+    assert math.isfinite(found.item())
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ConfigError, match=r"kl_beta=-1\.0 cannot be negative"):
+        LossSpec(kl_beta=-1.0)
+    with pytest.raises(ConfigError, match="'then' is neither 'old' nor 'sampler'"):
+        Cispo(anchor="then")

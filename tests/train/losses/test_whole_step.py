@@ -1,0 +1,100 @@
+"""What is known of a step before it is learnt from: which tokens clip_cov and kl_cov choose, which
+sequences are whole.
+
+Ten tokens with A = ±1 and l = -0.1 or -3, but the last, whose advantage is 8:
+
+    mean A 0.9, mean l -1.26    cov of the last (8 - 0.9)(-0.1 + 1.26) = 8.236; of A = 1: 0.1 · 1.16 or 0.1 · -1.74; of A = -1:
+    -1.9 · 1.16 = -2.204 or -1.9 · -1.74 = 3.306
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ramify.errors import ConfigError, TrainError
+from ramify.train.data.pack import PackingSpec, pack
+from ramify.train.losses import ClipCov, KlCov, whole_step
+from ramify.train.losses.base import LossStep
+from ramify.train.losses.cov import covariance
+from ramify.train.losses.loss import LossSpec
+from ramify.types.sequence import TokenSequence
+from tests.train.backends.small import tree
+
+ADVANTAGES = np.array([1, 1, 1, -1, -1, 1, 1, -1, -1, 8.0])
+NOW = np.array([-0.1, -3, -0.1, -0.1, -3, -3, -0.1, -3, -0.1, -0.1])
+COV = [0.116, -0.174, 0.116, -2.204, 3.306, -0.174, 0.116, 3.306, -2.204, 8.236]
+
+
+def step(keys: list[int], old: np.ndarray = NOW) -> LossStep:
+    return LossStep(NOW, old, ADVANTAGES, np.array(keys, np.uint64))
+
+
+def test_covariance() -> None:
+    np.testing.assert_allclose(covariance(step([0] * 10)), COV, atol=1e-9)
+
+
+def test_clip_cov_draws_by_key_among_those_within() -> None:
+    low, high = [9, 9, 9, 9, 1, 9, 9, 2, 9, 0], [9, 9, 9, 9, 2, 9, 9, 1, 9, 0]
+    assert np.flatnonzero(ClipCov(share=0.1).choose(step(low))).tolist() == [4]
+    assert np.flatnonzero(ClipCov(share=0.1).choose(step(high))).tolist() == [7]
+    assert np.flatnonzero(ClipCov(share=0.5).choose(step(high))).tolist() == [4, 7]
+    assert np.flatnonzero(ClipCov().choose(step(high))).tolist() == [7]  # at least one
+    assert not ClipCov(cov_low=4, cov_high=5).choose(step(high)).any()
+
+
+def test_clip_cov_leaves_out_what_the_clip_holds_already() -> None:
+    """Token 4 has A < 0 and r = exp(-1): it has no gradient to be taken away."""
+    old = NOW.copy()
+    old[4] += 1
+    assert np.flatnonzero(ClipCov(share=0.5).choose(step([0] * 10, old))).tolist() == [7]
+
+
+def test_kl_cov_takes_the_largest() -> None:
+    assert np.flatnonzero(KlCov(share=0.1).choose(step([0] * 10))).tolist() == [9]
+    assert np.flatnonzero(
+        KlCov(share=0.2).choose(step([9, 9, 9, 9, 2, 9, 9, 1, 9, 9]))
+    ).tolist() == [7, 9]
+    with pytest.raises(ConfigError, match="share=0"):
+        KlCov(share=0.0)
+
+
+def test_a_weight_folded_into_the_advantage_would_choose_nothing() -> None:
+    """The fault that this order of things rules out: with A / 10^4 no covariance reaches the
+    bound."""
+    folded = step([0] * 10)._replace(advantages=ADVANTAGES / 1e4)
+    assert not ClipCov().choose(folded).any()
+    assert ClipCov().choose(step([0] * 10)).any()
+
+
+def chosen_places(rows: list[TokenSequence], packing: PackingSpec) -> set[tuple[str, int]]:
+    batches = pack(rows, packing)
+    logprobs = [-batch.targets.astype(np.float32) / 7 for batch in batches]
+    found = whole_step.choose(batches, LossSpec(policy=ClipCov(share=0.2, cov_low=0.01)), logprobs)
+    return {
+        (batch.sequences[index], token)
+        for batch in found
+        for (index, token), flag in zip(batch.owners.tolist(), batch.streams["chosen"], strict=True)
+        if flag
+    }
+
+
+def test_the_choice_does_not_depend_on_how_a_step_is_cut_or_ordered() -> None:
+    rows = tree()
+    wanted = chosen_places(rows, PackingSpec())
+    assert 3 < len(wanted) < 20
+    assert chosen_places(rows[::-1], PackingSpec(max_tokens=50)) == wanted
+    assert chosen_places(rows, PackingSpec(share=False, max_tokens=1)) == wanted
+
+
+def test_a_split_sequence_is_refused() -> None:
+    rows = tree()
+    whole_step.check_whole(pack(rows, PackingSpec(max_tokens=50)))
+    rows[2].name = "fork=1/path=1"
+    with pytest.raises(
+        TrainError,
+        match=r"reads whole sequences, and fork=1 is split into 2: its history was cut",
+    ):
+        whole_step.check_whole(pack(rows))
+    rows[2].rl[:] = 0  # imitated alone: no business of the policy's loss
+    whole_step.check_whole(pack(rows))

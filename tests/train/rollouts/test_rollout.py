@@ -1,0 +1,268 @@
+"""Groups of rollouts through the real engine and real sessions, with a scripted model that gives
+token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from ramify import RLM, Limits, ScriptedClient
+from ramify.clients.byte_ids import ByteTokenIds
+from ramify.clients.scripted import ScriptedFailure, refused
+from ramify.errors import ConfigError, Refused
+from ramify.tasks.base import Item, Score, TaskStart
+from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
+from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
+from ramify.types.message import Message
+from ramify.types.trajectory import Group, Stop, Trajectory
+from tests.engine.helpers import at_once
+
+ITEMS = [
+    Item(f"how long is {word}?", word, gold=len(word), id=f"len/train/{n}")
+    for n, word in enumerate(("ab", "cde"))
+]
+
+
+def say(*lines: Any) -> Callable[..., Any]:
+    """The same lines in every call."""
+    return lambda messages: lines[min(sum(m.role == "assistant" for m in messages), len(lines) - 1)]
+
+
+def task(
+    reward: Any = lambda answer, item: float(answer == item.gold), **options: Any
+) -> SimpleTask:
+    return SimpleTask("len", {"train": ITEMS}, reward, **options)
+
+
+def rolled(
+    script: Any,
+    *,
+    group: int = 2,
+    given: SimpleTask | None = None,
+    limits: Mapping[str, Any] | None = None,
+    client: ScriptedClient | None = None,
+    **options: Any,
+) -> list[Group]:
+    client = client or ScriptedClient(script, ids=ByteTokenIds(version=3))
+
+    async def run() -> list[Group]:
+        async with RLM(
+            client, scaffold="tiny", limits=Limits(**(limits or {})), sandbox="inprocess"
+        ) as rlm:
+            told = options.pop("on_stall", print)
+            rollouts = Rollouter(
+                rlm, given or task(), RolloutOptions(group=group, **options), seed=1, on_stall=told
+            )
+            return await rollouts.groups(ITEMS, step=4)
+
+    return asyncio.run(run())
+
+
+def test_groups_come_scored_and_in_order() -> None:
+    groups = rolled(say("x=len(context)", "FINAL(x)"))
+    assert [group.task for group in groups] == ["len/train/0", "len/train/1"]
+    assert [[t.id for t in group.trajectories] for group in groups] == [
+        ["step=4/group=0/rollout=0", "step=4/group=0/rollout=1"],
+        ["step=4/group=1/rollout=0", "step=4/group=1/rollout=1"],
+    ]
+    for item, group in zip(ITEMS, groups, strict=True):
+        for trajectory in group.trajectories:
+            assert (trajectory.answer, trajectory.rewards, trajectory.errors) == (
+                item.gold,
+                {"correct": 1},
+                [],
+            )
+            path = trajectory.path(trajectory.root)
+            assert path is not None
+            assert sum(path.sampled) == len(b"x=len(context)FINAL(x)") + 2
+            assert {
+                v for v, sampled in zip(path.versions, path.sampled, strict=True) if sampled
+            } == {3}
+
+
+def test_each_rollout_has_a_seed_of_its_own_that_a_second_run_repeats() -> None:
+    seeds = []
+    for _ in range(2):
+        client = ScriptedClient(say("FINAL(1)"), ids=ByteTokenIds())
+        rolled(None, client=client, temperature=0.5)
+        assert {(r.sampling.temperature, r.sampling.logprobs) for r in client.requests} == {
+            (0.5, True)
+        }
+        seeds.append(sorted(r.sampling.seed or 0 for r in client.requests))
+    assert len(set(seeds[0])) == 4
+    assert seeds[0] == seeds[1]
+
+
+def test_no_more_at_once_than_asked() -> None:
+    client = ScriptedClient(at_once(3, lambda _: "FINAL(1)"), ids=ByteTokenIds(), latency_s=0.002)
+    rolled(None, client=client, group=4, concurrency=3)
+    assert (client.most_in_flight, len(client.requests)) == (3, 8)
+
+
+def test_a_failed_rollout_is_recorded_and_its_group_goes_on() -> None:
+    turns = iter([refused(401, "no key"), "FINAL(2)", "FINAL(2)", "FINAL(2)"])
+    groups = rolled(lambda messages: next(turns), concurrency=1)
+    first, second = groups[0].trajectories
+    assert (first.rewards, first.stop, second.rewards) == ({}, Stop.ERROR, {"correct": 1})
+    assert "no key" in first.errors[0]
+
+
+def test_what_a_policy_did_to_itself_is_scored() -> None:
+    class Small(ScriptedClient):
+        async def complete(self, request: Any) -> Any:
+            if len(request.messages) > 1:
+                error = Refused("the prompt has 900 tokens and the window 512")
+                error.too_long = True
+                raise error
+            return await super().complete(request)
+
+    (first, _), _ = (
+        group.trajectories for group in rolled(None, client=Small(say("1"), ids=ByteTokenIds()))
+    )
+    assert (first.stop, first.rewards) == (Stop.MAX_TOKENS, {"correct": 0})
+
+
+def test_a_task_that_fails_leaves_a_record() -> None:
+    async def begin(item: Item) -> TaskStart:
+        raise OSError("no such file")
+
+    for given, words in (
+        (task(begin=begin), "prepare raised OSError('no such file')"),
+        (task(lambda answer, item: 1 / 0), "its score raised ZeroDivisionError"),
+        (task(lambda answer, item: {}), "its score has no reward"),
+    ):
+        groups = rolled(say("FINAL(1)"), given=given)
+        errors = [error for group in groups for t in group.trajectories for error in t.errors]
+        assert len(errors) == 4
+        assert all(words in error for error in errors)
+        assert not any(t.rewards for group in groups for t in group.trajectories)
+
+
+def test_state_of_a_rollout_is_its_own_and_reaches_the_score() -> None:
+    async def begin(item: Item) -> TaskStart:
+        counted: list[int] = []
+
+        def count() -> int:
+            counted.append(1)
+            return len(counted)
+
+        return TaskStart(
+            context=item.context,
+            tools={"count": count},
+            on_end=lambda answer: {"count": len(counted)},
+        )
+
+    def reward(item: Item, trajectory: Trajectory) -> Score:
+        return Score({"count": trajectory.metadata["count"]})
+
+    groups = rolled(
+        say("count()", "count()\nFINAL(1)"), given=task(WholeTrajectoryReward(reward), begin=begin)
+    )
+    assert [t.rewards["count"] for group in groups for t in group.trajectories] == [2, 2, 2, 2]
+
+
+def test_a_stalled_rollout_is_given_up_and_leaves_its_stacks() -> None:
+    told: list[str] = []
+
+    async def never(messages: tuple[Message, ...]) -> str:
+        while True:  # swallows the run's own attempts to end it
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if told:
+                    raise
+
+    groups = rolled(never, group=1, limits={"max_seconds": 0.05}, grace_s=0.1, on_stall=told.append)
+    for trajectory in (t for group in groups for t in group.trajectories):
+        assert trajectory.errors[-1] == "it did not end within 0.05 s and was cancelled"
+        assert trajectory.rewards == {}
+    assert "item len/train/0" in told[0] + told[1]
+    assert f"{__file__}:" in told[0]
+    assert " never" in told[0]
+
+
+def test_a_slow_score_is_given_up() -> None:
+    import threading
+
+    gate = threading.Event()
+    groups = rolled(
+        say("FINAL(1)"), given=task(lambda answer, item: gate.wait(30)), group=1, grace_s=0.1
+    )
+    gate.set()
+    assert "its score took more than 0.1 s" in groups[0].trajectories[0].errors[0]
+
+
+def test_children_are_scored_by_call() -> None:
+    def model(messages: tuple[Message, ...]) -> Any:
+        if messages[0].content.startswith("how"):
+            return "A=rlm_query_batched(['one']*2,['x','y'])\nFINAL(sum(A))"
+        return "FINAL(1)" if messages[0].content.startswith("one") else ScriptedFailure("refused")
+
+    def reward(item: Item, trajectory: Trajectory) -> Score:
+        calls = {
+            call.id: {"own": float(call.answer == 1)} for call in trajectory.calls if call.depth
+        }
+        return Score({"correct": float(trajectory.answer == 2)}, calls)
+
+    trajectory = rolled(model, given=task(WholeTrajectoryReward(reward)))[0].trajectories[0]
+    assert (trajectory.rewards, trajectory.call_rewards) == (
+        {"correct": 1},
+        {"0.0": {"own": 1}, "0.1": {"own": 1}},
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{"group": 0}, {"concurrency": 0}, {"temperature": 0}, {"grace_s": 0}]
+)
+def test_options_that_allow_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        RolloutOptions(**options)
+
+
+def test_a_group_is_looked_at_while_others_go_on() -> None:
+    """The second item's model answers only once the first group has been looked at."""
+    looked = asyncio.Event()
+    seen: list[str] = []
+
+    async def model(messages: tuple[Message, ...]) -> str:
+        if "cde" in messages[0].content:
+            await looked.wait()
+        return "FINAL(len(context))"
+
+    async def after(group: Group) -> None:
+        seen.append(group.task)
+        looked.set()
+
+    async def run() -> list[Group]:
+        client = ScriptedClient(model, ids=ByteTokenIds(version=3))
+        async with RLM(
+            client, scaffold="tiny", limits=Limits(max_seconds=200.0), sandbox="inprocess"
+        ) as rlm:
+            return await Rollouter(rlm, task(), RolloutOptions(group=2), seed=1).groups(
+                ITEMS, 0, after=after
+            )
+
+    assert [group.task for group in asyncio.run(run())] == seen == ["len/train/0", "len/train/1"]
+
+
+def test_a_rollout_that_was_cut_at_its_deadline_has_no_reward() -> None:
+    """Whether it was depends on how busy the machine is, so nothing may be learnt from it, not even
+    that it failed."""
+
+    async def never(messages: tuple[Message, ...]) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    for number, group in enumerate(
+        rolled(never, group=1, limits={"max_seconds": 0.5}, concurrency=1)
+    ):
+        (cut,) = group.trajectories
+        assert (cut.stop, cut.rewards, cut.call_rewards) == (Stop.DEADLINE, {}, {})
+        assert cut.errors[-1] == (
+            f"step=4/group={number}/rollout=0 was cut at its deadline, and nothing is learned from "
+            "it: raise "
+            "limits.max_seconds (0.5), or lower rl.rollout.concurrency (1)"
+        )

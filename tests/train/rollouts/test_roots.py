@@ -1,0 +1,157 @@
+"""Roots of tasks: rollouts and evaluations give each a session, and a run reports how many will be
+recursive."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify import RLM, Limits, ScriptedClient
+from ramify.clients.byte_ids import ByteTokenIds
+from ramify.evaluate.run import evaluate
+from ramify.store.store import Store
+from ramify.tasks.base import Item, items_of, task_of
+from ramify.tasks.scoring import exact
+from ramify.tasks.simple import SimpleTask
+from ramify.train.execute import train
+from ramify.train.recipe import load_recipe
+from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
+from ramify.train.rollouts.roots import RootCount
+from tests.evaluate.helpers import SPEC, plan
+from tests.train.small import small
+from tests.train.test_loop import read_rows
+
+ROOT = Path(__file__).parents[3]
+ITEMS = [
+    Item("how long is it?", "abc", gold=3, id="short/train/0"),
+    Item("what is 1 + 2?", gold=3, id="short/train/1"),
+    Item("how long is the long one?", "x" * 40_000, gold=3, id="short/train/2"),
+]
+TASK = SimpleTask("short", {"train": ITEMS, "test": ITEMS}, exact)
+
+
+def answering(messages: Any) -> str:
+    return "```repl\nFINAL(3)\n```"
+
+
+def rlm(**options: Any) -> RLM:
+    client = ScriptedClient(answering, ids=ByteTokenIds(version=1))
+    return RLM(
+        client, **{"scaffold": "default", "sandbox": SPEC, "limits": Limits(max_depth=1), **options}
+    )
+
+
+def kinds(direct: bool | None) -> tuple[list[str], RootCount]:
+    """The kind of each item's root as it was rolled out, and what was counted before."""
+
+    async def roll() -> tuple[list[str], RootCount]:
+        async with rlm() as engine:
+            given = {} if direct is None else {"direct": direct}
+            rollouts = Rollouter(engine, TASK, RolloutOptions(group=1, **given))
+            counted = await rollouts.roots(ITEMS)
+            groups = await rollouts.groups(ITEMS, 0)
+            return [each.trajectories[0].root.kind for each in groups], counted
+
+    return asyncio.run(roll())
+
+
+@pytest.mark.parametrize(
+    ("direct", "found", "counted"),
+    [
+        (None, ["rlm", "rlm", "rlm"], RootCount(3, 0, 1)),
+        (True, ["lm", "lm", "rlm"], RootCount(3, 2, 1)),
+    ],
+)
+def test_rollouts_begin_as_they_were_counted(
+    direct: bool | None, found: list[str], counted: RootCount
+) -> None:
+    assert kinds(direct) == (found, counted)
+
+
+@pytest.mark.parametrize(("direct", "found"), [(False, ["rlm"] * 3), (True, ["lm", "lm", "rlm"])])
+def test_attempts_of_an_evaluation_have_a_session(direct: bool, found: list[str]) -> None:
+    kinds: dict[str, str] = {}
+    evaluating = evaluate(
+        rlm(),
+        TASK,
+        plan(task="short", items=3),
+        direct=direct,
+        on_outcome=lambda outcome, trajectory: kinds.update({outcome.item: trajectory.root.kind}),
+    )
+    asyncio.run(evaluating)
+    assert [kinds[item.id] for item in ITEMS] == found
+
+
+def test_a_run_without_the_shortcut_is_replayed_without_it(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    async def asked() -> list[str]:
+        async with rlm(store=store) as engine:
+            result = await engine.start("abc", "how long?", direct=False).result()
+            again = await engine.areplay(result.trajectory.id)
+            return [result.trajectory.root.kind, again.trajectory.root.kind]
+
+    assert asyncio.run(asked()) == ["rlm", "rlm"]
+
+
+def test_the_first_roots_of_the_recipe_for_checkpoints_are_recursive() -> None:
+    run = load_recipe(ROOT / "recipes/hf_grpo.py")
+    assert run.rl is not None
+    task = task_of(run.task.name, **run.task.options)
+    items = [items_of(task, "train")[number] for number in range(20)]
+    options = msgspec.structs.replace(run.rl.rollout, group=1)
+
+    async def roll() -> tuple[RootCount, list[str]]:
+        async with rlm(scaffold=run.scaffold, limits=run.limits) as engine:
+            rollouts = Rollouter(engine, task, options)
+            groups = await rollouts.groups(items, 0)
+            return await rollouts.roots(items), [each.trajectories[0].root.kind for each in groups]
+
+    assert asyncio.run(roll()) == (RootCount(20, 0, 1), ["rlm"] * 20)
+
+
+@pytest.mark.parametrize(
+    ("count", "sentence"),
+    [
+        (
+            RootCount(20, 0, 2),
+            "20 of the first 20 items begin with a recursive root (a session, with children down "
+            "to depth 2)",
+        ),
+        (
+            RootCount(20, 20, 1),
+            "0 of the first 20 items begin with a recursive root: one plain call answers 20 of "
+            "them "
+            "(rl.rollout.direct=false gives each a session)",
+        ),
+        (
+            RootCount(20, 0, 0),
+            "0 of the first 20 items begin with a recursive root: 20 have a session, and "
+            "limits.max_depth=0 allows no "
+            "children",
+        ),
+    ],
+)
+def test_what_a_run_reports(count: RootCount, sentence: str) -> None:
+    assert count.sentence() == sentence
+
+
+def test_a_run_reports_its_roots_before_its_first_step(tmp_path: Path) -> None:
+    told: list[Any] = []
+    run = small(warmup=None)
+    train(
+        run,
+        tmp_path,
+        inform=told.append,
+        listener=lambda row: told.append(row.stage),
+        say=pytest.fail,
+    )
+    sentence = "rl: 20 of the first 20 items begin with a recursive root (a session, with children down to depth 1)"
+    assert sentence in told
+    assert told.index(sentence) < told.index("rl")
+    (first,) = read_rows(tmp_path, "first")
+    assert (first.values["recursive_roots"], first.values["direct_roots"]) == (20, 0)
