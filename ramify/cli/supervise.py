@@ -25,7 +25,7 @@ from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parser import UsageError
 from ramify.cli.stderr_notes import error_line
 from ramify.train.lock import holder
-from ramify.train.metrics import FILE, read
+from ramify.train.metrics import FILE, read_metrics
 
 _LONGEST_PAUSE_S = 30.0
 
@@ -128,7 +128,7 @@ def _step(folder: Path, since: float) -> int | None:
     path = folder / FILE
     if not path.is_file() or path.stat().st_mtime < since:
         return None
-    return max((measured.step for measured in read(folder)), default=None)
+    return max((measured.step for measured in read_metrics(folder)), default=None)
 
 
 def _checkpoint(folder: Path, since: float) -> Path | None:

@@ -20,7 +20,7 @@ from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
 from ramify.cli.stderr_notes import StderrNotes, error_line, write
 from ramify.cli.telemetry import exporting
 from ramify.progress import report_progress
-from ramify.train.metrics import StepMetrics, read
+from ramify.train.metrics import StepMetrics, read_metrics
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -151,7 +151,7 @@ def _drawing(
     from rich.text import Text
 
     curves = TerminalCurves(name)
-    for measured in read(folder) if is_resumed else ():
+    for measured in read_metrics(folder) if is_resumed else ():
         curves.add(measured)
 
     def rows(width: int, height: int) -> list[Text]:

@@ -28,8 +28,8 @@ from ramify.inference.weight_sync.base import WeightSync as WeightSync
 from ramify.models.load import Policy as Policy
 from ramify.models.load import SamplingDefaults as SamplingDefaults
 from ramify.models.load import from_config as from_config
-from ramify.models.load import load as load
-from ramify.models.load import save as save
+from ramify.models.load import load_policy as load_policy
+from ramify.models.load import save_policy as save_policy
 from ramify.types.message import Message as Message
 from ramify.types.message import Reply as Reply
 from ramify.types.message import ToolCall as ToolCall

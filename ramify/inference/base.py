@@ -119,9 +119,9 @@ def connect(name: str, tiny: Path = TINY, **_connection: object) -> Client:
     # The import takes longer than loading a small policy.
     with report_progress("starting", note=f"the engine for {name}"):
         from ramify.inference.local.local_client import LocalClient
-        from ramify.models.load import load
+        from ramify.models.load import load_policy
 
-    return LocalClient(load(path), name=name)
+    return LocalClient(load_policy(path), name=name)
 
 
 def need_train_extra(what: str) -> None:

@@ -19,8 +19,8 @@ from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import Task, items_of, task_of
 from ramify.train.advantages.base import needs_of
-from ramify.train.backends.base import BACKENDS
-from ramify.train.backends.precision import ROUNDING, decided
+from ramify.train.audited_client import AuditedClient
+from ramify.train.backends.base import BACKENDS, ROUNDING, decided
 from ramify.train.config import Run, plain
 from ramify.train.cpu_seconds import CpuMeter
 from ramify.train.demonstrations import demonstrations_of, rows_of
@@ -42,10 +42,9 @@ from ramify.train.preflight import (
     first_prompt,
 )
 from ramify.train.publisher import PolicyPublisher
-from ramify.train.resource_counts import attached, check_reach, settled
+from ramify.train.resource_counts import attached, check_reach, settled, sleeping
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
-from ramify.train.sharing import sleeping
+from ramify.train.selfcheck import CanaryLimits, SelfCheck
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_reader import RunSignals
@@ -179,7 +178,7 @@ class RunParts:
     async def start(self, out: Path) -> None:
         """Acquire the placement slots, and start the engines that are not in this process."""
         from ramify.inference.local.local_client import LocalClient
-        from ramify.models.load import save
+        from ramify.models.load import save_policy
 
         self.hosts = self._placed()
         if self.run.placement is not None and self.run.placement.services:
@@ -195,14 +194,14 @@ class RunParts:
         launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
             await self.client.start(
-                out / "inference", lambda folder: save(self.serving, folder), launch
+                out / "inference", lambda folder: save_policy(self.serving, folder), launch
             )
             await self._start_workers(out)
 
     async def _start_workers(self, out: Path) -> None:
         """Start the rollout workers, if the placement has any."""
         from ramify.inference.local.local_client import LocalClient
-        from ramify.models.load import save
+        from ramify.models.load import save_policy
 
         num, run = (
             sum(
@@ -219,7 +218,7 @@ class RunParts:
         client = self.client
         checkpoint = out / "inference" / "checkpoint"
         if run.inference.urls:
-            save(self.serving, checkpoint)
+            save_policy(self.serving, checkpoint)
         spec = self._worker_spec(checkpoint, client.answering)
         self.rollout_workers = RolloutWorkers(
             self.hosts or LocalLauncher(),

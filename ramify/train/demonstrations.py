@@ -12,7 +12,7 @@ from ramify.errors import ConfigError
 from ramify.progress import report_progress
 from ramify.tasks.base import Task, task_of
 from ramify.train.config import Run, SftSpec
-from ramify.train.data.compile import sequences
+from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import DEMOS, TrajectoryTokenizer, read, trajectory_of
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group, Trajectory
@@ -57,7 +57,7 @@ def rows_of(
     assigned = spec.algorithm.assign_advantages(groups, weights)
     if assigned.no_signal:
         raise ConfigError(f"sft has nothing to learn from: {assigned.no_signal}")
-    rows = sequences(assigned.rollouts)
+    rows = token_sequences(assigned.rollouts)
     fitting = [row for row in rows if len(row) <= policy.window]
     if len(fitting) < len(rows):
         longest = max(map(len, rows))

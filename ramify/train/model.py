@@ -26,14 +26,14 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
     import torch
     from transformers import AutoConfig
 
-    from ramify.models.load import from_config, load, load_tokenizer
+    from ramify.models.load import from_config, load_policy, load_tokenizer
     from ramify.models.tokenizer import train_tokenizer, word_tokenizer
 
     spec = run.policy
     device = None if spec.device == "auto" else spec.device
     if spec.path:
         packaged = spec.path == "tiny" and not Path("tiny").exists()
-        return load(
+        return load_policy(
             TINY if packaged else spec.path,
             None if spec.dtype == "auto" else getattr(torch, spec.dtype),
             device,

@@ -135,14 +135,14 @@ def test_a_folder_that_cannot_be_written_is_said_first(place: str, tmp_path: Pat
 def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_started(
     tmp_path: Path,
 ) -> None:
-    from ramify.models.load import save
+    from ramify.models.load import save_policy
 
     other = RunParts(changed("policy", shape={**SHAPE, "hidden_size": 48}), print)
     close(other)
     run = small(inference=InferenceSpec())
     CheckpointStore(tmp_path).save(
         CheckpointState(step=1, config=plain(run)),
-        {"policy": lambda folder: save(other.policy, folder)},
+        {"policy": lambda folder: save_policy(other.policy, folder)},
     )
     with pytest.raises(
         ConfigError, match=r"tensor 'model\.embed_tokens\.weight' is \d+x48, but \d+x32 in"
@@ -152,11 +152,11 @@ def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_starte
 
 
 def test_a_policy_without_its_templates_tokens_is_refused(tmp_path: Path) -> None:
-    from ramify.models.load import save
+    from ramify.models.load import save_policy
 
     made = RunParts(small(), print)
     close(made)
-    save(made.policy, tmp_path)
+    save_policy(made.policy, tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         path = tmp_path / name
         path.write_text(path.read_text().replace("<|a|>", "<|b|>"))
@@ -167,11 +167,11 @@ def test_a_policy_without_its_templates_tokens_is_refused(tmp_path: Path) -> Non
 def test_the_packaged_policy_has_a_name() -> None:
     from ramify.inference.base import TINY
     from ramify.models.fingerprint import fingerprint
-    from ramify.models.load import load
+    from ramify.models.load import load_policy
 
     made = RunParts(changed("policy", path="tiny", shape={}), print)
     close(made)
-    assert fingerprint(made.policy.model) == fingerprint(load(TINY, device="cpu").model)
+    assert fingerprint(made.policy.model) == fingerprint(load_policy(TINY, device="cpu").model)
 
 
 def test_demonstrations_longer_than_the_window_are_left_out_aloud() -> None:

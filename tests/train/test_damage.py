@@ -14,7 +14,7 @@ import pytest
 from ramify.errors import StoreError
 from ramify.inference.base import TINY
 from ramify.models import checksums
-from ramify.models.load import load, save
+from ramify.models.load import load_policy, save_policy
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state, verify
 from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
@@ -149,15 +149,15 @@ def test_a_saved_policy_is_compared_when_it_is_loaded(tmp_path: Path) -> None:
     train(small(warmup=None, rl=None), tmp_path, say=pytest.fail)
     for folder in (tmp_path / "policy", CheckpointStore(tmp_path).all()[-1] / "policy"):
         weights = folder / "model.safetensors"
-        policy = load(folder)
+        policy = load_policy(folder)
         flip(weights, at=-5)
         with pytest.raises(StoreError, match=re.escape(f"{weights} is damaged: its sha256")):
-            load(folder)
+            load_policy(folder)
         flip(weights, at=-5)
-        load(folder)
-    save(policy, tmp_path / "policy")  # what is saved over it has other files
+        load_policy(folder)
+    save_policy(policy, tmp_path / "policy")  # what is saved over it has other files
     assert not (tmp_path / "policy" / checksums.FILE).exists()
-    load(tmp_path / "policy")
+    load_policy(tmp_path / "policy")
 
 
 def test_checkpoints_of_before_there_were_checksums_are_gone_on_with(tmp_path: Path) -> None:

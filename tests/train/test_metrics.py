@@ -17,7 +17,7 @@ from ramify.train.metrics import (
     cut,
     of_rollouts,
     passes,
-    read,
+    read_metrics,
     staleness,
 )
 from ramify.types.message import VersionSpan
@@ -31,7 +31,7 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     metrics.write(1, "sft", 0.51239, {"loss": 1 / 3})
     metrics.write(2, "rl", 2, {"reward": 1, "loss": float("nan")})
     metrics.close()
-    first, second = read(tmp_path)
+    first, second = read_metrics(tmp_path)
     assert first == StepMetrics(1, "sft", 0.512, {"loss": 0.3333333}) == heard[0]
     assert (second.step, second.stage, second.values) == (2, "rl", {"reward": 1})
 
@@ -41,7 +41,7 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     with (tmp_path / FILE).open("ab") as file:
         file.write(b'{"step": 2, "sta')
     MetricsFile(tmp_path).write(3, "rl", 3, {"a": 3})
-    assert [each.step for each in read(tmp_path)] == [1, 3]
+    assert [each.step for each in read_metrics(tmp_path)] == [1, 3]
 
 
 def test_resume_drops_what_will_be_measured_again(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ def test_resume_drops_what_will_be_measured_again(tmp_path: Path) -> None:
         metrics.write(step, "rl", step, {})
     metrics.close()
     cut(tmp_path, 2)
-    assert [each.step for each in read(tmp_path)] == [1, 2]
-    assert list(read(tmp_path / "nowhere")) == []
+    assert [each.step for each in read_metrics(tmp_path)] == [1, 2]
+    assert list(read_metrics(tmp_path / "nowhere")) == []
 
 
 def test_what_rollouts_came_to() -> None:

@@ -13,11 +13,11 @@ import pytest
 from transformers import Qwen3Config
 
 from ramify.errors import ConfigError, SourceError
-from ramify.models.load import from_config, save
+from ramify.models.load import from_config, save_policy
 from ramify.train.assemble import RunParts
 from ramify.train.config import Run, plain
 from ramify.train.execute import train
-from ramify.train.metrics import read
+from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_recipe
 from tests.models.templates import tokenizer_of
 
@@ -47,7 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
     )
-    save(from_config(config, tokenizer, 0), folder / "policy")
+    save_policy(from_config(config, tokenizer, 0), folder / "policy")
     asked = "Solve it.\n*user question:*\nWhat is 6*7?\n\nRemember to place the final answer in the last part …"
     rows: dict[str, list[Any]] = {
         "sft": [
@@ -171,14 +171,14 @@ def test_demonstrations_are_learnt_without_what_came_back(
     )
     asyncio.run(made.client.close())
     train(run, tmp_path / "out", say=lambda _: None)
-    assert any("ce_loss" in each.values for each in read(tmp_path / "out"))
+    assert any("ce_loss" in each.values for each in read_metrics(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("name", ["retool_grpo", "retool_hybrid"])
 def test_one_step_of_rollouts_in_the_jail(name: str, files: dict[str, str], tmp_path: Path) -> None:
     said: list[str] = []
     train(short(name, files), tmp_path, say=said.append)
-    rows = list(read(tmp_path))
+    rows = list(read_metrics(tmp_path))
     step = next(row for row in rows if row.stage == "rl" and "reward" in row.values)
     assert step.values["failed_rollouts"] == 0
     assert step.values["turns_per_call"] >= 1

@@ -17,7 +17,7 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.train.execute import train
-from ramify.train.metrics import StepMetrics, read
+from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.trackers.base import FILE, RunInfo, RunTrackers, flat
 from tests.train.small import small
 
@@ -110,7 +110,7 @@ def test_a_run_and_its_resumption_are_one_run_over_there(tmp_path: Path, told: l
     assert told[0] == ("opened", "", 0, "small")
     assert told[-1] == ("closed", False)
     sent = [each for each in told[1:-1] if each[0] != "opened"]
-    rows = list(read(tmp_path / "out"))
+    rows = list(read_metrics(tmp_path / "out"))
     assert sent == [
         (row.step, {f"{row.stage}/{name}": value for name, value in row.values.items()})
         for row in rows

@@ -134,11 +134,11 @@ class _RolloutWorker:
         from ramify.engine.rlm import RLM
         from ramify.engine.scaffold import scaffold_of
         from ramify.inference.http.http_engines import HttpEngines
-        from ramify.models.load import load
-        from ramify.train.selfcheck import AuditedClient
+        from ramify.models.load import load_policy
+        from ramify.train.audited_client import AuditedClient
 
         torch.set_num_threads(1)
-        policy = load(spec.checkpoint, getattr(torch, spec.dtype), "meta")
+        policy = load_policy(spec.checkpoint, getattr(torch, spec.dtype), "meta")
         self._engines = HttpEngines(policy, spec.inference, name=spec.name, say=self._say)
         await self._engines.start(
             Path(),

@@ -21,13 +21,13 @@ from ramify.errors import TrainError
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
 from ramify.train.assemble import RunParts
-from ramify.train.backends.base import ComputeSpec, ShardSpec
-from ramify.train.backends.precision import ROUNDING, decided
+from ramify.train.audited_client import AuditedClient
+from ramify.train.backends.base import ROUNDING, ComputeSpec, ShardSpec, decided
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import Run
 from ramify.train.data.pack import pack
 from ramify.train.execute import train
-from ramify.train.selfcheck import AuditedClient, SelfCheck
+from ramify.train.selfcheck import SelfCheck
 from ramify.types.message import Message
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree

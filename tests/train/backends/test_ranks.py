@@ -30,7 +30,7 @@ from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run, TaskSpec
 from ramify.train.execute import train
 from ramify.train.losses import ImportanceSampling, LossTokens
 from ramify.train.losses.loss import LossSpec
-from ramify.train.metrics import read
+from ramify.train.metrics import read_metrics
 from ramify.train.training_loop import Schedule
 from tests.train.small import small, weights_of
 from tests.train.test_faults import GATE, LINUX, below, kill
@@ -75,7 +75,7 @@ def adapted(**changes: Any) -> Run:
 def steady(out: Path) -> list[tuple[int, str, dict[str, float]]]:
     return [
         (row.step, row.stage, {name: row.values[name] for name in STEADY if name in row.values})
-        for row in read(out)
+        for row in read_metrics(out)
     ]
 
 
@@ -138,7 +138,7 @@ def test_a_run_is_that_of_one_process_and_after_a_lost_rank_the_same_to_the_bit(
     assert steady(killed) == steady(two)
     ours, theirs = (weights_of(out / "checkpoints/step-000002") for out in (killed, two))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs | ours)
-    assert group_records.accounts(killed).balanced
+    assert group_records.read_group_records(killed).balanced
 
 
 class Sleepy(ImportanceSampling, frozen=True, kw_only=True, tag="sleepy"):
@@ -209,7 +209,7 @@ def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path
     assert log.read_text().count("trained policy in") == 1
     check_close(killed, one)
     assert max(values.get("ref_kl", 0.0) for _, _, values in steady(killed)) > 1e-6
-    assert group_records.accounts(killed).balanced
+    assert group_records.read_group_records(killed).balanced
     for out in (killed, one):
         best = CheckpointStore(out).best()
         assert best is not None
@@ -280,7 +280,7 @@ def test_a_critic_lies_over_the_ranks_too(model: Any, tmp_path: Path) -> None:
     train(tuned(rl=rl, compute=RANKS), two)
     check_close(two, one)
     losses = [
-        [row.values["value_loss"] for row in read(out) if "value_loss" in row.values]
+        [row.values["value_loss"] for row in read_metrics(out) if "value_loss" in row.values]
         for out in (one, two)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

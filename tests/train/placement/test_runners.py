@@ -19,7 +19,7 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.config import Run
 from ramify.train.data.sft_data import read as trajectories
 from ramify.train.execute import train
-from ramify.train.metrics import StepMetrics, read
+from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.placement.local_launcher import LocalLauncher
 from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
@@ -88,7 +88,7 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
         assert what == other
         assert logprobs == pytest.approx(expected, abs=1e-5)
     losses = [
-        [row.values["loss"] for row in read(tmp_path / name) if "loss" in row.values]
+        [row.values["loss"] for row in read_metrics(tmp_path / name) if "loss" in row.values]
         for name in ("one", "two")
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)

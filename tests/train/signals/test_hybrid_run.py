@@ -27,7 +27,7 @@ from ramify.train.config import SftSpec
 from ramify.train.data.sft_data import read as trajectories
 from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
-from ramify.train.metrics import read
+from ramify.train.metrics import read_metrics
 from ramify.train.override import override
 from ramify.train.preflight import check_signals
 from ramify.train.recipe import stored
@@ -117,7 +117,9 @@ def test_two_steps_with_every_signal(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run = hybrid(tmp_path)
     train(run, out, say=lambda _: None)
-    rows = [row.values for row in read(out) if row.stage == "rl" and "learn_s" in row.values]
+    rows = [
+        row.values for row in read_metrics(out) if row.stage == "rl" and "learn_s" in row.values
+    ]
     assert len(rows) == 2
     for row in rows:
         assert row["process/votes"] == row["process/invalid"]  # turn 0 has both votes, turn 1 none
@@ -225,7 +227,7 @@ def test_distillation_into_the_loss(
         tmp_path / "out",
         say=lambda _: None,
     )
-    row = next(row.values for row in read(tmp_path / "out") if "kd_loss" in row.values)
+    row = next(row.values for row in read_metrics(tmp_path / "out") if "kd_loss" in row.values)
     assert row["kd_loss"] != 0
     assert row["grad_norm"] > 0
     assert row["rl_loss"] == pytest.approx(0, abs=1e-9)
