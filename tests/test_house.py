@@ -18,7 +18,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ramify"
 FLOORS = [
-    {"types", "errors", "plugins", "progress", "secrets"},
+    {"types", "errors", "plugins", "progress", "secrets", "logging"},
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine"},
     {"combinators"},
@@ -29,7 +29,12 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-ALSO = {("inference", "models"), ("plugins", "errors"), *((room, "actors") for room in FLOORS[1])}
+ALSO = {
+    ("inference", "models"),
+    ("plugins", "errors"),
+    ("logging", "secrets"),
+    *((room, "actors") for room in FLOORS[1]),
+}
 """Every room starts its processes through ``actors``."""
 STANDARD_LIBRARY_ONLY = [
     "__init__.py",
