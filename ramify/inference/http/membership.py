@@ -20,6 +20,9 @@ from functools import partial
 
 from ramify.actors.restarts import RestartCount, until_started
 from ramify.inference.http.engine_server import EngineServer
+from ramify.logging import RoomLogger
+
+_log = RoomLogger("inference")
 
 
 class EngineMembership:
@@ -29,13 +32,11 @@ class EngineMembership:
         self,
         restarts: int,
         bring: Callable[[str], Awaitable[EngineServer]],
-        say: Callable[[str], None],
     ) -> None:
         """``restarts``: how often one engine may be lost without having taken a new version in
         between. ``bring`` returns the engine at an address once it answers and fits; it raises
         RamifyError if that does not happen in time."""
         self._bring = bring
-        self._say = say
         self.on_return: Callable[[], Awaitable[None]] | None = None
         """Gives the newest weights to ready engines; it handles its own errors."""
         self.ready: list[EngineServer] = []
@@ -45,7 +46,7 @@ class EngineMembership:
         self.num_lost = 0
         self.num_back = 0
         self._coming: dict[str, asyncio.Task[None]] = {}
-        self._restarts = RestartCount(restarts)
+        self._restarts = RestartCount(restarts, _log, "engine")
         self._news = asyncio.Event()
 
     @property
@@ -66,7 +67,7 @@ class EngineMembership:
         """Record the loss of an engine; returns whether it is expected back."""
         self.num_lost += 1
         self.reasons.append(why)
-        if not self._restarts.failed(url):
+        if not self._restarts.lost(url):
             return False
         self.expect(url)
         return True
@@ -123,6 +124,4 @@ class EngineMembership:
 
     def _failed(self, url: str, error: Exception) -> bool:
         self.reasons.append(f"{url} did not come back: {error}")
-        may_try = self._restarts.failed(url)
-        self._say(f"{self.reasons[-1]}; it is {'tried again' if may_try else 'given up'}")
-        return may_try
+        return self._restarts.failed(url, self.reasons[-1], "tried again")

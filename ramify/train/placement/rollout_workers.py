@@ -38,6 +38,7 @@ from ramify.actors.process_slots import SlotMember
 from ramify.actors.restarts import RestartCount, until_started
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
+from ramify.logging import RoomLogger, SentRecord
 from ramify.tasks.base import Item
 from ramify.train.placement.rollout_worker import (
     AvailableEngines,
@@ -48,6 +49,7 @@ from ramify.train.placement.rollout_worker import (
 )
 from ramify.types.trajectory import Trajectory
 
+_log = RoomLogger("train")
 _END_S = 10.0
 _LOOK_S = 0.5
 _POLL_S = 0.1
@@ -126,7 +128,6 @@ class RolloutWorkers:
         engines: EngineHealth,
         *,
         seen: Callable[[Sequence[int]], None],
-        say: Callable[[str], None],
         start_s: float = 120.0,
         restarts: int = 3,
     ) -> None:
@@ -138,9 +139,8 @@ class RolloutWorkers:
         self._out = out
         self._engines = engines
         self._seen = seen
-        self._say = say
         self._start_s = start_s
-        self._restarts = RestartCount(restarts)
+        self._restarts = RestartCount(restarts, _log, "worker")
         self._alive: list[_Worker] = []
         self._processes: dict[int, Process] = {}
         self._restarting: dict[int, asyncio.Task[None]] = {}
@@ -279,7 +279,8 @@ class RolloutWorkers:
                 partial(self._start_worker, number), partial(self._failed, number), _PAUSE_S
             )
             if worker is not None:
-                self._say(f"rollout worker {number} is back ({worker.process.where})")
+                text = f"rollout worker {number} is back ({worker.process.where})"
+                _log.info("back", text, shown=True, worker=number)
         finally:
             self._restarting.pop(number, None)
             if not self._is_closing and not self._alive and not self._restarting:
@@ -287,9 +288,7 @@ class RolloutWorkers:
 
     def _failed(self, number: int, error: Exception) -> bool:
         self._reasons.append(f"rollout worker {number} did not restart: {error}")
-        may_restart = self._restarts.failed(number)
-        self._say(f"{self._reasons[-1]}; it is {'tried again' if may_restart else 'given up'}")
-        return may_restart
+        return self._restarts.failed(number, self._reasons[-1], "tried again")
 
     # --- supervision
 
@@ -342,7 +341,8 @@ class RolloutWorkers:
                     ConfigError(f"rollout worker {worker.number} cannot start: {text}")
                 )
             case "said":
-                self._say(f"rollout worker {worker.number}: {text}")
+                sent = msgspec.json.decode(message.data, type=SentRecord)
+                _log.forward(sent, f"rollout worker {worker.number}")
             case "gone" if not self._is_closing:
                 self._run_task(self._check_engine(worker, text))
             case "done" if request is not None and future is not None and not future.done():
@@ -363,11 +363,12 @@ class RolloutWorkers:
         worker.send(None)
         worker.connection.close()
         self._reasons.append(why)
-        is_restarted = self._restarts.failed(worker.number)
-        next_step = "it is restarted" if is_restarted else "it is given up"
-        self._say(
+        is_restarted = self._restarts.failed(
+            worker.number,
             f"{self._reasons[-1]}; {len(worker.requests)} rollouts are sampled again, "
-            f"{len(self._alive)} other workers remain; {next_step}"
+            f"{len(self._alive)} other workers remain",
+            rollouts=len(worker.requests),
+            left=len(self._alive),
         )
         if is_restarted:
             self._restarting[worker.number] = asyncio.ensure_future(self._restart(worker.number))

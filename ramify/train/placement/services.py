@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ramify.actors.child_process import Process
@@ -27,8 +27,10 @@ from ramify.actors.launcher import Launcher
 from ramify.actors.process_slots import SlotMember
 from ramify.actors.restarts import RestartCount, until_started
 from ramify.errors import ConfigError
+from ramify.logging import RoomLogger
 from ramify.train.placement.placement_spec import ServiceSpec
 
+_log = RoomLogger("train")
 _POLL_S = 0.1
 _LOOK_S = 0.5
 _END_S = 10.0
@@ -45,12 +47,10 @@ class RunServices:
         out: Path,
         *,
         restarts: int = 3,
-        say: Callable[[str], None] = print,
     ) -> None:
         """``restarts``: how often a service is restarted without having run for its ``start_s`` in
         between."""
         self._hosts = hosts
-        self._say = say
         self._restarts = restarts
         self._all = [
             _RunningService(hosts, name, service, out) for name, service in services.items()
@@ -90,12 +90,10 @@ class RunServices:
 
     async def _watch(self, service: _RunningService) -> None:
         """Restart ``service`` whenever it ends, until it is given up."""
-        restarts = RestartCount(self._restarts)
+        restarts = RestartCount(self._restarts, _log, "service")
 
         def failed(why: object) -> bool:
-            may_restart = restarts.failed()
-            self._say(f"{why}; it is {'restarted' if may_restart else 'given up'}")
-            return may_restart
+            return restarts.failed(service.name, str(why))
 
         async def restarted() -> bool:
             await service.start()
@@ -105,10 +103,10 @@ class RunServices:
             started = time.monotonic()
             why = await service.ended()
             if time.monotonic() - started >= service.spec.start_s:
-                restarts.succeeded()
+                restarts.succeeded(service.name)
             if not failed(why) or not await until_started(restarted, failed):
                 return
-            self._say(f"{service.description} is back")
+            _log.info("back", f"{service.description} is back", shown=True, service=service.name)
 
 
 class _RunningService:
@@ -116,7 +114,7 @@ class _RunningService:
 
     def __init__(self, hosts: Launcher, name: str, spec: ServiceSpec, out: Path) -> None:
         self._hosts = hosts
-        self._name = name
+        self.name = name
         self.spec = spec
         self._member = SlotMember(name, 0)
         self._log = Path(os.path.abspath(out)) / "services" / f"{name}.log"
@@ -128,7 +126,7 @@ class _RunningService:
     @property
     def description(self) -> str:
         where = f" ({self._process.where})" if self._process is not None else ""
-        return f"service '{self._name}'{where}"
+        return f"service '{self.name}'{where}"
 
     async def start(self) -> None:
         """Start or restart the service, and wait until it accepts connections. Raises
