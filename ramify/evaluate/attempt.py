@@ -23,7 +23,7 @@ from typing import Any
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result
-from ramify.engine.user_thread import in_thread
+from ramify.engine.threads import in_thread
 from ramify.errors import RamifyError, Refused, ReplyFiltered, SessionDied
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, TaskStart, scored

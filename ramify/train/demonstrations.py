@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ramify.engine.run_state import NATIVE_TOOLS
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
 from ramify.logging import RoomLogger
@@ -51,7 +50,7 @@ def rows_of(
 ) -> list[TokenSequence]:
     """The sequences of ``demonstrations`` that fit the policy's window. Raises ConfigError if
     nothing is left to learn."""
-    tokeniser = TrajectoryTokenizer(policy.renderer, scaffold.tools(NATIVE_TOOLS))
+    tokeniser = TrajectoryTokenizer(policy.renderer, scaffold.tools())
     groups = []
     with report_progress("tokenising", len(demonstrations), "trajectories") as work:
         for trajectory in demonstrations:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ramify.engine import observe
-from ramify.engine.run_state import NATIVE_TOOLS
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
 from ramify.inference.http.engine_process import check_program
@@ -137,7 +136,7 @@ def check_folder(out: Path) -> None:
 
 def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:
     """Reject a task whose first message leaves no room for a reply: every rollout would fail."""
-    room, tools = policy.window - 1, scaffold.tools(NATIVE_TOOLS)
+    room, tools = policy.window - 1, scaffold.tools()
     for item in islice(items_of(task, "train"), 32):
         tokens = len(policy.renderer.prompt(first_prompt(scaffold, run, item), tools))
         if tokens > room:

@@ -27,10 +27,10 @@ import msgspec
 from ramify.clients.base import Client
 from ramify.clients.pool import ClientPool
 from ramify.engine.limits import Limits
-from ramify.engine.run_state import ReplyCache
 from ramify.errors import ConfigError, RamifyError
 from ramify.logging import RoomLogger
 from ramify.plugins import Registry
+from ramify.store.call_cache import CallCache
 from ramify.tasks.base import Item
 from ramify.train.advantages.base import Algorithm
 from ramify.train.signals.base import (
@@ -74,7 +74,7 @@ class RunSignals:
         *,
         pool: Callable[[], AbstractAsyncContextManager[ClientPool]] | None = None,
         budget: Limits = BUDGET,
-        cache: ReplyCache | None = None,
+        cache: CallCache | None = None,
         policy: Client | None = None,
         teachers: TeacherSource | None = None,
         writing: PromptRenderer | None = None,
