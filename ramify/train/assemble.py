@@ -365,7 +365,7 @@ class RunParts:
 
     def _engine_of(self, name: str) -> object:
         """An engine that scores, by its name."""
-        from ramify.inference.base import connect
+        from ramify.inference.connect_local import connect
 
         return connect(name)
 
