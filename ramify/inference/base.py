@@ -34,7 +34,11 @@ so that the update can also use its memory."""
 
 class EngineLost(ModelError):
     """The engine that was asked is gone. If it comes back, it has the weights that are current
-    then."""
+    then.
+
+    Example:
+        except inference.EngineLost:    # asked again at another engine of the fleet
+    """
 
 
 class CachePressure(msgspec.Struct, frozen=True):
@@ -108,7 +112,11 @@ def made_for(model: object) -> str | None:
 
 def connect(name: str, tiny: Path = TINY, **_connection: object) -> Client:
     """An engine in this process, for ``local:…``, or for ``tiny``, which is stored in the folder
-    ``tiny``. Raises ConfigError if the model or a package that it needs is missing."""
+    ``tiny``. Raises ConfigError if the model or a package that it needs is missing.
+
+    Example:
+        client = inference.connect("local:checkpoints/mine")
+    """
     path = str(tiny) if name == "tiny" else name.removeprefix("local:")
     if name == "tiny" and not (tiny / "config.json").is_file():
         raise ConfigError(

@@ -68,6 +68,10 @@ def train(
     nothing progresses for ``run.stall_s``: an error follows, but a stuck thread may keep this
     function from returning. ``say`` logs what the user should know, ``inform`` additional
     information if all is well.
+
+    Example:
+        state = train.train(train.load_recipe("recipes/tiny.py"), "runs/tiny")
+        state.step
     """
     launch.follow_if_told()
     out = Path(out)
