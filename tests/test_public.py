@@ -26,7 +26,7 @@ PUBLIC = {
         AttemptFailed Branches Call CallEnded CallStarted Cell CellRan CellResult Citation
         Client ConfigError Event Limits McpTools Message ModelError NoteAdded
         PreparedContext ProgressState RLM RamifyError ReplayDiverged ReplyReceived
-        RequestStarted Result RunEnded RunStarted Sampling Sandbox SandboxCapabilities
+        RequestStarted Result RunEnded RunOptions RunStarted Sampling Sandbox SandboxCapabilities
         SandboxError SandboxSpec Scaffold ScoreAdded ScriptedClient Session SourceError Stop
         Store StoreError ToolAnswered TrainError Trajectory Turn Usage WeakSandboxWarning
         by_score evaluate inference load open_sandbox subscribe tasks testing train vote

@@ -17,17 +17,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ramify.actors.child_process import ChildProcess, exit_reason
+from ramify.actors.restarts import RestartCount
 from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parser import UsageError
 from ramify.cli.stderr_notes import error_line
+from ramify.logging import RUN_LOG, RoomLogger, run_log
 from ramify.train.lock import holder
 from ramify.train.metrics import FILE, read_metrics
 
-_LONGEST_PAUSE_S = 30.0
+_log = RoomLogger("cli")
 
 
 def supervise(
@@ -36,7 +38,6 @@ def supervise(
     folder: Path,
     resume: str | None,
     restarts: int,
-    say: Callable[[str], None],
 ) -> int:
     """Train in ``folder`` with restarts, and return the exit code of the last trainer.
 
@@ -46,9 +47,11 @@ def supervise(
         raise UsageError(f"--restarts {restarts}: give at least 1, or leave it out")
     if os.environ.get("WORLD_SIZE"):
         raise UsageError("--restarts does not work under torchrun: use torchrun --max-restarts")
-    since, furthest, failed = time.time(), -1, 0
+    since, furthest = time.time(), -1
+    losses = RestartCount(restarts, _log, "trainer")
     command = [sys.executable, "-m", "ramify", "train", *words, "--out", str(folder), *options]
-    with _Trainer() as trainer:
+    with run_log(folder / RUN_LOG, folder.resolve().name) as log, _Trainer() as trainer:
+        log.begin()
         while True:
             code = trainer.run([*command, *(("--resume", resume) if resume else ())])
             if (
@@ -64,22 +67,30 @@ def supervise(
             step = _step(folder, since)
             if step is None and furthest < 0 and code > 0:
                 return code  # the trainer has already printed the reason
-            failed = 1 if step is not None and step > furthest else failed + 1
+            if step is not None and step > furthest:
+                losses.succeeded("")
             furthest = max(furthest, step or 0)
             how = exit_reason(code)
-            if failed > restarts:
-                error_line(
-                    f"the trainer {how} at step {furthest}: failure {failed} in a row without "
+            is_restarted, attempt = losses.lost(""), losses.num_losses("")
+            if not is_restarted:
+                text = (
+                    f"the trainer {how} at step {furthest}: failure {attempt} in a row without "
                     f"progress, so it is not restarted (--restarts {restarts})"
                 )
+                _log.error("trainer_lost", text, step=furthest, attempt=attempt)
+                error_line(text)
                 return ExitCode.ERROR
             checkpoint = _checkpoint(folder, since)
             resume = str(checkpoint) if checkpoint is not None else resume
-            say(
+            _log.warning(
+                "restart",
                 f"the trainer {how} after step {furthest}; restarting from "
-                f"{resume or 'the beginning'}"
+                f"{resume or 'the beginning'}",
+                shown=True,
+                step=furthest,
+                attempt=attempt,
             )
-            trainer.pause(min(_LONGEST_PAUSE_S, 2.0**failed / 2))
+            trainer.pause(losses.pause_s(""))
 
 
 class _Trainer:

@@ -63,7 +63,7 @@ def train(
             *(("--placement", placement) if placement else ()),
             *(part for name in track or () for part in ("--track", name)),
         ]
-        return supervise(words, [*flags, *options], Path(run_folder), resume, restarts, notes.say)
+        return supervise(words, [*flags, *options], Path(run_folder), resume, restarts)
     form = form_of("lines" if plain else progress, notes)
     with exporting(notes), ProgressScreen(notes, form) as screen:
         with report_progress("starting"):
@@ -91,9 +91,7 @@ def train(
                 folder,
                 resume=resume,
                 listener=listener,
-                say=notes.say,
                 on_stall=_end_soon,
-                inform=notes.say,
             )
         except KeyboardInterrupt:
             screen.close()

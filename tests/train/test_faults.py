@@ -26,11 +26,11 @@ from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.train import group_records
 from ramify.train.config import EvaluateSpec, Run, TaskSpec
-from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
 from ramify.types.trajectory import Trajectory
+from tests.shown import train
 from tests.train.small import _even, _make, small, weights_of
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
@@ -123,10 +123,16 @@ def test_a_killed_engine_changes_nothing(calm: Path, tmp_path: Path) -> None:
             killed.append(measured.step)
             kill(os.getpid(), f"serve-policy {tmp_path}")
 
-    train(short(inference=InferenceSpec(probe_s=60.0)), tmp_path, listener=listen, say=said.append)
+    train(
+        short(inference=InferenceSpec(probe_s=60.0)),
+        tmp_path,
+        listener=listen,
+        say=said.append,
+        inform=lambda text: said.append(text) if "is back" in text else None,
+    )
     same(tmp_path, calm)
     assert len(said) == 2
-    assert "and ended with status -9: " in said[0]
+    assert " was killed by signal 9; its log ends: " in said[0]
     assert said[0].endswith("no engine is left; it is started again")
     assert "an engine is back, with version" in said[1]
     last = [each.values for each in read_metrics(tmp_path) if "rl_loss" in each.values][-1]

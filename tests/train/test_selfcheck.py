@@ -35,7 +35,7 @@ from tests.train.small import small
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[RunParts]:
-    parts = RunParts(small(), print)
+    parts = RunParts(small())
     yield parts
     asyncio.run(parts.client.close())
 

@@ -14,7 +14,6 @@ Decides the order: shuffled again in each epoch by the seed, and cut into steps 
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Sequence as Many
 from itertools import islice
@@ -313,7 +312,7 @@ def retool_demos(
         raise ConfigError(
             "sft.demos=retool needs a file: give sft.options.source=ReTool-SFT.parquet (or .jsonl)"
         )
-    return demonstrations(source, scaffold, num, lambda text: warnings.warn(text, stacklevel=2))
+    return demonstrations(source, scaffold, num)
 
 
 SHORTEST, LONGEST = 6, 40

@@ -202,12 +202,11 @@ class Rollouter:
         options: RolloutOptions,
         *,
         seed: int = 0,
-        on_stall: Callable[[str], None] = print,
         greedy: bool = False,
         gauge: Gauge | None = None,
         rollout_worker: RolloutSource | None = None,
     ) -> None:
-        """``on_stall`` is called with the state of a rollout that did not end. ``greedy``: add one
+        """``greedy``: add one
         rollout of each item at temperature 0 (``Group.greedy``). ``gauge`` measures the engine's
         cache pressure. ``rollout_worker``: runs the rollouts in other processes; None: in this
         one."""
@@ -216,7 +215,6 @@ class Rollouter:
         self._task = task
         self._options = options
         self._seed = seed
-        self._on_stall = on_stall
         self._greedy = greedy
         self.per_item = options.group + greedy
         """Attempts per item, including the greedy one."""
@@ -302,7 +300,6 @@ class Rollouter:
             sampling=sampling,
             metadata={"rollout": name},
             grace_s=self._options.grace_s,
-            on_stall=self._on_stall,
             direct=self._options.direct,
         )
         return self._unless_cut(rollout)
