@@ -128,7 +128,10 @@ class RunState:
             stop=tuple(dict.fromkeys([*setup.sampling.stop, *self.scaffold.stop])),
         )
         _check_prices(limits, models)
-        self.ledger = Ledger(limits, priced=any(client.price is not None for client in models.all))
+        priced = [client.price is not None for client in models.all]
+        self.ledger = Ledger(limits, priced=any(priced))
+        if not all(priced):
+            self.ledger.cost = None  # until a model with a known price has replied
         self.closing: Stop | None = None
         self._in_flight: set[asyncio.Task[Any]] = set()
         """Tasks that wait for a model, except those of final requests."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.progress import report_progress
 from ramify.train.assemble import RunParts
 from ramify.train.backends import launch
 from ramify.train.checkpoint import FOLDER, CheckpointState, check_config, find, read_state, verify
@@ -129,7 +130,8 @@ async def building(
 ) -> AsyncIterator[TrainingLoop]:
     """The training loop of ``run``, with everything that it needs open inside the block. All checks
     are done here, including that it can continue from ``checkpoint``."""
-    parts = RunParts(run, say)
+    with report_progress("preparing", note="task, demonstrations and policy"):
+        parts = RunParts(run, say)
     interval = sys.getswitchinterval()
     async with closing({part: partial(_close, parts, part) for part in _PARTS}, say):
         if checkpoint is not None:
@@ -140,7 +142,8 @@ async def building(
         # would cost a tenth of a step.
         gc.freeze()
         try:
-            await parts.start(out)
+            with report_progress("preparing", note="engine and sandbox"):
+                await parts.start(out)
             async with parts.rlm:
                 yield parts.loop(out, listener, on_stall, inform)
         finally:

@@ -138,3 +138,18 @@ def test_the_terminal_is_left_as_it_was(shell: Shell, number: int, code: ExitCod
     assert written.count(HIDDEN) == 1
     assert written.index(HIDDEN) < written.rindex(SHOWN)
     assert b"Traceback" not in written
+
+
+def test_a_silent_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = StderrNotes()
+    err = ""
+    with ProgressScreen(notes, "lines", has_lines=True), report_progress("sft", 500, "steps") as task:
+        task.at(120, "loss 0.1")
+        with report_progress("saving"):
+            while "sft" not in err:
+                time.sleep(0.05)
+                err += capsys.readouterr().err
+    (line,) = err.splitlines()
+    assert re.sub(r" · [0-9a-z ]+ left| · \d+ s", "", line) == (
+        "sft: 120 of 500 steps · loss 0.1 · saving: 3 s"
+    ) or line.startswith("sft: 120 of 500 steps · loss 0.1 · ")
