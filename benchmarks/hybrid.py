@@ -36,7 +36,7 @@ from studies import ROOT, fill, folder_of, parser, python, tell, train
 
 from ramify.evaluate.statistics import pass_at_k
 from ramify.train.checkpoint import CheckpointStore
-from ramify.train.metrics import read
+from ramify.train.metrics import read_metrics
 
 RESULTS = ROOT / "benchmarks" / "results" / "hybrid.json"
 PAGE, PICTURE = ROOT / "docs" / "hybrid.md", ROOT / "docs" / "hybrid.svg"
@@ -277,13 +277,13 @@ async def _attempted(policy: Path, num_items: int, is_start: bool) -> dict[str, 
     from ramify.clients.base import Sampling
     from ramify.evaluate.run import EvaluationPlan, evaluate
     from ramify.inference.local.local_client import LocalClient
-    from ramify.models.load import load
+    from ramify.models.load import load_policy
     from ramify.tasks.base import task_of
 
     torch.set_num_threads(1)
     sys.setswitchinterval(5e-4)
     task = task_of("programs")
-    client = LocalClient(load(str(policy)), name="local:policy", slots=256)
+    client = LocalClient(load_policy(str(policy)), name="local:policy", slots=256)
     rlm = RLM(
         client,
         scaffold="bare",
@@ -313,7 +313,7 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
     without."""
     from ramify.tasks.programs.hints import HintRule, hint_text
     from ramify.tasks.programs.program_library import IMPORTED, ProgramProblem, library
-    from ramify.tasks.programs.vocabulary import HINT
+    from ramify.tasks.programs.vocabulary import PROGRAM_HINT
     from ramify.types.message import Message
 
     renderer, tokenizer, known = client.policy.renderer, client.policy.tokenizer, library()
@@ -326,7 +326,7 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
         imports = tuple(sorted({right[word] for word, _ in problem.steps} & set(IMPORTED)))
         program = tokenizer.encode(problem.program(right, imports).text)
         for name, hint in (
-            ("p(right | hint)", HINT + hint_text(HintRule(w, right[w]) for w in words)),
+            ("p(right | hint)", PROGRAM_HINT + hint_text(HintRule(w, right[w]) for w in words)),
             ("p(right)", ""),
         ):
             given = renderer.prompt([Message("user", item.question + hint)])
@@ -342,7 +342,7 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
 
 
 def trained(folder: Path, arm: str, seed: int) -> Trained:
-    rows = list(read(folder))
+    rows = list(read_metrics(folder))
     done = json.loads((folder / "attempts.json").read_text())
     steps = [row for row in rows if row.stage == "rl" and "learn_s" in row.values]
     curve = [

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.inference.local.local_client import LocalClient
-from ramify.models.load import Policy, from_config, save
+from ramify.models.load import Policy, from_config, save_policy
 from ramify.models.tokenizer import train_tokenizer
 
 ROWS, TURNS, OBSERVATION, SHARED = 64, 8, 16, 384
@@ -86,7 +86,7 @@ class Sides:
         # No token ends a reply: both sides must sample the given number of tokens.
         self.policy.renderer.stop_ids = ()  # type: ignore[misc]
         with tempfile.TemporaryDirectory() as folder:
-            save(self.policy, folder)
+            save_policy(self.policy, folder)
             self.module: Any = (
                 AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
             )

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from engine import Figure
 from studies import ROOT, fill, folder_of, is_trained, parser, tell, train
 
-from ramify.train.metrics import StepMetrics, read
+from ramify.train.metrics import StepMetrics, read_metrics
 
 RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
 PAGE, PICTURE = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.svg"
@@ -59,7 +59,7 @@ class Trained(NamedTuple):
 
 def trained(name: str, seed: int, folder: Path) -> Trained:
     """Read the results of a run from the metrics in ``folder``."""
-    rows = list(read(folder))
+    rows = list(read_metrics(folder))
     steps = [row for row in rows if row.stage not in ("first", "last", "best")]
     began = next((row.values["cpu_s"] for row in rows if row.stage == "first"), 0.0)
     scores = [row for row in rows if "validation/reward" in row.values]
@@ -127,7 +127,7 @@ def recursive(runs: Path, seed: int, variants: Sequence[str]) -> Iterator[Traine
 
 def trained_recursively(folder: Path, start: Path, variant: str, seed: int) -> Trained:
     found = trained(variant, seed, folder)
-    return found._replace(cpu_s=found.cpu_s + list(read(start))[-1].values["cpu_s"])
+    return found._replace(cpu_s=found.cpu_s + list(read_metrics(start))[-1].values["cpu_s"])
 
 
 def there(runs: Path, seed: int) -> Iterator[Trained]:

@@ -44,7 +44,7 @@ from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, Run
 from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
-from ramify.train.metrics import StepMetrics, read
+from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.recipe import load_recipe
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
@@ -134,7 +134,7 @@ class Published:
 def measured(sample: StepSampleSpec, seed: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(trained(sample, seed, Path(folder)))
-        assert group_records.accounts(Path(folder)).balanced
+        assert group_records.read_group_records(Path(folder)).balanced
     rows = rows[WARM:]
     return {
         "wall_s": (rows[-1].at_s - rows[0].at_s) / (len(rows) - 1),
@@ -180,10 +180,9 @@ async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetr
             Published(ids),
             nothing,
             schedule=Schedule(evaluate_every=None),
-            say=print,
         )
         await loop.run()
-    return [row for row in read(out) if "loss" in row.values]
+    return [row for row in read_metrics(out) if "loss" in row.values]
 
 
 def right(answer: Any, item: Item) -> float:
@@ -208,7 +207,6 @@ def rewards(folder: Path, steps: int = 15) -> Iterator[Figure]:
         train(
             msgspec.structs.replace(tiny, sft=sft, rl=None, evaluate=few),
             folder / "sft",
-            say=lambda _: None,
         )
     sides = {"synchronous": 0, "staleness 1": 1}
     reached = {
@@ -253,9 +251,11 @@ def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
                 tiny.evaluate, num=256, validation=64, final=("test",)
             ),
         )
-        train(run, out, say=lambda _: None)
-    assert group_records.accounts(out).balanced
-    return next(row.values["test/reward"] for row in read(out) if "test/reward" in row.values)
+        train(run, out)
+    assert group_records.read_group_records(out).balanced
+    return next(
+        row.values["test/reward"] for row in read_metrics(out) if "test/reward" in row.values
+    )
 
 
 def main() -> int:

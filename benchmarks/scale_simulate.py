@@ -119,10 +119,10 @@ def figure(
 
 def freshness(what: str, by: SimulationInputs, other: SimulationInputs, out: Path) -> Figure:
     """Return the mean staleness of tokens in versions, predicted and measured."""
-    from ramify.train.metrics import read
+    from ramify.train.metrics import read_metrics
 
     stale = other.sizes.staleness
-    seen = [each.values["staleness"] for each in read(out) if "staleness" in each.values][
+    seen = [each.values["staleness"] for each in read_metrics(out) if "staleness" in each.values][
         stale : -stale or None
     ]
     predicted = at(by, other).staleness

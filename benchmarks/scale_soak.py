@@ -186,10 +186,12 @@ def _overrides(policy: Path, steps: int, seed: int) -> list[str]:
 
 def score(out: Path) -> float | None:
     """Return the final score on the validation stream."""
-    from ramify.train.metrics import read
+    from ramify.train.metrics import read_metrics
 
     found = [
-        each.values["validation/reward"] for each in read(out) if "validation/reward" in each.values
+        each.values["validation/reward"]
+        for each in read_metrics(out)
+        if "validation/reward" in each.values
     ]
     return found[-1] if len(found) > 1 else None
 
@@ -199,14 +201,14 @@ def spoilt(folder: Path) -> Path:
     import torch
 
     from ramify.inference.base import TINY
-    from ramify.models.load import load, save
+    from ramify.models.load import load_policy, save_policy
 
-    policy, draws = load(str(TINY), torch.float32, "cpu"), torch.Generator().manual_seed(0)
+    policy, draws = load_policy(str(TINY), torch.float32, "cpu"), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in policy.model.parameters():
             if weight.dim() > 1:
                 weight += NOISE * weight.std() * torch.randn(weight.shape, generator=draws)
-    save(policy, folder)
+    save_policy(policy, folder)
     return folder
 
 
@@ -219,7 +221,7 @@ def undisturbed(folder: Path, policy: Path, steps: int, seed: int) -> list[float
     for number in range(1, 1 + UNDISTURBED):
         out = folder / f"undisturbed-{number}"
         recipe = override(run(), [*_overrides(policy, steps, seed + number), "inference=null"], {})
-        train(recipe, out, say=lambda text: print(text, file=sys.stderr))
+        train(recipe, out)
         scores.append(score(out) or 0.0)
     return scores
 
@@ -227,13 +229,13 @@ def undisturbed(folder: Path, policy: Path, steps: int, seed: int) -> list[float
 def measured(folder: Path, steps: int, every_s: float, seed: int) -> list[object]:
     from engine import Figure
 
-    from ramify.train.group_records import accounts
-    from ramify.train.metrics import read
+    from ramify.train.group_records import read_group_records
+    from ramify.train.metrics import read_metrics
 
     policy = spoilt(folder / "policy")
     out = folder / "soak"
     ended = soak(out, policy, steps, every_s, seed)
-    found = accounts(out)
+    found = read_group_records(out)
     learnt = sum(found.outcomes.values())
     scores = undisturbed(folder, policy, steps, seed)
     half = T_4 * stdev(scores) * (1 + 1 / len(scores)) ** 0.5
@@ -242,7 +244,7 @@ def measured(folder: Path, steps: int, every_s: float, seed: int) -> list[object
     first = next(
         (
             each.values["validation/reward"]
-            for each in read(out)
+            for each in read_metrics(out)
             if "validation/reward" in each.values
         ),
         0.0,

@@ -292,7 +292,6 @@ async def _run(out: Path, shape: Shape, seed: int) -> None:
             evaluate,
             schedule=Schedule(evaluate_every=None, save_rollouts_every=1),
             config=config,
-            say=lambda _: None,
         )
         await loop.run()
 

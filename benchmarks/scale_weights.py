@@ -56,7 +56,7 @@ async def _measured(folder: Path, rounds: int) -> list[Figure]:
     import torch
 
     from ramify.models.fingerprint import fingerprint
-    from ramify.models.load import save
+    from ramify.models.load import save_policy
 
     torch.set_num_threads(1)
     policy = _policy(MILLIONS)
@@ -71,7 +71,7 @@ async def _measured(folder: Path, rounds: int) -> list[Figure]:
     figures.append(
         Figure("the fingerprint, each side", (time.perf_counter() - started) / copy_s, "copies", {})
     )
-    save(policy, folder / "model")
+    save_policy(policy, folder / "model")
     with _server(folder) as url:
         for name, options in WEIGHT_SYNCS.items():
             figures += await _of_carrier(name, options, policy, url, copy, rounds)

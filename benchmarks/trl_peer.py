@@ -32,7 +32,7 @@ from processes import HERE, quiet_env
 
 from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.inference.local.local_client import LocalClient
-from ramify.models.load import Policy, save
+from ramify.models.load import Policy, save_policy
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import pack
@@ -60,7 +60,7 @@ def against_trl(policy_of: Callable[[], Policy], *, quick: bool) -> Iterator[Fig
     rounds = 3 if quick else 7
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save(policy_of(), folder / "model")
+        save_policy(policy_of(), folder / "model")
         yield from _single_turn(policy_of(), folder, rounds)
         for ratio in (4,) if quick else (1, 4):
             yield from _trees(policy_of(), folder, ratio, rounds)

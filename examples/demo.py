@@ -26,9 +26,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ramify.tasks.base import Item
-from ramify.tasks.ledger.task import ledger
-from ramify.train.metrics import read
+from ramify import tasks, train
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "recipes/tiny_recursive.py"
@@ -107,7 +105,7 @@ def trained(out: Path, num: int, overrides: list[str]) -> Path:
 def measured(out: Path, policy: Path, num: int) -> bool:
     """Print the share of held-out questions answered right before and after reinforcement learning.
     Returns True if it is large enough."""
-    rows = [row for row in read(out) if "test/reward" in row.values]
+    rows = [row for row in train.read_metrics(out) if "test/reward" in row.values]
     with tempfile.TemporaryDirectory() as folder:
         place: dict[str, Any] = {
             "cwd": folder,
@@ -166,9 +164,9 @@ def asked(model: str) -> int:
     return int(done.returncode)
 
 
-def written(path: Path) -> Item:
+def written(path: Path) -> tasks.Item:
     """Write a ledger to the file ``path`` and return the question about it."""
-    item = ledger(multi=1.0, docs=(3, 3), chars=CHARS).splits["test"][0]
+    item = tasks.task_of("ledger", multi=1.0, docs=(3, 3), chars=CHARS).splits["test"][0]
     path.write_text(item.context, encoding="utf-8")
     return item
 

@@ -21,8 +21,8 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from ramify.clients.scripted_server import ScriptedServer
-from ramify.types.message import Message
+from ramify import Message
+from ramify.testing import ScriptedServer
 
 QUESTION = (
     "How many public functions in asyncio lack a docstring, and in which module are most of them?"

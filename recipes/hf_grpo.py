@@ -14,26 +14,20 @@ and ``limits.max_reply_tokens``.
 
 from __future__ import annotations
 
-from ramify.engine.limits import Limits
-from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, TaskSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
-from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.training_loop import Schedule
+from ramify import Limits, train
 
 
-def run() -> Run:
-    return Run(
+def run() -> train.Run:
+    return train.Run(
         name="hf-grpo",
-        policy=PolicySpec(path="Qwen/Qwen3-0.6B"),
-        task=TaskSpec(name="ledger", options={"multi": 0.5, "chars": 20_000}),
-        rl=RlSpec(
+        policy=train.PolicySpec(path="Qwen/Qwen3-0.6B"),
+        task=train.TaskSpec(name="ledger", options={"multi": 0.5, "chars": 20_000}),
+        rl=train.RlSpec(
             steps=200,
-            sample=StepSampleSpec(items=16, max_items=48),
-            rollout=RolloutOptions(group=8, concurrency=128),
-            algorithm=DrGRPO(credit="per_role", overlong="mask"),
-            optim=OptimizerSpec(lr=1e-6, warmup_steps=5, max_grad_norm=1.0),
+            sample=train.StepSampleSpec(items=16, max_items=48),
+            rollout=train.RolloutOptions(group=8, concurrency=128),
+            algorithm=train.DrGRPO(credit="per_role", overlong="mask"),
+            optim=train.OptimizerSpec(lr=1e-6, warmup_steps=5, max_grad_norm=1.0),
         ),
         scaffold="default",
         limits=Limits(
@@ -44,7 +38,7 @@ def run() -> Run:
             max_seconds=86_400,
             max_concurrency=512,
         ),
-        evaluate=EvaluateSpec(num=64, first=("test",), final=("test",)),
-        schedule=Schedule(evaluate_every=10, keep_last=1),
-        compute=ComputeSpec(max_tokens=16_384, recompute=True),
+        evaluate=train.EvaluateSpec(num=64, first=("test",), final=("test",)),
+        schedule=train.Schedule(evaluate_every=10, keep_last=1),
+        compute=train.ComputeSpec(max_tokens=16_384, recompute=True),
     )

@@ -16,17 +16,7 @@ and ``benchmarks/hybrid.py``, which compares them.
 
 from __future__ import annotations
 
-from ramify.engine.limits import Limits
-from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.programs.vocabulary import WORDS
-from ramify.train.advantages.group_estimators import GRPO
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec
-from ramify.train.losses import PpoClip
-from ramify.train.losses.loss import LossSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
-from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.training_loop import Schedule
+from ramify import Limits, SandboxSpec, tasks, train
 
 SHAPE = {
     "model_type": "qwen3",
@@ -43,27 +33,27 @@ SHAPE = {
 }
 
 
-def run() -> Run:
-    return Run(
+def run() -> train.Run:
+    return train.Run(
         name="programs",
-        policy=PolicySpec(shape=SHAPE, words=WORDS, slots=256),
-        task=TaskSpec(name="programs"),
-        sft=SftSpec(
+        policy=train.PolicySpec(shape=SHAPE, words=tasks.PROGRAM_WORDS, slots=256),
+        task=train.TaskSpec(name="programs"),
+        sft=train.SftSpec(
             demos="programs",
             num=60_000,
             batch_tokens=6_000,
             options={"knows": 0.45},
-            optim=OptimizerSpec(
+            optim=train.OptimizerSpec(
                 kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30, schedule="linear"
             ),
         ),
-        rl=RlSpec(
+        rl=train.RlSpec(
             steps=30,
-            sample=StepSampleSpec(items=8, first_item=1_000_000, minibatches=2),
-            rollout=RolloutOptions(group=8, concurrency=256),
-            algorithm=GRPO(),
-            loss=LossSpec(policy=PpoClip(), kl_beta=0.01, kl="k3"),
-            optim=OptimizerSpec(lr=2e-4),
+            sample=train.StepSampleSpec(items=8, first_item=1_000_000, minibatches=2),
+            rollout=train.RolloutOptions(group=8, concurrency=256),
+            algorithm=train.GRPO(),
+            loss=train.LossSpec(policy=train.PpoClip(), kl_beta=0.01, kl="k3"),
+            optim=train.OptimizerSpec(lr=2e-4),
         ),
         scaffold="bare",
         limits=Limits(
@@ -74,8 +64,8 @@ def run() -> Run:
             max_concurrency=512,
         ),
         sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
-        evaluate=EvaluateSpec(num=256, validation=32, attempts=8, final=("test",)),
-        schedule=Schedule(evaluate_every=10),
-        compute=ComputeSpec(precision="fp32"),
+        evaluate=train.EvaluateSpec(num=256, validation=32, attempts=8, final=("test",)),
+        schedule=train.Schedule(evaluate_every=10),
+        compute=train.ComputeSpec(precision="fp32"),
         threads=1,
     )

@@ -2,7 +2,7 @@
 and a teacher with a short hint says how to improve it.
 
     ramify train recipes/programs_hybrid.py policy.path=runs/programs-sft/policy --out runs/hybrid
-    … rl.signals.teacher.hints.judge=ramify.train.signals.programs:OracleJudge
+    … rl.signals.teacher.hints.judge=ramify.train:OracleJudge
                                                   hints from facts: an upper bound
     … rl.signals.teacher.source=ema               a teacher that follows the policy
 
@@ -18,32 +18,28 @@ from __future__ import annotations
 import msgspec
 from programs import run as programs
 
-from ramify.tasks.programs.vocabulary import HINT
-from ramify.train.advantages.group_estimators import GRPO
-from ramify.train.config import Run
-from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridTerm
-from ramify.train.signals.hindsight import Hindsight, HintFilter
-from ramify.train.signals.programs import RuleJudge
-from ramify.train.signals.teacher import TeacherSignal
+from ramify import tasks, train
 
 
-def run() -> Run:
+def run() -> train.Run:
     outcome = programs()
     assert outcome.rl is not None
-    hints = Hindsight(judge=RuleJudge(), filter=HintFilter(min_chars=5))
+    hints = train.Hindsight(judge=train.RuleJudge(), filter=train.HintFilter(min_chars=5))
     steps = max(1, round(0.8 * outcome.rl.steps))
     return msgspec.structs.replace(
         outcome,
         name="programs-hybrid",
         rl=msgspec.structs.replace(
             outcome.rl,
-            signals={"teacher": TeacherSignal(hints=hints, template=HINT + "{hint}")},
-            algorithm=Hybrid(
-                outcome=GRPO(),
+            signals={
+                "teacher": train.TeacherSignal(hints=hints, template=tasks.PROGRAM_HINT + "{hint}")
+            },
+            algorithm=train.Hybrid(
+                outcome=train.GRPO(),
                 terms=(
-                    HybridTerm(
+                    train.HybridTerm(
                         signal="teacher",
-                        weight=AnnealSchedule(1.0, 0.0, steps=steps),
+                        weight=train.AnnealSchedule(1.0, 0.0, steps=steps),
                         clip=2.0,
                         route="hinted",
                     ),

@@ -17,31 +17,24 @@ from __future__ import annotations
 import msgspec
 from retool_sft import run as retool_sft
 
-from ramify.train.advantages.group_estimators import GRPO
-from ramify.train.backends.base import OptimizerSpec
-from ramify.train.config import RlSpec, Run
-from ramify.train.losses import PpoClip
-from ramify.train.losses.loss import LossSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
-from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.signals.compose import Hybrid
-from ramify.train.signals.outcome import OutcomeSignal
-from ramify.train.training_loop import Schedule
+from ramify import train
 
 
-def run() -> Run:
+def run() -> train.Run:
     return msgspec.structs.replace(
         retool_sft(),
         name="retool-grpo",
         sft=None,
-        rl=RlSpec(
+        rl=train.RlSpec(
             steps=250,
-            sample=StepSampleSpec(items=32, minibatches=2),
-            rollout=RolloutOptions(group=8, concurrency=256),
-            signals={"outcome": OutcomeSignal()},
-            algorithm=Hybrid(outcome=GRPO()),
-            loss=LossSpec(policy=PpoClip(clip_low=0.2, clip_high=0.28), kl_beta=0.01, kl="k3"),
-            optim=OptimizerSpec(lr=1e-6, betas=(0.9, 0.98), weight_decay=0.1),
+            sample=train.StepSampleSpec(items=32, minibatches=2),
+            rollout=train.RolloutOptions(group=8, concurrency=256),
+            signals={"outcome": train.OutcomeSignal()},
+            algorithm=train.Hybrid(outcome=train.GRPO()),
+            loss=train.LossSpec(
+                policy=train.PpoClip(clip_low=0.2, clip_high=0.28), kl_beta=0.01, kl="k3"
+            ),
+            optim=train.OptimizerSpec(lr=1e-6, betas=(0.9, 0.98), weight_decay=0.1),
         ),
-        schedule=Schedule(evaluate_every=20),
+        schedule=train.Schedule(evaluate_every=20),
     )

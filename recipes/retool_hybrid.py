@@ -20,19 +20,12 @@ from __future__ import annotations
 import msgspec
 from retool_grpo import run as retool_grpo
 
-from ramify.clients.base import Sampling
-from ramify.train.advantages.group_estimators import GRPO
-from ramify.train.config import Run
-from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridTerm
-from ramify.train.signals.hindsight import Hindsight
-from ramify.train.signals.judge import HintJudge, StepJudge
-from ramify.train.signals.process_reward import ProcessRewardSignal
-from ramify.train.signals.teacher import TeacherSignal
+from ramify import Sampling, train
 
 JUDGING = Sampling(4096, temperature=0.6)
 
 
-def run() -> Run:
+def run() -> train.Run:
     outcome = retool_grpo()
     assert outcome.rl is not None
     judges = {"model": "policy", "votes": 1, "sampling": JUDGING}
@@ -43,16 +36,18 @@ def run() -> Run:
             outcome.rl,
             signals={
                 **outcome.rl.signals,
-                "process": ProcessRewardSignal(judge=StepJudge(**judges)),
-                "teacher": TeacherSignal(hints=Hindsight(judge=HintJudge(**judges), only="failed")),
+                "process": train.ProcessRewardSignal(judge=train.StepJudge(**judges)),
+                "teacher": train.TeacherSignal(
+                    hints=train.Hindsight(judge=train.HintJudge(**judges), only="failed")
+                ),
             },
-            algorithm=Hybrid(
-                outcome=GRPO(),
+            algorithm=train.Hybrid(
+                outcome=train.GRPO(),
                 terms=(
-                    HybridTerm(signal="process", weight=0.3, norm="step_index"),
-                    HybridTerm(
+                    train.HybridTerm(signal="process", weight=0.3, norm="step_index"),
+                    train.HybridTerm(
                         signal="teacher",
-                        weight=AnnealSchedule(1.0, 0.0, steps=200),
+                        weight=train.AnnealSchedule(1.0, 0.0, steps=200),
                         clip=2.0,
                         route="hinted",
                     ),

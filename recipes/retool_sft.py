@@ -14,11 +14,7 @@ output is context and not trained on. For a chat template without native tool ca
 
 from __future__ import annotations
 
-from ramify.engine.limits import Limits
-from ramify.sandbox.base import SandboxSpec
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.config import EvaluateSpec, PolicySpec, Run, SftSpec, TaskSpec
-from ramify.train.training_loop import Schedule
+from ramify import Limits, SandboxSpec, train
 
 DATA = {"validation": "data/aime-2025.parquet", "test": "data/aime-2024.parquet"}
 LIMITS = Limits(
@@ -33,18 +29,20 @@ SANDBOX = SandboxSpec(cell_s=120.0, memory_bytes=4 << 30, pool=8)
 """Full Python in the jail; add ``sandbox.packages=["sympy", "numpy"]`` if they are installed."""
 
 
-def run() -> Run:
-    return Run(
+def run() -> train.Run:
+    return train.Run(
         name="retool-sft",
-        policy=PolicySpec(path="Qwen/Qwen3-4B-Instruct-2507"),
-        task=TaskSpec(name="toolmath", options={**DATA, "train": "data/dapo-math-17k.parquet"}),
-        sft=SftSpec(
+        policy=train.PolicySpec(path="Qwen/Qwen3-4B-Instruct-2507"),
+        task=train.TaskSpec(
+            name="toolmath", options={**DATA, "train": "data/dapo-math-17k.parquet"}
+        ),
+        sft=train.SftSpec(
             demos="retool",
             num=10_000,
             options={"source": "data/ReTool-SFT.parquet"},
             epochs=3,
             batch_tokens=300_000,
-            optim=OptimizerSpec(
+            optim=train.OptimizerSpec(
                 lr=1e-5,
                 betas=(0.9, 0.95),
                 weight_decay=0.1,
@@ -56,7 +54,7 @@ def run() -> Run:
         scaffold="retool_native",
         limits=LIMITS,
         sandbox=SANDBOX,
-        evaluate=EvaluateSpec(num=30, attempts=16),
-        schedule=Schedule(checkpoint_every=16),
-        compute=ComputeSpec(max_tokens=16_384, recompute=True),
+        evaluate=train.EvaluateSpec(num=30, attempts=16),
+        schedule=train.Schedule(checkpoint_every=16),
+        compute=train.ComputeSpec(max_tokens=16_384, recompute=True),
     )

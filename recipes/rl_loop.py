@@ -17,32 +17,24 @@ import sys
 
 import torch
 
-from ramify import RLM, Limits
-from ramify.inference.local.local_client import LocalClient
-from ramify.models.load import SamplingDefaults, load, save
-from ramify.tasks.base import task_of
-from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.backends.base import OptimizerSpec
-from ramify.train.backends.single import SingleBackend
-from ramify.train.data.compile import sequences
-from ramify.train.data.pack import pack
-from ramify.train.losses.loss import LossSpec
-from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
+from ramify import RLM, Limits, inference, tasks, train
 
 
 async def main(checkpoint: str, num_steps: int = 45, num_items: int = 24) -> None:
     torch.set_num_threads(1)
-    policy = load(checkpoint)  # model, tokenizer, renderer
-    client = LocalClient(policy, name="local:policy")  # an engine that shares the policy's weights
-    backend = SingleBackend(
-        policy, OptimizerSpec(lr=1e-3, schedule="linear", num_steps=num_steps, max_grad_norm=0.5)
+    policy = inference.load_policy(checkpoint)  # model, tokenizer, renderer
+    # An engine that shares the policy's weights.
+    client = inference.LocalClient(policy, name="local:policy")
+    backend = train.SingleBackend(
+        policy,
+        train.OptimizerSpec(lr=1e-3, schedule="linear", num_steps=num_steps, max_grad_norm=0.5),
     )
-    task, algorithm, loss = task_of("ledger"), DrGRPO(), LossSpec()
+    task, algorithm, loss = tasks.task_of("ledger"), train.DrGRPO(), train.LossSpec()
     limits = Limits(max_turns=6, max_reply_tokens=100, max_seconds=86_400, max_concurrency=512)
 
     # The RLM runs jailed sessions and child calls, and records the tree.
     async with RLM(client, scaffold="tiny", limits=limits) as rlm:
-        rollouts = Rollouter(rlm, task, RolloutOptions(group=8))
+        rollouts = train.Rollouter(rlm, task, train.RolloutOptions(group=8))
         for step in range(num_steps):
             # Sample. A rollout is a tree of calls with its rewards and the ids of all prompt and
             # sampled tokens.
@@ -59,7 +51,9 @@ async def main(checkpoint: str, num_steps: int = 45, num_items: int = 24) -> Non
 
             # Learn. Trees become sequences, and sequences a forest in which shared tokens occur
             # once.
-            batches = pack(sequences(assigned.rollouts), backend.packing, assigned.denominators)
+            batches = train.pack(
+                train.token_sequences(assigned.rollouts), backend.packing, assigned.denominators
+            )
             measured = backend.forward_backward(batches, loss) | backend.optim_step()
 
             # Publish. The engine discards what it had cached for the old weights.
@@ -69,8 +63,9 @@ async def main(checkpoint: str, num_steps: int = 45, num_items: int = 24) -> Non
             )
 
     await client.close()
-    policy.defaults = SamplingDefaults(temperature=0.0)  # for requests that do not set one
-    save(policy, f"{checkpoint}-rl")
+    # For requests that do not set a temperature.
+    policy.defaults = inference.SamplingDefaults(temperature=0.0)
+    inference.save_policy(policy, f"{checkpoint}-rl")
 
 
 if __name__ == "__main__":

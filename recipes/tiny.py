@@ -11,12 +11,7 @@ right (``rl``). See ``docs/learning.md`` for curves.
 
 from __future__ import annotations
 
-from ramify.engine.limits import Limits
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec, WarmUpSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
-from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.training_loop import Schedule
+from ramify import Limits, train
 
 SHAPE = {
     "model_type": "qwen3",
@@ -32,34 +27,37 @@ SHAPE = {
     "rms_norm_eps": 1e-6,
 }
 """A model of 0.5M parameters. Four times as many take three and a half times as long."""
-IMITATE = OptimizerSpec(
+IMITATE = train.OptimizerSpec(
     kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30, schedule="linear", max_grad_norm=1.0
 )
 
 
-def run() -> Run:
-    return Run(
+def run() -> train.Run:
+    return train.Run(
         name="tiny",
-        policy=PolicySpec(shape=SHAPE),
-        task=TaskSpec(name="ledger"),
-        warmup=WarmUpSpec(
-            steps=150, optim=OptimizerSpec(kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30)
+        policy=train.PolicySpec(shape=SHAPE),
+        task=train.TaskSpec(name="ledger"),
+        warmup=train.WarmUpSpec(
+            steps=150,
+            optim=train.OptimizerSpec(kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30),
         ),
-        sft=SftSpec(demos="ledger", num=9_000, optim=IMITATE),
-        rl=RlSpec(
+        sft=train.SftSpec(demos="ledger", num=9_000, optim=IMITATE),
+        rl=train.RlSpec(
             steps=24,
-            sample=StepSampleSpec(items=12, max_items=36, minibatches=2),
-            rollout=RolloutOptions(group=8, concurrency=128),
-            optim=OptimizerSpec(lr=5e-4, warmup_steps=3, schedule="linear", max_grad_norm=0.5),
+            sample=train.StepSampleSpec(items=12, max_items=36, minibatches=2),
+            rollout=train.RolloutOptions(group=8, concurrency=128),
+            optim=train.OptimizerSpec(
+                lr=5e-4, warmup_steps=3, schedule="linear", max_grad_norm=0.5
+            ),
         ),
         scaffold="tiny",
         limits=Limits(
             max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=86_400, max_concurrency=512
         ),
-        evaluate=EvaluateSpec(
+        evaluate=train.EvaluateSpec(
             num=256, validation=128, final=("test", "test_formats", "test_names")
         ),
-        schedule=Schedule(evaluate_every=8),
-        compute=ComputeSpec(precision="fp32"),
+        schedule=train.Schedule(evaluate_every=8),
+        compute=train.ComputeSpec(precision="fp32"),
         threads=1,
     )

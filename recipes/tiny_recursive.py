@@ -17,34 +17,31 @@ from __future__ import annotations
 import msgspec
 from tiny import run as tiny
 
-from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.backends.base import OptimizerSpec
-from ramify.train.config import EvaluateSpec, RlSpec, Run, TaskSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
-from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.training_loop import Schedule
+from ramify import train
 
 LONG = 0.05
 """Share of the items, in demonstrations and in rollouts, whose contexts are long."""
 
 
-def run() -> Run:
+def run() -> train.Run:
     single = tiny()
     assert single.sft is not None
     return msgspec.structs.replace(
         single,
         name="tiny-recursive",
-        task=TaskSpec(name="ledger", options={"multi": 1.0, "long": LONG}),
+        task=train.TaskSpec(name="ledger", options={"multi": 1.0, "long": LONG}),
         sft=msgspec.structs.replace(
-            single.sft, task=TaskSpec(name="ledger", options={"multi": 0.5, "long": LONG})
+            single.sft, task=train.TaskSpec(name="ledger", options={"multi": 0.5, "long": LONG})
         ),
-        rl=RlSpec(
+        rl=train.RlSpec(
             steps=25,
-            sample=StepSampleSpec(items=20, minibatches=2),
-            rollout=RolloutOptions(group=8, concurrency=96),
-            algorithm=DrGRPO(credit="per_role"),
-            optim=OptimizerSpec(lr=7e-4, warmup_steps=3, schedule="linear", max_grad_norm=0.5),
+            sample=train.StepSampleSpec(items=20, minibatches=2),
+            rollout=train.RolloutOptions(group=8, concurrency=96),
+            algorithm=train.DrGRPO(credit="per_role"),
+            optim=train.OptimizerSpec(
+                lr=7e-4, warmup_steps=3, schedule="linear", max_grad_norm=0.5
+            ),
         ),
-        evaluate=EvaluateSpec(num=256, validation=128, final=("test", "test_formats")),
-        schedule=Schedule(evaluate_every=5),
+        evaluate=train.EvaluateSpec(num=256, validation=128, final=("test", "test_formats")),
+        schedule=train.Schedule(evaluate_every=5),
     )

@@ -21,7 +21,7 @@ import torch
 from ramify.train.advantages import ALGORITHMS, group_estimators
 from ramify.train.advantages.base import finish, needs_of
 from ramify.train.advantages.weight import ALSO, weights
-from ramify.train.data.compile import sequences
+from ramify.train.data.compile import token_sequences
 from ramify.train.losses import POLICY_LOSSES, LossTokens
 from ramify.train.losses.base import LossStep, SequenceSums, TokenSelectingLoss
 from ramify.train.losses.corrections import CORRECTIONS
@@ -90,7 +90,7 @@ def advantages_of(name: str) -> list[float]:
     algorithm = ALGORITHMS.of(name)()
     if name == "rae":
         algorithm = msgspec.structs.replace(algorithm, memory={"rlm@0": MEMORY})
-    rows = sequences(algorithm.assign_advantages(groups(), {}).rollouts)
+    rows = token_sequences(algorithm.assign_advantages(groups(), {}).rollouts)
     if needs_of(algorithm).values:
         for row in rows:
             row.streams["values"] = np.full(len(row), VALUE, np.float32)
@@ -188,7 +188,7 @@ def reductions() -> Iterator[Sequence[str]]:
     counts = [[{"0": num} for num in lengths] for lengths in LENGTHS]
     others = {ours: theirs for theirs, ours in ALSO.items()}
     for name in ("rollout", "token", "constant", "group", "prompt", "sum"):
-        per_group, denominator = weights(counts, name, max_tokens=10)  # type: ignore[arg-type]
+        per_group, denominator = weights(counts, name, rollout_tokens=10)  # type: ignore[arg-type]
         column = [rollout["0"] for group in per_group for rollout in group]
         yield (
             f"`{name}`",

@@ -52,10 +52,10 @@ NAMES = {
 
 
 def main(run: Path) -> None:
-    policy = load.load(run / "policy")
+    policy = load.load_policy(run / "policy")
     policy.defaults = load.SamplingDefaults(0.0)  # users want the likeliest answer
-    load.save(policy, TINY, torch.bfloat16)
-    rows = list(metrics.read(run))
+    load.save_policy(policy, TINY, torch.bfloat16)
+    rows = list(metrics.read_metrics(run))
     config = read_state(find(run)).config
     shape = policy.config
     card = CARD.format(

@@ -66,11 +66,11 @@ def test_reading_says_how_much(tmp_path: Path) -> None:
 def test_loading_a_policy_says_how_much() -> None:
     pytest.importorskip("torch")
     from ramify.inference.base import TINY
-    from ramify.models.load import load
+    from ramify.models.load import load_policy
 
     told: list[ProgressState] = []
     with subscribe(told.append):
-        policy = load(TINY)
+        policy = load_policy(TINY)
     last = told[-1]
     assert (last.what, last.unit, last.is_over, last.done) == ("loading", "bytes", True, last.total)
     assert last.done > policy.num_parameters  # bytes, two or more to each

@@ -13,19 +13,20 @@ import pytest
 
 PUBLIC = {
     "ramify": """
-        Branches Call Cell CellResult Citation Client ConfigError Limits
-        McpTools Message ModelError PreparedContext ProgressState RLM RamifyError
-        ReplayDiverged Result Sampling Sandbox SandboxCapabilities SandboxError SandboxSpec
-        Scaffold ScriptedClient Session SourceError Stop Store StoreError TrainError
-        Trajectory Turn Usage WeakSandboxWarning by_score evaluate inference load
-        open_sandbox subscribe tasks testing train vote
+        AttemptFailed Branches Call CallEnded CallStarted Cell CellRan CellResult Citation
+        Client ConfigError Event Limits McpTools Message ModelError NoteAdded
+        PreparedContext ProgressState RLM RamifyError ReplayDiverged ReplyReceived
+        RequestStarted Result RunEnded RunOptions RunStarted Sampling Sandbox SandboxCapabilities
+        SandboxError SandboxSpec Scaffold ScoreAdded ScriptedClient Session SourceError Stop
+        Store StoreError ToolAnswered TrainError Trajectory Turn Usage WeakSandboxWarning
+        by_score evaluate inference load open_sandbox subscribe tasks testing train vote
     """,
     "ramify.tasks": """
         Call Cell DatasetColumns GeneratedSplit IntervalF1Score Item MathScore NumericScore
-        Rubric RubricScore SCORERS Score SimpleTask Stop Task TaskStart Trajectory Turn
-        UnitTestScore WholeTrajectoryReward boxed_math choice dataset env_task exact f1
-        from_verifiers generated interval_f1 items_of last_number line_f1 math_answer
-        normalised numeric task_of unit_tests validate verifiers_v1
+        PROGRAM_HINT PROGRAM_WORDS Rubric RubricScore SCORERS Score SimpleTask Stop Task
+        TaskStart Trajectory Turn UnitTestScore WholeTrajectoryReward boxed_math choice
+        dataset env_task exact f1 from_verifiers generated interval_f1 items_of last_number
+        line_f1 math_answer normalised numeric task_of unit_tests validate verifiers_v1
     """,
     "ramify.evaluate": """
         AttemptOutcome AttemptTotals Evaluation EvaluationPlan EvaluationReport MeanEstimate
@@ -37,7 +38,7 @@ PUBLIC = {
         LocalClient Message ModelError Policy Price RateLimited Refused Reply ReplyCut
         ReplyFiltered ReplyLost Request Sampling SamplingDefaults ServerFailed Tool ToolCall
         Unreachable Usage VersionSpan WeightChunk WeightPiece WeightReceiver WeightSource
-        WeightSync connect from_config load save
+        WeightSync connect from_config load_policy save_policy
     """,
     "ramify.testing": """
         ByteTokenIds CHECKS ConformanceCheck ConformanceError ConformanceResult
@@ -61,8 +62,8 @@ PUBLIC = {
         Signal SignalContext SignalScore SingleBackend StepJudge StepMetrics StepRules
         StepSampleSpec TaskSpec TeacherSignal TokenCredit TokenScorer TokenScores
         TokenSequence TokenTis ToolUseSignal TopKCandidates Tracker TrainedModel
-        TrainingGuard TrajectoryHints WarmUpSpec WorstTokenMask accounts
-        kl_estimate load_recipe pack ratio sequences train
+        TrainingGuard TrajectoryHints WarmUpSpec WorstTokenMask kl_estimate load_recipe pack
+        ratio read_group_records read_metrics token_sequences train
     """,
 }
 """Namespace -> its public names."""

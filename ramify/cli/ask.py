@@ -106,7 +106,9 @@ SETTINGS = (
     OptionSpec("store", bool, "store the run (default: yes)"),
     OptionSpec("json", bool, "print one JSON object"),
     OptionSpec("quiet", bool, "print only errors to stderr", short="-q"),
-    OptionSpec("verbose", bool, "print a line to stderr for each step", short="-v"),
+    OptionSpec(
+        "verbose", bool, "print a line to stderr for each step; -vv prints more", short="-v"
+    ),
     OPTION,
 )
 _ALLOWED_WITH_RESUME = ("--json", "--quiet", "--verbose", "--progress", "--allow-weaker")

@@ -147,7 +147,7 @@ class _Command:
         if track:
             from ramify.train.trackers.base import RunTrackers
 
-            self._trackers = RunTrackers(track, {}, self._notes.say)
+            self._trackers = RunTrackers(track, {})
 
     def run(self, words: list[str], resume: str | None, plan_options: dict[str, Any]) -> ExitCode:
         from ramify.evaluate.evaluation_report import check_k, check_same_items

@@ -59,13 +59,13 @@ def serve_policy(
             import torch
 
             from ramify.inference.local.local_client import LocalClient
-            from ramify.models.load import load
+            from ramify.models.load import load_policy
             from ramify.serve.policy import PolicyServer
 
         torch_dtype = None if dtype is None else getattr(torch, dtype, None)
         if dtype is not None and torch_dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UsageError(f"--dtype {dtype}: give float32, bfloat16 or float16")
-        policy = load(folder, torch_dtype, device, thinking=thinking)
+        policy = load_policy(folder, torch_dtype, device, thinking=thinking)
     client = LocalClient(policy, slots=slots)
     server = PolicyServer(
         client,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from ramify.cli.terminal_text import clean
 from ramify.errors import OldNameWarning
+from ramify.logging import current_console
 
 
 class StderrNotes:
@@ -33,7 +34,10 @@ class StderrNotes:
             self.say(text)
 
     def take_warnings(self) -> None:
-        """Print Python warnings, including those about our old names, as one line each."""
+        """Print log records, and Python warnings, including those about our old names, as one line
+        each."""
+        if (console := current_console()) is not None:
+            console.show = self.say
         # Python hides a DeprecationWarning outside of __main__.
         warnings.simplefilter("default", OldNameWarning)
         warnings.showwarning = lambda message, *_, **__: self.say(f"ramify: warning: {message}")

@@ -17,16 +17,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ramify.actors.child_process import ChildProcess, exit_reason
 from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parser import UsageError
 from ramify.cli.stderr_notes import error_line
+from ramify.logging import RUN_LOG, RoomLogger, run_log
 from ramify.train.lock import holder
-from ramify.train.metrics import FILE, read
+from ramify.train.metrics import FILE, read_metrics
 
+_log = RoomLogger("cli")
 _LONGEST_PAUSE_S = 30.0
 
 
@@ -36,7 +38,6 @@ def supervise(
     folder: Path,
     resume: str | None,
     restarts: int,
-    say: Callable[[str], None],
 ) -> int:
     """Train in ``folder`` with restarts, and return the exit code of the last trainer.
 
@@ -48,7 +49,8 @@ def supervise(
         raise UsageError("--restarts does not work under torchrun: use torchrun --max-restarts")
     since, furthest, failed = time.time(), -1, 0
     command = [sys.executable, "-m", "ramify", "train", *words, "--out", str(folder), *options]
-    with _Trainer() as trainer:
+    with run_log(folder / RUN_LOG, folder.resolve().name) as log, _Trainer() as trainer:
+        log.begin()
         while True:
             code = trainer.run([*command, *(("--resume", resume) if resume else ())])
             if (
@@ -68,16 +70,22 @@ def supervise(
             furthest = max(furthest, step or 0)
             how = exit_reason(code)
             if failed > restarts:
-                error_line(
+                text = (
                     f"the trainer {how} at step {furthest}: failure {failed} in a row without "
                     f"progress, so it is not restarted (--restarts {restarts})"
                 )
+                _log.error("trainer_lost", text, step=furthest, attempt=failed)
+                error_line(text)
                 return ExitCode.ERROR
             checkpoint = _checkpoint(folder, since)
             resume = str(checkpoint) if checkpoint is not None else resume
-            say(
+            _log.warning(
+                "restart",
                 f"the trainer {how} after step {furthest}; restarting from "
-                f"{resume or 'the beginning'}"
+                f"{resume or 'the beginning'}",
+                shown=True,
+                step=furthest,
+                attempt=failed,
             )
             trainer.pause(min(_LONGEST_PAUSE_S, 2.0**failed / 2))
 
@@ -128,7 +136,7 @@ def _step(folder: Path, since: float) -> int | None:
     path = folder / FILE
     if not path.is_file() or path.stat().st_mtime < since:
         return None
-    return max((measured.step for measured in read(folder)), default=None)
+    return max((measured.step for measured in read_metrics(folder)), default=None)
 
 
 def _checkpoint(folder: Path, since: float) -> Path | None:

@@ -20,7 +20,7 @@ from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
 from ramify.cli.stderr_notes import StderrNotes, error_line, write
 from ramify.cli.telemetry import exporting
 from ramify.progress import report_progress
-from ramify.train.metrics import StepMetrics, read
+from ramify.train.metrics import StepMetrics, read_metrics
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -63,7 +63,7 @@ def train(
             *(("--placement", placement) if placement else ()),
             *(part for name in track or () for part in ("--track", name)),
         ]
-        return supervise(words, [*flags, *options], Path(run_folder), resume, restarts, notes.say)
+        return supervise(words, [*flags, *options], Path(run_folder), resume, restarts)
     form = form_of("lines" if plain else progress, notes)
     with exporting(notes), ProgressScreen(notes, form, has_lines=True) as screen:
         with report_progress("starting"):
@@ -91,9 +91,7 @@ def train(
                 folder,
                 resume=resume,
                 listener=listener,
-                say=notes.say,
                 on_stall=_end_soon,
-                inform=notes.say,
             )
         except KeyboardInterrupt:
             screen.close()
@@ -151,7 +149,7 @@ def _drawing(
     from rich.text import Text
 
     curves = TerminalCurves(name)
-    for measured in read(folder) if is_resumed else ():
+    for measured in read_metrics(folder) if is_resumed else ():
         curves.add(measured)
 
     def rows(width: int, height: int) -> list[Text]:

@@ -19,9 +19,7 @@ import sys
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import msgspec
-
-from ramify.clients.http1 import Http1Client, HttpOrigin, HttpResponse
+from ramify.clients.http1 import Http1Client, HttpOrigin, RequestRoute
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,20 +34,6 @@ _HEADERS = {
     "Content-Type": "application/json",
     "Accept": "application/json",
 }
-
-
-class RequestRoute(msgspec.Struct, frozen=True):
-    """Destination of one client's requests, computed once so that a request needs no lookup."""
-
-    url: str
-    headers: dict[str, str]
-    """Includes the key, so it is never printed."""
-    proxy: str | None
-    origin: HttpOrigin | None
-    """Set if ``http1.py`` can send the requests."""
-
-    def __repr__(self) -> str:
-        return f"Route({self.url!r})"
 
 
 def route_to(url: str, headers: dict[str, str]) -> RequestRoute:
@@ -68,18 +52,17 @@ class HttpConnectionPool:
         self._http: Http1Client | None = None
         self._https: HttpsClient | None = None
 
-    async def post(self, where: str, route: RequestRoute, body: bytes) -> HttpResponse:
-        """Send ``body`` and return the response, whatever its status. ``where`` names the model in
-        errors."""
+    def sender(self, route: RequestRoute) -> Http1Client | HttpsClient:
+        """Return the client whose ``post`` sends requests along ``route``."""
         if route.origin is not None:
             if self._http is None:
                 self._http = Http1Client(_KEEPALIVE_S, _CONNECT_S, self._max_body_bytes)
-            return await self._http.post(where, route.origin, body)
+            return self._http
         if self._https is None:
             from ramify.clients.https import HttpsClient
 
             self._https = HttpsClient(_KEEPALIVE_S, _CONNECT_S, self._max_body_bytes)
-        return await self._https.post(where, route.url, route.headers, route.proxy, body)
+        return self._https
 
     async def close(self) -> None:
         http, https = self._http, self._https

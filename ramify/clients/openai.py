@@ -44,7 +44,7 @@ class OpenAIClient:
     async def complete(self, request: Request) -> Reply:
         body = chat_json.encode(chat_json.body_fields(request, self._endpoint, self._limit_field))
         started = time.perf_counter()
-        answer = await self._wire.post(self.name, self._route, body)
+        answer = await self._wire.sender(self._route).post(self.name, self._route, body)
         seconds = time.perf_counter() - started
         if answer.status != 200:
             raise self._refusal(answer)

@@ -106,13 +106,16 @@ class ClientPool:
         account: RequestBudget,
         on_retry: Callable[[str], None] | None = None,
         patience_s: float = 0.0,
+        *,
+        on_send: Callable[[], None] | None = None,
     ) -> Reply:
         """Send a request until it succeeds or is not worth retrying; return one reply with its
         cost.
 
-        Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_retry``
-        receives one readable line for each failure that is retried. A model that cannot be reached
-        is retried for ``patience_s``, however many attempts that takes.
+        Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_send`` is
+        called once, when the request is about to be sent for the first time. ``on_retry`` receives
+        one readable line for each failure that is retried. A model that cannot be reached is
+        retried for ``patience_s``, however many attempts that takes.
         """
         gate = self._gates.get(client.name)
         if gate is None:
@@ -121,8 +124,9 @@ class ClientPool:
         while True:
             passed = gate.passed
             try:
-                return await self._attempt(client, request, account, gate, failed)
+                return await self._attempt(client, request, account, gate, failed, on_send)
             except ModelError as error:
+                on_send = None
                 limited = isinstance(error, RateLimited)
                 failed += not (limited and gate.passed > passed)
                 now = asyncio.get_running_loop().time()
@@ -171,7 +175,13 @@ class ClientPool:
         return 2 * self.max_attempts if isinstance(error, ReplyLost) else self.max_attempts
 
     async def _attempt(
-        self, client: Client, request: Request, account: RequestBudget, gate: Limiter, failed: int
+        self,
+        client: Client,
+        request: Request,
+        account: RequestBudget,
+        gate: Limiter,
+        failed: int,
+        on_send: Callable[[], None] | None,
     ) -> Reply:
         await account.reserve()
         try:
@@ -180,7 +190,14 @@ class ClientPool:
             account.release(f"{client.name}: given up before it was sent")
             raise
         try:
-            reply = await self._send(client, request)
+            if on_send is not None:
+                on_send()
+            async with asyncio.timeout(self.timeout_s):
+                reply = await client.complete(request)
+        except TimeoutError:
+            lost = ReplyLost(f"{client.name}: no reply within {self.timeout_s:g} s")
+            account.forfeit(str(lost))
+            raise lost from None
         except ModelError as error:
             if isinstance(error, RateLimited) and _asked_s(error) <= self.max_wait_s:
                 gate.slow_down(entered, self._wait_s(error, failed + 1))
@@ -208,13 +225,6 @@ class ClientPool:
             gate.release()
             raise
         return entered
-
-    async def _send(self, client: Client, request: Request) -> Reply:
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                return await client.complete(request)
-        except TimeoutError:
-            raise ReplyLost(f"{client.name}: no reply within {self.timeout_s:g} s") from None
 
     def _wait_s(self, error: ModelError, failed: int) -> float:
         """Seconds until the next attempt: as the server asked, or exponential backoff with full

@@ -22,8 +22,7 @@ from ramify.train.config import Run
 from ramify.train.metrics import FILE
 from ramify.train.placement.placement_slots import PlacementSlot, placement_slots
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec
-from ramify.train.resource_counts import counted
-from ramify.train.sharing import shared, sleeping
+from ramify.train.resource_counts import counted, shared, sleeping
 
 _THREE_QUARTERS = "three quarters of the machine's"
 _ROLES = {"rank 0": "trainer", "engine": "inference"}

@@ -144,7 +144,7 @@ def measured(
             f"scaling={scaling} is the share of linear speed-up that is achieved: give a value "
             "above 0 and at most 1"
         )
-    lines = [each for each in metric_file.read(run) if each.stage == "rl"]
+    lines = [each for each in metric_file.read_metrics(run) if each.stage == "rl"]
     done = {
         each.step: each for each in lines if "learn_s" in each.values and "work_s" in each.values
     }

@@ -29,7 +29,7 @@ from ramify.cluster.shape import ModelShape
 from ramify.errors import ConfigError
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import Run
-from ramify.train.metrics import read
+from ramify.train.metrics import read_metrics
 
 LINK_GB_PER_S = 10.0
 """Bandwidth between trainer and engines in 10^9 bytes per second."""
@@ -97,7 +97,7 @@ def measured(folder: Path, ranks: int, engines: int) -> MeasuredSpeeds:
     engines. The first step is excluded. Raises ConfigError without measured steps."""
     rows = [
         row.values
-        for row in read(folder)
+        for row in read_metrics(folder)
         if row.stage == "rl" and "work_s" in row.values and "learn_s" in row.values
     ]
     rows = rows[1:] or rows

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.engine.recorder import Listener
+from ramify.engine.question import Listener
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -60,12 +60,10 @@ _PYTHON = "python"
 """Tool name of a cell."""
 
 
-def tracing() -> tuple[Listener, ...]:
+def span_listeners() -> tuple[Listener, ...]:
     """Return a listener for one run or conversation if this process has a recording tracer
-    provider; otherwise none."""
-    api = sys.modules.get(_API)
-    if api is None:
-        return ()
+    provider; otherwise none. ``opentelemetry.trace`` is loaded already."""
+    api = sys.modules[_API]
     provider = api.get_tracer_provider()
     if isinstance(provider, (api.ProxyTracerProvider, api.NoOpTracerProvider)):
         return ()

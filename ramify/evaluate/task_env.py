@@ -22,9 +22,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from ramify.clients.base import Price, Request
-from ramify.engine import event_loop_thread
+from ramify.engine import threads
 from ramify.engine.limits import Limits
-from ramify.engine.models import ModelSpec
+from ramify.engine.question import ModelSpec
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, Refused
@@ -90,7 +90,7 @@ class TaskEnv:
         """Start the run: (the model's first messages, the item's id)."""
         if self._running is not None:
             raise ConfigError("init was already called: make a new environment for another attempt")
-        event_loop_thread.run(self._begin())
+        threads.run(self._begin())
         return self._next(), {"item": self._item.id}
 
     def step(self, action: str) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class TaskEnv:
     def close(self) -> None:
         """Cancel the run if it has not ended. Idempotent."""
         if self._running is not None and not self._running.done():
-            event_loop_thread.run(self._cancel())
+            threads.run(self._cancel())
 
     def get_metrics(self) -> dict[str, Any]:
         """The task's rewards and metrics by name."""
@@ -134,7 +134,7 @@ class TaskEnv:
         self._running = asyncio.ensure_future(attempt(self._rlm, self._task, self._item))
 
     def _next(self) -> list[Said]:
-        messages = event_loop_thread.run(self._wait())
+        messages = threads.run(self._wait())
         # After a summary the conversation is shorter, and all of it is new.
         new = messages[self._shown :] if len(messages) > self._shown else messages
         self._shown = len(messages) + 1  # includes the reply that will follow

@@ -1,12 +1,13 @@
 """Model clients, and inference engines whose weights change while a policy is trained.
 
     >>> from ramify import inference
-    >>> policy = inference.load("Qwen/Qwen3-0.6B")
+    >>> policy = inference.load_policy("Qwen/Qwen3-0.6B")
     >>> client = inference.LocalClient(policy, name="local:qwen")
 
     your own client     Client Request Reply Message Sampling Tool ToolCall Usage Price
     its errors          RateLimited Unreachable ReplyLost ServerFailed BadReply Refused …
-    a policy            load save from_config Policy SamplingDefaults LocalClient connect
+    a policy            load_policy save_policy from_config Policy SamplingDefaults
+    an engine           LocalClient connect
     engines             InferenceClient InferenceSpec EngineLost CachePressure
     weight sync         WeightSync WeightReceiver WeightSource WeightChunk WeightPiece
 

@@ -17,7 +17,7 @@ from ramify.errors import Unreachable as Unreachable
 from ramify.inference.base import CachePressure as CachePressure
 from ramify.inference.base import EngineLost as EngineLost
 from ramify.inference.base import InferenceClient as InferenceClient
-from ramify.inference.base import connect as connect
+from ramify.inference.connect_local import connect as connect
 from ramify.inference.http.inference_spec import InferenceSpec as InferenceSpec
 from ramify.inference.local.local_client import LocalClient as LocalClient
 from ramify.inference.weight_sync.base import WeightChunk as WeightChunk
@@ -28,8 +28,8 @@ from ramify.inference.weight_sync.base import WeightSync as WeightSync
 from ramify.models.load import Policy as Policy
 from ramify.models.load import SamplingDefaults as SamplingDefaults
 from ramify.models.load import from_config as from_config
-from ramify.models.load import load as load
-from ramify.models.load import save as save
+from ramify.models.load import load_policy as load_policy
+from ramify.models.load import save_policy as save_policy
 from ramify.types.message import Message as Message
 from ramify.types.message import Reply as Reply
 from ramify.types.message import ToolCall as ToolCall

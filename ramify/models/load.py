@@ -91,7 +91,7 @@ class Policy:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def load(
+def load_policy(
     path_or_name: str | Path,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -166,7 +166,7 @@ def from_config(
     )
 
 
-def save(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_policy(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -> None:
     """Write ``policy`` in Hugging Face's layout, with weights cast to ``dtype`` if given:
     config.json, generation_config.json, model.safetensors, and the tokenizer with its chat
     template. The folder may exist."""

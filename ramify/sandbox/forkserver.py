@@ -154,9 +154,9 @@ class ForkServer:
         self.config = config
         self._context: Any = None
         self._has_context = False
-        self.take_wire: Any = None
-        """Function that gets a new socket for a session and its branch after a fork, if the host
-        does not send the sockets with the request."""
+        self.apart: Any = None
+        """A ``branches.ApartFork``, if the host does not send the descriptors for a branch with its
+        request."""
         self.children: dict[int, Any] = {}
         """Process id -> what ``prepare`` made for its session; _TEMPLATE for a template."""
         self._num_opened = 0
@@ -244,6 +244,7 @@ class ForkServer:
         fds = keep_only(fds)
         os.chdir(prepared)
         os.environ.update(HOME=prepared, TMPDIR=prepared)
+        limit_files()
         return fds, set_limits(self.config["memory_bytes"], mapped_bytes())
 
     def forked(self, prepared: Any) -> None:
@@ -311,7 +312,7 @@ class ForkServer:
             shared_buffers=shared_buffers.SharedMemoryBuffers(buffers[0], is_host=False)
             if buffers
             else None,
-            take_wire=self.take_wire,
+            apart=self.apart,
         )
         if self._has_context:
             session.notebook.bind("context", self._context, True)
@@ -430,14 +431,15 @@ def tie_to_parent(parent: int) -> None:
 
 
 def keep_only(fds: list[int]) -> list[int]:
-    """Close every descriptor except standard input and ``fds`` (wire, spool, …), and move those to
-    high numbers, out of reach of loops that close descriptors. Standard output and error become the
-    spool."""
+    """Close every descriptor except ``fds`` (wire, spool, …), and move those to high numbers, out
+    of reach of loops that close descriptors. Standard output and error become the spool. Standard
+    input is opened again: the flags of the server's would be shared by all sessions."""
     at = min(MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 8)
     moved = []
     for fd in fds:
         moved.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, at))
         at = moved[-1] + 1
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(moved[1], 1)
     os.dup2(moved[1], 2)
     start = 3
@@ -452,26 +454,28 @@ def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
     """Set the resource limits of one session. Returns the limits of address space while a cell runs
     (on top of what was forked) and while the guest itself runs."""
     memory = mapped + memory_bytes
-    limits = {
-        "CORE": 0,
-        "FSIZE": MAX_FILE_BYTES,
-        "NOFILE": MAX_FILES + _OUT_OF_REACH,
-        "AS": memory + GUEST_BYTES,
-    }
-    for name, limit in limits.items():
-        number = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(number)[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(
-                number, (min(limit, MAX_FILES) if name == "NOFILE" else limit, limit)
-            )
+    for name, limit in {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "AS": memory + GUEST_BYTES}.items():
+        _limit(getattr(resource, f"RLIMIT_{name}"), limit, limit)
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     return (
         (memory, memory + GUEST_BYTES)
         if most == resource.RLIM_INFINITY
         else (min(memory, most), most)
     )
+
+
+def limit_files() -> None:
+    """Limit the number of open files: the last step, since the limit also applies to descriptors on
+    their way to the host, of all processes of the user together."""
+    _limit(resource.RLIMIT_NOFILE, MAX_FILES, MAX_FILES + _OUT_OF_REACH)
+
+
+def _limit(number: int, soft: int, hard: int) -> None:
+    most = resource.getrlimit(number)[1]
+    if most != resource.RLIM_INFINITY:
+        soft, hard = min(soft, most), min(hard, most)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(number, (soft, hard))
 
 
 def mapped_bytes(proc: int | None = None) -> int:
@@ -573,6 +577,8 @@ def settle(proc: int | None = None) -> None:
         import ctypes
 
         _libc = ctypes.CDLL(None)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         with contextlib.suppress(OSError):
             path = "/proc/self/oom_score_adj" if proc is None else "self/oom_score_adj"

@@ -178,6 +178,10 @@ class ProcessTransport:
         self.shared_buffers = files.shared_buffers
         return old
 
+    @property
+    def has_ended(self) -> bool:
+        return self._exited.done()
+
     def on_exit(self, call: Callable[[], None]) -> None:
         """Run ``call`` once the process has ended."""
         self._exited.add_done_callback(lambda _: call())

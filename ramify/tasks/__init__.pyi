@@ -9,6 +9,8 @@ from ramify.tasks.base import items_of as items_of
 from ramify.tasks.base import task_of as task_of
 from ramify.tasks.data import DatasetColumns as DatasetColumns
 from ramify.tasks.data import dataset as dataset
+from ramify.tasks.programs.vocabulary import PROGRAM_HINT as PROGRAM_HINT
+from ramify.tasks.programs.vocabulary import PROGRAM_WORDS as PROGRAM_WORDS
 from ramify.tasks.scoring import SCORERS as SCORERS
 from ramify.tasks.scoring.choice import choice as choice
 from ramify.tasks.scoring.exact import exact as exact

@@ -19,8 +19,8 @@
     signals         Hybrid HybridTerm TeacherSignal ProcessRewardSignal OutcomeSignal …
     your own        Signal SignalContext SignalScore Judge JudgeView JudgeVerdict Tracker RunInfo
     processes       ComputeSpec OptimizerSpec ShardSpec PlacementSpec NodePool RoleSpec
-    a loop          Rollouter sequences pack SingleBackend FsdpRanks TokenSequence Batch Group
-    afterwards      StepMetrics accounts
+    a loop          Rollouter token_sequences pack SingleBackend FsdpRanks TokenSequence Batch Group
+    afterwards      read_metrics StepMetrics read_group_records GroupRecords
 
 Importing this package loads no tensor library. These are all the public names (``__all__``);
 modules below this package are private.

@@ -38,11 +38,11 @@ from ramify.train.config import Run as Run
 from ramify.train.config import SftSpec as SftSpec
 from ramify.train.config import TaskSpec as TaskSpec
 from ramify.train.config import WarmUpSpec as WarmUpSpec
-from ramify.train.data.compile import sequences as sequences
+from ramify.train.data.compile import token_sequences as token_sequences
 from ramify.train.data.pack import pack as pack
 from ramify.train.execute import train as train
 from ramify.train.group_records import GroupRecords as GroupRecords
-from ramify.train.group_records import accounts as accounts
+from ramify.train.group_records import read_group_records as read_group_records
 from ramify.train.guards import CollapseAlarms as CollapseAlarms
 from ramify.train.guards import TrainingGuard as TrainingGuard
 from ramify.train.losses import POLICY_LOSSES as POLICY_LOSSES
@@ -77,6 +77,7 @@ from ramify.train.losses.ppo_clip import PpoClip as PpoClip
 from ramify.train.losses.rollout_is import RolloutIs as RolloutIs
 from ramify.train.losses.sapo import Sapo as Sapo
 from ramify.train.metrics import StepMetrics as StepMetrics
+from ramify.train.metrics import read_metrics as read_metrics
 from ramify.train.placement.placement_spec import NodePool as NodePool
 from ramify.train.placement.placement_spec import PlacementSpec as PlacementSpec
 from ramify.train.placement.placement_spec import RoleSpec as RoleSpec

@@ -19,8 +19,8 @@ from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import Task, items_of, task_of
 from ramify.train.advantages.base import needs_of
-from ramify.train.backends.base import BACKENDS
-from ramify.train.backends.precision import ROUNDING, decided
+from ramify.train.audited_client import AuditedClient
+from ramify.train.backends.base import BACKENDS, ROUNDING, decided
 from ramify.train.config import Run, plain
 from ramify.train.cpu_seconds import CpuMeter
 from ramify.train.demonstrations import demonstrations_of, rows_of
@@ -42,10 +42,9 @@ from ramify.train.preflight import (
     first_prompt,
 )
 from ramify.train.publisher import PolicyPublisher
-from ramify.train.resource_counts import attached, check_reach, settled
+from ramify.train.resource_counts import attached, check_reach, settled, sleeping
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
-from ramify.train.sharing import sleeping
+from ramify.train.selfcheck import CanaryLimits, SelfCheck
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_reader import RunSignals
@@ -71,14 +70,13 @@ _COARSE = 0.3
 class RunParts:
     """The parts of one run, checked and ready to start."""
 
-    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+    def __init__(self, run: Run) -> None:
         import torch
 
         if run.threads is not None:
             torch.set_num_threads(run.threads)
         run, self._placement_slots = settled(run)
         self.run = run
-        self._say = say
         self.hosts: Launcher | None = None
         """Starts processes on other machines; open after ``start``."""
         self.services: RunServices | None = None
@@ -93,7 +91,7 @@ class RunParts:
         self.teachers: RunTeachers | None = None
         self.task: Task = task_of(run.task.name, **run.task.options)
         self.scaffold = scaffold_of(run.scaffold)
-        check_task(run, self.task, say)
+        check_task(run, self.task)
         check_inference(run)
         check_signals(run)
         check_schedules(run)
@@ -102,11 +100,11 @@ class RunParts:
         self.policy = policy_of(run, demonstrations)
         dtype, device = self.policy.dtype, self.policy.device.type
         self.compute = decided(run.compute, dtype, device)
-        self.serving = serving_of(run, self.policy, self._kind.is_here, say)
+        self.serving = serving_of(run, self.policy, self._kind.is_here)
         check_prompts(run, self.task, self.scaffold, self.policy)
         weights = self.task.weights
         self.rows = (
-            rows_of(run.sft, demonstrations, self.policy, self.scaffold, weights, say)
+            rows_of(run.sft, demonstrations, self.policy, self.scaffold, weights)
             if run.sft is not None
             else []
         )
@@ -126,7 +124,7 @@ class RunParts:
             if not self._engines.urls:  # started engines only answer requests with this key
                 os.environ.setdefault(self._engines.key_variable, secrets.token_urlsafe(24))
             name = f"{self._engines.engine}:{self.run.name}"
-            return HttpEngines(self.serving, self._engines, name=name, say=self._say)
+            return HttpEngines(self.serving, self._engines, name=name)
         from ramify.inference.local.local_client import LocalClient
 
         spec = self.run.policy
@@ -179,7 +177,7 @@ class RunParts:
     async def start(self, out: Path) -> None:
         """Acquire the placement slots, and start the engines that are not in this process."""
         from ramify.inference.local.local_client import LocalClient
-        from ramify.models.load import save
+        from ramify.models.load import save_policy
 
         self.hosts = self._placed()
         if self.run.placement is not None and self.run.placement.services:
@@ -189,20 +187,19 @@ class RunParts:
                 placement.services,
                 out,
                 restarts=placement.restarts,
-                say=self._say,
             )
             await self.services.start()
         launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
             await self.client.start(
-                out / "inference", lambda folder: save(self.serving, folder), launch
+                out / "inference", lambda folder: save_policy(self.serving, folder), launch
             )
             await self._start_workers(out)
 
     async def _start_workers(self, out: Path) -> None:
         """Start the rollout workers, if the placement has any."""
         from ramify.inference.local.local_client import LocalClient
-        from ramify.models.load import save
+        from ramify.models.load import save_policy
 
         num, run = (
             sum(
@@ -219,7 +216,7 @@ class RunParts:
         client = self.client
         checkpoint = out / "inference" / "checkpoint"
         if run.inference.urls:
-            save(self.serving, checkpoint)
+            save_policy(self.serving, checkpoint)
         spec = self._worker_spec(checkpoint, client.answering)
         self.rollout_workers = RolloutWorkers(
             self.hosts or LocalLauncher(),
@@ -228,7 +225,6 @@ class RunParts:
             out,
             client,
             seen=self.audited.note,
-            say=self._say,
             restarts=run.placement.restarts if run.placement is not None else 0,
         )
         await self.rollout_workers.start()
@@ -364,13 +360,12 @@ class RunParts:
             writing=self.policy.renderer,
             weights=self.task.weights,
             temperature=rl.rollout.temperature,
-            say=self._say,
             wants_reference="ref_logprobs" in streams_of(rl.loss) | needs_of(rl.algorithm).streams,
         )
 
     def _engine_of(self, name: str) -> object:
         """An engine that scores, by its name."""
-        from ramify.inference.base import connect
+        from ramify.inference.connect_local import connect
 
         return connect(name)
 
@@ -412,7 +407,6 @@ class RunParts:
                         self.task,
                         rl.rollout,
                         seed=run.seed,
-                        on_stall=self._say,
                         greedy=needs_of(rl.algorithm).greedy,
                         gauge=getattr(self.client, "pressure", None),
                         rollout_worker=self.rollout_workers,
@@ -430,7 +424,6 @@ class RunParts:
         out: Path,
         listener: Callable[[StepMetrics], None] | None,
         on_stall: Callable[[str], None] | None = None,
-        inform: Callable[[str], None] = print,
     ) -> TrainingLoop:
         """The training loop, with everything that it uses."""
         from ramify.inference.local.local_client import LocalClient
@@ -455,8 +448,6 @@ class RunParts:
             check=check,
             reference_of=lambda folder: trained.reference(folder, starts_at_base),
             listener=listener,
-            say=self._say,
-            inform=inform,
             watch=RunWatchdog(
                 out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall
             ),
@@ -488,16 +479,13 @@ class RunParts:
             self.task,
             options,
             seed=self.run.seed,
-            on_stall=self._say,
             rollout_worker=self.rollout_workers,
         )
         split_items = items_of(self.task, split)
         num = spec.num if split != "validation" or spec.validation is None else spec.validation
         items = [split_items[index] for index in range(min(num, len(split_items)))]
         groups = await rollouts.groups(items, -1, f"evaluating {split}")
-        return report(
-            split, items, groups, self.task.weights, max_failed=spec.max_failed, say=self._say
-        )
+        return report(split, items, groups, self.task.weights, max_failed=spec.max_failed)
 
 
 def _device_of(run: Run) -> str:

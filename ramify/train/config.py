@@ -114,7 +114,7 @@ class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class WarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Induction warm-up (``induction.py``), for a model created from scratch."""
+    """Induction warm-up (``data/sft_data.py``), for a model created from scratch."""
 
     steps: int = 150
     batch_tokens: int = 2048

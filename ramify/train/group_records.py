@@ -8,7 +8,7 @@ is the first of its training split that no demonstration used, and each group ta
 is written in the step that learned from the group or gave it up. If the run goes back to a
 checkpoint before that step, the line is removed. Together with the checkpoint's list of groups that
 had begun (``CheckpointState.pending``) the numbers are complete: each occurs exactly once.
-``accounts`` checks that. Not here: the rollouts themselves (``OUT/rollouts``).
+``read_group_records`` checks that. Not here: the rollouts themselves (``OUT/rollouts``).
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ def _version(group: Group) -> int | None:
     return min((span.version for reply in replies for span in reply.versions or ()), default=None)
 
 
-def write(folder: Path, accounts: Sequence[GroupRecord], step: int) -> None:
-    """Append ``accounts``, decided in step ``step``, with a single write."""
+def write(folder: Path, records: Sequence[GroupRecord], step: int) -> None:
+    """Append ``records``, decided in step ``step``, with a single write."""
     path = folder / FILE
     lines = b"".join(
         msgspec.json.encode(msgspec.structs.replace(record, step=step)) + b"\n"
-        for record in accounts
+        for record in records
     )
     if not lines:
         return
@@ -139,7 +139,7 @@ def cut(folder: Path, step: int) -> None:
         fresh.replace(path)
 
 
-def accounts(folder: Path) -> GroupRecords:
+def read_group_records(folder: Path) -> GroupRecords:
     """The outcomes of all groups up to the last checkpoint of the run in ``folder``; later groups
     will be repeated. Empty before the first checkpoint. Raises ConfigError if the folder does not
     hold a run, which would otherwise pass as complete."""

@@ -75,7 +75,7 @@ class MetricsFile:
             self._file = -1
 
 
-def read(folder: Path) -> Iterator[StepMetrics]:
+def read_metrics(folder: Path) -> Iterator[StepMetrics]:
     """The lines in a run's folder, in order. Skips a torn line; yields nothing if there is no
     file."""
     path = folder / FILE
@@ -86,7 +86,9 @@ def read(folder: Path) -> Iterator[StepMetrics]:
 
 def cut(folder: Path, step: int) -> None:
     """Drop lines after ``step``; atomic."""
-    kept = b"".join(msgspec.json.encode(line) + b"\n" for line in read(folder) if line.step <= step)
+    kept = b"".join(
+        msgspec.json.encode(line) + b"\n" for line in read_metrics(folder) if line.step <= step
+    )
     path = folder / FILE
     fresh = path.with_suffix(".tmp")
     fresh.write_bytes(kept)

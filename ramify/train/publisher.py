@@ -113,12 +113,14 @@ class PolicyPublisher:
         """Save the policy that the engine serves, in its precision; the trainer's is in the
         checkpoint. The saved default is temperature 0, for requests that do not set one: rollouts
         explore, but users want the likeliest answer."""
-        from ramify.models.load import SamplingDefaults, save
+        from ramify.models.load import SamplingDefaults, save_policy
         from ramify.models.weights import load_weights
 
         if not self._shares:
             load_weights(self._serving.model, dict(self.weights()))
-        save(dataclasses.replace(self._serving, defaults=SamplingDefaults(temperature=0.0)), folder)
+        save_policy(
+            dataclasses.replace(self._serving, defaults=SamplingDefaults(temperature=0.0)), folder
+        )
 
     def load(self, folder: Path) -> None:
         """Load a saved policy into the engine's copy."""

@@ -13,14 +13,14 @@ import pytest
 from ramify.cli.main import command
 from ramify.cli.parser import UsageError
 from ramify.errors import ConfigError
-from ramify.models.load import save
+from ramify.models.load import save_policy
 from tests.inference.helpers import policy
 
 RAMIFY = [sys.executable, "-m", "ramify"]
 
 
 def test_serve_and_ask(tmp_path: Path) -> None:
-    save(policy(), tmp_path / "mine")
+    save_policy(policy(), tmp_path / "mine")
     (tmp_path / "rows.txt").write_text("red;3\nblue;4\n")
     environ = {
         **os.environ,

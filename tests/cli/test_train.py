@@ -10,7 +10,7 @@ import pytest
 
 from ramify.cli.curves import TerminalCurves, curve, line
 from ramify.train.checkpoint import CheckpointStore
-from ramify.train.metrics import StepMetrics, read
+from ramify.train.metrics import StepMetrics, read_metrics
 from tests.cli.helpers import Shell
 
 RECIPE = "from tests.train.small import small as run\n"
@@ -55,7 +55,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
     out = shell.folder / "out"
     latest = CheckpointStore(out).latest()
     assert latest is not None
-    assert [row for row in read(out) if row.stage == "rl"]
+    assert [row for row in read_metrics(out) if row.stage == "rl"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ramify.errors import ConfigError, Refused, ServerFailed
 from ramify.inference.base import InferenceClient
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.fingerprint import fingerprint
-from ramify.models.load import SamplingDefaults, save
+from ramify.models.load import SamplingDefaults, save_policy
 from ramify.types.message import Message, Reply
 from tests.inference.helpers import WINDOW, logits, pauses, policy
 
@@ -334,7 +334,7 @@ def test_one_client_serves_several_loops() -> None:
 
 def test_transformers_agrees_on_the_logprobs(tmp_path: Any) -> None:
     made = policy()
-    save(made, tmp_path)
+    save_policy(made, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     client = LocalClient(made)
     reply = asyncio.run(client.complete(asked(max_tokens=100, temperature=0.7, top_k=20)))

@@ -12,15 +12,16 @@ import pytest
 import ramify
 from ramify import Limits, Sampling
 from ramify.errors import ConfigError
-from ramify.inference.base import connect, made_for
+from ramify.inference.base import made_for
+from ramify.inference.connect_local import connect
 from ramify.inference.local.local_client import LocalClient
-from ramify.models.load import save
+from ramify.models.load import save_policy
 from tests.inference.helpers import WINDOW, policy
 from tests.models.test_load import GPT2, made
 
 
 def test_a_run_by_name_keeps_every_id(tmp_path: Path) -> None:
-    save(policy(), tmp_path)
+    save_policy(policy(), tmp_path)
     name = f"local:{tmp_path}"
     limits, sampling = Limits(max_turns=3), Sampling(max_tokens=20, temperature=1.0, seed=5)
     with ramify.RLM(name, limits=limits, sampling=sampling, sandbox="jail") as rlm:
@@ -38,8 +39,8 @@ def test_a_run_by_name_keeps_every_id(tmp_path: Path) -> None:
 
 
 def test_what_a_model_was_made_for(tmp_path: Path) -> None:
-    save(policy(), tmp_path / "tiny")
-    save(made(GPT2), tmp_path / "other")
+    save_policy(policy(), tmp_path / "tiny")
+    save_policy(made(GPT2), tmp_path / "other")
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
     client = LocalClient(policy())
     named = [
@@ -71,7 +72,7 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
 def test_the_packaged_policy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'tiny' is not part of this installation"):
         connect("tiny", tmp_path)
-    save(policy(), tmp_path)
+    save_policy(policy(), tmp_path)
     client = connect("tiny", tmp_path)
     assert (client.name, client.window, made_for(client)) == ("tiny", WINDOW, "tiny")
 
@@ -79,7 +80,8 @@ def test_the_packaged_policy(tmp_path: Path) -> None:
 def test_a_name_costs_no_import() -> None:
     script = (
         "import sys; sys.modules['torch'] = None; import ramify\n"
-        "from ramify.inference.base import connect, made_for\n"
+        "from ramify.inference.base import made_for\n"
+        "from ramify.inference.connect_local import connect\n"
         "made_for('local:/nowhere'); ramify.RLM('local:/nowhere')\n"
         "import importlib.util; found = importlib.util.find_spec\n"
         "assert not {'transformers', 'numpy', 'tokenizers'} & set(sys.modules)\n"

@@ -15,7 +15,14 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config, Qwen3Con
 from ramify.errors import ConfigError, StoreError
 from ramify.models.dense import DenseModel
 from ramify.models.fingerprint import fingerprint
-from ramify.models.load import Policy, SamplingDefaults, from_config, load, load_into, save
+from ramify.models.load import (
+    Policy,
+    SamplingDefaults,
+    from_config,
+    load_into,
+    load_policy,
+    save_policy,
+)
 from ramify.models.weights import write_weights
 from tests.models.templates import tokenizer_of
 from tests.models.test_dense import packed
@@ -71,9 +78,9 @@ IDS = [1, 20, 30, 40, 2, 50, 3]
 def test_transformers_loads_what_was_saved_and_so_do_we(config: Any, tmp_path: Path) -> None:
     policy = made(config)
     policy.defaults = SamplingDefaults(temperature=0.0)
-    save(policy, tmp_path)
+    save_policy(policy, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ours = load(tmp_path, device="cpu")
+    ours = load_policy(tmp_path, device="cpu")
     with torch.no_grad():
         expected = theirs(input_ids=torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(logits(ours, IDS), expected, rtol=0, atol=1e-5)
@@ -90,27 +97,30 @@ def test_transformers_loads_what_was_saved_and_so_do_we(config: Any, tmp_path: P
 
 def test_half_precision_on_disk_is_single_on_a_cpu(tmp_path: Path) -> None:
     policy = made()
-    save(policy, tmp_path, torch.bfloat16)
+    save_policy(policy, tmp_path, torch.bfloat16)
     stored = load_file(tmp_path / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert "lm_head.weight" not in stored
-    assert (load(tmp_path, device="cpu").dtype, load(tmp_path, torch.bfloat16, "cpu").dtype) == (
+    assert (
+        load_policy(tmp_path, device="cpu").dtype,
+        load_policy(tmp_path, torch.bfloat16, "cpu").dtype,
+    ) == (
         torch.float32,
         torch.bfloat16,
     )
 
 
 def test_a_device_that_there_is_not(tmp_path: Path) -> None:
-    save(made(), tmp_path)
+    save_policy(made(), tmp_path)
     with pytest.raises(
         ConfigError, match="this machine has no device 'moon': Expected one of cpu, "
     ):
-        load(tmp_path, device="moon")
+        load_policy(tmp_path, device="moon")
 
 
 def test_several_files_with_an_index(tmp_path: Path) -> None:
     policy = made()
-    save(policy, tmp_path)
+    save_policy(policy, tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     names = sorted(whole)
@@ -119,10 +129,10 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
         save_file({key: whole[key] for key in keys}, tmp_path / file)
     index = {"weight_map": {key: file for file, keys in parts.items() for key in keys}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert fingerprint(load(tmp_path, device="cpu").model) == fingerprint(policy.model)
+    assert fingerprint(load_policy(tmp_path, device="cpu").model) == fingerprint(policy.model)
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(StoreError, match=r"names b\.safetensors, which is missing"):
-        load(tmp_path)
+        load_policy(tmp_path)
 
 
 def test_a_seed_gives_the_same_weights_whatever_else_there_is() -> None:
@@ -171,16 +181,16 @@ def test_the_spread_of_fresh_weights() -> None:
 def test_how_replies_are_drawn_is_read(
     stored: dict[str, Any], expected: SamplingDefaults, tmp_path: Path
 ) -> None:
-    save(made(), tmp_path)
+    save_policy(made(), tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(stored))
-    policy = load(tmp_path, device="cpu")
+    policy = load_policy(tmp_path, device="cpu")
     assert policy.defaults == expected
     assert policy.renderer.stop_ids == ((3, 7) if "eos_token_id" in stored else (3,))
 
 
 def test_weights_are_replaced_in_place(tmp_path: Path) -> None:
     policy, other = made(seed=0), made(seed=1)
-    save(other, tmp_path)
+    save_policy(other, tmp_path)
     pointers = [parameter.data_ptr() for parameter in policy.model.parameters()]
     load_into(policy, tmp_path)
     assert fingerprint(policy.model) == fingerprint(other.model)
@@ -192,13 +202,13 @@ def test_weights_are_replaced_in_place(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_configuration_names_the_first_difference(tmp_path: Path) -> None:
     policy = made()
-    save(
+    save_policy(
         made(Qwen3Config(**{**SIZES, "hidden_size": 64}, head_dim=8, tie_word_embeddings=True)),
         tmp_path,
     )
     with pytest.raises(ConfigError, match="another configuration: hidden_size: 32 here, 64 there"):
         load_into(policy, tmp_path)
-    save(made(GPT2), tmp_path / "other")
+    save_policy(made(GPT2), tmp_path / "other")
     with pytest.raises(ConfigError, match="model_type: 'qwen3' here, 'gpt2' there"):
         load_into(policy, tmp_path / "other")
 
@@ -251,10 +261,10 @@ def _spoil(folder: Path, how: str) -> None:
 def test_a_folder_that_is_not_whole(
     how: str, kind: type[Exception], says: str, tmp_path: Path
 ) -> None:
-    save(made(), tmp_path)
+    save_policy(made(), tmp_path)
     _spoil(tmp_path, how)
     with pytest.raises(kind, match=says):
-        load(tmp_path, device="cpu")
+        load_policy(tmp_path, device="cpu")
 
 
 def test_a_tokenizer_that_is_larger_than_the_model(tmp_path: Path) -> None:
@@ -268,7 +278,7 @@ def test_a_tokenizer_that_is_larger_than_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["/no/such/folder", "maker/not-downloaded"])
 def test_what_is_not_there(name: str) -> None:
     with pytest.raises(ConfigError, match=f"found no folder '{name}'"):
-        load(name)
+        load_policy(name)
 
 
 def test_a_fingerprint_sees_one_bit_and_the_order_of_rows() -> None:

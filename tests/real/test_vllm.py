@@ -21,7 +21,7 @@ from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync.layout import source, sources
-from ramify.models.load import load, save
+from ramify.models.load import load_policy, save_policy
 from ramify.train.backends.lora import attach, merged, unmerged
 from ramify.types.message import Message
 
@@ -43,7 +43,7 @@ def test_weights_through_vllms_own_routes(
 ) -> None:
     for name, value in OPTIONS.items():
         monkeypatch.setenv(name, value)
-    policy = load(TINY)
+    policy = load_policy(TINY)
     spec = InferenceSpec(
         engine="vllm",
         command=(VLLM, "serve"),
@@ -60,7 +60,7 @@ def test_weights_through_vllms_own_routes(
 
     async def run() -> None:
         engines, local = HttpEngines(policy, spec, name="vllm:tiny"), LocalClient(policy)
-        await engines.start(tmp_path, lambda folder: save(policy, folder))
+        await engines.start(tmp_path, lambda folder: save_policy(policy, folder))
         try:
             for version in (0, 1, 2):
                 if version:
@@ -101,7 +101,7 @@ def test_adapters_are_added_up_inside_vllm(tmp_path: Path, monkeypatch: pytest.M
     """Also where vLLM has fused a matrix that has one with others that have none."""
     for name, value in OPTIONS.items():
         monkeypatch.setenv(name, value)
-    serving, trained = load(TINY), load(TINY)
+    serving, trained = load_policy(TINY), load_policy(TINY)
     attach(trained.model, 2, 4.0, ("q_proj", "down_proj"))
     spec = InferenceSpec(
         engine="vllm",
@@ -116,7 +116,7 @@ def test_adapters_are_added_up_inside_vllm(tmp_path: Path, monkeypatch: pytest.M
 
     async def run() -> None:
         engines, local = HttpEngines(serving, spec, name="vllm:tiny"), LocalClient(serving)
-        await engines.start(tmp_path, lambda folder: save(serving, folder))
+        await engines.start(tmp_path, lambda folder: save_policy(serving, folder))
         before: list[float] = []
         try:
             for version in (1, 2, 3):

@@ -30,7 +30,7 @@ from ramify.tasks.programs.program_library import (
     library,
 )
 from ramify.tasks.programs.task import programs
-from ramify.tasks.programs.vocabulary import HINT, NO_PROGRAM, WORDS
+from ramify.tasks.programs.vocabulary import NO_PROGRAM, PROGRAM_HINT, PROGRAM_WORDS
 from ramify.tasks.validation import validate
 from ramify.types.message import Message
 
@@ -190,9 +190,9 @@ def test_a_rollout_through_the_engine_in_both_sandboxes() -> None:
 
 
 def test_one_token_a_word() -> None:
-    tokenizer = word_tokenizer(WORDS)
+    tokenizer = word_tokenizer(PROGRAM_WORDS)
     renderer = renderer_of(tokenizer)
-    text = "from ops import f10;50@w3@f10@5@w13@f0@2" + HINT + "use @w3@f12"
+    text = "from ops import f10;50@w3@f10@5@w13@f0@2" + PROGRAM_HINT + "use @w3@f12"
     ids = renderer.prompt([Message("user", text)])
     assert tokenizer.decode(ids) == f"<|u|>{text}<|a|>"
     assert [tokenizer.decode([id]) for id in ids[1:-1]] == [
@@ -204,7 +204,7 @@ def test_one_token_a_word() -> None:
         "@w13",
         "@f0",
         "@2",
-        HINT,
+        PROGRAM_HINT,
         "use ",
         "@w3",
         "@f12",
@@ -237,12 +237,12 @@ def test_half_of_the_demonstrations_follow_a_hint_and_half_of_those_a_wrong_one(
         demonstrate(item, ProgramDemonstratorHabits(), 0, BARE)
         for item in task.splits["train"][:400]
     ]
-    hinted = [each for each in found if HINT in each.messages[0].content]
+    hinted = [each for each in found if PROGRAM_HINT in each.messages[0].content]
     assert 0.42 < len(hinted) / len(found) < 0.58
     wrong = [each for each in hinted if len(each.messages) == 2]
     assert 0.4 < len(wrong) / len(hinted) < 0.6
     for each in hinted:
-        hint = each.messages[0].content.partition(HINT)[2].removeprefix("use ")
+        hint = each.messages[0].content.partition(PROGRAM_HINT)[2].removeprefix("use ")
         program = Program.read(each.messages[1].content)
         assert program is not None
         for rule in hint.partition("from")[0].split("@w")[1:]:

@@ -14,12 +14,12 @@ import pytest
 from ramify.errors import StoreError
 from ramify.inference.base import TINY
 from ramify.models import checksums
-from ramify.models.load import load, save
+from ramify.models.load import load_policy, save_policy
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state, verify
-from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
 from ramify.train.recipe import stored
 from ramify.train.training_loop import Schedule
+from tests.shown import train
 from tests.train.small import small, weights_of
 
 BASE = msgspec.structs.replace(small().policy, tokenizer=str(TINY))
@@ -141,7 +141,7 @@ def test_a_run_does_not_go_on_from_damaged_files(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=re.escape(f"{path} is damaged: its sha256")):
             train(run, out, resume=latest)
         flip(path)
-    train(run, out, resume=latest, say=lambda _: None)
+    train(run, out, resume=latest)
     assert all(bool((ended[name] == each).all()) for name, each in weights_of(out).items())
 
 
@@ -149,15 +149,15 @@ def test_a_saved_policy_is_compared_when_it_is_loaded(tmp_path: Path) -> None:
     train(small(warmup=None, rl=None), tmp_path, say=pytest.fail)
     for folder in (tmp_path / "policy", CheckpointStore(tmp_path).all()[-1] / "policy"):
         weights = folder / "model.safetensors"
-        policy = load(folder)
+        policy = load_policy(folder)
         flip(weights, at=-5)
         with pytest.raises(StoreError, match=re.escape(f"{weights} is damaged: its sha256")):
-            load(folder)
+            load_policy(folder)
         flip(weights, at=-5)
-        load(folder)
-    save(policy, tmp_path / "policy")  # what is saved over it has other files
+        load_policy(folder)
+    save_policy(policy, tmp_path / "policy")  # what is saved over it has other files
     assert not (tmp_path / "policy" / checksums.FILE).exists()
-    load(tmp_path / "policy")
+    load_policy(tmp_path / "policy")
 
 
 def test_checkpoints_of_before_there_were_checksums_are_gone_on_with(tmp_path: Path) -> None:

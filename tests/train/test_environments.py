@@ -15,7 +15,7 @@ import torch
 from ramify import RLM, ScriptedClient
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
-from ramify.models.load import load
+from ramify.models.load import load_policy
 from ramify.tasks.base import Item
 from ramify.tasks.text_env import env_task
 from ramify.train.backends.base import OptimizerSpec
@@ -23,10 +23,10 @@ from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import PolicySpec, SftSpec, TaskSpec
 from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.data.sft_data import write
-from ramify.train.execute import train
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
+from tests.shown import train
 from tests.train.small import SHAPE, small
 from tests.train.test_loop import read_rows
 
@@ -144,7 +144,7 @@ def test_an_environment_of_several_actions_is_trained_without_a_gold_answer(
     ]
     assert len(losses) == 2
     before, after = (
-        load(path / "policy").model.state_dict()
+        load_policy(path / "policy").model.state_dict()
         for path in CheckpointStore(tmp_path / "out").all()[-2:]
     )
     assert any(not torch.equal(before[name], after[name]) for name in before)

@@ -26,11 +26,11 @@ from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.train import group_records
 from ramify.train.config import EvaluateSpec, Run, TaskSpec
-from ramify.train.execute import train
-from ramify.train.metrics import StepMetrics, read
+from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
 from ramify.types.trajectory import Trajectory
+from tests.shown import train
 from tests.train.small import _even, _make, small, weights_of
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
@@ -102,7 +102,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same(out: Path, calm: Path) -> None:
     """Each group once, with the same outcome, and the same policy at the end."""
-    assert group_records.accounts(out).balanced
+    assert group_records.read_group_records(out).balanced
     ours, theirs = (
         [(each.step, each.number, each.outcome) for each in group_records.read(each)]
         for each in (out, calm)
@@ -123,13 +123,19 @@ def test_a_killed_engine_changes_nothing(calm: Path, tmp_path: Path) -> None:
             killed.append(measured.step)
             kill(os.getpid(), f"serve-policy {tmp_path}")
 
-    train(short(inference=InferenceSpec(probe_s=60.0)), tmp_path, listener=listen, say=said.append)
+    train(
+        short(inference=InferenceSpec(probe_s=60.0)),
+        tmp_path,
+        listener=listen,
+        say=said.append,
+        inform=lambda text: said.append(text) if "is back" in text else None,
+    )
     same(tmp_path, calm)
     assert len(said) == 2
     assert "and ended with status -9: " in said[0]
     assert said[0].endswith("no engine is left; it is started again")
     assert "an engine is back, with version" in said[1]
-    last = [each.values for each in read(tmp_path) if "rl_loss" in each.values][-1]
+    last = [each.values for each in read_metrics(tmp_path) if "rl_loss" in each.values][-1]
     assert (last["engines"], last["engines_lost"], last["engines_back"]) == (1, 1, 1)
 
 
@@ -150,7 +156,9 @@ def test_engines_that_sleep_while_the_trainer_learns_change_nothing_not_even_one
         say=said.append,
     )
     same(tmp_path, calm)
-    slept = ["sleep_s" in each.values for each in read(tmp_path) if "learn_s" in each.values]
+    slept = [
+        "sleep_s" in each.values for each in read_metrics(tmp_path) if "learn_s" in each.values
+    ]
     assert len(slept) > 4
     assert all(slept)
     assert len(said) == 1
@@ -236,9 +244,11 @@ def test_a_killed_supervisor_of_sessions_is_started_again(tmp_path: Path) -> Non
         listener=listen,
     )
     assert killed
-    assert group_records.accounts(tmp_path).outcomes.get("lost", 0) == 0
+    assert group_records.read_group_records(tmp_path).outcomes.get("lost", 0) == 0
     after = [
-        each.values for each in read(tmp_path) if each.step > killed[0] and "rl_loss" in each.values
+        each.values
+        for each in read_metrics(tmp_path)
+        if each.step > killed[0] and "rl_loss" in each.values
     ]
     assert len(after) == 3
     assert all(values["sampled_tokens"] > 0 for values in after)

@@ -10,7 +10,7 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.models.fingerprint import fingerprint
-from ramify.models.load import load
+from ramify.models.load import load_policy
 from ramify.train import group_records, metrics
 from ramify.train.checkpoint import find, read_state, verify
 from ramify.train.recipe import load_recipe, stored
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 def test_its_files_are_read(folder: Path) -> None:
     state = read_state(find(folder))
     assert (state.step, state.stage, state.version, state.score) == (11, 2, 5, 0.45)
-    rows = list(metrics.read(folder))
+    rows = list(metrics.read_metrics(folder))
     assert [row.stage for row in rows] == [
         "warmup",
         "warmup",
@@ -44,10 +44,10 @@ def test_its_files_are_read(folder: Path) -> None:
 
 def test_its_checkpoint_is_whole_and_its_policy_is_the_same(folder: Path) -> None:
     verify(find(folder))
-    policy = load(folder / "policy")
+    policy = load_policy(folder / "policy")
     assert policy.num_parameters == 17_408
     assert fingerprint(policy.model) == "b25d877261674ec3"
-    assert fingerprint(load(find(folder) / "policy").model) == "7af843570d5cebeb"
+    assert fingerprint(load_policy(find(folder) / "policy").model) == "7af843570d5cebeb"
 
 
 def test_its_configuration_has_the_names_of_today(folder: Path) -> None:

@@ -32,23 +32,23 @@ def stand(out: Path, **state: int | list[int]) -> None:
 
 def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not hold a run: give the folder .* --out"):
-        group_records.accounts(tmp_path)
+        group_records.read_group_records(tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    assert group_records.accounts(tmp_path).balanced
+    assert group_records.read_group_records(tmp_path).balanced
     group_records.write(tmp_path, [one(4), one(6, "silent")], 1)
     group_records.write(tmp_path, [], 2)
     group_records.write(tmp_path, [one(7), one(5, "lost")], 3)
     stand(tmp_path, step=3, first_item=4, next_item=10, pending=[8, 9])
-    found = group_records.accounts(tmp_path)
+    found = group_records.read_group_records(tmp_path)
     assert (found.outcomes, found.pending, found.balanced) == (
         {"learnt": 2, "silent": 1, "lost": 1},
         [8, 9],
         True,
     )
     group_records.write(tmp_path, [one(7)], 4)  # after the last checkpoint: it will come again
-    assert group_records.accounts(tmp_path).balanced
+    assert group_records.read_group_records(tmp_path).balanced
     stand(tmp_path, step=4, first_item=3, next_item=12, pending=[8, 10, 4])
-    found = group_records.accounts(tmp_path)
+    found = group_records.read_group_records(tmp_path)
     assert (found.duplicated, found.missing, found.balanced) == ([4, 7], [3, 9, 11], False)
 
 
@@ -98,5 +98,5 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(
     assert sorted(each.number for each in found) == list(range(30, 38))
     assert {each.number for each in found if each.step - steps[0] in (2, 3)} >= set(state.pending)
     assert all(each.version is not None and len(each.rollouts) == 2 for each in found)
-    ended = group_records.accounts(tmp_path)
+    ended = group_records.read_group_records(tmp_path)
     assert (ended.balanced, ended.pending, sum(ended.outcomes.values())) == (True, [], 8)

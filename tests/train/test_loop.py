@@ -17,7 +17,7 @@ import torch
 from ramify.clients.base import Request, Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.local.local_client import LocalClient
-from ramify.models.load import SamplingDefaults, load
+from ramify.models.load import SamplingDefaults, load_policy
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.train.advantages.sft import SFT
@@ -27,15 +27,15 @@ from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import PolicySpec, SftSpec, TaskSpec
 from ramify.train.data.pack import pack
 from ramify.train.data.sft_data import read as read_trajectories
-from ramify.train.execute import train
 from ramify.train.guards import TrainingGuard
 from ramify.train.losses.loss import LossSpec
-from ramify.train.metrics import StepMetrics, read
+from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.stages import FixedDataStage, Minibatch, StepData
 from ramify.train.training_loop import Schedule, TrainingLoop
 from ramify.types.message import Message
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Trajectory
+from tests.shown import train
 from tests.train.backends.small import policy, tree
 from tests.train.small import Unpublished, _even, _make, not_evaluated, small, weights_of
 
@@ -85,11 +85,11 @@ def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> Non
             with pytest.raises(Killed):
                 train(run, broken, resume=broken, listener=listener)
     assert same(whole, broken)
-    assert [(row.step, row.stage) for row in read(whole)] == [
-        (row.step, row.stage) for row in read(broken)
+    assert [(row.step, row.stage) for row in read_metrics(whole)] == [
+        (row.step, row.stage) for row in read_metrics(broken)
     ]
     steady = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward")
-    for ours, theirs in zip(read(whole), read(broken), strict=True):
+    for ours, theirs in zip(read_metrics(whole), read_metrics(broken), strict=True):
         assert {k: ours.values.get(k) for k in steady} == {k: theirs.values.get(k) for k in steady}
 
 
@@ -123,7 +123,7 @@ def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(
         last,
     ]
     assert CheckpointStore(tmp_path).latest() == folder / f"step-{last - 2:06d}"
-    assert max(each.step for each in read(tmp_path)) == last - 1
+    assert max(each.step for each in read_metrics(tmp_path)) == last - 1
     assert len([*(tmp_path / "rollouts").iterdir()]) == 2
     train(run, tmp_path, resume=tmp_path, say=pytest.fail)
     assert all(torch.equal(ended[name], each) for name, each in weights_of(tmp_path).items())
@@ -171,7 +171,7 @@ def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
         schedule=Schedule(evaluate_every=2, checkpoint_every=1, keep_last=9),
     )
     state = train(run, tmp_path, say=said.append)
-    shown = [each.values for each in read(tmp_path) if "validation/failed" in each.values]
+    shown = [each.values for each in read_metrics(tmp_path) if "validation/failed" in each.values]
     assert [(each.get("validation/reward"), each["validation/failed"]) for each in shown] == [
         (0.5, 0),
         (None, 2),
@@ -221,7 +221,7 @@ def test_a_trained_policy_is_asked_at_temperature_0_unless_a_request_says_otherw
     says so, too."""
     train(small(warmup=None), tmp_path)
     for folder in (tmp_path, *tmp_path.glob("checkpoints/step-*")):
-        policy = load(folder / "policy")
+        policy = load_policy(folder / "policy")
         assert policy.defaults == SamplingDefaults(temperature=0.0)
     client = LocalClient(policy, slots=1)
     try:
@@ -237,7 +237,7 @@ def test_a_trained_policy_is_asked_at_temperature_0_unless_a_request_says_otherw
 
 
 def read_rows(out: Path, stage: str) -> list[StepMetrics]:
-    return [row for row in read(out) if row.stage == stage]
+    return [row for row in read_metrics(out) if row.stage == stage]
 
 
 def test_what_is_written_down(tmp_path: Path) -> None:
@@ -336,7 +336,6 @@ def test_dynamic_sampling_takes_further_items(tmp_path: Path) -> None:
     state = train(
         msgspec.structs.replace(run, rl=msgspec.structs.replace(rl, sample=sample)),
         tmp_path,
-        say=lambda _: None,
     )
     assert read_rows(tmp_path, "rl")[0].values["items"] == 5
     assert state.next_item == 30 + 5
@@ -424,7 +423,7 @@ def test_what_one_part_of_a_step_has_and_another_has_not_is_measured_over_those_
     trained = SingleBackend(policy(), compute=ComputeSpec(precision="fp32"))
     loop = TrainingLoop(tmp_path, [InParts(parts)], lambda _: trained, Unpublished(), not_evaluated)
     asyncio.run(loop.run())
-    values = next(row.values for row in read(tmp_path) if "learn_s" in row.values)
+    values = next(row.values for row in read_metrics(tmp_path) if "learn_s" in row.values)
     assert {"kd_loss", "ce_loss", "teacher_gap"} <= apart[order.index(1)].keys() - apart[
         order.index(0)
     ].keys()

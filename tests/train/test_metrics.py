@@ -17,11 +17,12 @@ from ramify.train.metrics import (
     cut,
     of_rollouts,
     passes,
-    read,
+    read_metrics,
     staleness,
 )
 from ramify.types.message import VersionSpan
 from ramify.types.trajectory import Stop
+from tests.shown import heard
 from tests.train import trees
 
 
@@ -31,7 +32,7 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     metrics.write(1, "sft", 0.51239, {"loss": 1 / 3})
     metrics.write(2, "rl", 2, {"reward": 1, "loss": float("nan")})
     metrics.close()
-    first, second = read(tmp_path)
+    first, second = read_metrics(tmp_path)
     assert first == StepMetrics(1, "sft", 0.512, {"loss": 0.3333333}) == heard[0]
     assert (second.step, second.stage, second.values) == (2, "rl", {"reward": 1})
 
@@ -41,7 +42,7 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     with (tmp_path / FILE).open("ab") as file:
         file.write(b'{"step": 2, "sta')
     MetricsFile(tmp_path).write(3, "rl", 3, {"a": 3})
-    assert [each.step for each in read(tmp_path)] == [1, 3]
+    assert [each.step for each in read_metrics(tmp_path)] == [1, 3]
 
 
 def test_resume_drops_what_will_be_measured_again(tmp_path: Path) -> None:
@@ -50,8 +51,8 @@ def test_resume_drops_what_will_be_measured_again(tmp_path: Path) -> None:
         metrics.write(step, "rl", step, {})
     metrics.close()
     cut(tmp_path, 2)
-    assert [each.step for each in read(tmp_path)] == [1, 2]
-    assert list(read(tmp_path / "nowhere")) == []
+    assert [each.step for each in read_metrics(tmp_path)] == [1, 2]
+    assert list(read_metrics(tmp_path / "nowhere")) == []
 
 
 def test_what_rollouts_came_to() -> None:
@@ -86,18 +87,15 @@ def test_an_attempt_that_failed_is_no_attempt_of_an_evaluation() -> None:
     assert passes(groups, {}) == {2: 1.0}
     said: list[str] = []
     items = [Item("?", "7", kind=kind) for kind in "aab"]
-    assert report("test", items, groups, {}, max_failed=0.5, say=said.append) == {
-        "test/reward": pytest.approx(1 / 3),
-        "test/a": pytest.approx(1 / 3),
-        "test/pass@2": 1.0,
-        "test/failed": 3.0,
-    }
-    assert report("test", items, groups, {}, max_failed=0.49, say=said.append) == {
-        "test/failed": 3.0
-    }
-    assert report("test", items[:1], groups[2:], {}, max_failed=1.0, say=said.append) == {
-        "test/failed": 2.0
-    }
+    with heard(said.append):
+        assert report("test", items, groups, {}, max_failed=0.5) == {
+            "test/reward": pytest.approx(1 / 3),
+            "test/a": pytest.approx(1 / 3),
+            "test/pass@2": 1.0,
+            "test/failed": 3.0,
+        }
+        assert report("test", items, groups, {}, max_failed=0.49) == {"test/failed": 3.0}
+        assert report("test", items[:1], groups[2:], {}, max_failed=1.0) == {"test/failed": 2.0}
     ours = "attempts failed for reasons outside the policy"
     assert said == [
         f"test: 3 of 6 {ours} and are left out of the score; the first: no session could be had",
@@ -106,7 +104,8 @@ def test_an_attempt_that_failed_is_no_attempt_of_an_evaluation() -> None:
         "be had",
         f"test: all 2 {ours}: this evaluation has no score; the first: no session could be had",
     ]
-    report("test", items[:1], groups[:1], {}, max_failed=0.0, say=pytest.fail)
+    with heard(pytest.fail):
+        report("test", items[:1], groups[:1], {}, max_failed=0.0)
 
 
 def test_staleness_is_told_by_token() -> None:

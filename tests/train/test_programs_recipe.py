@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from ramify.train.execute import train
-from ramify.train.metrics import read
+from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -51,12 +51,12 @@ def benchmark() -> ModuleType:
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The result of two steps of outcome reward, from scratch."""
     out = tmp_path_factory.mktemp("programs") / "out"
-    train(load_recipe(ROOT / "recipes/programs.py", SHORT), out, say=lambda _: None)
+    train(load_recipe(ROOT / "recipes/programs.py", SHORT), out)
     return out
 
 
 def test_from_nothing_by_outcome(begun: Path) -> None:
-    rows = list(read(begun))
+    rows = list(read_metrics(begun))
     assert {row.stage for row in rows} - {"best"} == {"sft", "first", "rl", "last"}
     assert sum(row.values.get("failed_rollouts", 0) for row in rows) == 0
     last = rows[-1].values
@@ -74,8 +74,12 @@ def test_arms_differ_by_overrides_alone(
 ) -> None:
     short = [each for each in SHORT if not each.startswith(("sft", "policy"))]
     given = ["sft=null", f"policy.path={begun}/policy", *benchmark.ARMS[arm].overrides, *short]
-    train(load_recipe(ROOT / benchmark.ARMS[arm].recipe, given), tmp_path, say=lambda _: None)
-    steps = [row.values for row in read(tmp_path) if row.stage == "rl" and "learn_s" in row.values]
+    train(load_recipe(ROOT / benchmark.ARMS[arm].recipe, given), tmp_path)
+    steps = [
+        row.values
+        for row in read_metrics(tmp_path)
+        if row.stage == "rl" and "learn_s" in row.values
+    ]
     assert len(steps) == 2
     assert any(name.startswith("process/" if arm == "process" else "teacher/") for name in steps[0])
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ramify.models.load import load, save
+from ramify.models.load import load_policy, save_policy
 from ramify.train.assemble import RunParts
 from ramify.train.execute import train
-from ramify.train.metrics import read
+from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_recipe
 from tests.train.small import SHAPE, small
 
@@ -37,24 +37,24 @@ SHORT = (
 @pytest.mark.parametrize("name", ["tiny", "tiny_recursive"])
 def test_from_nothing_to_a_policy(name: str, tmp_path: Path) -> None:
     run = load_recipe(ROOT / f"recipes/{name}.py", SHORT)
-    state = train(run, tmp_path, say=lambda _: None)
-    rows = list(read(tmp_path))
+    state = train(run, tmp_path)
+    rows = list(read_metrics(tmp_path))
     assert state.step == rows[-1].step
     assert {row.stage for row in rows} - {"best"} == {"warmup", "sft", "first", "rl", "last"}
     assert sum(row.values.get("failed_rollouts", 0) for row in rows) == 0
-    assert load(tmp_path / "policy").num_parameters > 400_000
+    assert load_policy(tmp_path / "policy").num_parameters > 400_000
     if name == "tiny_recursive":
         assert run.task.options == {"multi": 1.0, "long": 0.05}
 
 
 @pytest.mark.slow
 def test_the_loop_in_one_file(tmp_path: Path) -> None:
-    made = RunParts(small(), print)
+    made = RunParts(small())
     asyncio.run(made.client.close())
-    save(made.policy, tmp_path / "policy")
+    save_policy(made.policy, tmp_path / "policy")
     command = [sys.executable, "recipes/rl_loop.py", str(tmp_path / "policy"), "1", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("step 0: ")
-    assert load(tmp_path / "policy-rl").config.hidden_size == SHAPE["hidden_size"]
+    assert load_policy(tmp_path / "policy-rl").config.hidden_size == SHAPE["hidden_size"]

@@ -21,8 +21,7 @@ from ramify.train.cpu_seconds import write as write_processors
 from ramify.train.group_records import GroupRecord
 from ramify.train.group_records import read as read_groups
 from ramify.train.group_records import write as write_groups
-from ramify.train.metrics import MetricsFile, StepMetrics
-from ramify.train.metrics import read as read_metrics
+from ramify.train.metrics import MetricsFile, StepMetrics, read_metrics
 from ramify.viewer.picture import changes, picture
 from ramify.viewer.run_kinds import LocatedRun
 from ramify.viewer.run_library import RunLibrary

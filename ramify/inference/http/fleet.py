@@ -38,8 +38,10 @@ from ramify.inference.http.engine_server import EngineServer, SampledIds
 from ramify.inference.http.inference_spec import ENGINES, InferenceSpec
 from ramify.inference.http.membership import EngineMembership
 from ramify.inference.http.server_checks import check, until_up
+from ramify.logging import RoomLogger
 from ramify.models.load import Policy
 
+_log = RoomLogger("inference")
 Launch = Callable[[InferenceSpec, int, Path, str, int, Path], EngineHandle]
 """Function that starts an engine: (spec, index, checkpoint, dtype, window, log file) -> its
 handle."""
@@ -55,13 +57,10 @@ class EnginesDropped(Exception):
 class EngineFleet:
     """All engine servers of a run. Belongs to one event loop."""
 
-    def __init__(
-        self, policy: Policy, spec: InferenceSpec, name: str, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, policy: Policy, spec: InferenceSpec, name: str) -> None:
         """Ports are checked here, before anything is started. ``name`` appears in errors."""
         self.spec = spec
         self._name = name
-        self._say = say
         self._vocabulary: int = policy.config.vocab_size
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._window = policy.window
@@ -76,7 +75,7 @@ class EngineFleet:
         """URL -> number of requests in flight there."""
         self.trees: OrderedDict[Hashable, EngineServer] = OrderedDict()
         """Tree -> the server on which it began."""
-        self.membership = EngineMembership(spec.restarts, self._bring, say)
+        self.membership = EngineMembership(spec.restarts, self._bring)
         self._asleep: dict[str, list[str]] = {}
         """URL -> those of ``TAGS`` that sleep there."""
         self._older: set[str] = set()
@@ -344,7 +343,13 @@ class EngineFleet:
             else f"waiting for it for at most {self.spec.return_s:g} s"
         )
         back = back if self.listed is None else "the run brings it back"
-        self._say(f"{why}; {left}{f'; {back}' if is_expected else ''}")
+        _log.warning(
+            "restart" if is_expected and process is not None else "engine_lost",
+            f"{why}; {left}{f'; {back}' if is_expected else ''}",
+            shown=True,
+            engine=server.url,
+            left=num,
+        )
         await server.close()
 
     async def _bring(self, url: str) -> EngineServer:
@@ -356,7 +361,12 @@ class EngineFleet:
         if process is not None:
             await process.restart()
             if process.url not in self._processes:
-                self._say(f"the engine of {url} was started again at {process.url}")
+                _log.info(
+                    "engine_moved",
+                    f"the engine of {url} was started again at {process.url}",
+                    shown=True,
+                    engine=process.url,
+                )
             self._processes[process.url], url = process, process.url
         server = self._server(url)
         try:

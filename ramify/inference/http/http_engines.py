@@ -47,9 +47,7 @@ T = TypeVar("T")
 class HttpEngines:
     """Client of one or more engine servers. Belongs to one event loop; call ``start`` first."""
 
-    def __init__(
-        self, policy: Policy, spec: InferenceSpec, *, name: str, say: Callable[[str], None] = print
-    ) -> None:
+    def __init__(self, policy: Policy, spec: InferenceSpec, *, name: str) -> None:
         """``policy`` defines what the engines must serve, and its renderer writes the ids. Ports,
         weight sync and spec are checked here, before anything is started; raises ConfigError."""
         self.name = name
@@ -57,8 +55,8 @@ class HttpEngines:
         self.price: Price | None = Price(0.0, 0.0)
         self.scaffold = "tiny" if policy.renderer.name == "tiny" else None
         self._policy = policy
-        self._fleet = EngineFleet(policy, spec, name, say)
-        self._sync = EngineWeightSync(self._fleet, _weight_sync(spec, policy), policy.version, say)
+        self._fleet = EngineFleet(policy, spec, name)
+        self._sync = EngineWeightSync(self._fleet, _weight_sync(spec, policy), policy.version)
 
     @property
     def version(self) -> int:

@@ -19,6 +19,9 @@ from collections.abc import Awaitable, Callable
 
 from ramify.errors import RamifyError
 from ramify.inference.http.engine_server import EngineServer
+from ramify.logging import RoomLogger
+
+_log = RoomLogger("inference")
 
 
 class EngineMembership:
@@ -28,14 +31,12 @@ class EngineMembership:
         self,
         restarts: int,
         bring: Callable[[str], Awaitable[EngineServer]],
-        say: Callable[[str], None],
     ) -> None:
         """``restarts``: how often one engine may be lost without having taken a new version in
         between. ``bring`` returns the engine at an address once it answers and fits; it raises
         RamifyError if that does not happen in time."""
         self._restarts = restarts
         self._bring = bring
-        self._say = say
         self.on_return: Callable[[], Awaitable[None]] | None = None
         """Gives the newest weights to ready engines; it handles its own errors."""
         self.ready: list[EngineServer] = []
@@ -132,6 +133,11 @@ class EngineMembership:
             except RamifyError as error:
                 self.reasons.append(f"{url} did not come back: {error}")
                 is_last = not self._may_try(url)
-                self._say(f"{self.reasons[-1]}; it is {'given up' if is_last else 'tried again'}")
+                _log.warning(
+                    "engine_lost" if is_last else "restart",
+                    f"{self.reasons[-1]}; it is {'given up' if is_last else 'tried again'}",
+                    shown=True,
+                    engine=url,
+                )
                 if is_last:
                     raise

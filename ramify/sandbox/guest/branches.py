@@ -4,20 +4,19 @@ Decides when a session cannot fork, and what a branch gets: its own socket, outp
 memory buffers, and the random state of its origin. Not here: whether a process may be created. The
 kernel and the host decide that.
 
-In the jail, both processes get these from the host after the fork (``take_wire``), each its own,
-and the inherited ones are no longer connected. So code that runs around a fork cannot keep what
-belongs to the other process. Without a jail, those of the branch arrive with the request.
+In the jail, both processes get these from the host after the fork (``ApartFork.take_wire``), each
+its own; all inherited descriptors are closed before that. No hook runs around the fork. Without a
+jail, those of the branch arrive with the request.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import select
-import socket
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from .channel import GuestChannel
 from .notebook import GuestNotebook
@@ -27,33 +26,39 @@ with contextlib.suppress(ImportError):
     import resource
 
 _os_fork: Any = getattr(os, "fork", None)
-_getpid, _close, _dup2, _waitpid, _closerange = (
-    os.getpid,
-    os.close,
-    os.dup2,
-    os.waitpid,
-    os.closerange,
-)
+_getpid, _close, _dup2, _waitpid = os.getpid, os.close, os.dup2, os.waitpid
 """Saved before any cell has run."""
+_EPERM = 1
+
+
+class ApartFork(NamedTuple):
+    """How a process of the jail forks."""
+
+    fork: Callable[[], int]
+    take_wire: Callable[..., None]
+    """Closes all descriptors and gets those of a connection that only this process has, under given
+    numbers: socket, output, shared buffers."""
+    settle: Callable[[], None]
+    """Called in the branch."""
 
 
 class GuestBranches:
     """The branches of one session."""
 
-    __slots__ = ("_channel", "_notebook", "_pids", "_spool", "_take_wire")
+    __slots__ = ("_apart", "_channel", "_notebook", "_pids", "_spool")
 
     def __init__(
         self,
         channel: GuestChannel,
         spool: FileOutputSpool | MemoryOutputSpool,
         notebook: GuestNotebook,
-        take_wire: Any = None,
+        apart: ApartFork | None = None,
     ) -> None:
         self._channel = channel
         self._spool = spool
         self._notebook = notebook
         self._pids: list[int] = []
-        self._take_wire = take_wire
+        self._apart = apart
 
     def fork(self, id: int) -> None:
         """Continue in two processes from here. The branch gets its own socket and output file, and
@@ -61,31 +66,64 @@ class GuestBranches:
         descriptors."""
         fds = self._channel.take_fds()
         reason, pid = self._cannot_fork(fds), -1
-        random_state = _random_state()
         if reason is None:
             try:
-                pid = _os_fork()
+                pid = self._fork(fds) if self._apart is None else self._fork_apart(self._apart)
             except OSError as error:
                 reason = f"no process for a branch: {error.strerror}"
-            if self._take_wire is not None:
-                fds = self._take_descriptors(pid)
         if not pid:
-            with contextlib.suppress(Exception):
-                random_state and random_state[0].setstate(random_state[1])
-            self._become_branch(*fds)
-            return
-        if self._take_wire is None:
-            for fd in fds:
-                _close(fd)
-        elif fds:
-            self._move(*fds)
-        if reason is None:
-            self._pids.append(pid)
+            self._channel.pid = _getpid()
+            self._pids = []
+            os.setsid()
+            self._channel.send({"op": "hello", "pid": self._channel.pid})
+        elif reason is None:
             self._channel.send({"op": "ok", "id": id})
         else:
             self._channel.send(
                 {"op": "failed", "id": id, "kind": "SandboxError", "message": reason}
             )
+
+    def _fork(self, fds: list[int]) -> int:
+        random_state = _random_state()
+        pid: int = _os_fork()
+        if pid:
+            self._pids.append(pid)
+            for fd in fds:
+                _close(fd)
+            return pid
+        with contextlib.suppress(Exception):
+            random_state and random_state[0].setstate(random_state[1])
+        self._move(*fds)
+        return 0
+
+    def _fork_apart(self, apart: ApartFork) -> int:
+        try:
+            pid = apart.fork()
+        except OSError as error:
+            if error.errno != _EPERM:  # the host allowed it: the old socket is closed
+                self._take_wire(apart)
+            raise
+        self._take_wire(apart)
+        if not pid:
+            apart.settle()
+        return pid
+
+    def _take_wire(self, apart: ApartFork) -> None:
+        """Get a socket, an output file and shared buffers for this process alone."""
+        assert isinstance(self._spool, FileOutputSpool)
+        buffers = self._channel.shared_buffers
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # The guest's descriptors have numbers above the limit for the cell's code.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        try:
+            apart.take_wire(
+                self._channel.write_fd, self._spool.fd, *([buffers.fd] if buffers else ())
+            )
+        except OSError:
+            os._exit(71)  # the old socket is not connected any more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        self._spool.at = 0
+        self._channel.renew()
 
     def _cannot_fork(self, fds: list[int]) -> str | None:
         assert isinstance(self._spool, FileOutputSpool)
@@ -107,35 +145,9 @@ class GuestBranches:
                 f"files, pipes or sockets are open ({count}), which a branch would share: close "
                 "them first"
             )
-        num_expected = (
-            0 if self._take_wire is not None else 2 if self._channel.shared_buffers is None else 3
-        )
+        has_buffers = self._channel.shared_buffers is not None
+        num_expected = 0 if self._apart is not None else 3 if has_buffers else 2
         return None if len(fds) == num_expected else "no descriptor is free"
-
-    def _take_descriptors(self, pid: int) -> list[int]:
-        """Get a socket, an output file and shared buffers for this process alone. Returns an empty
-        list if the fork was refused; the old ones remain in use then."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        try:
-            wire = self._take_wire()
-        except OSError:
-            if pid >= 0:
-                os._exit(71)  # the socket that it inherited is not connected any more
-            return []
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        with socket.socket(fileno=wire) as end:
-            _, ancillary, _, _ = end.recvmsg(1, socket.CMSG_SPACE(2 * 4))
-            end.detach()
-        return [wire, *(fd for _, _, packed in ancillary for fd in array.array("i", packed))]
-
-    def _become_branch(self, wire: int, spool: int, shared_buffers: int = -1) -> None:
-        self._channel.pid = _getpid()
-        self._pids = []
-        os.setsid()
-        self._move(wire, spool, shared_buffers)
-        self._channel.send({"op": "hello", "pid": self._channel.pid})
 
     def _move(self, wire: int, spool: int, shared_buffers: int = -1) -> None:
         """Use these descriptors from now on, under the numbers of the old ones."""
@@ -153,17 +165,6 @@ class GuestBranches:
         self._spool.at = 0
         self._spool.attach()
         self._channel.renew()
-        if self._take_wire is not None:
-            self._close_others(self._spool.fd)
-
-    def _close_others(self, spool: int) -> None:
-        """Close the descriptors that code opened during the fork: both processes would have
-        them."""
-        start = 3
-        for fd in sorted({*self._channel.descriptors(), spool}):
-            _closerange(start, fd)
-            start = fd + 1
-        _closerange(start, 1 << 20)
 
     def reap(self) -> None:
         """Reap branches that have ended."""

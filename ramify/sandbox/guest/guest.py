@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from .bounds import LimitError
-from .branches import GuestBranches
+from .branches import ApartFork, GuestBranches
 from .calls import HostCalls, HostError
 from .channel import GuestChannel
 from .inbox import FrameInbox
@@ -54,13 +54,13 @@ class Guest:
         memory_limits: tuple[int, int] | None = None,
         can_fork: bool = False,
         shared_buffers: Any = None,
-        take_wire: Any = None,
+        apart: ApartFork | None = None,
     ) -> None:
         """``memory_limits``: address space in bytes while a cell runs, and the slightly larger one
         for the guest itself, so that it can still report when a cell has used up all its memory.
         ``can_fork``: the connection is a socket over which the host can send the descriptors for a
         branch. ``shared_buffers``: a ``SharedMemoryBuffers``, if host and guest share one.
-        ``take_wire``: function that gets a new socket after a fork, if both processes need one."""
+        ``apart``: how to fork, if both processes need a new connection."""
         self.interrupts = GuestInterrupts()
         self._channel = GuestChannel(
             read_fd, write_fd, takes_fds=can_fork, shared_buffers=shared_buffers
@@ -68,7 +68,7 @@ class Guest:
         self.output = CellOutput(spool, self._channel, self.interrupts, max_output_bytes)
         self._memory = MemoryLimit(memory_limits)
         self.notebook = GuestNotebook(self.interrupts, self._memory, owns_process=owns_process)
-        self._branches = GuestBranches(self._channel, spool, self.notebook, take_wire)
+        self._branches = GuestBranches(self._channel, spool, self.notebook, apart)
         self._inbox = FrameInbox(
             self._channel, self.interrupts, self._branches.fork, ends_process=owns_process
         )

@@ -1,7 +1,7 @@
 """The interpreter state that cells share with the guest.
 
 Decides what is restored after each cell, so that no cell can break the next one or the guest, and
-how much memory a cell may use. Not here: the session's own names (see ``notebook.py``).
+how much memory a cell may use. Not here: the session's own names (see ``call_notebook.py``).
 """
 
 from __future__ import annotations

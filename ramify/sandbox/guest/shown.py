@@ -1,7 +1,7 @@
 """Values and errors as text for the author of a cell.
 
 Decides the maximum length of the text, and that a traceback shows the frames of the cell and of the
-code it called, but not the guest's. Not here: where the text goes (see ``notebook.py``).
+code it called, but not the guest's. Not here: where the text goes (see ``call_notebook.py``).
 """
 
 from __future__ import annotations

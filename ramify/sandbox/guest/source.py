@@ -2,7 +2,7 @@
 
 Decides how code that is in no file is named and where its lines are found, that a cell's last
 expression is its echo, and that modules to install are compiled once for all sessions of a process.
-Not here: running the code (see ``notebook.py``).
+Not here: running the code (see ``call_notebook.py``).
 """
 
 from __future__ import annotations

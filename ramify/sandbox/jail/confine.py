@@ -112,15 +112,12 @@ class JailConfinement:
         for number, value in self._limits:
             resource.setrlimit(number, value)
 
-    def finish(self, wire: int | None) -> None:
+    def finish(self, wire: int) -> None:
         """Last part: give up every right, and send the host the descriptor at which requests for
         processes arrive."""
         if self._drops:
             primitives.drop_capabilities()
         primitives.prctl(primitives.PR_SET_DUMPABLE, 0)
-        if wire is None:
-            self._filter.install(listener=False)
-            return
         listener = self._filter.install(listener=True)
         with socket.socket(fileno=wire) as end:
             end.sendmsg(

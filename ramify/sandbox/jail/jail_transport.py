@@ -10,8 +10,8 @@ import array
 import asyncio
 import contextlib
 import fcntl
+import functools
 import os
-import signal
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -19,11 +19,12 @@ from typing import Any
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.forkserver_channel import ForkServerChannel
-from ramify.sandbox.jail.notify import ForkRequestListener, children_of, parent_of, pid_of
+from ramify.sandbox.jail.notify import ForkRequestListener, kill_strays, pid_of
 from ramify.sandbox.process_transport import BranchTransport, ProcessTransport, SessionMemoryFiles
 from ramify.sandbox.transport import ReadBuffers
 
 _F_ADD_SEALS, _SEAL_WRITE = 1033, 0x8
+_LATER_S = 0.5
 
 
 class JailTransport(ProcessTransport):
@@ -130,8 +131,10 @@ class JailBranchTransport(BranchTransport):
         listener.hold()
 
     def is_proven(self, pid: int) -> bool:
-        """Accept only a child of the session that was asked to fork."""
-        return pid != self.origin and parent_of(pid) == self.origin and super().is_proven(pid)
+        """Accept only the process that has taken this branch's wire."""
+        assert self.listener is not None
+        self.on_exit(functools.partial(self.listener.branches.discard, pid))
+        return pid != self.origin and pid in self.listener.branches and super().is_proven(pid)
 
     async def prepare_branch(self) -> None:
         """Nothing to prepare: a branch's files are read-only from the start."""
@@ -160,7 +163,7 @@ class JailFork:
                                                         └─> branch asks: gets its wire, hello
     """
 
-    __slots__ = ("_branch", "_moved", "_new", "_origin", "_taker", "old", "pid")
+    __slots__ = ("_branch", "_is_begun", "_moved", "_new", "_origin", "old", "pid", "taker")
 
     def __init__(
         self, origin: JailTransport | JailBranchTransport, pid: int, moved: Callable[[], None]
@@ -168,7 +171,9 @@ class JailFork:
         self.pid = pid
         self._origin = origin
         self._moved = moved
-        self._taker = -1
+        self._is_begun = False
+        self.taker = -1
+        """The process that has taken the branch's wire."""
         self.old: list[SessionMemoryFiles] = []
         """The files that both processes inherited."""
         self._branch = origin.branch_ends()
@@ -189,25 +194,23 @@ class JailFork:
     def begin(self) -> None:
         """Close the old stream: data on the wire that both processes inherit is ignored from now
         on."""
-        stream = self._origin.stream
-        stream.drain()
-        stream.close()
-        for host_end, _, files in (self._branch, self._new):
-            host_end.sendmsg(
-                [b"\0"],
-                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files.descriptors()))],
-            )
+        if not self._is_begun:
+            self._is_begun = True
+            self._origin.stream.drain()
+            self._origin.stream.close()
 
-    def wire_for(self, pid: int) -> int:
-        if pid == self.pid:
-            return self._new[1].fileno()
-        return self._branch[1].fileno() if self._taker < 0 else -1
+    def wire_for(self, pid: int) -> tuple[int, ...] | None:
+        if pid != self.pid and self.taker >= 0:
+            return None
+        _, end, files = self._new if pid == self.pid else self._branch
+        return None if end.fileno() < 0 else (end.fileno(), *files.descriptors())
 
     def took(self, pid: int) -> None:
         if pid != self.pid:
-            self._taker = pid
+            self.taker = pid
             self._branch[1].close()  # otherwise the end of its stream would not show
         elif not self.old:
+            self._new[1].close()
             self.old.append(self._origin.move(self._new[0], self._new[2]))
             self._moved()
 
@@ -287,13 +290,11 @@ def end_branch(origin: JailTransport | JailBranchTransport, transport: BranchTra
     assert isinstance(transport, JailBranchTransport)
     was_used = not origin.listener.withdraw(transport.origin)
     if was_used and transport.pidfd < 0:
-        for pid in children_of(transport.origin):
-            if pid not in origin.listener.branches:
-                _kill(pid)
-    elif transport.pidfd >= 0:
-        origin.listener.branches.add(transport.pid)
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGKILL)
+        if fork is not None:
+            origin.listener.branches.discard(fork.taker)
+        kill = functools.partial(kill_strays, transport.origin, origin.listener.branches)
+        kill()
+        asyncio.get_running_loop().call_later(_LATER_S, kill)  # one that was just being created
+    elif transport.pidfd >= 0 and not transport.has_ended:
+        with contextlib.suppress(SandboxError):
+            origin.channel.send({"op": "adopt", "pid": transport.pid})

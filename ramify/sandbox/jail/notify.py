@@ -3,9 +3,12 @@ host itself has requested a fork.
 
 A grant is used up by one request, from the right process while it has one thread. All sessions of a
 fork tree send their requests to one listener, so each process has a separate grant. A system call
-filter cannot do this alone, since it cannot count. After a fork, both processes ask for a wire (a
-socket to the host), and the host puts it into the process that asked: nothing that both processes
-share could give it to only one of them.
+filter cannot do this alone, since it cannot count.
+
+After the fork, both processes ask for a wire (a socket to the host, with new files) and are blocked
+until the answer. The host gives a wire only to a process that has one thread and no descriptor, and
+inserts all of them itself. If a signal interrupts the process meanwhile, the request is gone and
+nothing that was verified counts.
 
 The listener also handles aborts. A session may not send signals, not even to itself, so the host
 sends SIGABRT to the process that asks, and to no other. Not here: when a fork is granted (see
@@ -16,24 +19,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import fcntl
 import os
 import signal
-import struct
 from typing import Protocol
 
 from ramify.errors import SandboxError
+from ramify.sandbox.jail import primitives
+from ramify.sandbox.jail.primitives import CONTINUE, FORKS_APART, ListenerRequest
 
-_RECEIVE, _SEND, _ADD_FD = 0xC0502100, 0xC0182101, 0x40182103
-_TAKE_WIRE = (180, 42)
-"""On x86-64 and aarch64: the number of a removed system call, with which both processes of a fork
-ask for their wires."""
-_REQUEST_BYTES = 80
-_CONTINUE = 1
+# System call numbers on x86-64 and aarch64
+_CLONE, _TGKILL, _SETSID = (56, 220), (234, 131), (112, 157)
 _EPERM = 1
-_TGKILL = (234, 131)
-"""On x86-64 and aarch64; neither number creates processes."""
+_MOST_FILES = 264
+"""Descriptors of a session have numbers below this (see ``forkserver.set_limits``)."""
 _PATIENCE = 32
 """Number of refusals that are answered at once; each further one is delayed slightly longer, so
 that a session cannot keep the host busy."""
@@ -46,8 +44,8 @@ class GrantedFork(Protocol):
     def begin(self) -> None:
         """Called when the process is about to fork; it is blocked until this returns."""
 
-    def wire_for(self, pid: int) -> int:
-        """Return a descriptor of the wire for ``pid``, or -1 if it gets none."""
+    def wire_for(self, pid: int) -> tuple[int, ...] | None:
+        """Return socket, output and shared buffers for ``pid``, or None if it gets none."""
 
     def took(self, pid: int) -> None:
         """Called when ``pid`` has its wire."""
@@ -67,14 +65,16 @@ class ForkRequestListener:
         self._refused = 0
         self._holders = 1
         self.branches: set[int] = set()
-        """Processes that were created with a grant."""
+        """Branches that have taken a wire and have not ended."""
         self._loop.add_reader(fd, self._readable)
 
     def grant_one(self, pid: int, fork: GrantedFork) -> None:
         """Allow process ``pid`` (as seen by the host) to create one process. Raises
         SandboxError."""
-        if not _can_add_fd(self._fd):
+        if not primitives.can_insert(self._fd):
             raise SandboxError("the session cannot be forked: that needs Linux 5.9 or later")
+        if session_of(pid) != pid:
+            raise SandboxError("the session cannot be forked: it has changed its runtime")
         self._granted.add(pid)
         self._forks[pid] = fork
 
@@ -96,62 +96,83 @@ class ForkRequestListener:
             self.close()
 
     def _readable(self) -> None:
-        request = bytearray(_REQUEST_BYTES)
         try:
-            fcntl.ioctl(self._fd, _RECEIVE, request)
+            request = primitives.receive_request(self._fd)
         except OSError:
             if not _is_alive(self._fd):
                 self._stop_reading()
             return
-        id, pid, _, number = struct.unpack_from("<QIIi", request)
-        if number in _TAKE_WIRE:
-            self._hand_over(id, pid)
-            return
-        if pid in self._granted and _has_one_thread(pid):
-            self._granted.discard(pid)
+        id, pid, number, _ = request
+        if primitives.asks_for_wire(request):
+            self._hand_over(request)
+        elif number in _SETSID and pid in self.branches:
+            self._answer(id, flags=CONTINUE)
+        elif self._is_granted(request):
             self._forks[pid].begin()
-            self._answer(id, 0, _CONTINUE)
-            return
-        answer = -_EPERM
-        if number in _TGKILL and pid:  # it waits for the answer, so its pid is still valid
+            if self._answer(id, flags=CONTINUE):  # or a signal came first, and it asks again
+                self._granted.discard(pid)
+        elif number in _TGKILL and pid:  # it waits for the answer, so its pid is still valid
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGABRT)
-                answer = 0
+            self._refuse(id, error=0)
+        else:
+            self._refuse(id)
+
+    def _is_granted(self, request: ListenerRequest) -> bool:
+        return (
+            request.pid in self._granted
+            and request.number in _CLONE
+            and request.arguments[0] & 0xFFFFFFFF in FORKS_APART
+            and has_one_thread(request.pid)
+        )
+
+    def _refuse(self, id: int, *, error: int = _EPERM) -> None:
         self._refused += 1
         if self._refused <= _PATIENCE:
-            self._answer(id, answer, 0)
-        else:
-            wait_s = min((self._refused - _PATIENCE) * 0.001, _SLOWEST_S)
-            self._loop.call_later(wait_s, self._answer, id, answer, 0)
+            self._answer(id, error=error)
+            return
+        wait_s = min((self._refused - _PATIENCE) * 0.001, _SLOWEST_S)
+        self._loop.call_later(wait_s, lambda: self._answer(id, error=error))
 
-    def _hand_over(self, id: int, pid: int) -> None:
-        """Put its wire into the process that asks."""
-        origin = pid if pid in self._forks else parent_of(pid)
+    def _hand_over(self, request: ListenerRequest) -> None:
+        """Insert its wire into the process that asks."""
+        pid = request.pid
+        origin = pid if pid in self._forks else session_of(pid)
         fork = self._forks.get(origin)
-        wire = -1
-        is_new = pid == origin or pid not in self.branches
-        if fork is not None and origin not in self._granted and is_new:
-            wire = fork.wire_for(pid)
-        if fork is None or wire < 0:
-            self._answer(id, -_EPERM, 0)
+        is_due = origin not in self._granted and (pid == origin or pid not in self.branches)
+        wire = fork.wire_for(pid) if fork is not None and is_due and has_one_thread(pid) else None
+        if fork is None or wire is None or not self._insert(request, wire):
+            self._refuse(request.id)
             return
-        try:
-            number = fcntl.ioctl(
-                self._fd, _ADD_FD, bytearray(struct.pack("<QIIII", id, 0, wire, 0, os.O_CLOEXEC))
-            )
-        except OSError as error:
-            self._answer(id, -(error.errno or _EPERM), 0)
-            return
-        if self._answer(id, 0, 0, number):  # or a signal came first, and it asks again
+        if pid != origin:
+            self.branches.add(pid)
+        if self._answer(request.id):
             fork.took(pid)
+        else:  # a signal came first, and it asks again
+            self.branches.discard(pid)
 
-    def _answer(self, id: int, error: int, flags: int, value: int = 0) -> bool:
+    def _insert(self, request: ListenerRequest, wire: tuple[int, ...]) -> bool:
+        """Replace all descriptors of the process that asks by ``wire`` and an empty standard input.
+        Returns False if it has others, or no longer waits."""
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fds: dict[int, int] = {}
+            if not has_no_descriptors(request.pid):
+                if _COUNTS_DESCRIPTORS:
+                    return False
+                fds = dict.fromkeys(range(_MOST_FILES), null)
+            fds |= {0: null, 1: wire[1], 2: wire[1]}
+            fds |= dict(zip(request.arguments, wire, strict=False))
+            primitives.insert(self._fd, request.id, fds)
+        except OSError:
+            return False
+        finally:
+            os.close(null)
+        return True
+
+    def _answer(self, id: int, *, error: int = 0, flags: int = 0) -> bool:
         """Return True if the process that asked has received the answer."""
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                fcntl.ioctl(self._fd, _SEND, struct.pack("<QqiI", id, value, error, flags))
-                return True
-        return False
+        return self._fd >= 0 and primitives.answer_request(self._fd, id, error=error, flags=flags)
 
     def _stop_reading(self) -> None:
         self._loop.remove_reader(self._fd)
@@ -163,15 +184,6 @@ class ForkRequestListener:
             self._fd = -1
 
 
-def _can_add_fd(fd: int) -> bool:
-    """Return True if this kernel (5.9 and later) can put descriptors into a process that asks."""
-    try:
-        fcntl.ioctl(fd, _ADD_FD, bytearray(struct.pack("<QIIII", 0, 0, fd, 0, 0)))
-    except OSError as error:
-        return error.errno == errno.ENOENT  # the call exists: it only found no such request
-    return True
-
-
 def _is_alive(fd: int) -> bool:
     """Return True if any process is left to which the filter applies."""
     import select
@@ -181,7 +193,15 @@ def _is_alive(fd: int) -> bool:
     return not any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
-def _has_one_thread(pid: int) -> bool:
+# ------------------------------------------------------------------------------------------------
+# the state of a process, as the kernel reports it
+
+_COUNTS_DESCRIPTORS = os.path.isdir("/proc/self/fd") and os.stat("/proc/self/fd").st_size > 0
+"""Linux 6.2 and later report the number of a process's descriptors to everybody. On others, every
+possible descriptor is replaced."""
+
+
+def has_one_thread(pid: int) -> bool:
     """Return True if ``pid`` has one thread: a second one could use the grant, or be lost in the
     branch."""
     try:
@@ -190,21 +210,37 @@ def _has_one_thread(pid: int) -> bool:
         return False
 
 
-def parent_of(pid: int) -> int:
-    """Return the parent of ``pid``, or -1 if there is no such process."""
+def has_no_descriptors(pid: int) -> bool:
+    """Return True if ``pid`` certainly has no open descriptor."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
+        return _COUNTS_DESCRIPTORS and os.stat(f"/proc/{pid}/fd").st_size == 0
     except OSError:
-        return -1
+        return False
 
 
-def children_of(pid: int) -> list[int]:
+def session_of(pid: int) -> int:
+    """Return the number of the process group session of ``pid``, or -1 if there is no such process.
+    It is the process that it was forked from, until it has become a branch."""
+    return int(_status(pid)[3])
+
+
+def _status(pid: int | str) -> list[bytes]:
+    """Return state, parent, group, session, … of a process; its name may be any bytes."""
     try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            return [int(word) for word in file.read().split()]
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()
     except OSError:
-        return []
+        return [b"X", b"-1", b"-1", b"-1"]
+
+
+def kill_strays(origin: int, known: set[int]) -> None:
+    """Kill the processes that ``origin`` has created and that are not in ``known``."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) not in {origin, *known}:
+            status = _status(entry)
+            if int(status[3]) == origin:
+                with contextlib.suppress(OSError):
+                    os.kill(int(entry), signal.SIGKILL)
 
 
 def pid_of(pidfd: int) -> int:

@@ -9,9 +9,14 @@ numbers below 400 differ between architectures, so those calls go through the C 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
+import signal
 import struct
+from collections.abc import Mapping
+from typing import NamedTuple
 
 NEWTIME, NEWNS, NEWCGROUP, NEWUTS = 0x80, 0x20000, 0x2000000, 0x4000000
 NEWIPC, NEWUSER, NEWPID, NEWNET = 0x8000000, 0x10000000, 0x20000000, 0x40000000
@@ -73,17 +78,123 @@ def set_host_name(name: str) -> None:
     checked(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
 
 
-_TAKE_WIRE = ctypes.c_long(_NFSSERVCTL.get(os.uname().machine, -1))
+# ------------------------------------------------------------------------------------------------
+# forking a session
+
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE_PARENT, _KEEP_TID = 0x8000, 0x01200000
+FORKS_APART = (_CLONE_PARENT | signal.SIGCHLD, _CLONE_PARENT | _KEEP_TID | signal.SIGCHLD)
+"""The flags that ``fork_apart`` passes to ``clone``."""
+_PR_GET_TID_ADDRESS = 40
+_EINTR = 4
+_closerange = os.closerange
+"""Saved before any cell has run."""
+_forking = ctypes.PyDLL(None, use_errno=True).syscall  # keeps the interpreter's lock
+_forking.restype = ctypes.c_long
 
 
-def take_wire() -> int:
-    """Get, after a fork, a socket to the host that only this process has; the host itself inserts
-    it."""
+def _tid_address() -> int:
+    """Return the place where the C library keeps this thread's id; 0 if the kernel does not say."""
+    place = ctypes.c_ulong()
+    asked = map(ctypes.c_ulong, (ctypes.addressof(place), 0, 0, 0))
+    return 0 if _libc.prctl(ctypes.c_int(_PR_GET_TID_ADDRESS), *asked) else place.value
+
+
+_machine = os.uname().machine
+_clone_arguments = tuple(
+    map(
+        ctypes.c_long,
+        (_CLONE.get(_machine, -1), FORKS_APART[bool(_tid_address())], 0, 0, *[_tid_address()] * 2),
+    )
+)
+
+
+def fork_apart() -> int:
+    """Fork without running any hook of Python or the C library. The new process is a child of this
+    process's parent, so neither of the two learns how the other ends. Only for a process with one
+    thread."""
     while True:
         try:
-            return checked(_syscall(_TAKE_WIRE), "take a new wire")
-        except InterruptedError:  # a signal arrived before the host's answer
-            continue
+            return checked(_forking(*_clone_arguments), "fork")
+        except OSError as error:
+            if error.errno != _EINTR:  # a signal arrived before the host's answer
+                raise
+
+
+def take_wire(*places: int) -> None:
+    """Get, after a fork, a connection to the host that only this process has. The host inserts the
+    descriptors itself, as numbers 0 to 2 and ``places`` (socket, output, shared buffers), and only
+    if this process has no others; so all are closed first."""
+    number = _NFSSERVCTL.get(_machine, -1)
+    while True:
+        try:
+            _closerange(0, 1 << 20)
+            syscall(number, *places, what="take a new wire")
+            return
+        except OSError as error:
+            if error.errno != _EINTR:  # a signal arrived before the host's answer
+                raise
+
+
+def end_with_parent() -> None:
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------------------
+# requests of confined processes, which a listener answers
+
+_RECEIVE, _SEND, _ADD_FD = 0xC0502100, 0xC0182101, 0x40182103
+_SET_NUMBER, CONTINUE = 1, 1
+_ENOENT = 2
+
+
+class ListenerRequest(NamedTuple):
+    """A system call that waits for the answer of a listener."""
+
+    id: int
+    pid: int
+    """As seen by the listener's owner; 0 if it does not see the process."""
+    number: int
+    arguments: tuple[int, ...]
+
+
+def asks_for_wire(request: ListenerRequest) -> bool:
+    return request.number == _NFSSERVCTL.get(_machine)
+
+
+def receive_request(listener: int) -> ListenerRequest:
+    """Return the next request. Raises OSError if there is none (any more)."""
+    data = bytearray(80)
+    fcntl.ioctl(listener, _RECEIVE, data)
+    id, pid, _, number, _, _, *arguments = struct.unpack("<QIIiIQ6Q", data)
+    return ListenerRequest(id, pid, number, tuple(arguments))
+
+
+def answer_request(
+    listener: int, id: int, *, error: int = 0, value: int = 0, flags: int = 0
+) -> bool:
+    """Answer a request. Returns False if its process no longer waits."""
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(listener, _SEND, struct.pack("<QqiI", id, value, -error, flags))
+        return True
+    return False
+
+
+def insert(listener: int, id: int, fds: Mapping[int, int]) -> None:
+    """Insert descriptors into the process that waits: number there -> descriptor here. Raises
+    OSError, also if the process no longer waits."""
+    for number, fd in fds.items():
+        request = struct.pack("<QIIII", id, _SET_NUMBER, fd, number, os.O_CLOEXEC)
+        fcntl.ioctl(listener, _ADD_FD, request)
+
+
+def can_insert(listener: int) -> bool:
+    """Return True if this kernel (5.9 and later) has ``insert``."""
+    try:
+        insert(listener, 0, {0: listener})
+    except OSError as error:
+        return error.errno == _ENOENT  # the call exists: it only found no such request
+    return True
 
 
 # ------------------------------------------------------------------------------------------------

@@ -33,12 +33,18 @@ MODULES = (
 )
 _WAIT_S = 30.0
 _REMEDIES = {
-    "A": "for tier A allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-    "kernel.apparmor_restrict_unprivileged_userns=0; docker: --security-opt seccomp=unconfined), "
-    "or run as root",
-    "B": "for tier B use a kernel with Landlock (Linux 5.13 or later, lsm=landlock,…)",
-    "C": "for tier C use a kernel with CONFIG_SECCOMP_FILTER on x86_64 or aarch64",
+    "as root": "give root the capability CAP_SYS_ADMIN (docker: --cap-add SYS_ADMIN) or run as an "
+    "ordinary user",
+    "user namespace": "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+    "kernel.apparmor_restrict_unprivileged_userns=0; docker: --security-opt seccomp=unconfined)",
+    "landlock": "use a kernel with Landlock (Linux 5.13 or later, lsm=landlock,…)",
+    "seccomp filter": "use a kernel with CONFIG_SECCOMP_FILTER",
+    "system calls": "use a machine of the architecture x86_64 or aarch64",
+    "(linux": "use that kernel or a later one, and allow the call (docker: --security-opt "
+    "seccomp=unconfined)",
 }
+"""Part of a reason -> what to do about it; the first that fits counts."""
+_OTHER_REMEDY = "allow what was refused (docker: --security-opt seccomp=unconfined)"
 
 
 class ProbedTier(msgspec.Struct, frozen=True):
@@ -135,8 +141,15 @@ def unreachable(tier_needed: str, missing: Mapping[str, str]) -> str:
     """Return the error message for a machine without tier ``asked``: what failed, and what to
     do."""
     tried = "; ".join(f"tier {tier}: {why}" for tier, why in missing.items() if tier <= tier_needed)
-    remedies = "; ".join(_REMEDIES[tier] for tier in missing if tier <= tier_needed)
+    remedies = "; ".join(
+        f"for tier {tier} {_remedy(why)}" for tier, why in missing.items() if tier <= tier_needed
+    )
     return (
         f"sandbox 'jail' does not reach tier {tier_needed} on this machine ({tried}): {remedies}; "
         "or accept less: allow_weaker=True (--allow-weaker)"
     )
+
+
+def _remedy(why: str) -> str:
+    fitting = (remedy for part, remedy in _REMEDIES.items() if part in why.lower())
+    return next(fitting, _OTHER_REMEDY)

@@ -26,20 +26,19 @@ _ANYWHERE = """
     close=3/57 close_range=436/436 copy_file_range=326/285 dup=32/23 dup2=33/- dup3=292/24 epoll_create=213/-
     epoll_create1=291/20 epoll_ctl=233/21 epoll_pwait=281/22 epoll_wait=232/- eventfd=284/- eventfd2=290/19
     exit=60/93 exit_group=231/94 fadvise64=221/223 fdatasync=75/83 fstat=5/80 fsync=74/82 ftruncate=77/46
-    futex=202/98 get_robust_list=274/100 getcpu=309/168 getegid=108/177 geteuid=107/175 getgid=104/176
-    getgroups=115/158 getitimer=36/102 getpeername=52/205 getpgid=121/155 getpgrp=111/- getpid=39/172
-    getppid=110/173 getrandom=318/278 getresgid=120/150 getresuid=118/148 getrlimit=97/163 getrusage=98/165
-    getsid=124/156 getsockname=51/204 getsockopt=55/209 gettid=186/178 gettimeofday=96/169 getuid=102/174 lseek=8/62
-    madvise=28/233 membarrier=324/283 mprotect=10/226 mremap=25/216 munmap=11/215 nanosleep=35/101 pause=34/-
-    pipe=22/- pipe2=293/59 poll=7/- ppoll=271/73 pread64=17/67 preadv=295/69 preadv2=327/286 pselect6=270/72
-    pwrite64=18/68 pwritev=296/70 pwritev2=328/287 read=0/63 readv=19/65 recvfrom=45/207 recvmsg=47/212
-    restart_syscall=219/128 rseq=334/293 rt_sigaction=13/134 rt_sigpending=127/136 rt_sigprocmask=14/135
-    rt_sigreturn=15/139 rt_sigsuspend=130/133 rt_sigtimedwait=128/137 sched_get_priority_max=146/125
-    sched_get_priority_min=147/126 sched_getaffinity=204/123 sched_getparam=143/121 sched_getscheduler=145/120
-    sched_yield=24/124 select=23/- sendmsg=46/211 sendto=44/206 set_robust_list=273/99 set_tid_address=218/96
-    setitimer=38/103 setsid=112/157 shutdown=48/210 sigaltstack=131/132 sysinfo=99/179 time=201/- timerfd_create=283/85
-    timerfd_gettime=287/87 timerfd_settime=286/86 times=100/153 umask=95/166 uname=63/160 wait4=61/260 waitid=247/95
-    write=1/64 writev=20/66
+    futex=202/98 getcpu=309/168 getegid=108/177 geteuid=107/175 getgid=104/176 getgroups=115/158
+    getitimer=36/102 getpeername=52/205 getpgrp=111/- getpid=39/172 getppid=110/173 getrandom=318/278
+    getresgid=120/150 getresuid=118/148 getrlimit=97/163 getrusage=98/165 getsockname=51/204 gettid=186/178
+    gettimeofday=96/169 getuid=102/174 lseek=8/62 madvise=28/233 membarrier=324/283 mprotect=10/226
+    mremap=25/216 munmap=11/215 nanosleep=35/101 pause=34/- pipe=22/- pipe2=293/59 poll=7/- ppoll=271/73
+    pread64=17/67 preadv=295/69 preadv2=327/286 pselect6=270/72 pwrite64=18/68 pwritev=296/70 pwritev2=328/287
+    read=0/63 readv=19/65 restart_syscall=219/128 rseq=334/293 rt_sigaction=13/134 rt_sigpending=127/136
+    rt_sigprocmask=14/135 rt_sigreturn=15/139 rt_sigsuspend=130/133 rt_sigtimedwait=128/137
+    sched_get_priority_max=146/125 sched_get_priority_min=147/126 sched_yield=24/124 select=23/-
+    set_robust_list=273/99 set_tid_address=218/96 setitimer=38/103 setsid=112/157 shutdown=48/210
+    sigaltstack=131/132 sysinfo=99/179 time=201/- timerfd_create=283/85 timerfd_gettime=287/87
+    timerfd_settime=286/86 times=100/153 umask=95/166 uname=63/160 wait4=61/260 waitid=247/95 write=1/64
+    writev=20/66
 """
 _WITH_PATHS = """
     access=21/- chdir=80/49 faccessat=269/48 faccessat2=439/439 fchdir=81/50 fstatfs=138/44 getcwd=79/17 getdents=78/-
@@ -52,8 +51,10 @@ _WITH_CHANGES = """
 """
 _OPENING = "open=2/- openat=257/56"
 _FILTERED = """
-    clone=56/220 clone3=435/435 fcntl=72/25 fork=57/- ioctl=16/29 mmap=9/222 nfsservctl=180/42 prctl=157/167
-    prlimit64=302/261 socketpair=53/199 tgkill=234/131
+    clone3=435/435 clone=56/220 fcntl=72/25 fork=57/- get_robust_list=274/100 getpgid=121/155 getsid=124/156
+    getsockopt=55/209 ioctl=16/29 mmap=9/222 nfsservctl=180/42 prctl=157/167 prlimit64=302/261 recvfrom=45/207
+    recvmsg=47/212 sched_getaffinity=204/123 sched_getparam=143/121 sched_getscheduler=145/120 sendmsg=46/211
+    sendto=44/206 socketpair=53/199 tgkill=234/131
 """
 
 _COLUMN = {"x86_64": 0, "aarch64": 1}
@@ -62,30 +63,47 @@ _SECCOMP = {"x86_64": 317, "aarch64": 277}
 _X32 = 0x40000000
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _GO, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x05, 0x54, 0x06
+_LONGEST_SKIP = 255
 Step = tuple[int, int, int, int]
 """One instruction: opcode, steps to skip if true, steps to skip if false, operand."""
 
 ALLOW, KILL, NOTIFY = 0x7FFF0000, 0x80000000, 0x7FC00000
-EPERM, ENOTTY, ENOSYS, EAFNOSUPPORT = (0x50000 | number for number in (1, 25, 38, 97))
+EPERM, ESRCH, EINVAL, ENOTTY, ENOSYS, ENOPROTOOPT, EAFNOSUPPORT = (
+    0x50000 | number for number in (1, 3, 22, 25, 38, 92, 97)
+)
+_DONE = 0x50000
+"""The call has no effect and returns 0."""
 
 _THREAD = 0x10000
-_PLAIN_FORK = 0x01200000 | 17
-"""The flags that ``fork`` passes to ``clone``: write down and clear the child's pid, SIGCHLD at its
-end."""
+_FORKS = (17, 0x01200000 | 17, *primitives.FORKS_APART)
+"""The flags of ``clone`` that are reported to the host: those of ``fork`` (write down and clear the
+child's pid, SIGCHLD at its end), which it never allows, and those of ``primitives.fork_apart``."""
 _NEW_NAMESPACE = 0x7E020080
 _MAP_SHARED, _MAP_ANONYMOUS, _PROT_WRITE = 1, 0x20, 2
-_FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
+_FCNTL_COMMANDS = (0, 1, 2, 3, 1030, 1032, 1034)
 """Without those that send signals or leases to others (F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY),
 and without F_ADD_SEALS."""
+_LOCKS, _LOCKS_OF_FILES = (5, 6, 7), (36, 37, 38)
+"""A lock on a library's file would be seen by all sessions. Locks of a process are ignored: a
+session is the only process that opens its own files, and sqlite needs the calls to succeed."""
 _F_SETFL, _O_ASYNC = 4, 0o20000
 _STREAM, _SEQPACKET = 1, 5
 _SIGABRT = 6
 _O_TRUNC, _O_ACCMODE = 0o1000, 3
+_O_OTHER = 0xFFFFFFFF & ~0o6777703
+"""All flags of ``open`` except the access mode, CREAT, EXCL, NOCTTY, TRUNC, APPEND, NONBLOCK,
+DSYNC, DIRECT, LARGEFILE, DIRECTORY, NOFOLLOW, CLOEXEC and SYNC: ASYNC, NOATIME, PATH, TMPFILE and
+what later kernels add."""
 _IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Terminal test, terminal size, number of bytes to read, blocking mode, close on exec. Never
 TIOCSTI."""
 _PRCTL_OPTIONS = (15, 16)
 """The thread's name."""
+_PDEATHSIG, _SIGKILL = 1, 9
+_SOL_SOCKET, _SOCKET_OPTIONS = 1, (2, 3, 4, 7, 8, 9, 18, 20, 21, 30, 38, 39)
+"""The socket's kind, error, buffers and times. Not the process at its other end (SO_PEERCRED,
+SO_PEERPIDFD, …)."""
+_MSG_OOB = 1
 _RLIMIT_NOFILE, _RLIMIT_AS = 7, 9
 """Limits that the guest itself changes, below the hard limit."""
 
@@ -144,12 +162,23 @@ def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[
     return steps + otherwise
 
 
+def _own_pid(otherwise: int) -> list[Step]:
+    """Allow process 0 only, which is the caller."""
+    return [_argument(0), (_EQUAL, 0, 1, 0), _end(ALLOW), _end(otherwise)]
+
+
+def _without(index: int, bits: int) -> list[Step]:
+    return [_argument(index), (_ANY_BIT, 0, 1, bits), _end(EPERM), _end(ALLOW)]
+
+
 def _opening(flags: int) -> list[Step]:
     """Landlock before Linux 6.2 does not cover the right to truncate a file, so truncating requires
-    write access as well. Access mode 3 opens a file for neither reading nor writing, which Landlock
-    would not deny at any version."""
+    write access as well. Access mode 3 opens a file for neither reading nor writing, and PATH for
+    nothing, which Landlock would not deny at any version."""
     return [
         _argument(flags),
+        (_ANY_BIT, 0, 1, _O_OTHER),
+        _end(EPERM),
         (_AND, 0, 0, _O_ACCMODE),
         (_EQUAL, 0, 1, _O_ACCMODE),
         _end(EPERM),
@@ -171,21 +200,42 @@ _STEPS: dict[str, int | list[Step]] = {
         _argument(0),
         (_ANY_BIT, 0, 1, _NEW_NAMESPACE), _end(EPERM),
         (_ANY_BIT, 0, 1, _THREAD), _end(ALLOW),
-        (_EQUAL, 0, 1, _PLAIN_FORK), _end(NOTIFY),
-        (_EQUAL, 0, 1, 17), _end(NOTIFY),
+        *(step for flags in _FORKS for step in ((_EQUAL, 0, 1, flags), _end(NOTIFY))),
         _end(EPERM),
     ],
     "ioctl": _one_of(1, _IOCTL_REQUESTS, [_end(ENOTTY)]),
     "fcntl": _one_of(
         1, _FCNTL_COMMANDS,
         [
+            *(step for lock in _LOCKS for step in ((_EQUAL, 0, 1, lock), _end(_DONE))),
+            *(step for lock in _LOCKS_OF_FILES for step in ((_EQUAL, 0, 1, lock), _end(EINVAL))),
             (_EQUAL, 1, 0, _F_SETFL), _end(EPERM),
             _argument(2), (_ANY_BIT, 0, 1, _O_ASYNC), _end(EPERM), _end(ALLOW),
         ],
     ),
     # abort() ends the process with this call.
     "tgkill": [_argument(2), (_EQUAL, 0, 1, _SIGABRT), _end(NOTIFY), _end(EPERM)],
-    "prctl": _one_of(0, _PRCTL_OPTIONS, [_end(EPERM)]),
+    "prctl": _one_of(
+        0, _PRCTL_OPTIONS,
+        [  # A branch asks to end with the fork server.
+            (_EQUAL, 1, 0, _PDEATHSIG), _end(EPERM),
+            _argument(1), (_EQUAL, 0, 1, _SIGKILL), _end(ALLOW), _end(EPERM),
+        ],
+    ),
+    "getpgid": _own_pid(ESRCH),
+    "getsid": _own_pid(ESRCH),
+    "sched_getaffinity": _own_pid(ESRCH),
+    "sched_getparam": _own_pid(ESRCH),
+    "sched_getscheduler": _own_pid(ESRCH),
+    "get_robust_list": _own_pid(ESRCH),
+    "getsockopt": [
+        _argument(1), (_EQUAL, 1, 0, _SOL_SOCKET), _end(ENOPROTOOPT),
+        *_one_of(2, _SOCKET_OPTIONS, [_end(ENOPROTOOPT)]),
+    ],
+    "sendto": _without(3, _MSG_OOB),
+    "recvfrom": _without(3, _MSG_OOB),
+    "sendmsg": _without(2, _MSG_OOB),
+    "recvmsg": _without(2, _MSG_OOB),
     "socketpair": [  # no datagrams: a datagram socket can send to any other socket of the machine
         _argument(0), (_EQUAL, 1, 0, 1), _end(EAFNOSUPPORT),
         _argument(1), (_AND, 0, 0, 0xF),
@@ -216,7 +266,7 @@ _STEPS: dict[str, int | list[Step]] = {
 
 def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -> bytes:
     """Compile rules by number into instructions for the kernel."""
-    bodies: list[tuple[int, list[Step]]] = []
+    bodies: list[list[Step]] = []
     head = [
         (_LOAD, 0, 0, 4),
         (_EQUAL, 1, 0, _AUDIT[machine]),
@@ -227,7 +277,7 @@ def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -
     ]
     steps = head + _search(_ranges(rules, otherwise), bodies)
     starts = []
-    for _, body in bodies:
+    for body in bodies:
         starts.append(len(steps))
         steps += body
     for at, step in enumerate(steps):
@@ -250,20 +300,22 @@ def _ranges(
     return ranges
 
 
-def _search(
-    ranges: list[tuple[int, int | list[Step]]], bodies: list[tuple[int, list[Step]]]
-) -> list[Step]:
+def _search(ranges: list[tuple[int, int | list[Step]]], bodies: list[list[Step]]) -> list[Step]:
     """Binary search for the range that contains a number. A jump to a body holds its negative index
     until ``assemble`` sets it."""
     if len(ranges) == 1:
-        start, rule = ranges[0]
+        rule = ranges[0][1]
         if isinstance(rule, int):
             return [_end(rule)]
-        bodies.append((start, rule))
-        return [(_GO, 0, 0, -len(bodies))]
+        if rule not in bodies:
+            bodies.append(rule)
+        return [(_GO, 0, 0, -bodies.index(rule) - 1)]
     middle = len(ranges) // 2
     below, above = _search(ranges[:middle], bodies), _search(ranges[middle:], bodies)
-    return [(_AT_LEAST, 0, 1, ranges[middle][0]), (_GO, 0, 0, len(below)), *below, *above]
+    first = ranges[middle][0]
+    if len(below) > _LONGEST_SKIP:
+        return [(_AT_LEAST, 0, 1, first), (_GO, 0, 0, len(below)), *below, *above]
+    return [(_AT_LEAST, len(below), 0, first), *below, *above]
 
 
 class _Program(ctypes.Structure):

@@ -15,7 +15,12 @@ All three use the system call filter; the jail does not run without it.
 
 from __future__ import annotations
 
+import array
+import contextlib
+import errno
+import fcntl
 import os
+import select
 import signal
 import socket
 import sys
@@ -66,8 +71,7 @@ class ZygoteWalls(NamedTuple):
     """Version, 0 for none."""
     confinement: Any
     outer: bool
-    """True if this process is the one that the host started, which must end everything it leaves
-    behind."""
+    """True if this process has no namespace of processes, so that it must end everything itself."""
 
 
 def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
@@ -78,9 +82,11 @@ def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
     missing: dict[str, str] = {}
     if not seccomp.is_supported(os.uname().machine):
         raise TierUnavailable({"A": f"no table of system calls for {os.uname().machine}"})
+    is_kept = False
     for tier in config["tiers"]:
         try:
             if tier != "A":
+                is_kept = is_kept or _continue_kept(let_go)
                 return _no_spaces(config, missing, tier, preload)
             walls = _spaces(config, missing, let_go)
         except OSError as error:
@@ -123,9 +129,18 @@ def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> Zyg
 
 
 def _wait_out(pid: int) -> None:
-    """Wait for the end of ``pid`` and exit with its status."""
+    """Wait for the end of ``pid``, end everything that it leaves behind, and exit with its
+    status."""
     os.closerange(3, 1 << 20)
-    os._exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0))
+    primitives.prctl(primitives.PR_SET_CHILD_SUBREAPER, 1)
+    status = os.waitpid(pid, 0)[1]
+    with contextlib.suppress(OSError):
+        while True:  # until no child is left
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                for orphan in map(int, file.read().split()):
+                    os.kill(orphan, signal.SIGKILL)
+            os.waitpid(-1, 0)
+    os._exit(max(os.waitstatus_to_exitcode(status), 0))
 
 
 def _enter_spaces(config: dict[str, Any], missing: dict[str, str]) -> ZygoteWalls:
@@ -133,7 +148,7 @@ def _enter_spaces(config: dict[str, Any], missing: dict[str, str]) -> ZygoteWall
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     is_root = os.geteuid() == 0
     if is_root:
-        primitives.unshare(primitives.NEWNS, "mount namespace as root")
+        primitives.unshare(primitives.NEWNS, "mount namespace as root (CAP_SYS_ADMIN)")
     else:
         _own_user(proc)
         primitives.unshare(primitives.NEWNS, "mount namespace in a user namespace")
@@ -258,6 +273,15 @@ def readable_paths(config: dict[str, Any]) -> list[str]:
 # tiers B and C
 
 
+def _continue_kept(let_go: Any) -> bool:
+    """Fork and continue in the child. The parent ends what the child leaves behind."""
+    pid = os.fork()
+    if pid:
+        let_go()
+        _wait_out(pid)
+    return True
+
+
 def _no_spaces(
     config: dict[str, Any], missing: dict[str, str], tier: str, preload: Any
 ) -> ZygoteWalls:
@@ -274,6 +298,7 @@ def _no_spaces(
     preload(tier == "C" or os.geteuid() == 0)
     if os.geteuid() == 0:
         _drop_root()
+    _die_with_parent()
     os.chdir("/")
     return _finish(tier, missing, config, proc, readable, own_user=False, outer=True)
 
@@ -316,34 +341,106 @@ def _landlock(config: dict[str, Any]) -> int:
 
 
 def _try_out(walls: ZygoteWalls) -> None:
-    """Let a trial session attack the walls, and raise OSError if an attack succeeds."""
+    """Let a trial session do what sessions do and attack the walls. Raises OSError if it cannot do
+    the former, or an attack succeeds."""
     prepared = walls.confinement.prepare()
+    ours, theirs = socket.socketpair()
     pid = os.fork()
     if not pid:
-        try:
-            walls.confinement.enter(prepared)
-            os.closerange(3, 1 << 20)
-            walls.confinement.limit()
-            walls.confinement.finish(None)
-        except OSError as error:
-            os.write(2, f"{error}\n".encode())
-            os._exit(100)
-        os._exit(sum(1 << number for number, attack in enumerate(_ATTACKS) if _succeeds(attack)))
+        os._exit(_trial(walls, prepared, theirs))
+    theirs.close()
+    with ours:
+        trouble = _serve_trial(ours, pid)
     prepared.drop_rules()
     prepared.drop()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if trouble is not None:
+        raise trouble
     if status:
         names = [
             name
-            for number, name in enumerate(_ATTACK_NAMES)
-            if status > 0 and status != 100 and status >> number & 1
+            for number, name in enumerate(_ATTACKS)
+            if 0 < status < _NOT_STARTED and status >> number & 1
         ]
         raise OSError(
             0,
             f"a trial session could {', '.join(names)}"
             if names
-            else "a trial session did not start",
+            else f"a trial session did not start (status {status})",
         )
+
+
+def _trial(walls: ZygoteWalls, prepared: confine.PreparedSession, wire: socket.socket) -> int:
+    """In the trial session: return which attacks succeed, as bits."""
+    try:
+        walls.confinement.enter(prepared)
+        fd = os.dup2(wire.detach(), 3, inheritable=False)
+        os.closerange(fd + 1, 1 << 20)
+        walls.confinement.limit()
+        walls.confinement.finish(fd)
+        found = sum(1 << n for n, attack in enumerate(_ATTACKS.values()) if _succeeds(attack))
+        primitives.take_wire(3)
+        os.close(3)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{error}\n".encode())
+        return _NOT_STARTED
+    return found
+
+
+def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
+    """Be the host of a trial session, with everything that a host needs for one. Returns what it
+    lacks."""
+    listener = -1
+    try:
+        wire.settimeout(_TRIAL_S)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, _needed("pidfd_open (Linux 5.3)", os.pidfd_open, pid))
+            file = _needed("memfd_create", os.memfd_create, "trial", _MEMFD_FLAGS)
+            stack.callback(os.close, file)
+            _needed("sealing of memory files", fcntl.fcntl, file, _F_ADD_SEALS, _F_SEAL_WRITE)
+            _, ancillary, _, _ = wire.recvmsg(1, socket.CMSG_SPACE(4))
+            for _, _, packed in ancillary:
+                listener = array.array("i", packed)[0]
+                stack.callback(os.close, listener)
+            if listener < 0:
+                return None  # its exit status says why
+            poll = select.poll()
+            poll.register(listener, select.POLLIN)
+            while poll.poll(_TRIAL_S * 1000):
+                if not _answer_trial(listener, file):
+                    break
+    except OSError as error:
+        os.kill(pid, signal.SIGKILL)
+        return error
+    return None
+
+
+def _answer_trial(listener: int, file: int) -> bool:
+    """Refuse a request for a process, and give a descriptor on request. Returns False once that is
+    done, or the trial has ended."""
+    try:
+        request = primitives.receive_request(listener)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            return False
+        raise OSError(0, f"seccomp notifications (Linux 5.0): {error.strerror}") from None
+    is_last = primitives.asks_for_wire(request)
+    if is_last:
+        try:
+            primitives.insert(listener, request.id, {3: file})
+        except OSError as error:
+            raise OSError(0, f"seccomp descriptors (Linux 5.9): {error.strerror}") from None
+    primitives.answer_request(listener, request.id, error=0 if is_last else errno.EPERM)
+    return not is_last
+
+
+def _needed(what: str, call: Any, *arguments: Any) -> int:
+    try:
+        result: int = call(*arguments)
+    except (OSError, AttributeError) as error:
+        raise OSError(0, f"{what}: {getattr(error, 'strerror', error)}") from None
+    return result
 
 
 def _succeeds(attack: Any) -> bool:
@@ -354,10 +451,17 @@ def _succeeds(attack: Any) -> bool:
     return True
 
 
-_ATTACK_NAMES = ("read a file", "open a socket", "create a process", "signal another")
-_ATTACKS = (
-    lambda: os.close(os.open("/etc/passwd", os.O_RDONLY)),
-    lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close(),
-    os.fork,
-    lambda: os.kill(os.getppid(), 0),
-)
+_NOT_STARTED = 1 << 7
+_TRIAL_S = 10.0
+_MEMFD_FLAGS = getattr(os, "MFD_CLOEXEC", 1) | getattr(os, "MFD_ALLOW_SEALING", 2)
+_F_ADD_SEALS, _F_SEAL_WRITE = 1033, 0x8
+_ATTACKS = {
+    "read a file": lambda: os.close(os.open("/etc/passwd", os.O_RDONLY)),
+    "open a socket": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close(),
+    "create a process": os.fork,
+    "signal another": lambda: os.kill(os.getppid(), 0),
+    "write to a file": lambda: os.close(os.open(os.__file__, os.O_WRONLY)),
+    "empty a file": lambda: os.close(os.open(os.devnull, os.O_TRUNC | os.O_ACCMODE)),
+    "rename a file": lambda: os.rename(os.__file__, os.__file__),
+}
+"""None of them changes anything, even if it succeeds."""

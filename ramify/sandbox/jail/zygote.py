@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ramify.sandbox import forkserver
+    from ramify.sandbox.guest import branches
     from ramify.sandbox.jail import confine, hooks, primitives, seccomp, walls
 else:
+    from ramify_guest import branches
+
     forkserver = sys.modules["ramify_forkserver"]
     confine = sys.modules["ramify_jail_confine"]
     hooks = sys.modules["ramify_jail_hooks"]
@@ -110,7 +113,9 @@ class Zygote(forkserver.ForkServer):
     def __init__(self, control: Any, config: dict[str, Any], built: Any) -> None:
         super().__init__(control, config)
         self._walls = built
-        self.take_wire = primitives.take_wire
+        # Without a pid namespace, a branch ends with this process only if it asks for it.
+        settle = primitives.end_with_parent if built.outer else (lambda: None)
+        self.apart = branches.ApartFork(primitives.fork_apart, primitives.take_wire, settle)
 
     def prepare(self) -> confine.PreparedSession:
         prepared: confine.PreparedSession = self._walls.confinement.prepare()
@@ -131,6 +136,7 @@ class Zygote(forkserver.ForkServer):
         memory = forkserver.set_limits(self.config["memory_bytes"], mapped)
         confinement.limit()
         confinement.finish(fds[0])
+        forkserver.limit_files()
         return fds, memory
 
     def clear(self, prepared: confine.PreparedSession) -> None:
@@ -139,7 +145,7 @@ class Zygote(forkserver.ForkServer):
     def handle(self, header: dict[str, Any], fds: list[int]) -> None:
         if header["op"] == "freeze":
             self._freeze(header["id"], header["pid"])
-        else:
+        elif header["op"] != "adopt" or self._walls.outer:  # else it has another number here
             super().handle(header, fds)
 
     def _freeze(self, id: int, pid: int) -> None:

@@ -35,7 +35,7 @@ from ramify.tasks.programs.program_library import (
     RuleViolation,
     library,
 )
-from ramify.tasks.programs.vocabulary import HINT, answer
+from ramify.tasks.programs.vocabulary import PROGRAM_HINT, answer
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell
 
@@ -153,7 +153,7 @@ class _Demonstration:
         return [*rules, *(HintRule(None, number) for number in needed)][:MAX_RULES]
 
     def _take(self, hint: list[HintRule]) -> None:
-        self._question += HINT + hint_text(hint)
+        self._question += PROGRAM_HINT + hint_text(hint)
         for rule in hint:
             if rule.word is None:
                 self._imports[rule.function] = None

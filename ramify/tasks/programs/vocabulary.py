@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from ramify.tasks.programs.program_library import IMPORTED, MAX_OPERAND, MODULUS, NUM_WORDS
 
-HINT = "\nhint: "
+PROGRAM_HINT = "\nhint: "
 """Separator between a problem and its hint, within the same message."""
 USE = "use "
 """First token of a hint."""
 NO_PROGRAM = "SyntaxError: no program"
-WORDS = (
+PROGRAM_WORDS = (
     *(str(number) for number in range(MODULUS)),
     *(f"@{operand}" for operand in range(1, MAX_OPERAND + 1)),
     *(f"@w{number}" for number in range(NUM_WORDS)),
@@ -22,7 +22,7 @@ WORDS = (
     *(f"from ops import f{number};" for number in IMPORTED),
     "FINAL(",
     ")",
-    HINT,
+    PROGRAM_HINT,
     USE,
     "TypeError: not ",
     " but ",

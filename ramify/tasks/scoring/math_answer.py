@@ -28,7 +28,7 @@ import msgspec
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item
 from ramify.tasks.scoring.answer_text import accepted, as_text
-from ramify.tasks.scoring.boxed import TAIL_CHARS, last_boxed
+from ramify.types.boxed import TAIL_CHARS, last_boxed
 
 MAX_CHARS = 1000
 """Maximum length of an expression. A longer text is reasoning, not an answer."""

@@ -21,7 +21,7 @@ from ramify.clients.base import Client, Request, Sampling
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item
 from ramify.tasks.scoring.answer_text import as_text
-from ramify.tasks.scoring.boxed import last_boxed
+from ramify.types.boxed import last_boxed
 from ramify.types.message import Message
 
 _GRADE = re.compile(r"\d{1,3}")

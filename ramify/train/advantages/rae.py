@@ -51,7 +51,7 @@ class RAE(
             return [self._against_memory(tree, returns_by_role) for tree in trees]
 
         assigned = judged(groups, weights, self, judge, every_token)
-        assigned.memory = self.memory | {
+        assigned.memory |= {
             role: self.decay * self.memory.get(role, 0.0) + (1 - self.decay) * fmean(returns)
             for role, returns in returns_by_role.items()
         }

@@ -26,7 +26,9 @@ from ramify.types.token_path import TokenPath, TokenSpan
 _WEIGHTS = ("rl", "ce", "kd")
 
 
-def sequences(rollouts: Iterable[AssignedRollout], temperature: float = 1.0) -> list[TokenSequence]:
+def token_sequences(
+    rollouts: Iterable[AssignedRollout], temperature: float = 1.0
+) -> list[TokenSequence]:
     """The paths of all calls with credit, in the order of rollouts, calls and turns.
 
     ``temperature`` is the sampling temperature of the rollouts. Raises ValueError if a turn's

@@ -34,6 +34,7 @@ import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, RamifyError, TrainError
+from ramify.logging import RoomLogger, SentRecord
 from ramify.tasks.base import Item
 from ramify.train.handshake import authenticate
 from ramify.train.placement.launcher import LaunchedProcess, Launcher
@@ -50,6 +51,7 @@ from ramify.train.placement.rollout_worker import (
 )
 from ramify.types.trajectory import Trajectory
 
+_log = RoomLogger("train")
 _END_S = 10.0
 _LOOK_S = 0.5
 _POLL_S = 0.1
@@ -128,7 +130,6 @@ class RolloutWorkers:
         engines: EngineHealth,
         *,
         seen: Callable[[Sequence[int]], None],
-        say: Callable[[str], None],
         start_s: float = 120.0,
         restarts: int = 3,
     ) -> None:
@@ -140,7 +141,6 @@ class RolloutWorkers:
         self._out = out
         self._engines = engines
         self._seen = seen
-        self._say = say
         self._start_s = start_s
         self._restarts = restarts
         self._key = secrets.token_bytes(32)
@@ -298,12 +298,17 @@ class RolloutWorkers:
                 try:
                     await self._start_worker(number)
                     where = self._processes[number].where
-                    return self._say(f"rollout worker {number} is back ({where})")
+                    text = f"rollout worker {number} is back ({where})"
+                    return _log.info("back", text, shown=True, worker=number)
                 except (RamifyError, OSError, EOFError) as error:
                     self._reasons.append(f"rollout worker {number} did not restart: {error}")
                     is_last = not self._may_retry(number)
-                    self._say(
-                        f"{self._reasons[-1]}; it is {'given up' if is_last else 'tried again'}"
+                    _log.warning(
+                        "worker_lost" if is_last else "restart",
+                        f"{self._reasons[-1]}; it is {'given up' if is_last else 'tried again'}",
+                        shown=True,
+                        worker=number,
+                        attempt=self._tries[number],
                     )
                     if is_last:
                         return None
@@ -368,7 +373,8 @@ class RolloutWorkers:
                     ConfigError(f"rollout worker {worker.number} cannot start: {text}")
                 )
             case "said":
-                self._say(f"rollout worker {worker.number}: {text}")
+                sent = msgspec.json.decode(message.data, type=SentRecord)
+                _log.forward(sent, f"rollout worker {worker.number}")
             case "gone" if not self._is_closing:
                 self._run_task(self._check_engine(worker, text))
             case "done" if request is not None and future is not None and not future.done():
@@ -389,10 +395,17 @@ class RolloutWorkers:
         worker.send(None)
         worker.connection.close()
         self._reasons.append(why)
-        next_step = "it is restarted" if self._may_retry(worker.number) else "it is given up"
-        self._say(
+        is_restarted = self._may_retry(worker.number)
+        next_step = "it is restarted" if is_restarted else "it is given up"
+        _log.warning(
+            "restart" if is_restarted else "worker_lost",
             f"{self._reasons[-1]}; {len(worker.requests)} rollouts are sampled again, "
-            f"{len(self._alive)} other workers remain; {next_step}"
+            f"{len(self._alive)} other workers remain; {next_step}",
+            shown=True,
+            worker=worker.number,
+            attempt=self._tries[worker.number],
+            rollouts=len(worker.requests),
+            left=len(self._alive),
         )
         if self._tries[worker.number] <= self._restarts:
             self._restarting[worker.number] = asyncio.ensure_future(self._restart(worker.number))

@@ -19,14 +19,16 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ramify.errors import ConfigError
+from ramify.logging import RoomLogger
 from ramify.train.placement.launcher import LaunchedProcess, Launcher
 from ramify.train.placement.placement_slots import SlotMember
 from ramify.train.placement.placement_spec import ServiceSpec
 
+_log = RoomLogger("train")
 _POLL_S = 0.1
 _LOOK_S = 0.5
 _END_S = 10.0
@@ -43,12 +45,10 @@ class RunServices:
         out: Path,
         *,
         restarts: int = 3,
-        say: Callable[[str], None] = print,
     ) -> None:
         """``restarts``: how often a service is restarted without having run for its ``start_s`` in
         between."""
         self._hosts = hosts
-        self._say = say
         self._restarts = restarts
         self._all = [
             _RunningService(hosts, name, service, out) for name, service in services.items()
@@ -95,7 +95,13 @@ class RunServices:
             tries = tries + 1 if time.monotonic() - started < service.spec.start_s else 1
             while True:
                 is_last = tries > self._restarts
-                self._say(f"{why}; it is {'given up' if is_last else 'restarted'}")
+                _log.warning(
+                    "service_lost" if is_last else "restart",
+                    f"{why}; it is {'given up' if is_last else 'restarted'}",
+                    shown=True,
+                    service=service.name,
+                    attempt=tries,
+                )
                 if is_last:
                     return
                 try:
@@ -103,7 +109,7 @@ class RunServices:
                     break
                 except ConfigError as error:
                     why, tries = str(error), tries + 1
-            self._say(f"{service.description} is back")
+            _log.info("back", f"{service.description} is back", shown=True, service=service.name)
 
 
 class _RunningService:
@@ -111,7 +117,7 @@ class _RunningService:
 
     def __init__(self, hosts: Launcher, name: str, spec: ServiceSpec, out: Path) -> None:
         self._hosts = hosts
-        self._name = name
+        self.name = name
         self.spec = spec
         self._member = SlotMember(name, 0)
         self._log = Path(os.path.abspath(out)) / "services" / f"{name}.log"
@@ -123,7 +129,7 @@ class _RunningService:
     @property
     def description(self) -> str:
         where = f" ({self._process.where})" if self._process is not None else ""
-        return f"service '{self._name}'{where}"
+        return f"service '{self.name}'{where}"
 
     async def start(self) -> None:
         """Start or restart the service, and wait until it accepts connections. Raises

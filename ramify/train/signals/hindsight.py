@@ -28,9 +28,16 @@ from ramify.plugins import Registry
 from ramify.tasks.base import Item, total
 from ramify.tasks.scoring.answer_text import accepted, as_text
 from ramify.train.advantages.rollout_trees import was_cut_off
-from ramify.train.signals.base import Judge, JudgeVerdict, SignalContext, SignalScore, TurnId
+from ramify.train.signals.base import (
+    Judge,
+    JudgeVerdict,
+    SignalContext,
+    SignalScore,
+    TurnId,
+    steps_of,
+    view_of,
+)
 from ramify.train.signals.judge import judge_of, known_judge
-from ramify.train.signals.judge_view import steps_of, view_of
 from ramify.types.trajectory import Group, Trajectory
 
 LONG_NUMBER = 4

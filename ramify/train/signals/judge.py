@@ -22,8 +22,8 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, RamifyError
 from ramify.plugins import Registry
-from ramify.tasks.scoring.boxed import last_boxed
 from ramify.train.signals.base import Judge, JudgeVerdict, JudgeView
+from ramify.types.boxed import last_boxed
 from ramify.types.message import Message, Reply
 
 _HINT = re.compile(r"<hint>(.*?)</hint>", re.DOTALL)

@@ -20,8 +20,9 @@ import msgspec
 from ramify.clients.base import Client, Request, Sampling
 from ramify.clients.pool import ClientPool
 from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
-from ramify.engine.run_state import ReplyCache, prompt_hash
+from ramify.engine.model_requests import prompt_hash
 from ramify.errors import ConfigError, RamifyError
+from ramify.store.call_cache import CallCache
 from ramify.train.signals.base import ModelCaller, SignalScore, TurnId
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Annotation, Call, Parent, Stop, Trajectory, Turn
@@ -44,7 +45,7 @@ class JudgeCallers:
         limits: Limits = BUDGET,
         *,
         own: Mapping[str, Client] | None = None,
-        cache: ReplyCache | None = None,
+        cache: CallCache | None = None,
     ) -> None:
         """``own`` maps model names to clients that need no connection, such as ``policy``."""
         self.pool = pool

@@ -319,13 +319,13 @@ class RunTeachers:
 
     def save(self, folder: Path) -> None:
         """Write the state that cannot be recomputed: the average after the last step."""
-        from ramify.models.load import save
+        from ramify.models.load import save_policy
 
-        save(self._models["ema"], folder)
+        save_policy(self._models["ema"], folder)
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote. Raises ConfigError if the folder does not exist."""
-        from ramify.models.load import load
+        from ramify.models.load import load_policy
 
         if not folder.is_dir():
             raise ConfigError(
@@ -333,7 +333,7 @@ class RunTeachers:
                 "teacher 'ema', so this run cannot be resumed from it; start a new run, or resume "
                 "from a checkpoint that holds them"
             )
-        self._models["ema"] = load(folder, None, self._policy.device)
+        self._models["ema"] = load_policy(folder, None, self._policy.device)
 
     def _prepare(self, step: int) -> None:
         """Update the average and create missing scorers; runs in the teachers' thread."""
@@ -369,7 +369,7 @@ class RunTeachers:
 
     def _policy_for(self, name: str, step: int) -> Policy:
         """The current policy, a copy of it, or an untrained one, as the source ``name`` needs."""
-        from ramify.models.load import from_config, load
+        from ramify.models.load import from_config, load_policy
 
         policy = self._policy
         if name == "live" and not self._is_copy:
@@ -381,7 +381,7 @@ class RunTeachers:
         if name != REFERENCE:
             folder = self._out / f"teacher-{name}.tmp"
             self._save(folder)
-            copy = load(folder, policy.dtype, policy.device)
+            copy = load_policy(folder, policy.dtype, policy.device)
             shutil.rmtree(folder)
             return copy
         folder = self._out / REFERENCE
@@ -392,12 +392,12 @@ class RunTeachers:
                 f"{folder} is not there: it holds the initial policy of the run, which is the "
                 "teacher 'reference'; copy it from the run that wrote the checkpoint"
             )
-        return load(folder, policy.dtype, policy.device)
+        return load_policy(folder, policy.dtype, policy.device)
 
     def _from_checkpoint(self, name: str) -> Policy:
-        from ramify.models.load import load
+        from ramify.models.load import load_policy
 
-        teacher = load(name, self._policy.dtype, self._policy.device)
+        teacher = load_policy(name, self._policy.dtype, self._policy.device)
         check_vocabulary(self._policy, teacher, name)
         return teacher
 

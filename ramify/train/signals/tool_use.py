@@ -12,8 +12,7 @@ import re
 
 import msgspec
 
-from ramify.train.signals.base import SignalContext, SignalScore
-from ramify.train.signals.judge_view import steps_of
+from ramify.train.signals.base import SignalContext, SignalScore, steps_of
 from ramify.types.trajectory import Call, Group, Trajectory
 
 _ERROR = re.compile(

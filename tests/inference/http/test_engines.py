@@ -35,6 +35,7 @@ from ramify.serve.policy import PolicyServer
 from ramify.train.backends.lora import attach, merged, unmerged
 from ramify.types.message import Message, VersionSpan
 from tests.inference.helpers import WINDOW, pauses, policy
+from tests.shown import heard
 
 USER = Message("user", "count rows of 'red'\nlen 812")
 
@@ -79,7 +80,8 @@ async def world(num: int = 2, engine: str = "ramify", **options: Any) -> AsyncIt
         spec = InferenceSpec(
             urls=urls, **{"engine": engine, "probe_s": 60.0, "restarts": 0, **options}
         )
-        made.engines = HttpEngines(made.trained, spec, name="ramify:test", say=made.said.append)
+        stack.enter_context(heard(made.said.append, made.said.append))
+        made.engines = HttpEngines(made.trained, spec, name="ramify:test")
         await made.engines.start(Path("unused"), lambda _: None)
         stack.push_async_callback(made.engines.close)
         yield made

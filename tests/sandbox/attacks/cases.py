@@ -1,6 +1,6 @@
 """All attacks, from one file per kind."""
 
-from attacks import bombs, branches, calls, reach, relatives, runaway, sharing, wire
+from attacks import bombs, branches, calls, leaks, reach, relatives, runaway, sharing, wire
 from attacks.base import ATTACKS
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "bombs",
     "branches",
     "calls",
+    "leaks",
     "reach",
     "relatives",
     "runaway",

@@ -30,8 +30,9 @@ from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run, TaskSpec
 from ramify.train.execute import train
 from ramify.train.losses import ImportanceSampling, LossTokens
 from ramify.train.losses.loss import LossSpec
-from ramify.train.metrics import read
+from ramify.train.metrics import read_metrics
 from ramify.train.training_loop import Schedule
+from tests.shown import heard
 from tests.train.small import small, weights_of
 from tests.train.test_faults import GATE, LINUX, below, kill
 
@@ -75,7 +76,7 @@ def adapted(**changes: Any) -> Run:
 def steady(out: Path) -> list[tuple[int, str, dict[str, float]]]:
     return [
         (row.step, row.stage, {name: row.values[name] for name in STEADY if name in row.values})
-        for row in read(out)
+        for row in read_metrics(out)
     ]
 
 
@@ -132,13 +133,14 @@ def test_a_run_is_that_of_one_process_and_after_a_lost_rank_the_same_to_the_bit(
         (gate / "hold-1").unlink()
 
     threading.Thread(target=kill_rank, daemon=True).start()
-    assert supervise([str(recipe)], ["--plain"], killed, None, 1, said.append) == 0
+    with heard(said.append):
+        assert supervise([str(recipe)], ["--plain"], killed, None, 1) == 0
     checkpoint = killed / "checkpoints/step-000001"
     assert said == [f"the trainer ended with status 1 after step 1; restarting from {checkpoint}"]
     assert steady(killed) == steady(two)
     ours, theirs = (weights_of(out / "checkpoints/step-000002") for out in (killed, two))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs | ours)
-    assert group_records.accounts(killed).balanced
+    assert group_records.read_group_records(killed).balanced
 
 
 class Sleepy(ImportanceSampling, frozen=True, kw_only=True, tag="sleepy"):
@@ -161,7 +163,6 @@ def test_a_rank_that_hangs_is_named_and_the_stacks_of_all_are_kept(tmp_path: Pat
         train(
             tuned(rl=rl, compute=msgspec.structs.replace(RANKS, shard=shard)),
             tmp_path,
-            say=lambda _: None,
         )
     rank_0, _, rank_1 = (tmp_path / "stalled-ranks.txt").read_text().partition("rank 1, ")
     assert "time.sleep(600)" in rank_1
@@ -175,7 +176,7 @@ def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path
     policy without its adapters, where one process loads a second model. Rank 0 is killed in the
     middle of the second step."""
     one, killed, gate, log = (tmp_path / name for name in ("one", "killed", "gate", "log"))
-    train(adapted(task=GATED), one, say=lambda text: None)
+    train(adapted(task=GATED), one)
     (tmp_path / "recipe.py").write_text(ADAPTED)
     gate.mkdir()
     (gate / "hold-1").touch()
@@ -209,7 +210,7 @@ def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path
     assert log.read_text().count("trained policy in") == 1
     check_close(killed, one)
     assert max(values.get("ref_kl", 0.0) for _, _, values in steady(killed)) > 1e-6
-    assert group_records.accounts(killed).balanced
+    assert group_records.read_group_records(killed).balanced
     for out in (killed, one):
         best = CheckpointStore(out).best()
         assert best is not None
@@ -280,7 +281,7 @@ def test_a_critic_lies_over_the_ranks_too(model: Any, tmp_path: Path) -> None:
     train(tuned(rl=rl, compute=RANKS), two)
     check_close(two, one)
     losses = [
-        [row.values["value_loss"] for row in read(out) if "value_loss" in row.values]
+        [row.values["value_loss"] for row in read_metrics(out) if "value_loss" in row.values]
         for out in (one, two)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

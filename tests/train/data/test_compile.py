@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ramify.train.advantages.base import AssignedRollout, TokenCredit
-from ramify.train.data.compile import sequences
+from ramify.train.data.compile import token_sequences
 from ramify.types.message import Message, Reply, VersionSpan
 from ramify.types.trajectory import Call, Fork, Parent, Trajectory, Turn
 
@@ -44,7 +44,7 @@ def test_calls_and_turns_become_paths():
     )
     child = call("0.0", turn((1, 2, 5), (6,)), parent=Parent("0", 0, 0))
     zero_variance = call("0.1", turn((1,), (2,)), parent=Parent("0", 0, 0))
-    found = sequences(
+    found = token_sequences(
         [
             rollout(
                 {("0", 0): rl(1, 2), ("0", 1): rl(3), ("0.0", 0): rl(4)}, root, child, zero_variance
@@ -67,7 +67,9 @@ def test_calls_and_turns_become_paths():
 def test_a_fork_counts_shared_tokens_once():
     root = call("0", turn((1, 2), (7,)), turn((4,), (9,), reused=3))
     fork = call("0.f", turn((5,), (6,), reused=3), fork=Fork("0", 0))
-    found = sequences([rollout({("0", 0): rl(1), ("0", 1): rl(2), ("0.f", 0): rl(3)}, root, fork)])
+    found = token_sequences(
+        [rollout({("0", 0): rl(1), ("0", 1): rl(2), ("0.f", 0): rl(3)}, root, fork)]
+    )
     assert told(found) == [
         ("t/call=0", [1, 2, 7, 4, 9], [0, 0, 1, 0, 2]),
         ("t/call=0.f", [1, 2, 7, 5, 6], [0, 0, 0, 0, 3]),
@@ -78,7 +80,7 @@ def test_a_fork_counts_shared_tokens_once():
 def test_a_history_that_was_cut_becomes_two_paths():
     """turn 1 reuses two of the four ids: 1 2 3 [7] is one path, 1 2 5 [6] the other."""
     split = call("0", turn((1, 2, 3), (7,)), turn((5,), (6,), reused=2))
-    found = sequences([rollout({("0", 0): rl(1), ("0", 1): rl(2)}, split)])
+    found = token_sequences([rollout({("0", 0): rl(1), ("0", 1): rl(2)}, split)])
     assert told(found) == [
         ("t/call=0/path=0", [1, 2, 3, 7], [0, 0, 0, 1]),
         ("t/call=0/path=1", [1, 2, 5, 6], [0, 0, 0, 2]),
@@ -87,7 +89,7 @@ def test_a_history_that_was_cut_becomes_two_paths():
 
 def test_a_reply_that_was_cut_in_its_middle_keeps_all_its_stamps():
     split = call("0", turn((1,), (7, 8, 9)), turn((5,), (6,), reused=3))
-    found = sequences([rollout({("0", 0): rl(1, 2, 3), ("0", 1): rl(4)}, split)])
+    found = token_sequences([rollout({("0", 0): rl(1, 2, 3), ("0", 1): rl(4)}, split)])
     assert told(found) == [
         ("t/call=0/path=0", [1, 7, 8, 9], [0, 1, 2, 3]),
         ("t/call=0/path=1", [1, 7, 8, 5, 6], [0, 0, 0, 0, 4]),
@@ -99,7 +101,7 @@ def test_further_streams_and_kept_sets_stand_at_their_tokens():
         ce=[1.0, 0.5], streams={"ref_logprobs": [-1.0, -2.0], "teacher": [[1, 2, 3], [4, 5, 6]]}
     )
     only = call("0", turn((1,), (7, 8), kept=((7, 9), (8,))))
-    (found,) = sequences([rollout({("0", 0): credit}, only)])
+    (found,) = token_sequences([rollout({("0", 0): credit}, only)])
     assert found.ce.tolist() == [0, 1, 0.5]
     assert found.rl.tolist() == [0, 0, 0]
     assert found.streams["ref_logprobs"].tolist() == [0, -1, -2]
@@ -113,31 +115,32 @@ def test_what_is_refused():
         ValueError,
         match="trajectory t, call 0, turn 0: a credit stream of 1 numbers for 2 sampled tokens",
     ):
-        sequences([rollout({("0", 0): rl(1)}, plain)])
+        token_sequences([rollout({("0", 0): rl(1)}, plain)])
     with pytest.raises(
         ValueError,
         match="1 turns with credit in trajectory t fit no path, the first being call 0, turn 1",
     ):
-        sequences([rollout({("0", 0): rl(1, 1), ("0", 1): rl(1)}, plain)])
+        token_sequences([rollout({("0", 0): rl(1, 1), ("0", 1): rl(1)}, plain)])
     without = call("0", turn((1,), (7,), logprobs=None))
     with pytest.raises(
         ValueError, match="sequence t/call=0 has policy-gradient weights, but not all"
     ):
-        sequences([rollout({("0", 0): rl(1)}, without)])
+        token_sequences([rollout({("0", 0): rl(1)}, without)])
     assert (
-        len(sequences([rollout({("0", 0): TokenCredit(ce=[1.0])}, without)], temperature=0.0)) == 1
+        len(token_sequences([rollout({("0", 0): TokenCredit(ce=[1.0])}, without)], temperature=0.0))
+        == 1
     )
     with pytest.raises(
         ValueError, match="t/call=0 has policy-gradient weights, but was sampled at temperature 0"
     ):
-        sequences([rollout({("0", 0): rl(1, 1)}, plain)], temperature=0.0)
+        token_sequences([rollout({("0", 0): rl(1, 1)}, plain)], temperature=0.0)
     with pytest.raises(ValueError, match="weight 'rl' on its first token, which nothing predicts"):
-        sequences([rollout({("0", 0): rl(1)}, call("0", turn((), (7,))))])
+        token_sequences([rollout({("0", 0): rl(1)}, call("0", turn((), (7,))))])
 
 
 def test_nothing_stamped_is_nothing_to_learn():
     assert (
-        sequences(
+        token_sequences(
             [
                 rollout({}, call("0", turn((1,), (7,)))),
                 rollout({("0", 0): TokenCredit()}, call("0")),
@@ -164,7 +167,7 @@ def test_growth_is_near_linear():
         best = float("inf")
         for _ in range(3):
             start = time.process_time()
-            assert len(sequences([many])) == num
+            assert len(token_sequences([many])) == num
             best = min(best, time.process_time() - start)
         return best
 

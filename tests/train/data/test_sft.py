@@ -16,9 +16,15 @@ from ramify.tasks.ledger.demos import EXPERT, NOISY
 from ramify.tasks.ledger.ledger_demos import demonstrations
 from ramify.tasks.ledger.task import ledger
 from ramify.train.advantages.sft import SFT
-from ramify.train.data.compile import sequences
-from ramify.train.data.induction import induction
-from ramify.train.data.sft_data import TrajectoryTokenizer, order, read, trajectory_of, write
+from ramify.train.data.compile import token_sequences
+from ramify.train.data.sft_data import (
+    TrajectoryTokenizer,
+    induction,
+    order,
+    read,
+    trajectory_of,
+    write,
+)
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Fork, Group, Trajectory, Turn
 
@@ -62,7 +68,7 @@ def test_paths_are_what_the_renderer_writes() -> None:
 
 def test_what_was_said_carries_the_loss() -> None:
     tree = TrajectoryTokenizer(RENDERER).tokenised(trajectory_of(DEMOS[0]))
-    rows = sequences(SFT().assign_advantages([Group("", [tree])], {}).rollouts)
+    rows = token_sequences(SFT().assign_advantages([Group("", [tree])], {}).rollouts)
     for row in rows:
         assert row.ce is not None
         assert (row.ce > 0).tolist() == row.mask.tolist()
@@ -137,4 +143,4 @@ def test_evaluated_runs_of_a_store(tmp_path: Path) -> None:
     tokeniser = TrajectoryTokenizer(RENDERER)
     groups = [Group(each.task, [tokeniser.tokenised(each)]) for each in found]
     assigned = SFT(min_reward=1.0).assign_advantages(groups, {})
-    assert len(sequences(assigned.rollouts)) == 5
+    assert len(token_sequences(assigned.rollouts)) == 5

@@ -23,6 +23,7 @@ from ramify.train.placement.placement_slots import SlotMember
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec, ServiceSpec
 from ramify.train.placement.services import RunServices
 from ramify.train.resource_counts import check_reach, settled
+from tests.shown import heard
 from tests.train.small import small
 
 SCRIPT = "echo begins with $GIVEN; sleep 1000 & echo $!; wait"
@@ -197,7 +198,7 @@ def test_a_service_that_ends_is_started_again_and_keeps_its_address(
             return ""
 
     async def ask() -> None:
-        services = RunServices(hosts(), {"judge": service}, tmp_path, restarts=1, say=said.append)
+        services = RunServices(hosts(), {"judge": service}, tmp_path, restarts=1)
         await services.start()
         try:
             first = await asyncio.to_thread(fetched)
@@ -210,7 +211,8 @@ def test_a_service_that_ends_is_started_again_and_keeps_its_address(
         finally:
             await services.close()
 
-    asyncio.run(ask())
+    with heard(said.append, said.append):
+        asyncio.run(ask())
     assert [re.sub(r" \(process \d+ on .*?\)|: .*(?=;)", "", each) for each in said] == [
         "service 'judge' ended with status 5; it is restarted",
         "service 'judge' is back",

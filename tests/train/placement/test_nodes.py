@@ -24,11 +24,11 @@ from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.config import Run
-from ramify.train.execute import train
 from ramify.train.placement.placement_slots import SlotMember, placement_slots
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec, ServiceSpec
 from ramify.train.placement.services import RunServices
 from ramify.train.resource_counts import by
+from tests.shown import heard, train
 from tests.train.backends.test_ranks import check_measured, tuned
 from tests.train.placement.test_hosts import SERVES
 
@@ -97,7 +97,7 @@ def moved(cluster: Any, second: Any, folder: str) -> None:
     said: list[str] = []
 
     async def go() -> None:
-        services = RunServices(hosts, {"judge": judge}, Path(folder), restarts=1, say=said.append)
+        services = RunServices(hosts, {"judge": judge}, Path(folder), restarts=1)
         await services.start()
         url = os.environ["RAMIFY_TEST_JUDGE"]
         before = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read())
@@ -111,7 +111,8 @@ def moved(cluster: Any, second: Any, folder: str) -> None:
         await services.close()
         cluster.remove_node(third, False)
 
-    asyncio.run(go())
+    with heard(said.append, said.append):
+        asyncio.run(go())
     hosts._spec = PlacementSpec(start_s=5.0)
     try:
         until = time.monotonic() + 300

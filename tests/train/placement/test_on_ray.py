@@ -66,7 +66,7 @@ def on_a_cluster(folder: str) -> None:
             os.kill(pid_of("ramify.train.backends.launch"), signal.SIGKILL)
 
     try:
-        train(by(placed(), "ray"), folder, listener=look, inform=lambda _: None)
+        train(by(placed(), "ray"), folder, listener=look)
     except TrainError as error:
         print(error)
 

@@ -18,14 +18,14 @@ from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.config import Run
 from ramify.train.data.sft_data import read as trajectories
-from ramify.train.execute import train
-from ramify.train.metrics import StepMetrics, read
+from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.placement.local_launcher import LocalLauncher
 from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.resource_counts import settled
 from ramify.types.trajectory import Trajectory
+from tests.shown import train
 from tests.train.backends.test_ranks import tuned
 
 RUNNERS = PlacementSpec(rollouts=RoleSpec(count=1))
@@ -88,7 +88,7 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
         assert what == other
         assert logprobs == pytest.approx(expected, abs=1e-5)
     losses = [
-        [row.values["loss"] for row in read(tmp_path / name) if "loss" in row.values]
+        [row.values["loss"] for row in read_metrics(tmp_path / name) if "loss" in row.values]
         for name in ("one", "two")
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
@@ -134,7 +134,7 @@ def test_a_runner_that_cannot_begin_says_why(tmp_path: Path) -> None:
 
     async def begin() -> None:
         await RolloutWorkers(
-            LocalLauncher(), 1, spec, tmp_path, NoEngines(), seen=lambda paths: None, say=print
+            LocalLauncher(), 1, spec, tmp_path, NoEngines(), seen=lambda paths: None
         ).start()
 
     with pytest.raises(ConfigError, match="rollout worker 0 cannot start: unknown task 'nonesuch'"):

@@ -17,11 +17,10 @@ from ramify.store.store import Store
 from ramify.tasks.base import Item, items_of, task_of
 from ramify.tasks.scoring import exact
 from ramify.tasks.simple import SimpleTask
-from ramify.train.execute import train
 from ramify.train.recipe import load_recipe
-from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.rollouts.roots import RootCount
+from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions, RootCount
 from tests.evaluate.helpers import SPEC, plan
+from tests.shown import train
 from tests.train.small import small
 from tests.train.test_loop import read_rows
 

@@ -18,7 +18,7 @@ from ramify.tasks.base import Item
 from ramify.train.advantages.base import AssignedRollout, AssignedStep, TokenCredit
 from ramify.train.advantages.group_estimators import GRPO, DrGRPO
 from ramify.train.advantages.group_norm import early_first, step_index
-from ramify.train.data.compile import sequences
+from ramify.train.data.compile import token_sequences
 from ramify.train.losses import PpoClip
 from ramify.train.losses.distil_losses import forward_kl, reverse_kl, surrogate
 from ramify.train.losses.loss import LossEntries, LossSpec, compute, kl_estimate, per_entry
@@ -141,7 +141,9 @@ def test_e2_step_buckets() -> None:
     spans.calls[0].turns[1] = msgspec.structs.replace(spans.calls[0].turns[1], reused_ids=4)
     one.trajectories[0] = spans
     spans.rewards = {"correct": 1.0}
-    row = sequences(hybrid.with_readings(readings, 0).assign_advantages([one], {}).rollouts[:1])[0]
+    row = token_sequences(
+        hybrid.with_readings(readings, 0).assign_advantages([one], {}).rollouts[:1]
+    )[0]
     assert row.advantages[1:].tolist() == pytest.approx(
         [1.224744] * 3 + [0, 0] + [1.224744] * 2, abs=1e-6
     )
@@ -244,7 +246,7 @@ def test_permuting_a_group_permutes_its_advantages() -> None:
 def test_given_tokens_get_exactly_nothing_and_unread_rollouts_their_outcome() -> None:
     readings = {"teacher": {"r0": gap(0.5, -3.0)}}
     assigned = TEACHES.with_readings(readings, 0).assign_advantages([group(1, 0)], {})
-    rows = sequences(assigned.rollouts)
+    rows = token_sequences(assigned.rollouts)
     assert [row.advantages[~row.mask].tolist() for row in rows] == [[0.0] * 4] * 2
     assert advantages(assigned)["r1"] == [-0.5] * 3
     alone = advantages(DrGRPO().assign_advantages([group(1, 0)], {}))
@@ -264,7 +266,7 @@ def test_a_group_that_only_a_signal_tells_apart_is_kept() -> None:
     assert advantages(with_signal)["r0"] == [1.0, 0.0]
     weights = {each.trajectory.id: each.credits["0", 0].rl for each in with_signal.rollouts}
     assert (
-        weights["r0"] == [1 / 3] * 2
+        weights["r0"] == [1 / 1000] * 2
     )  # what the outcome's algorithm gives each token, turn of one token included
 
 
@@ -350,7 +352,7 @@ def test_a_stream_of_the_wrong_length_is_refused_with_both() -> None:
         ValueError,
         match="trajectory r0, call 0, turn 1: a credit stream of 4 numbers for 1 sampled tokens",
     ):
-        sequences(
+        token_sequences(
             [
                 AssignedRollout(
                     rollout("r0", 2, 1), {("0", 1): TokenCredit(advantages=[1.0] * 4, rl=[1.0] * 4)}
@@ -393,24 +395,24 @@ def test_a_reading_into_the_loss() -> None:
     hybrid = Hybrid(terms=(HybridTerm(signal="teacher", weight=0.5, into="loss"),))
     assigned = hybrid.with_readings(readings, 0).assign_advantages([group(1, 0)], {})
     assert assigned.denominators == {"rl": 2.0, "kd": 2.0}
-    rows = sequences(assigned.rollouts)
+    rows = token_sequences(assigned.rollouts)
     assert rows[0].kd is not None
-    assert rows[0].kd.tolist() == pytest.approx([0, 0, 1 / 6, 1 / 6, 0, 0, 0])
+    assert rows[0].kd.tolist() == pytest.approx([0, 0, 5e-4, 5e-4, 0, 0, 0])
     assert rows[0].streams["teacher_ids"].tolist() == [[0, 0]] * 2 + [[5, 6], [6, 7]] + [[0, 0]] * 3
     assert rows[0].streams["student_logprobs"][3].tolist() == pytest.approx([-0.4, -1.0])
     assert not rows[1].streams["teacher_ids"].any()
     assert advantages(assigned)["r0"] == [0.5] * 3
     sampled = {"teacher": {"r0": SignalScore(logprobs={("0", 0): [-0.1, -0.2]})}}
-    row = sequences(hybrid.with_readings(sampled, 0).assign_advantages([group(1, 0)], {}).rollouts)[
-        0
-    ]
+    row = token_sequences(
+        hybrid.with_readings(sampled, 0).assign_advantages([group(1, 0)], {}).rollouts
+    )[0]
     assert row.streams["teacher_logprobs"].tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, 0, 0])
 
 
 def test_observed_tokens_are_imitated_and_the_question_is_not() -> None:
     assigned = Hybrid(observe=0.1).assign_advantages([group(1, 0)], {})
     assert assigned.denominators == {"rl": 2.0, "ce": 4.0}
-    row = sequences(assigned.rollouts)[0]  # given 2, sampled 2, given 2, sampled 1
+    row = token_sequences(assigned.rollouts)[0]  # given 2, sampled 2, given 2, sampled 1
     assert row.ce is not None
     assert row.ce.tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0])
 
@@ -437,7 +439,7 @@ def test_what_a_signal_computed_of_the_reference_is_not_asked_for_again() -> Non
         .with_readings({"teacher": {"r1": SignalScore(reference=known)}}, 0)
         .assign_advantages([one], {})
     )
-    first, second = sequences(found.rollouts)
+    first, second = token_sequences(found.rollouts)
     assert "ref_logprobs" not in first.streams
     assert second.streams["ref_logprobs"].tolist() == [0, 0, -0.25, -0.5, 0, 0, -1.0]
     known["0", 0].pop()

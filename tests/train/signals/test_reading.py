@@ -8,7 +8,7 @@ import msgspec
 
 from ramify.train.data.sft_data import read as trajectories
 from ramify.train.execute import train
-from ramify.train.metrics import read
+from ramify.train.metrics import read_metrics
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridTerm
@@ -39,9 +39,12 @@ def test_each_group_is_read_once_and_by_every_signal_that_its_step_weighs(tmp_pa
     train(
         small(rl=rl, warmup=None, schedule=Schedule(evaluate_every=None, save_rollouts_every=1)),
         tmp_path,
-        say=lambda _: None,
     )
-    rows = [row.values for row in read(tmp_path) if row.stage == "rl" and "learn_s" in row.values]
+    rows = [
+        row.values
+        for row in read_metrics(tmp_path)
+        if row.stage == "rl" and "learn_s" in row.values
+    ]
     assert [row["rule/read"] for row in rows] == [6] * 4
     assert [row.get("late/read") for row in rows] == [None, None, 6, 6]
     assert all(row["signals_wait_s"] >= 0 for row in rows)

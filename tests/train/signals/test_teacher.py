@@ -19,7 +19,7 @@ import torch
 from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.errors import ConfigError, RamifyError
 from ramify.inference.local.local_client import LocalClient
-from ramify.models.load import Policy, from_config, save
+from ramify.models.load import Policy, from_config, save_policy
 from ramify.models.tokenizer import train_tokenizer
 from ramify.tasks.base import Item
 from ramify.train.backends.base import ComputeSpec
@@ -441,7 +441,7 @@ def test_rows_of_a_group_share_what_they_begin_with(policy: Policy) -> None:
 
 @pytest.fixture
 def folder(policy: Policy, tmp_path: Path) -> Iterator[Path]:
-    save(policy, tmp_path / "checkpoint")
+    save_policy(policy, tmp_path / "checkpoint")
     yield tmp_path
     shutil.rmtree(tmp_path, ignore_errors=True)
 
@@ -452,7 +452,12 @@ def teachers(policy: Policy, out: Path, *names: str, decay: float = 0.25) -> Run
 
     sources = dict.fromkeys(names, decay)
     return RunTeachers(
-        sources, policy, backend_of, out, lambda to: save(policy, to), lambda: merged(policy.model)
+        sources,
+        policy,
+        backend_of,
+        out,
+        lambda to: save_policy(policy, to),
+        lambda: merged(policy.model),
     )
 
 
@@ -537,7 +542,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_at_the_start(
         tokenizer,
         3,
     )
-    save(other, folder / "other")
+    save_policy(other, folder / "other")
     with pytest.raises(ConfigError, match=r"has another vocabulary: .* is token .* of the policy"):
         teachers(policy, folder, str(folder / "other"))
     check_vocabulary(policy, policy, "itself")

@@ -1,0 +1,314 @@
+"""Attacks on what the kernel shares between sessions without being asked: locks, flags of
+descriptors, exit codes, process numbers, the process at the other end of a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from attacks.base import attack
+from attacks.branches import fork
+from attacks.sharing import cell, told
+
+if TYPE_CHECKING:
+    from attacks.arena import Arena
+
+PAIR = {"without_walls": "unsafe"}
+
+
+def channel(name: str, send: str, receive: str, quiet: str, *, branch: bool = False) -> None:
+    """Register an attack: ``send`` is run in one session, ``receive`` in another one; its result
+    must be ``quiet``, as it is before."""
+
+    async def act(arena: Arena, session: Any) -> str:
+        other = await (fork(arena, session) if branch else arena.session())
+        if isinstance(other, str):
+            return told(name, True, other)
+        pairs = ((session, other), (other, session))
+        text = ""
+        for number, (sender, receiver) in enumerate(pairs):
+            before = await cell(receiver, receive)
+            said = await cell(sender, send)
+            after = await cell(receiver, receive)
+            is_seen = after != quiet if quiet else after != before
+            text += told(f"{name} {number}", is_seen, (before, after, said[-100:]))
+        return text
+
+    attack(
+        f"{name} of a {'relative' if branch else 'sibling'}",
+        "branches" if branch else "siblings",
+        act=act,
+        needs_fork=branch,
+        tries=2,
+        **PAIR,  # type: ignore[arg-type]
+    )
+
+
+TRY = "def tried(act):\n    try: return act()\n    except Exception as error: return type(error).__name__\n"
+LOCK = (
+    TRY
+    + "import fcntl, json, struct\nf = open(json.__file__) if tried(lambda: open(json.__file__)) != 'PermissionError' else None\n"
+)
+LOCKED = LOCK + (
+    "def asked():\n"
+    "    data = fcntl.fcntl(f, %s, struct.pack('hhqqi4x', fcntl.F_WRLCK, 0, 5, 1, 0))\n"
+    "    return struct.unpack('hhqqi4x', data)[4]\n"
+    "tried(asked) in (0, 'OSError', 'PermissionError', 'TypeError', 'AttributeError')"
+)
+TAKE = LOCK + "tried(lambda: fcntl.fcntl(f, %s, struct.pack('hhqqi4x', fcntl.F_RDLCK, 0, 5, 1, 0)))"
+FLAGS = TRY + "import fcntl, os\n"
+SETS = "[tried(lambda: fcntl.fcntl(%s, fcntl.F_SETFL, os.O_%s))]"
+GETS = "fcntl.fcntl(%s, fcntl.F_GETFL) & os.O_%s"
+
+for related in (False, True):
+    channel("a lock on a library", TAKE % 6, LOCKED % 5, "True", branch=related)
+    channel("a lock of a file description", TAKE % 37, LOCKED % 36, "True", branch=related)
+    for number, stream in enumerate(("input", "output", "errors")):
+        for flag in ("NONBLOCK", "APPEND") if number == 0 else ("NONBLOCK",):
+            channel(
+                f"the flag {flag} of standard {stream}",
+                FLAGS + SETS % (number, flag),
+                FLAGS + GETS % (number, flag),
+                "",
+                branch=related,
+            )
+    channel(
+        "the place in standard output",
+        "import os\nos.lseek(1, 12345, 0)",
+        "import os\nos.lseek(1, 0, 1) == 12345",
+        "False",
+        branch=related,
+    )
+    channel(
+        "the name of a process",
+        "libc.prctl(15, b'by-attack', 0, 0, 0)",
+        TRY
+        + "import os\ntried(lambda: open(f'/proc/{os.getppid()}/comm').read()) in ('by-attack',)",
+        "False",
+        branch=related,
+    )
+    channel(
+        "the number of a process",
+        "import os\nos.getpid()",
+        TRY + "import os\nme = os.getpid()\n[n for n in range(2, 400) if n != me and "
+        "isinstance(tried(lambda: os.getsid(n)), int)]",
+        "[]",
+        branch=related,
+    )
+    channel(
+        "signals of a process",
+        TRY + "import os, signal\n[tried(lambda: os.kill(n, 0)) for n in range(2, 50)]",
+        "import signal\nsorted(signal.sigpending())",
+        "[]",
+        branch=related,
+    )
+
+ENDS = {
+    "waitpid": "tried(lambda: os.waitpid(-1, os.WNOHANG))",
+    "waitid": "tried(lambda: os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT))",
+    "waitid of stopped ones": "tried(lambda: os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WNOHANG))",
+    "SIGCHLD": "tried(lambda: signal.sigtimedwait([signal.SIGCHLD], 0.2))",
+    "rusage of children": "resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss or None",
+    "times of children": "(os.times().children_user + os.times().children_system) or None",
+}
+
+
+async def ends_seen(arena: Arena, session: Any) -> str:
+    """A branch that ends with a status, and what its origin can learn of that."""
+    text = ""
+    before = (
+        TRY
+        + "import os, resource, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])"
+    )
+    for name, ask in ENDS.items():
+        origin = await arena.session()
+        await cell(origin, before)
+        branch = await fork(arena, origin)
+        if isinstance(branch, str):
+            text += told(name, True, branch)
+            continue
+        await cell(branch, "import os\nsum(range(10 ** 6))\nos._exit(77)")
+        await asyncio.sleep(0.05)
+        seen = await cell(origin, TRY + f"got = {ask}\ngot")
+        text += told(name, seen not in ("", "ChildProcessError", "'ChildProcessError'"), seen)
+    return text
+
+
+attack("how a branch ends", "branches", act=ends_seen, needs_fork=True, tries=6, **PAIR)  # type: ignore[arg-type]
+
+
+async def origin_ends(arena: Arena, session: Any) -> str:
+    """A branch must not learn that its origin has ended."""
+    branch = await fork(arena, session)
+    if isinstance(branch, str):
+        return told("its parent", True, branch)
+    ask = TRY + "import os\nos.getppid(), tried(lambda: os.getpgid(os.getppid()))"
+    before = await cell(branch, ask)
+    await cell(session, "import os\nos._exit(3)")
+    await asyncio.sleep(0.1)
+    after = await cell(branch, ask)
+    return told("its parent", before != after, (before, after))
+
+
+attack("how an origin ends", "branches", act=origin_ends, needs_fork=True, **PAIR)  # type: ignore[arg-type]
+
+# The runtime rewritten: the guest's own functions keep what the host has not given to it.
+REWRITE = r"""
+import ctypes, os, socket, sys
+kept = []
+guest = [o for o in __import__('gc').get_objects() if type(o).__name__ == 'GuestBranches'][0]
+apart = guest._apart
+import ramify_guest.branches as own
+own._closerange = os.closerange = lambda *a: None
+primitives = sys.modules['ramify_jail_primitives']
+"""
+KEPT = {
+    "a pipe": "kept += os.pipe()\n",
+    "a pair of sockets": "kept += [each.detach() for each in socket.socketpair()]\n",
+    "an event counter": "kept.append(os.eventfd(0))\n",
+    "a timer": "kept.append(libc.timerfd_create(1, 0))\n",
+    "an epoll": "kept.append(__import__('select').epoll().fileno())\n",
+    "its own socket": "kept.append(os.dup(sock_fd()))\n",
+    "its own output": "kept.append(os.dup(1))\n",
+    "a library": "kept.append(os.open(os.__file__, 0))\n",
+    "a high number": "import fcntl\nkept += [fcntl.fcntl(fd, fcntl.F_DUPFD, 200) for fd in os.pipe()]\n",
+}
+PATCHES = {
+    "nothing closed": "primitives._closerange = lambda *a: None\nguest._cannot_fork = lambda fds: None\n",
+    "all but one closed": (
+        "real = primitives._closerange\n"
+        "def closing(low, high):\n"
+        "    for fd in range(264):\n"
+        "        if fd not in kept:\n"
+        "            try: os.close(fd)\n"
+        "            except OSError: pass\n"
+        "primitives._closerange = closing\n"
+    ),
+    "opened by a signal": (
+        "import signal\n"
+        "def again(*_):\n"
+        "    try: kept.extend(os.pipe())\n"
+        "    except OSError: pass\n"
+        "signal.signal(signal.SIGALRM, again)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)\n"
+    ),
+}
+ALL_OPEN = "sum(libc.fcntl(fd, 1) >= 0 for fd in range(3, 264)) if 'kept' in vars() else -1"
+
+
+async def rewritten(arena: Arena, session: Any, patch: str, open_it: str) -> str:
+    other = await arena.session()
+    bypass = "type(guest)._cannot_fork = lambda self, fds: None\n"
+    await cell(
+        other,
+        REWRITE
+        + open_it
+        + bypass
+        + PATCHES[patch].replace("guest._cannot_fork = lambda fds: None\n", ""),
+    )
+    branch = await fork(arena, other)
+    if isinstance(branch, str):
+        return told(patch, "!" in branch, branch)
+    stop = "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0)\n" if "signal" in patch else ""
+    write = stop + (
+        "for fd in kept[1:]:\n    try: os.write(fd, b'of a relative')\n    except OSError: pass\n"
+    )
+    read = stop + (
+        "found = []\n"
+        "for fd in kept:\n"
+        "    try: os.set_blocking(fd, False); found.append(os.read(fd, 100))\n"
+        "    except OSError: pass\n"
+        "[each for each in found if b'relative' in each]"
+    )
+    seen = []
+    for writer, reader in ((branch, other), (other, branch)):
+        await cell(writer, write)
+        seen.append(await cell(reader, read))
+    return told(patch, any("relative" in each for each in seen), seen)
+
+
+for patch in PATCHES:
+    for what, open_it in KEPT.items():
+
+        async def act(
+            arena: Arena, session: Any, patch: str = patch, open_it: str = open_it
+        ) -> str:
+            return await rewritten(arena, session, patch, open_it)
+
+        attack(
+            f"a runtime that keeps {what} across a fork: {patch}",
+            "branches",
+            act=act,
+            needs_fork=True,
+            timeout_s=40,
+            **PAIR,  # type: ignore[arg-type]
+        )
+
+attack(
+    "the process at the other end of a socket",
+    "descriptors",
+    """
+import ctypes, os, socket
+def option(number, size):
+    value, length = ctypes.create_string_buffer(size), ctypes.c_uint32(size)
+    if libc.getsockopt(sock_fd(), 1, number, value, ctypes.byref(length)):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return value.raw[:length.value]
+for name, number, size in (('SO_PEERCRED', 17, 12), ('SO_PEERPIDFD', 77, 4), ('SO_PEERSEC', 31, 100), ('SO_PEERGROUPS', 59, 64), ('SO_PASSPIDFD', 76, 4), ('SO_COOKIE', 57, 8)):
+    attempt(name, lambda: option(number, size))
+attempt('a set option', lambda: socket.socket(fileno=os.dup(sock_fd())).setsockopt(1, 16, 1))
+""",
+    tries=7,
+    without_walls="either",
+)
+attack(
+    "urgent data on the wire",
+    "descriptors",
+    """
+import os, socket
+sock = socket.socket(fileno=os.dup(sock_fd()))
+attempt('send', lambda: sock.send(b'x', socket.MSG_OOB))
+attempt('sendmsg', lambda: sock.sendmsg([b'x'], [], socket.MSG_OOB))
+attempt('recv', lambda: sock.recv(1, socket.MSG_OOB | socket.MSG_DONTWAIT))
+attempt('recvmsg', lambda: sock.recvmsg(1, 0, socket.MSG_OOB | socket.MSG_DONTWAIT))
+sock.detach()
+""",
+    tries=4,
+    ends=("ran", "died"),
+    without_walls="unsafe",
+)
+attack(
+    "the places of other processes",
+    "process reach",
+    """
+import ctypes
+head, size = ctypes.c_void_p(), ctypes.c_size_t()
+NUMBER = {'x86_64': 274, 'aarch64': 100}[__import__('os').uname().machine]
+def robust(pid):
+    if libc.syscall(ctypes.c_long(NUMBER), ctypes.c_long(pid), ctypes.byref(head), ctypes.byref(size)) < 0:
+        raise OSError(ctypes.get_errno(), 'refused')
+    return head.value
+import os
+for pid in (arena['host'], arena['victim'], os.getppid(), 1):
+    attempt(f'the robust list of {pid}', lambda: robust(pid))
+    attempt(f'the scheduling of {pid}', lambda: os.sched_getparam(pid))
+""",
+    tries=8,
+    without_walls="reached",
+)
+attack(
+    "flags of open that are not listed",
+    "files",
+    """
+import os
+path, folder = arena['key_file'], arena['folder']
+for name, flags, where in (
+    ('PATH', os.O_PATH, path), ('PATH of a folder', os.O_PATH | os.O_DIRECTORY, folder), ('NOATIME', 0o1000000, path),
+    ('TMPFILE', os.O_TMPFILE | os.O_RDWR, folder), ('ASYNC', 0o20000, path), ('mode 3', 3, path), ('all bits', 0x7fffffff, path),
+    ('a new bit', 1 << 30, os.__file__), ('PATH of a library', os.O_PATH, os.__file__),
+):
+    attempt(name, lambda: os.close(os.open(where, flags, 0o600)))
+""",
+    tries=9,
+    without_walls="reached",
+)
