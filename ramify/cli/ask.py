@@ -217,7 +217,7 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
     check_provider(spec)
     # A session is opened only if the question needs one, and a wrong value is an error before.
     if absent := next((path for path, _ in spec.mounts if not os.path.exists(path)), None):
-        raise ConfigError(f"--mount {absent}: it does not exist on this machine")
+        raise ConfigError(f"sandbox mounts: there is no '{absent}' on this machine")
     if spec.packages and spec.provider in LOCAL_SANDBOXES:
         from ramify.sandbox.packages import locate
 

@@ -154,4 +154,6 @@ def test_a_silent_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) 
             while "sft" not in err:
                 time.sleep(0.05)
                 err += capsys.readouterr().err
-    assert re.sub(r"\d+ s( left)?", "", err) == ("sft: 120 of 500 steps · loss 0.1 ·  · saving: \n")
+    assert re.sub(r"\d+ s\b( left)?", "", err) == (
+        "sft: 120 of 500 steps · loss 0.1 ·  · saving: \n"
+    )
