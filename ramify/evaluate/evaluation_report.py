@@ -272,7 +272,7 @@ def _closing(evaluation_report: EvaluationReport) -> list[str]:
         _many(f"{spent.calls_mean:.3g}", "call"),
     )
     details = f"{turns} and {calls} below the root in {spent.seconds_mean:.3g} s"
-    dollars = "" if spent.cost is None else f", ${spent.cost:.4g}"
+    dollars = ", cost unknown" if spent.cost is None else f", ${spent.cost:.4g}"
     lines = [
         "ended "
         + ", ".join(f"{count:,} {stop}" for stop, count in evaluation_report.stops.items()),
