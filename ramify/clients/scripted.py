@@ -71,7 +71,13 @@ __all__ = [
 
 
 class ScriptedClient:
-    """A ``Client`` that answers from a script. See ``script.py`` for the forms of a script."""
+    """A ``Client`` that answers from a script. See ``script.py`` for the forms of a script.
+
+    >>> client = testing.ScriptedClient(["42"])
+    >>> with ramify.RLM(client) as rlm:
+    ...     rlm.completion("What is six times seven?").answer
+    '42'
+    """
 
     def __init__(
         self,
