@@ -269,6 +269,7 @@ class RLM:
         journal is left unchanged. ``cite``, ``cache``, ``metadata`` and ``direct`` are those of the
         record.
         """
+        self._rerun_options(options, changes)  # reports a wrong one even if the run has ended
         if self._recording(run, "resume").ended is not None:
             return self._from_record(run)
         return checked(await self.restart(run, options, **changes))
