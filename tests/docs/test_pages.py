@@ -57,6 +57,7 @@ def test_every_block_is_run_or_says_why_not():
         "library.md",
         "models.md",
         "own-algorithm.md",
+        "plugins.md",
         "prices.md",
         "quickstart.md",
         "sandbox.md",
