@@ -55,7 +55,7 @@ class AskRequest(msgspec.Struct, frozen=True):
     def start(self, rlm: RLM, on_event: Callable[[AnyEvent], None]) -> RunHandle:
         arguments = (self.question, None) if self.loaded is None else (self.loaded, self.question)
         metadata = source_record(self.loaded, self.paths)
-        return rlm.start(*arguments, self.options, on_event=on_event, metadata=metadata)
+        return rlm.start(*arguments, options=self.options, on_event=on_event, metadata=metadata)
 
 
 def run(rlm: RLM, asked: AskRequest, screen: ProgressScreen, *, as_json: bool) -> ExitCode:
