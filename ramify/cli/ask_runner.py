@@ -53,9 +53,10 @@ class AskRequest(msgspec.Struct, frozen=True):
     options: RunOptions
 
     def start(self, rlm: RLM, on_event: Callable[[AnyEvent], None]) -> RunHandle:
-        arguments = (self.question, None) if self.loaded is None else (self.loaded, self.question)
+        prompt = self.question if self.loaded is None else self.loaded
+        query = None if self.loaded is None else self.question
         metadata = source_record(self.loaded, self.paths)
-        return rlm.start(*arguments, options=self.options, on_event=on_event, metadata=metadata)
+        return rlm.start(prompt, query, self.options, on_event=on_event, metadata=metadata)
 
 
 def run(rlm: RLM, asked: AskRequest, screen: ProgressScreen, *, as_json: bool) -> ExitCode:
