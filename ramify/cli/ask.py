@@ -41,6 +41,8 @@ ramify: no model is set. With an API key: OPENAI_API_KEY=… ramify ask --model 
 
 _SMALL_BYTES = 32_000
 """Largest file (bytes) that one direct call is likely to answer."""
+LOCAL_SANDBOXES = ("inprocess", "ipython", "jail", "process")
+"""Sandboxes whose packages are those of this machine."""
 _PATIENCE_S = 1.0
 """Seconds to wait for piped input before saying so."""
 
@@ -215,6 +217,13 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
         **fields,
     )
     check_provider(spec)
+    # A session is opened only if the question needs one, and a wrong value is an error before.
+    if absent := next((path for path, _ in spec.mounts if not os.path.exists(path)), None):
+        raise ConfigError(f"sandbox mounts: there is no '{absent}' on this machine")
+    if spec.packages and spec.provider in LOCAL_SANDBOXES:
+        from ramify.sandbox.packages import locate
+
+        locate(spec.packages)
     return spec
 
 
@@ -244,6 +253,7 @@ def make_rlm(
     tools: Mapping[str, Any] | None = None,
 ) -> RLM:
     from ramify.clients.base import Sampling
+    from ramify.clients.providers import split_name
     from ramify.engine.limits import Limits
     from ramify.engine.rlm import RLM
 
@@ -257,9 +267,12 @@ def make_rlm(
     scaffold = read_scaffold(settings.get("scaffold"), settings["model"])
     if settings.get("direct") is False:
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)
+    sub_models = settings.get("sub_model") or []
+    for name in (settings["model"], *sub_models):
+        split_name(name)
     return RLM(
         settings["model"],
-        sub_model=settings.get("sub_model") or None,
+        sub_model=sub_models or None,
         limits=limits,
         scaffold=scaffold,
         sandbox=spec,

@@ -256,7 +256,7 @@ def summary(trajectory: Trajectory, run_id: str | None, unfinished: str = "runni
         str(trajectory.stop or unfinished),
         f"{terminal_text.many(turns, 'turn')}, {terminal_text.many(usage.calls, 'call')}",
         f"{bound}{terminal_text.count(usage.total_tokens)} tokens",
-        *([bound + terminal_text.dollars(trajectory.cost)] if trajectory.cost is not None else []),
+        bound * (trajectory.cost is not None) + terminal_text.dollars(trajectory.cost),
         terminal_text.seconds(trajectory.seconds),
         *([f"run {run_id}"] if run_id else []),
     ]

@@ -92,7 +92,7 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
         str(summary.stop or state),
         f"{summary.usage.calls:,}",
         count(summary.usage.total_tokens),
-        dollars(summary.cost),
+        "unknown" if summary.cost is None else dollars(summary.cost),
         seconds(summary.seconds),
     ]
 

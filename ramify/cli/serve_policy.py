@@ -45,6 +45,12 @@ def serve_policy(
         raise UsageError(f"--slots {slots}: give at least 1")
     if weights_root is not None and not Path(weights_root).is_dir():
         raise UsageError(f"--weights-root {weights_root}: no such folder")
+    if api_key == "":
+        raise UsageError("--api-key is empty: give a key, or remove it")
+    if weight_sync:
+        from ramify.inference.weight_sync import WEIGHT_SYNCS
+
+        WEIGHT_SYNCS.of(weight_sync)
     folder = str(TINY) if words[0] == "tiny" else words[0].removeprefix("local:")
 
     notes = StderrNotes()

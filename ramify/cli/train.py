@@ -65,7 +65,7 @@ def train(
         ]
         return supervise(words, [*flags, *options], Path(run_folder), resume, restarts)
     form = form_of("lines" if plain else progress, notes)
-    with exporting(notes), ProgressScreen(notes, form) as screen:
+    with exporting(notes), ProgressScreen(notes, form, has_lines=True) as screen:
         with report_progress("starting"):
             from ramify.train.backends.launch import is_restarted
             from ramify.train.config import CHOICES

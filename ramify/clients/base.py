@@ -51,7 +51,11 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A native tool that a model may call."""
+    """A native tool that a model may call.
+
+    >>> inference.Tool("add", "Add two numbers.", {"type": "object", "properties": {}}).name
+    'add'
+    """
 
     name: str
     description: str

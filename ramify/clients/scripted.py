@@ -60,7 +60,11 @@ NUM_IDS = 261
 
 class ByteTokenIds:
     """Adds byte-level token ids to replies. A trainer increments ``version`` to set the policy
-    version."""
+    version.
+
+    Example:
+        client = testing.ScriptedClient(["FINAL(2)"], ids=testing.ByteTokenIds())
+    """
 
     def __init__(self, version: int = 0, logprob: float = -0.5, *, keeps_ids: bool = True) -> None:
         """Without ``keeps_ids``, the whole conversation is tokenized again for each request, with
@@ -116,7 +120,13 @@ __all__ = [
 
 
 class ScriptedClient:
-    """A ``Client`` that answers from a script. See ``script.py`` for the forms of a script."""
+    """A ``Client`` that answers from a script. See ``script.py`` for the forms of a script.
+
+    >>> client = testing.ScriptedClient(["42"])
+    >>> with ramify.RLM(client) as rlm:
+    ...     rlm.completion("What is six times seven?").answer
+    '42'
+    """
 
     def __init__(
         self,

@@ -47,7 +47,8 @@ def vote(answers: Sequence[Any]) -> int:
     """Index of the first answer that is most common among the continuations. Answers are equal if
     their JSON is.
 
-    >>> vote(["a", None, "b", "b"]) 2
+    >>> ramify.vote(["a", None, "b", "b"])
+    2
     """
     keys = [None if answer is None else _key(jsonable(answer)) for answer in answers]
     counts = Counter(key for key in keys if key is not None)
@@ -65,7 +66,8 @@ def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
     """Choose the first answer with the highest ``score``. A continuation without an answer is
     chosen only if none has one.
 
-    >>> by_score(len)(["a", None, "bc", "de"]) 2
+    >>> ramify.by_score(len)(["a", None, "bc", "de"])
+    2
     """
 
     def choose(answers: Sequence[Any]) -> int:
@@ -76,7 +78,11 @@ def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
 
 
 class Branches(msgspec.Struct, frozen=True):
-    """``num`` continuations of one turn."""
+    """``num`` continuations of one turn.
+
+    >>> ramify.Branches(4, turn=2, choose_by=ramify.by_score(len)).num
+    4
+    """
 
     num: int
     turn: int = 0

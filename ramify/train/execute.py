@@ -16,6 +16,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.logging import RUN_LOG, LogFile, RoomLogger, run_log
+from ramify.progress import report_progress
 from ramify.train.assemble import RunParts
 from ramify.train.backends import launch
 from ramify.train.checkpoint import FOLDER, CheckpointState, check_config, find, read_state, verify
@@ -68,6 +69,10 @@ def train(
     for a damaged checkpoint, and TrainError if training cannot continue. ``on_stall`` is called if
     nothing progresses for ``run.stall_s``: an error follows, but a stuck thread may keep this
     function from returning. Records of the ``ramify`` loggers are also written to ``OUT/run.log``.
+
+    Example:
+        state = train.train(train.load_recipe("recipes/tiny.py"), "runs/tiny")
+        state.step
     """
     launch.follow_if_told()
     out = Path(out)
@@ -136,7 +141,8 @@ async def building(
     """The training loop of ``run``, with everything that it needs open inside the block. All checks
     are done here, including that it can continue from ``checkpoint``. ``on_start`` is called when
     they have passed."""
-    parts = RunParts(run)
+    with report_progress("preparing", note="task, demonstrations and policy"):
+        parts = RunParts(run)
     interval = sys.getswitchinterval()
     async with closing({part: partial(_close, parts, part) for part in _PARTS}):
         if checkpoint is not None:
@@ -155,7 +161,8 @@ async def building(
         # would cost a tenth of a step.
         gc.freeze()
         try:
-            await parts.start(out)
+            with report_progress("preparing", note="engine and sandbox"):
+                await parts.start(out)
             async with parts.rlm:
                 yield parts.loop(out, listener, on_stall)
         finally:

@@ -32,7 +32,11 @@ CallKind = Literal["rlm", "lm", "leaf", "judge"]
 
 
 class Stop(enum.StrEnum):
-    """Reason a call ended."""
+    """Reason a call ended.
+
+    >>> ramify.Stop.MAX_TURNS.is_truncated(), ramify.Stop.FINAL.is_truncated()
+    (True, False)
+    """
 
     FINAL = "final"
     MAX_TURNS = "max_turns"
@@ -70,7 +74,11 @@ class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Cell(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One execution of code in a session."""
+    """One execution of code in a session.
+
+    >>> ramify.Cell("1 + 1", value="2", seconds=0.01).value
+    '2'
+    """
 
     code: str
     stdout: str = ""
