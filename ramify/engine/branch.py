@@ -104,12 +104,12 @@ class Branches(msgspec.Struct, frozen=True):
         return self.choose_by(answers)
 
 
-def search_of(given: BranchSearch | int | None) -> BranchSearch | None:
+def search_of(given: BranchSearch | int) -> BranchSearch | None:
     """Convert a ``search=`` argument; 1 means no branching. Raises ConfigError if it is not a
     search."""
     if isinstance(given, int):
         return Branches(given) if given != 1 else None
-    if given is not None and not isinstance(given, BranchSearch):
+    if not isinstance(given, BranchSearch):
         raise ConfigError(
             f"search is {given!r}: give a number of continuations, Branches(…), or width() and "
             "choose()"
@@ -130,10 +130,8 @@ def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> Br
     return known
 
 
-def config_of(search: BranchSearch | None) -> dict[str, Any]:
+def config_of(search: BranchSearch) -> dict[str, Any]:
     """Return the journal's record of ``search``."""
-    if search is None:
-        return {}
     if isinstance(search, Branches):
         by = "vote" if search.choose_by is vote else "a function"
         return {"search": {"num": search.num, "turn": search.turn, "choose_by": by}}

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.token_path import TokenPath, TokenPathBuilder
+from ramify.types.sequence import TokenPath, TokenPathBuilder
 
 SCHEMA_VERSION = 2
 """Version of events and trajectories on disk. Readers reject newer versions and accept older ones.
