@@ -95,9 +95,9 @@ class RoomLogger:
         """True if a record of ``level`` goes anywhere: ask before preparing expensive fields."""
         return level >= _lowest or self._logger.isEnabledFor(level)
 
-    def debug(self, event: str, message: str, /, **fields: Any) -> None:
-        if _lowest <= DEBUG or self._logger.isEnabledFor(DEBUG):
-            self._emit(DEBUG, event, message, fields)
+    def debug(self, event: str, message: str, /, *, shown: bool = False, **fields: Any) -> None:
+        if shown or _lowest <= DEBUG or self._logger.isEnabledFor(DEBUG):
+            self._emit(DEBUG, event, message, fields, shown)
 
     def info(self, event: str, message: str, /, *, shown: bool = False, **fields: Any) -> None:
         if _lowest <= INFO or self._logger.isEnabledFor(INFO):
@@ -105,11 +105,7 @@ class RoomLogger:
 
     def warning(self, event: str, message: str, /, *, shown: bool = False, **fields: Any) -> None:
         if event == "warning":
-            listener, collected = _on_warning.get(), _collected.get()
-            if listener is not None:
-                listener(_cut(without_secrets(message)))
-            elif collected is not None:
-                collected.append(_cut(without_secrets(message)))
+            _tell_run(message)
         self._emit(WARNING, event, message, fields, shown)
 
     def error(
@@ -130,8 +126,10 @@ class RoomLogger:
     ) -> None:
         """``warnings.warn``, and a record of the event ``warning``, which the current run's journal
         keeps."""
-        self.warning("warning", message, category=category.__name__)
-        warnings.warn(message, category, stacklevel=stacklevel + 1)
+        _tell_run(message)
+        fields = {"category": category.__name__}
+        self._emit(WARNING, "warning", message, fields, depth=stacklevel)
+        warnings.warn(without_secrets(message), category, stacklevel=stacklevel + 1)
 
     def forward(self, sent: SentRecord, process: str) -> None:
         """Emit a record of another process here, under its own run."""
@@ -148,7 +146,9 @@ class RoomLogger:
         fields: Mapping[str, Any],
         shown: bool = False,
         error: BaseException | None = None,
+        depth: int = 1,
     ) -> None:
+        """``depth`` is the number of calls between this class and the place of the record."""
         logger, secrets = self._logger, SecretRedactor()
         runs = _runs.get() or _process_runs
         extra = {
@@ -162,7 +162,7 @@ class RoomLogger:
             "shown": shown,
             "is_delivered": True,
         }
-        path, line, function, _ = logger.findCaller(stacklevel=3)
+        path, line, function, _ = logger.findCaller(stacklevel=depth + 2)
         text = _cut(without_secrets(message, secrets))
         record = logger.makeRecord(logger.name, level, path, line, text, (), None, function, extra)
         if _process:
@@ -198,6 +198,15 @@ class SentRecord(msgspec.Struct, frozen=True, omit_defaults=True):
             runs_of(record),
             getattr(record, "shown", False),
         )
+
+
+def _tell_run(message: str) -> None:
+    """Pass a warning to the current run, or keep it for the next one."""
+    listener, collected = _on_warning.get(), _collected.get()
+    if listener is not None:
+        listener(_cut(without_secrets(message)))
+    elif collected is not None:
+        collected.append(_cut(without_secrets(message)))
 
 
 # --- runs

@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import os
+import random
 import re
 import signal
 import subprocess
@@ -20,12 +21,16 @@ import pytest
 
 import ramify
 from ramify import RLM, Limits, SandboxSpec, Store
-from ramify.clients.script import rate_limited, server_error
+from ramify.clients.pool import ClientPool
+from ramify.clients.script import rate_limited, server_error, unreachable
 from ramify.clients.scripted import ScriptedClient
 from ramify.clients.scripted_server import ScriptedServer
+from ramify.engine.limits import Ledger, ResourceAmount
 from ramify.logging import RUN_LOG, LogFile, RoomLogger, attached, in_run, levels_of
 from ramify.train.execute import train
 from ramify.types.event import NoteAdded
+from ramify.types.message import Usage
+from tests.clients.helpers import Books, request
 from tests.train.small import small
 
 SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
@@ -95,6 +100,86 @@ def test_a_session_that_dies(records: list[logging.LogRecord]) -> None:
 
     result = asyncio.run(main())
     assert of(records, "session_died") == [("ramify.engine", result.run_id)]
+
+
+def waits(found: list[logging.LogRecord]) -> list[tuple[str, str]]:
+    """(run, reason) of each record of a wait."""
+    return [
+        (record.run, record.fields["reason"])  # type: ignore[attr-defined]
+        for record in found
+        if record.event == "wait"  # type: ignore[attr-defined]
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "num"), [(1.3, 2), (0.05, 0)])
+def test_a_wait_because_of_a_rate_limit(
+    seconds: float, num: int, records: list[logging.LogRecord]
+) -> None:
+    """The request that was limited, and one that comes later."""
+
+    async def main() -> None:
+        async with ScriptedServer([rate_limited(seconds), "a", "b"]) as server:
+            pool = ClientPool(base_urls={"openai": server.url}, keys={"openai": KEY})
+            client = pool.client("openai:m")
+            first = asyncio.ensure_future(pool.ask(client, request(), Books()))
+            while not of(records, "retry"):
+                await asyncio.sleep(0.01)
+            await asyncio.gather(first, pool.ask(client, request(), Books()))
+            await pool.close()
+
+    with in_run("mine"):
+        asyncio.run(main())
+    assert of(records, "retry") == [("ramify.clients", "mine")]
+    assert waits(records) == [("mine", "rate_limit")] * num
+
+
+def test_a_wait_for_the_budget(records: list[logging.LogRecord]) -> None:
+    """A second request fits into the budget only after the first has cost less than it might."""
+    ledger, amount = Ledger(Limits(max_tokens=100), priced=False), ResourceAmount(1, 80)
+
+    class Account(Books):
+        async def reserve(self) -> None:
+            await ledger.reserve(amount)
+            await super().reserve()
+
+        def settle(self, usage: Usage, cost: float | None) -> None:
+            ledger.settle(amount, Usage(5, 5, calls=1), cost)
+            super().settle(usage, cost)
+
+    async def main() -> None:
+        async with ScriptedServer(["a", "b"], latency_s=1.2) as server:
+            pool = ClientPool(base_urls={"openai": server.url}, keys={"openai": KEY})
+            asks = [pool.ask(pool.client("openai:m"), request(), Account()) for _ in range(2)]
+            await asyncio.gather(*asks)
+            await pool.close()
+
+    with in_run("mine"):
+        asyncio.run(main())
+    assert waits(records) == [("mine", "budget")]
+
+
+def test_patience_for_a_model_that_cannot_be_reached(records: list[logging.LogRecord]) -> None:
+    async def no_time(seconds: float) -> None:
+        pass
+
+    async def main() -> None:
+        client = ScriptedClient([*[unreachable()] * 5, "a"])
+        pool = ClientPool(sleep=no_time, rng=random.Random(0))
+        await pool.ask(pool.adopt(client), request(), Books(), patience_s=300.0)
+
+    with in_run("mine"):
+        asyncio.run(main())
+    assert of(records, "retry") == [("ramify.clients", "mine")]
+    assert waits(records) == [("mine", "unreachable")]
+
+
+def test_a_warning_is_at_the_place_of_its_caller(records: list[logging.LogRecord]) -> None:
+    with pytest.warns(UserWarning, match="odd") as warned:
+        RoomLogger("engine").warn("odd")
+    RoomLogger("engine").warning("warning", "odd")
+    lines = [(record.filename, record.funcName) for record in records]
+    assert lines == [("test_logging.py", "test_a_warning_is_at_the_place_of_its_caller")] * 2
+    assert (warned[0].filename, warned[0].lineno) == (records[0].pathname, records[0].lineno)
 
 
 def test_a_training_run_keeps_a_log_and_continues_it(

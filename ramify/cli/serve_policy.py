@@ -15,7 +15,7 @@ from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.serving import on_stop
 from ramify.cli.stderr_notes import StderrNotes, write
-from ramify.logging import join_run
+from ramify.logging import RoomLogger, join_run
 from ramify.progress import report_progress
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ramify.serve.policy import PolicyServer
 
 _KEY = "RAMIFY_SERVE_KEY"
+_log = RoomLogger("serve")
 
 
 def serve_policy(
@@ -89,6 +90,7 @@ async def _serve(server: PolicyServer, client: LocalClient) -> None:
     on_stop(stopped.set)
     async with server:
         write(f"{server.name} at {server.url} (Ctrl-C to stop)")
+        _log.info("engine_ready", f"the engine answers at {server.url}", engine=server.url)
         await stopped.wait()
     await client.close()
 

@@ -26,6 +26,7 @@ import math
 import os
 import random
 import sys
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
@@ -38,6 +39,7 @@ from ramify.clients.http1 import Http1Client, HttpOrigin, RequestRoute
 from ramify.clients.providers import CLIENTS, PriceTable, ProviderSpec, resolve, split_name
 from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost, Unreachable
 from ramify.logging import RoomLogger
+from ramify.secrets import remember
 from ramify.types.message import Reply
 
 if TYPE_CHECKING:
@@ -70,6 +72,11 @@ class Limiter:
         self._opens_at: float | None = None
         """Event-loop time at which a pause ends."""
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_slowed(self) -> bool:
+        """Whether a rate limit pauses or narrows the gate."""
+        return self._opens_at is not None or self.width < self._most
 
     @property
     def width(self) -> int:
@@ -236,6 +243,13 @@ _FIRST_WAIT_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _FIRST_PATIENCE_S = 30.0
 """Patience for a model that has never answered: a wrong address is more likely than an outage."""
+_LONG_WAIT_S = 1.0
+"""A shorter wait leaves no record."""
+_WAITED_FOR = {
+    "budget": "the part of the budget that other requests held",
+    "rate_limit": "a slot, because of a rate limit",
+    "unreachable": "an answer, because it could not be reached",
+}
 _LOCAL_WINDOW = 32_768
 """Context window (tokens) that is assumed for a local model of unknown window."""
 
@@ -275,6 +289,8 @@ class ClientPool:
         self.max_wait_s = max_wait_s
         self._prices = prices
         self._keys = dict(keys or {})
+        for provider, key in self._keys.items():
+            remember(f"{provider} key", key)
         self._base_urls = dict(base_urls or {})
         self._random = rng or random.Random()
         self._sleep = sleep
@@ -318,46 +334,54 @@ class ClientPool:
         gate = self._gates.get(client.name)
         if gate is None:
             gate = self._gates[client.name] = Limiter(self.max_in_flight)
-        failed, began, waited_s = 0, math.inf, 0.0
-        while True:
-            passed = gate.passed
-            try:
-                return await self._attempt(client, request, account, gate, failed, on_send)
-            except ModelError as error:
-                on_send = None
-                limited = isinstance(error, RateLimited)
-                failed += not (limited and gate.passed > passed)
-                now = asyncio.get_running_loop().time()
-                began = min(began, now)
-                out_s = max(waited_s, now - began)
-                left_s = (
-                    patience_s if gate.passed else min(patience_s / 10, _FIRST_PATIENCE_S)
-                ) - out_s
-                most = self._most_attempts(error, left_s)
-                if not error.transient or failed >= most or _asked_s(error) > self.max_wait_s:
-                    raise
-                wait_s = gate.opens_in_s() if limited else self._wait_s(error, failed)
-                wait_s = min(wait_s, left_s) if most == math.inf else wait_s
-                tried = (
-                    f"attempt {failed} of {most}"
-                    if most < math.inf
-                    else f"for {left_s:.0f} s at most"
-                )
-                tried = tried if failed else "others got through"
-                text = f"{error}; trying again in {wait_s:.1f} s ({tried})"
-                _log.warning(
-                    "retry",
-                    text,
-                    model=client.name,
-                    reason=type(error).__name__,
-                    attempt=failed,
-                    wait_s=wait_s,
-                )
-                if on_retry is not None:
-                    on_retry(text)
-            if not limited:  # after a rate limit, the limiter pauses all requests instead
-                waited_s += wait_s
-                await self._sleep(wait_s)
+        failed, polls, began = 0, 0, math.inf
+        waited_s = out_s = wait_s = 0.0
+        try:
+            while True:
+                passed = gate.passed
+                try:
+                    return await self._attempt(client, request, account, gate, failed, on_send)
+                except ModelError as error:
+                    on_send = None
+                    limited = isinstance(error, RateLimited)
+                    failed += not (limited and gate.passed > passed)
+                    now = asyncio.get_running_loop().time()
+                    began = min(began, now)
+                    out_s, wait_s = max(waited_s, now - began), 0.0
+                    left_s = (
+                        patience_s if gate.passed else min(patience_s / 10, _FIRST_PATIENCE_S)
+                    ) - out_s
+                    most = self._most_attempts(error, left_s)
+                    if not error.transient or failed >= most or _asked_s(error) > self.max_wait_s:
+                        raise
+                    wait_s = gate.opens_in_s() if limited else self._wait_s(error, failed)
+                    wait_s = min(wait_s, left_s) if most == math.inf else wait_s
+                    tried = (
+                        f"attempt {failed} of {most}"
+                        if most < math.inf
+                        else f"for {left_s:.0f} s at most"
+                    )
+                    tried = tried if failed else "others got through"
+                    text = f"{error}; trying again in {wait_s:.1f} s ({tried})"
+                    polls += most == math.inf
+                    # An unreachable model is tried many times: one record is enough.
+                    log = _log.warning if polls < 2 else _log.debug
+                    log(
+                        "retry",
+                        text,
+                        model=client.name,
+                        reason=type(error).__name__,
+                        attempt=failed,
+                        wait_s=wait_s,
+                    )
+                    if on_retry is not None:
+                        on_retry(text)
+                if not limited:  # after a rate limit, the limiter pauses all requests instead
+                    waited_s += wait_s
+                    await self._sleep(wait_s)
+        finally:
+            if polls:
+                _record_wait(client, "unreachable", out_s + wait_s)
 
     async def close(self) -> None:
         """Close the connections and every client that was connected here. Idempotent."""
@@ -390,9 +414,13 @@ class ClientPool:
         failed: int,
         on_send: Callable[[], None] | None,
     ) -> Reply:
-        await account.reserve()
+        began = time.perf_counter()
         try:
-            entered = await self._enter(gate)
+            await account.reserve()
+        finally:
+            _record_wait(client, "budget", time.perf_counter() - began)
+        try:
+            entered = await self._enter(client, gate)
         except BaseException:
             account.release(f"{client.name}: given up before it was sent")
             raise
@@ -424,8 +452,13 @@ class ClientPool:
         account.settle(reply.usage, reply.cost)
         return reply
 
-    async def _enter(self, gate: Limiter) -> int:
-        entered = await gate.acquire()
+    async def _enter(self, client: Client, gate: Limiter) -> int:
+        began, was_slowed = time.perf_counter(), gate.is_slowed
+        try:
+            entered = await gate.acquire()
+        finally:
+            if was_slowed or gate.is_slowed:
+                _record_wait(client, "rate_limit", time.perf_counter() - began)
         try:
             await self._gate.acquire()
         except BaseException:
@@ -459,6 +492,13 @@ class ClientPool:
                 f"provider '{provider}' gives a {type(client).__name__}, not a Client"
             )
         return client
+
+
+def _record_wait(client: Client, reason: str, wait_s: float) -> None:
+    """Leave one record of a wait that is over, if it was long."""
+    if wait_s >= _LONG_WAIT_S:
+        text = f"{client.name}: waited {wait_s:.1f} s for {_WAITED_FOR[reason]}"
+        _log.info("wait", text, model=client.name, reason=reason, wait_s=wait_s)
 
 
 def _asked_s(error: ModelError) -> float:
