@@ -15,8 +15,9 @@ exceptions. A call whose level no output takes costs two comparisons.
 
 ``RAMIFY_LOG=engine=debug,train=info`` (or ``RAMIFY_LOG=debug``) writes records to stderr, in
 library code too; ``RAMIFY_LOG_FORMAT=json`` writes them, and run logs, as JSON lines. A wrong part
-is reported in one line and ignored: a setting for diagnosis must not stop a run. Not here: progress
-(see progress.py) and the events of a run (see types/event.py).
+is reported in one line and ignored: a setting for diagnosis must not stop a run. Progress (see
+progress.py) is recorded only by ``progress=info``. Not here: the events of a run (see
+types/event.py).
 """
 
 from __future__ import annotations
@@ -356,12 +357,16 @@ class Console:
         """``show`` prints one line. ``levels`` maps a room, or ``""`` for all, to its level."""
         self.show = show
         self.levels = dict(levels or {})
+        self.hidden: set[str] = set()
+        """Events that the command prints itself, unless the format is JSON."""
 
     @property
     def lowest(self) -> int:
         return min(self.levels.values(), default=INFO)
 
     def takes(self, record: LogRecord) -> bool:
+        if _event(record) in self.hidden and not wants_json():
+            return False
         is_wanted = record.levelno >= _level_in(self.levels, room_of(record))
         return is_wanted or getattr(record, "shown", False)
 
@@ -444,7 +449,8 @@ ROOMS = [
 
 
 def _level_in(levels: Mapping[str, int], room: str) -> int:
-    return levels.get(room, levels.get("", OFF))
+    # Progress is displayed by other means: it is recorded only if its room is named.
+    return levels.get(room, OFF if room == "progress" else levels.get("", OFF))
 
 
 def _with_floor(level: int) -> dict[str, int]:

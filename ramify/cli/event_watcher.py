@@ -14,6 +14,7 @@ from ramify.cli.progress_screen import ProgressScreen
 from ramify.cli.stderr_notes import StderrNotes
 from ramify.cli.terminal_text import count, dollars, one_line, seconds
 from ramify.engine.run_handle import RunHandle
+from ramify.logging import current_console
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -35,12 +36,21 @@ class EventWatcher(Protocol):
         ...
 
 
+_AS_STEPS = ("retry", "limit", "session_died")
+"""Log records of which a step says the same."""
+
+
 class StepLines:
     """Event watcher that prints one line, or one JSON object, for each step."""
 
     def __init__(self, notes: StderrNotes, screen: ProgressScreen) -> None:
         self._notes = notes
         self._screen = screen
+        self._failed: AttemptFailed | None = None
+        """The last event, if it is an attempt whose failure has not been printed."""
+        console = current_console()
+        if notes.verbose and screen.form != "json" and console is not None:
+            console.hidden.update(_AS_STEPS)
 
     def apply(self, event: AnyEvent) -> None:
         if self._screen.form == "json":
@@ -51,7 +61,19 @@ class StepLines:
                     else getattr(event, "call", "")
                 )
                 self._screen.event("step", kind=event.__struct_config__.tag, call=call, text=line)
-        elif self._notes.verbose and (line := line_of(event)):
+        elif self._notes.verbose:
+            self._say_step(event)
+
+    def _say_step(self, event: AnyEvent) -> None:
+        """Print a step, but not a failure that the note about its retry repeats, nor a warning,
+        which is already printed."""
+        failed, self._failed = self._failed, None
+        is_note = isinstance(event, NoteAdded)
+        if failed is not None and not (is_note and event.text.startswith(failed.error)):
+            self._notes.say(f"{failed.at_s:7.2f} s  {line_of(failed)}")
+        if isinstance(event, AttemptFailed):
+            self._failed = event
+        elif not (is_note and event.is_warning) and (line := line_of(event)):
             self._notes.say(f"{event.at_s:7.2f} s  {line}")
 
     @contextlib.contextmanager

@@ -328,7 +328,7 @@ class EngineFleet:
         if self.listed is not None:
             self.listed.remove(server.url)
         num, of = len(self.alive), len(self._urls)
-        left = f"continuing with {num} of {of} engines" if num else "no engine is left"
+        rest = f"continuing with {num} of {of} engines" if num else "no engine is left"
         back = (
             "it is started again"
             if process is not None
@@ -336,7 +336,7 @@ class EngineFleet:
         )
         back = back if self.listed is None else "the run brings it back"
         event = "engine_lost" if process is None else "restart"
-        self.membership.record_loss(server.url, why, left, back, event=event, left=num)
+        self.membership.record_loss(server.url, why, rest, back, event=event, left=num)
         await server.close()
 
     async def _bring(self, url: str) -> EngineServer:

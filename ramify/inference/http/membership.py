@@ -64,12 +64,12 @@ class EngineMembership:
         """Whether an engine is being brought back."""
         return bool(self._coming)
 
-    def record_loss(self, url: str, why: str, left: str, again: str, **fields: Any) -> None:
-        """Record the loss of an engine, and expect it back unless it is given up. ``left`` says
+    def record_loss(self, url: str, why: str, rest: str, again: str, **fields: Any) -> None:
+        """Record the loss of an engine, and expect it back unless it is given up. ``rest`` says
         which engines remain, ``again`` how it comes back; ``fields`` are those of the record."""
         self.num_lost += 1
         self.reasons.append(why)
-        if self._restarts.failed(url, f"{why}; {left}", again, "", **fields):
+        if self._restarts.failed(url, f"{why}; {rest}", again, "", **fields):
             self.expect(url)
 
     def record_update(self) -> None:
