@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ramify import RLM, Limits, ScriptedClient
 from ramify.clients.base import Request
-from ramify.clients.byte_ids import NUM_IDS, ByteTokenIds
+from ramify.clients.scripted import NUM_IDS, ByteTokenIds
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
 from ramify.tasks.base import Item
@@ -180,7 +180,6 @@ async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetr
             Published(ids),
             nothing,
             schedule=Schedule(evaluate_every=None),
-            say=print,
         )
         await loop.run()
     return [row for row in read_metrics(out) if "loss" in row.values]
@@ -208,7 +207,6 @@ def rewards(folder: Path, steps: int = 15) -> Iterator[Figure]:
         train(
             msgspec.structs.replace(tiny, sft=sft, rl=None, evaluate=few),
             folder / "sft",
-            say=lambda _: None,
         )
     sides = {"synchronous": 0, "staleness 1": 1}
     reached = {
@@ -253,7 +251,7 @@ def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
                 tiny.evaluate, num=256, validation=64, final=("test",)
             ),
         )
-        train(run, out, say=lambda _: None)
+        train(run, out)
     assert group_records.read_group_records(out).balanced
     return next(
         row.values["test/reward"] for row in read_metrics(out) if "test/reward" in row.values

@@ -221,7 +221,7 @@ def undisturbed(folder: Path, policy: Path, steps: int, seed: int) -> list[float
     for number in range(1, 1 + UNDISTURBED):
         out = folder / f"undisturbed-{number}"
         recipe = override(run(), [*_overrides(policy, steps, seed + number), "inference=null"], {})
-        train(recipe, out, say=lambda text: print(text, file=sys.stderr))
+        train(recipe, out)
         scores.append(score(out) or 0.0)
     return scores
 

@@ -24,7 +24,7 @@ import msgspec
 
 from ramify import RLM, Limits
 from ramify.clients.base import Price, Request
-from ramify.clients.byte_ids import ByteTokenIds
+from ramify.clients.scripted import ByteTokenIds
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
@@ -292,7 +292,6 @@ async def _run(out: Path, shape: Shape, seed: int) -> None:
             evaluate,
             schedule=Schedule(evaluate_every=None, save_rollouts_every=1),
             config=config,
-            say=lambda _: None,
         )
         await loop.run()
 

@@ -141,7 +141,7 @@ def training_step() -> Walk:
     schedule = Schedule(evaluate_every=None)
     run = small(sandbox=ramify.SandboxSpec(), schedule=schedule)
     with tempfile.TemporaryDirectory() as folder, walk.traced():
-        train(run, Path(folder) / "run", listener=listen, say=_ignore, inform=_ignore)
+        train(run, Path(folder) / "run", listener=listen)
     walk.files = steps[1]
     return walk
 

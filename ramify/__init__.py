@@ -19,11 +19,15 @@ optional package.
 from __future__ import annotations
 
 import importlib
+import logging as _logging
 
 TYPE_CHECKING = False  # not from typing, which takes longer to import than all else here
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
+
+# Applications decide where records go; without one, they go nowhere.
+_logging.getLogger("ramify").addHandler(_logging.NullHandler())
 
 __version__ = "0.1.0"
 

@@ -13,12 +13,13 @@ from ramify.clients.scripted import ScriptedClient as ScriptedClient
 from ramify.engine.branch import Branches as Branches
 from ramify.engine.branch import by_score as by_score
 from ramify.engine.branch import vote as vote
-from ramify.engine.citations import Citation as Citation
 from ramify.engine.limits import Limits as Limits
 from ramify.engine.mcp_tools import McpTools as McpTools
+from ramify.engine.question import RunOptions as RunOptions
 from ramify.engine.rlm import RLM as RLM
 from ramify.engine.run_handle import Result as Result
 from ramify.engine.scaffold import Scaffold as Scaffold
+from ramify.engine.typed import Citation as Citation
 from ramify.errors import ConfigError as ConfigError
 from ramify.errors import ModelError as ModelError
 from ramify.errors import RamifyError as RamifyError

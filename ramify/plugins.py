@@ -203,7 +203,7 @@ class Registry(Mapping[str, Any]):
 
     def forget(self) -> None:
         """Drop what recipes registered and what was loaded from packages."""
-        self._table = {name: self._table[name] for name in self.ours}
+        self._table = {name: each for name, each in self._table.items() if name in self.ours}
         self._loaded.clear()
 
     def entries(self) -> Iterator[PluginEntry]:

@@ -1,8 +1,12 @@
-"""Redaction of known secret values from what a journal writes: the last line of defence for keys.
+"""Redaction of secrets from what journals and logs write: the last line of defence for keys.
 
-Ramify itself never writes a key, but a session's output or a tool's result may contain one. Secrets
-are the values of environment variables whose names end in ``_KEY``, ``_TOKEN``, ``_SECRET`` or
-``_PASSWORD``, and values that are given by name.
+    SecretRedactor().redact(text)    known values: journals, which must keep all other text
+    without_secrets(text)            also what looks like a secret: logs, errors, configurations
+
+Ramify itself never writes a key, but a session's output or a provider's error may contain one.
+Known secrets are the values of environment variables whose names end in ``_KEY``, ``_TOKEN``,
+``_SECRET`` or ``_PASSWORD``, values that are given by name, and those that were passed to
+``remember``.
 
 Not covered: encoded forms such as base64, and the contexts that a user supplies. Those are stored
 unchanged.
@@ -11,12 +15,36 @@ unchanged.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 import msgspec
 
 ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 MIN_CHARS = 12
+MARK = "«redacted»"
+KINDS = "(?:key|token|secret|password|passwd|authorization|credentials?)"
+LOGIN = re.compile(r"//[^/@\s]+@")
+QUERY = re.compile(
+    rf"([?&](?:[\w.-]*[_.-])?(?:api_?)?(?:{KINDS}|sig|signature)=)[^&#\s\"']+", re.IGNORECASE
+)
+_NAME = re.compile(rf"(^|[._-])(api_?)?{KINDS}$", re.IGNORECASE)
+_NAMED = re.compile(
+    r"((?:\b(?:x-)?api[-_ ]?key(?: provided)?|\b(?:access|auth|refresh|session)[-_ ]?token"
+    r"|\bauthorization|\b(?:client[-_ ])?secret|\bpassword|\bpasswd"
+    r"|\b\w+_(?:key|token|secret|password))"
+    r"[\"']?\s*[:=]\s*(?:b(?=[\"']))?[\"']?(?:(?:bearer|basic|token)\s+)?+)"
+    r"(?![\d.,]{1,7}(?:[\s;)}\"']|$)|none\b|null\b|«)[^\s\"',;&)}]{4,}",
+    re.IGNORECASE,
+)
+"""``api_key='…'``, ``x-api-key: …``, ``Authorization: Bearer …``; not short numbers."""
+_KEY_SHAPED = re.compile(
+    r"\b((?:sk|gsk|xai|pplx|nvapi|tvly|glpat|xox[abp])-|(?:hf|ghp|r8|sk_live|sk_test)_"
+    r"|github_pat_|AIza|AKIA|Bearer\s+)[\w*.+/=-]{8,}"
+)
+
+_remembered: dict[str, str] = {}
+"""Value -> name of each secret that was given in code."""
 
 
 class SecretRedactor:
@@ -27,6 +55,7 @@ class SecretRedactor:
     ) -> None:
         environ = os.environ if environ is None else environ
         names = {value: name for name, value in environ.items() if name.upper().endswith(ENDINGS)}
+        names.update(_remembered)
         names.update({value: name for name, value in (given or {}).items()})
         # Longest first, because one secret may contain another.
         self._names = {v: names[v] for v in sorted(names, key=len, reverse=True) if _is_secret(v)}
@@ -42,6 +71,30 @@ class SecretRedactor:
             if value in text:
                 text = text.replace(value, f"«redacted {name}»")
         return text
+
+
+def remember(name: str, value: str) -> None:
+    """Redact ``value`` from now on: a secret that was given in code, not by a variable."""
+    if value:
+        _remembered[value] = name
+
+
+def names_a_secret(name: str) -> bool:
+    """Whether a field of this name holds a secret: ``api_key``, ``judge.token``."""
+    return _NAME.search(name) is not None
+
+
+def without_secrets(text: str, known: SecretRedactor | None = None) -> str:
+    """``text`` without ``known`` secrets and without what looks like one: logins and keys in
+    URLs, values after names such as ``api_key``, and texts with the form of a provider's key.
+
+    ``"https://me:pw@host/v1?key=k"`` -> ``"https://«redacted»@host/v1?key=«redacted»"``
+    """
+    text = (known or SecretRedactor()).redact(text)
+    text = LOGIN.sub(f"//{MARK}@", text)
+    for pattern in (QUERY, _NAMED, _KEY_SHAPED):
+        text = pattern.sub(rf"\1{MARK}", text)
+    return text
 
 
 def _is_secret(value: str) -> bool:

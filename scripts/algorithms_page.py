@@ -188,7 +188,7 @@ def reductions() -> Iterator[Sequence[str]]:
     counts = [[{"0": num} for num in lengths] for lengths in LENGTHS]
     others = {ours: theirs for theirs, ours in ALSO.items()}
     for name in ("rollout", "token", "constant", "group", "prompt", "sum"):
-        per_group, denominator = weights(counts, name, max_tokens=10)  # type: ignore[arg-type]
+        per_group, denominator = weights(counts, name, rollout_tokens=10)  # type: ignore[arg-type]
         column = [rollout["0"] for group in per_group for rollout in group]
         yield (
             f"`{name}`",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import posixpath
 import re
@@ -24,7 +25,14 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-NAMESPACES = ["ramify"]
+NAMESPACES = [
+    "ramify",
+    "ramify.tasks",
+    "ramify.evaluate",
+    "ramify.train",
+    "ramify.inference",
+    "ramify.testing",
+]
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 _SOURCES: dict[str, str] = {}
 """Page -> the file of the repository that it is made from."""
@@ -75,17 +83,23 @@ def notebook_page(path: Path) -> str:
             parts.append(source)
         elif source:
             parts.append(_fenced(source, "python"))
-            parts += [_shown(output) for output in cell["outputs"]]
+            parts += _shown(cell["outputs"])
     name = path.relative_to(ROOT).as_posix()
     parts.append(f"---\n\nThis page is the notebook `{name}`; tests execute it.")
     return "\n\n".join(parts) + "\n"
 
 
-def _shown(output: dict[str, Any]) -> str:
-    data = output.get("data", {})
-    if "image/png" in data:
-        return f"![output](data:image/png;base64,{''.join(data['image/png']).strip()})"
-    return _fenced("".join(output.get("text") or data.get("text/plain") or ""), "text")
+def _shown(outputs: list[dict[str, Any]]) -> list[str]:
+    """What a cell printed, in one block, and its pictures."""
+    printed, pictures = "", []
+    for output in outputs:
+        data = output.get("data", {})
+        if "image/png" in data:
+            image = "".join(data["image/png"]).strip()
+            pictures.append(f"![output](data:image/png;base64,{image})")
+        elif output.get("name") != "stderr":
+            printed += "".join(output.get("text") or data.get("text/plain") or "")
+    return [_fenced(printed, "text")] * bool(printed.strip()) + pictures
 
 
 def _fenced(code: str, language: str) -> str:
@@ -126,5 +140,10 @@ def rename_table() -> str:
 def namespace_page(name: str) -> str:
     """The docstring of a public namespace and every name that it exports."""
     module = importlib.import_module(name)
-    parts = [f"# {name}", *(f"::: {name}.{each}" for each in sorted(module.__all__))]
+    parts = [f"# {name}", inspect.getdoc(module) or ""]
+    for each in sorted(module.__all__):
+        if inspect.ismodule(getattr(module, each)):
+            parts.append(f"## {each}\n\nThe namespace [{name}.{each}]({name}.{each}.md).")
+        else:
+            parts.append(f"::: {name}.{each}")
     return "\n\n".join(parts) + "\n"

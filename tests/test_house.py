@@ -2,7 +2,8 @@
 
 A room imports lower floors; on its own floor only another room's ``base``. Imports inside functions
 count, and so do those under ``TYPE_CHECKING``. The public names of ``ramify`` and its namespaces
-come from every floor: they are listed in ``__init__.pyi`` files and imported on first use.
+come from every floor: they are listed in ``__init__.pyi`` files and imported on first use. Inside a
+room, at any depth, nothing that a sub-package imports imports it, directly or not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ramify"
 FLOORS = [
-    {"types", "errors", "plugins", "progress", "secrets"},
+    {"types", "errors", "plugins", "progress", "secrets", "logging"},
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine"},
     {"combinators"},
@@ -28,7 +29,12 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-ALSO = {("inference", "models"), ("plugins", "errors"), *((room, "actors") for room in FLOORS[1])}
+ALSO = {
+    ("inference", "models"),
+    ("plugins", "errors"),
+    ("logging", "secrets"),
+    *((room, "actors") for room in FLOORS[1]),
+}
 """Every room starts its processes through ``actors``."""
 STANDARD_LIBRARY_ONLY = [
     "__init__.py",
@@ -109,6 +115,52 @@ def test_imports_go_down(path: Path) -> None:
         inside = [name.removeprefix("ramify.") for name in names if name.startswith("ramify.")]
         wrong = [name for name in inside if not is_allowed(parts[0], name)]
         assert (wrong, "ramify" in names) == ([], False), f"{path} imports a room that it may not"
+
+
+def imported_siblings() -> dict[str, set[str]]:
+    """Package or module below a room -> what its files import beside it, below the same parent.
+    Names in tables of plug-ins are not imports."""
+    modules = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for path in PACKAGE.rglob("*.py")
+    }
+    siblings: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for name in imports(ast.parse(path.read_bytes()), package):
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            mine, others = module.split("."), name.split(".")
+            same = 0
+            while same < min(len(mine), len(others)) and mine[same] == others[same]:
+                same += 1
+            if 1 < same < min(len(mine), len(others)):
+                one, other = ".".join(mine[: same + 1]), ".".join(others[: same + 1])
+                siblings.setdefault(one, set()).add(other)
+    return siblings
+
+
+def two_way_sub_packages() -> list[str]:
+    """Sub-packages that import something that, directly or not, imports them."""
+    siblings = imported_siblings()
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = list(siblings.get(start, ()))
+        while ahead:
+            if (name := ahead.pop()) not in seen:
+                seen.add(name)
+                ahead += siblings.get(name, ())
+        return seen
+
+    is_package = {name: (PACKAGE.parent / name.replace(".", "/")).is_dir() for name in siblings}
+    return sorted(name for name in siblings if is_package[name] and name in reached(name))
+
+
+def test_sub_packages_import_one_way() -> None:
+    assert two_way_sub_packages() == []
 
 
 def files_of(each: str) -> list[Path]:

@@ -105,7 +105,7 @@ def evaluate(
     notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.take_warnings()
     for line in unknown_variables(KINDS):
-        notes.say(f"ramify: warning: {line}")
+        notes.warning(line)
     if resume is None and not words:
         raise UsageError("no task: ramify eval TASK [OPTION=VALUE…]")
     if resume is None and not settings.get("model"):
@@ -147,7 +147,7 @@ class _Command:
         if track:
             from ramify.train.trackers.base import RunTrackers
 
-            self._trackers = RunTrackers(track, {}, self._notes.say)
+            self._trackers = RunTrackers(track, {})
 
     def run(self, words: list[str], resume: str | None, plan_options: dict[str, Any]) -> ExitCode:
         from ramify.evaluate.evaluation_report import check_k, check_same_items

@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
+from ramify.cli.stderr_notes import write
+from ramify.logging import configure
+
 WIDTH = 100
+_VERBOSE = "verbose"
+_RECORDS = "print log records to stderr; -vv prints more"
 
 
 class UsageError(Exception):
@@ -42,6 +47,7 @@ class OptionSpec(NamedTuple):
         names = [*filter(None, [self.short]), self.long]
         if self.kind is bool:
             action: Any = argparse.BooleanOptionalAction if self.has_no else "store_true"
+            action = _CountedSwitch if self.name == _VERBOSE else action
             parser.add_argument(*names, dest=self.name, action=action, default=None, help=self.help)
         elif self.kind is list:
             parser.add_argument(
@@ -76,8 +82,11 @@ class CommandSpec(NamedTuple):
 
     def call(self, arguments: list[str]) -> int:
         """Parse ``arguments`` and run the command. Raises UsageError."""
-        values = vars(self.parser().read(arguments, {option.long for option in self.options}))
+        known = {"--verbose", *(option.long for option in self.options)}
+        values = vars(self.parser().read(arguments, known))
         words = values.pop("words")
+        # Records go to stderr as a command's own messages do.
+        configure(write, values.pop("verbosity"))
         if len(words) < self.min_words:
             raise UsageError(f"missing argument: give {self.words}")
         if self.max_words is not None and len(words) > self.max_words:
@@ -96,7 +105,25 @@ class CommandSpec(NamedTuple):
         parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
         for option in self.options:
             option.add_to(parser)
+        parser.set_defaults(verbosity=0)
+        if all(option.name != _VERBOSE for option in self.options):
+            parser.add_argument("-v", "--verbose", action="count", dest="verbosity", help=_RECORDS)
         return parser
+
+
+class _CountedSwitch(argparse.BooleanOptionalAction):
+    """A command's own ``--verbose``, which also counts for its log records."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        super().__call__(parser, namespace, values, option_string)
+        is_on = getattr(namespace, self.dest)
+        namespace.verbosity = namespace.verbosity + 1 if is_on else 0
 
 
 class CommandParser(argparse.ArgumentParser):

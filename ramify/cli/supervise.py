@@ -17,17 +17,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from ramify.actors.child_process import ChildProcess, exit_reason
+from ramify.actors.child_process import exit_reason
+from ramify.actors.foreground_process import ForegroundProcess
+from ramify.actors.restarts import RestartCount
 from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parser import UsageError
 from ramify.cli.stderr_notes import error_line
+from ramify.logging import RUN_LOG, RoomLogger, run_log
 from ramify.train.lock import holder
 from ramify.train.metrics import FILE, read_metrics
 
-_LONGEST_PAUSE_S = 30.0
+_log = RoomLogger("cli")
 
 
 def supervise(
@@ -36,7 +39,6 @@ def supervise(
     folder: Path,
     resume: str | None,
     restarts: int,
-    say: Callable[[str], None],
 ) -> int:
     """Train in ``folder`` with restarts, and return the exit code of the last trainer.
 
@@ -46,9 +48,11 @@ def supervise(
         raise UsageError(f"--restarts {restarts}: give at least 1, or leave it out")
     if os.environ.get("WORLD_SIZE"):
         raise UsageError("--restarts does not work under torchrun: use torchrun --max-restarts")
-    since, furthest, failed = time.time(), -1, 0
+    since, furthest = time.time(), -1
+    losses = RestartCount(restarts, _log, "trainer")
     command = [sys.executable, "-m", "ramify", "train", *words, "--out", str(folder), *options]
-    with _Trainer() as trainer:
+    with run_log(folder / RUN_LOG, folder.resolve().name) as log, ForegroundProcess() as trainer:
+        log.begin()
         while True:
             code = trainer.run([*command, *(("--resume", resume) if resume else ())])
             if (
@@ -64,63 +68,30 @@ def supervise(
             step = _step(folder, since)
             if step is None and furthest < 0 and code > 0:
                 return code  # the trainer has already printed the reason
-            failed = 1 if step is not None and step > furthest else failed + 1
+            if step is not None and step > furthest:
+                losses.succeeded("")
             furthest = max(furthest, step or 0)
             how = exit_reason(code)
-            if failed > restarts:
-                error_line(
-                    f"the trainer {how} at step {furthest}: failure {failed} in a row without "
+            is_restarted, attempt = losses.lost(""), losses.num_losses("")
+            if not is_restarted:
+                text = (
+                    f"the trainer {how} at step {furthest}: failure {attempt} in a row without "
                     f"progress, so it is not restarted (--restarts {restarts})"
                 )
+                _log.error("trainer_lost", text, step=furthest, attempt=attempt)
+                error_line(text)
                 return ExitCode.ERROR
             checkpoint = _checkpoint(folder, since)
             resume = str(checkpoint) if checkpoint is not None else resume
-            say(
+            _log.warning(
+                "restart",
                 f"the trainer {how} after step {furthest}; restarting from "
-                f"{resume or 'the beginning'}"
+                f"{resume or 'the beginning'}",
+                shown=True,
+                step=furthest,
+                attempt=attempt,
             )
-            trainer.pause(min(_LONGEST_PAUSE_S, 2.0**failed / 2))
-
-
-class _Trainer:
-    """Child process that trains. As a context manager, it passes on signals that end this one."""
-
-    def __init__(self) -> None:
-        self.was_stopped = False
-        self._process: ChildProcess | None = None
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> _Trainer:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._stop)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        if self._process is not None:
-            self._process.end(0.0)
-
-    def run(self, command: Sequence[str]) -> int:
-        self._process = ChildProcess(command, files=(0, 1, 2))
-        if self.was_stopped:  # by a signal that came before there was a process
-            self._process.signal(signal.SIGTERM)
-        while (code := self._process.wait(1.0)) is None:
-            pass
-        return code
-
-    def pause(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self.was_stopped and time.monotonic() < until:
-            time.sleep(0.05)
-        if self.was_stopped:
-            raise KeyboardInterrupt
-
-    def _stop(self, number: int, _: object) -> None:
-        """Pass SIGINT or SIGTERM on to the trainer, which has a separate session."""
-        self.was_stopped = True
-        if self._process is not None:
-            self._process.signal(number)
+            trainer.pause(losses.pause_s(""))
 
 
 def _step(folder: Path, since: float) -> int | None:

@@ -68,6 +68,20 @@ class HttpOrigin(msgspec.Struct, frozen=True):
         return f"Origin({self.url!r})"
 
 
+class RequestRoute(msgspec.Struct, frozen=True):
+    """Destination of one client's requests, computed once so that a request needs no lookup."""
+
+    url: str
+    headers: dict[str, str]
+    """Includes the key, so it is never printed."""
+    proxy: str | None
+    origin: HttpOrigin | None
+    """Set if this file can send the requests; otherwise ``https.py`` does."""
+
+    def __repr__(self) -> str:
+        return f"Route({self.url!r})"
+
+
 class Http1Client:
     """Keeps connections open to any number of origins. Belongs to one event loop."""
 
@@ -78,9 +92,11 @@ class Http1Client:
         self._idle: dict[tuple[str, int], deque[_Connection]] = {}
         self._open: set[_Connection] = set()
 
-    async def post(self, where: str, origin: HttpOrigin, body: bytes) -> HttpResponse:
+    async def post(self, where: str, route: RequestRoute, body: bytes) -> HttpResponse:
         """Send ``body`` and return the response, whatever its status. ``where`` names the model in
         errors."""
+        origin = route.origin
+        assert origin is not None
         connection = self._take(origin) or await self._connect(where, origin)
         try:
             answer = await connection.ask(b"%s: %d\r\n\r\n" % (origin.head, len(body)), body)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from ramify.clients.http1 import HttpResponse
+from ramify.clients.http1 import HttpResponse, RequestRoute
 from ramify.errors import BadReply, ConfigError, ModelError, ReplyLost, Unreachable
 
 _LARGE_BYTES = 1 << 20
@@ -32,9 +32,7 @@ class HttpsClient:
         self._max_body_bytes = max_body_bytes
         self._session: aiohttp.ClientSession | None = None
 
-    async def post(
-        self, where: str, url: str, headers: dict[str, str], proxy: str | None, body: bytes
-    ) -> HttpResponse:
+    async def post(self, where: str, route: RequestRoute, body: bytes) -> HttpResponse:
         """Send ``body`` and return the response, whatever its status. ``where`` names the model in
         errors."""
         session = self._session or self._open()
@@ -42,15 +40,21 @@ class HttpsClient:
         data = body if len(body) <= _LARGE_BYTES else io.BytesIO(body)
         try:
             async with session.post(
-                url, data=data, headers=headers, proxy=proxy, allow_redirects=False
+                route.url,
+                data=data,
+                headers=route.headers,
+                proxy=route.proxy,
+                allow_redirects=False,
             ) as response:
                 return HttpResponse(
                     response.status, response.headers, await self._bounded(where, response)
                 )
         except aiohttp.ClientError as error:
-            raise _failure(where, url, proxy, error) from error
+            raise _failure(where, route.url, route.proxy, error) from error
         except (ConnectionError, ssl.SSLError, TimeoutError) as error:
-            raise ReplyLost(f"{where}: the connection to {url} broke ({_reason(error)})") from error
+            raise ReplyLost(
+                f"{where}: the connection to {route.url} broke ({_reason(error)})"
+            ) from error
 
     async def close(self) -> None:
         if self._session is not None:

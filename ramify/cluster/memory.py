@@ -148,7 +148,7 @@ def cache_bytes(
 
 def max_tokens(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
     """Return the maximum number of tokens in a batch."""
-    from ramify.train.backends.single import LEAST_TOKENS, activation_room
+    from ramify.train.backends.activation_memory import LEAST_TOKENS, activation_room
 
     room = activation_room(int(device.memory_gb * 1e9))
     return run.compute.max_tokens or max(LEAST_TOKENS, room // _per_token(run, shape))
@@ -242,12 +242,12 @@ def _share_of_gpu(args: Sequence[str]) -> float:
 
 
 def _per_token(run: Run, shape: ModelShape) -> int:
-    from ramify.train.backends.single import activation_bytes
+    from ramify.train.backends.activation_memory import activation_bytes
 
     return activation_bytes(shape.width, shape.mlp, shape.layers, run.compute.recompute)
 
 
 def _logits(device: DeviceSpec) -> int:
-    from ramify.train.backends.single import logits_at_once
+    from ramify.train.backends.activation_memory import logits_at_once
 
     return logits_at_once(not device.is_cpu)

@@ -57,9 +57,9 @@ class ModelShape(msgspec.Struct, frozen=True):
 def shape_of(config: Any, lora: LoraSpec | None = None) -> ModelShape:
     """Return the sizes of the model that a Hugging Face configuration describes."""
     from ramify.models.load import window_of
+    from ramify.train.backends.activation_memory import layers_of
     from ramify.train.backends.optimizers import is_inside
     from ramify.train.backends.sharding import on_meta
-    from ramify.train.backends.single import layers_of
 
     model = on_meta(config)
     params = dict(model.named_parameters())

@@ -22,10 +22,23 @@ from collections.abc import Iterator
 
 import msgspec
 
+from ramify.clients.base import Tool
 from ramify.types.message import Message, ToolCall
 
 CODE_TOOL = "repl"
 FINAL_TOOL = "final"
+NATIVE_TOOLS = (
+    Tool(
+        CODE_TOOL,
+        "Run Python in the live session and see its output.",
+        {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+    ),
+    Tool(
+        FINAL_TOOL,
+        "Give the final answer.",
+        {"type": "object", "properties": {"answer": {}}, "required": ["answer"]},
+    ),
+)
 
 _LANGUAGES = {"repl", "python", "py", "python3", "ipython"}
 _OPEN = re.compile(

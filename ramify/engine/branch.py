@@ -12,15 +12,21 @@ at any turn, also within branches. A conversation continues from the chosen cont
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
-from ramify.engine.call import LiveCall, jsonable
-from ramify.errors import ConfigError
+from ramify.engine.call import CallOutcome, LiveCall, jsonable
+from ramify.errors import ConfigError, RamifyError, ReplayDiverged
+from ramify.types.trajectory import Stop
+
+if TYPE_CHECKING:
+    from ramify.engine.rlm_loop import RlmLoop
+    from ramify.engine.typed import AnswerType
 
 
 @runtime_checkable
@@ -41,7 +47,8 @@ def vote(answers: Sequence[Any]) -> int:
     """Index of the first answer that is most common among the continuations. Answers are equal if
     their JSON is.
 
-    >>> vote(["a", None, "b", "b"]) 2
+    >>> ramify.vote(["a", None, "b", "b"])
+    2
     """
     keys = [None if answer is None else _key(jsonable(answer)) for answer in answers]
     counts = Counter(key for key in keys if key is not None)
@@ -59,7 +66,8 @@ def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
     """Choose the first answer with the highest ``score``. A continuation without an answer is
     chosen only if none has one.
 
-    >>> by_score(len)(["a", None, "bc", "de"]) 2
+    >>> ramify.by_score(len)(["a", None, "bc", "de"])
+    2
     """
 
     def choose(answers: Sequence[Any]) -> int:
@@ -70,7 +78,11 @@ def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
 
 
 class Branches(msgspec.Struct, frozen=True):
-    """``num`` continuations of one turn."""
+    """``num`` continuations of one turn.
+
+    >>> ramify.Branches(4, turn=2, choose_by=ramify.by_score(len)).num
+    4
+    """
 
     num: int
     turn: int = 0
@@ -92,12 +104,12 @@ class Branches(msgspec.Struct, frozen=True):
         return self.choose_by(answers)
 
 
-def search_of(given: BranchSearch | int | None) -> BranchSearch | None:
+def search_of(given: BranchSearch | int) -> BranchSearch | None:
     """Convert a ``search=`` argument; 1 means no branching. Raises ConfigError if it is not a
     search."""
     if isinstance(given, int):
         return Branches(given) if given != 1 else None
-    if given is not None and not isinstance(given, BranchSearch):
+    if not isinstance(given, BranchSearch):
         raise ConfigError(
             f"search is {given!r}: give a number of continuations, Branches(…), or width() and "
             "choose()"
@@ -118,11 +130,99 @@ def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> Br
     return known
 
 
-def config_of(search: BranchSearch | None) -> dict[str, Any]:
+def config_of(search: BranchSearch) -> dict[str, Any]:
     """Return the journal's record of ``search``."""
-    if search is None:
-        return {}
     if isinstance(search, Branches):
         by = "vote" if search.choose_by is vote else "a function"
         return {"search": {"num": search.num, "turn": search.turn, "choose_by": by}}
     return {"search": {"choose_by": repr(search)}}
+
+
+class BranchedLoop:
+    """One continuation of the root, which branches when its search says so.
+
+    ``answer`` does what ``RlmLoop.answer`` does, in several continuations.
+    """
+
+    def __init__(self, loop: RlmLoop, search: BranchSearch, branched_at: int = -1) -> None:
+        """``branched_at`` is the turn at which this continuation has branched already."""
+        self.chosen = loop
+        """Loop whose answer is returned, and whose session the next question continues."""
+        self.own: CallOutcome | None = None
+        """Outcome of this continuation itself, if it was one of several."""
+        self._loop = loop
+        self._search = search
+        self._branched_at = branched_at
+
+    async def answer(self, question: str, kind: AnswerType | None = None) -> CallOutcome:
+        self._loop.begin(question, kind)
+        return await self._run_turns()
+
+    async def _run_turns(self) -> CallOutcome:
+        """Take turns until there is an answer, in several continuations if the search asks for
+        them."""
+        call = self._loop.call
+        while True:
+            width = self._search.width(call) if self._branched_at != call.turn else 1
+            outcome = await (self._branch(width) if width > 1 else self._loop.step())
+            if outcome is not None:
+                return outcome
+
+    async def _branch(self, width: int) -> CallOutcome:
+        """Run the next turn in ``width`` concurrent continuations and return the outcome of the
+        chosen one."""
+        loop = self._loop
+        self._branched_at = loop.call.turn
+        branches: list[BranchedLoop] = [self]
+        chosen: BranchedLoop | None = None
+        try:
+            while len(branches) < width:
+                # A fork does not branch again at the turn where it starts.
+                branches.append(BranchedLoop(await loop.fork(), self._search, branched_at=0))
+            outcomes = await asyncio.gather(
+                self._run_turns_safely(), *(fork._run_fork() for fork in branches[1:])
+            )
+            index = self._chosen_of(outcomes)
+            chosen = branches[index]
+            loop.run.note(
+                loop.call,
+                f"of {width} continuations of turn {self._branched_at}, "
+                f"{chosen._loop.call.id} answers",
+            )
+        finally:
+            for branch in branches:
+                if branch is not (chosen or self):
+                    await branch.chosen.close()
+        self.own = self.own or outcomes[0]
+        self.chosen = chosen.chosen
+        return outcomes[index]
+
+    def _chosen_of(self, outcomes: Sequence[CallOutcome]) -> int:
+        """Return the index of the outcome that the search chooses. Raises the error of a replay
+        that diverged in any of them."""
+        for outcome in outcomes:
+            if isinstance(outcome.failure, ReplayDiverged):
+                raise outcome.failure
+        index = self._search.choose([outcome.answer for outcome in outcomes])
+        if not 0 <= index < len(outcomes):
+            raise ConfigError(
+                f"the search chose {index} of {len(outcomes)} answers: choose() must return the "
+                "index of an answer"
+            )
+        return index
+
+    async def _run_fork(self) -> CallOutcome:
+        outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
+        try:
+            outcome = await self._run_turns_safely()
+        finally:
+            self._loop.run.end(self._loop.call, self.own or outcome)
+        return outcome
+
+    async def _run_turns_safely(self) -> CallOutcome:
+        """Run the turns and return errors as outcomes, so that a failed branch does not affect the
+        others."""
+        try:
+            return await self._run_turns()
+        except RamifyError as error:
+            return CallOutcome(Stop.ERROR, error=str(error), failure=error)

@@ -70,9 +70,20 @@ class LiveCall:
         self.num_children += 1
         return f"{self.id}.{self.num_children - 1}"
 
-    def next_fork(self) -> str:
+    def forked(self) -> LiveCall:
+        """Return a new call that continues this one from here, as another branch of it."""
         self.num_forks += 1
-        return f"{self.id}:{self.num_forks}"
+        call = LiveCall(
+            f"{self.id}:{self.num_forks}",
+            "rlm",
+            self.client,
+            self.depth,
+            self.question,
+            context=self.context,
+        )
+        call.continue_from(self)
+        call.num_turns_before = self.num_turns_before + self.turn
+        return call
 
     def max_input_tokens(self, request: Request, reused: int) -> int:
         """Upper bound on the request's prompt: the server's own count for the messages it has seen,

@@ -6,29 +6,49 @@ cell.
                                              ──> CellResult with what was printed, and the reason
 
 This file decides what a session starts with (prelude, tools, the setup of a task) and what the
-model learns about a session that died. Not here: when a rerun counts as identical (see
-``cell_history.py``) and how the cell's calls are answered (see ``host.py``).
+model learns about a session that died. A session is rebuilt from its history:
+
+    cell 1   x = llm_query("…")        asks; the host answers "blue"      history: [cell 1: "blue"]
+    cell 2   os.abort()                the session is lost
+    rerun    cell 1 in a new session   gets "blue", no model is called    x is defined again
+
+A rerun counts as identical if each cell makes the same calls with the same arguments, gets the same
+answers, and prints, echoes and raises the same. A cell that was stopped at its time limit only has
+to be stopped again. The history is kept in memory, because a resumed run executes its cells again
+anyway. Not here: how the cell's calls are answered (see ``host.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import re
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from importlib import resources
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ramify.engine import observe
 from ramify.engine.call import LiveCall
-from ramify.engine.cell_history import CellHistory
-from ramify.engine.host import CellHost
 from ramify.engine.run_state import RunState
-from ramify.errors import SessionDied
+from ramify.errors import HostCallError, SessionDied
+from ramify.logging import RoomLogger
 from ramify.sandbox.base import CellResult, Session
 from ramify.types.trajectory import Cell
 
+if TYPE_CHECKING:
+    from ramify.engine.host import CellHost
+
+_log = RoomLogger("engine")
 MAX_DEATHS = 3
 """Number of sessions that one call may lose before it ends with an error."""
+_LEAST_S = 2.0
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
+"""Memory address in the repr of an object, which differs each time."""
+_FEW = 64
+"""Maximum size of a collection that is hashed item by item."""
 
 
 class Notebook:
@@ -99,12 +119,52 @@ class Notebook:
             self._cell_history.add(ran, host.answered)
             return ran
         self.num_deaths += 1
+        died_of = reason or ("it was rolled back" if was_rolled_back else "as when it was recorded")
+        _log.warning(
+            "session_died",
+            f"call {self.call.id}: the session died: {died_of}",
+            call=self.call.id,
+            turn=self.call.turn,
+            deaths=self.num_deaths,
+        )
         error = (
             ran.cell.error
             if was_rolled_back
             else await self._replace(reason or "as when this was recorded")
         )
         return CellResult(msgspec.structs.replace(ran.cell, value=None, error=error, died=True))
+
+    def shown(self, ran: CellResult, note: dict[str, Any]) -> Cell:
+        """Return the cell as it is recorded and shown: long output is truncated, and its full text
+        stored in a blob."""
+        cell, most = ran.cell, self.run.scaffold.max_output_chars
+        digest = None
+        if cell.stdout_chars > most and self.run.setup.blobs is not None:
+            digest = self.run.setup.blobs.put(cell.stdout.encode("utf-8", "backslashreplace"))
+        # The guest keeps this much; see sandbox.base.SandboxSpec.
+        most_kept = 16 * self.run.setup.sandbox.max_output_bytes
+        where = f"in outputs[{note['cell']}]" if type(note.get("cell")) is int else "lost"
+        if cell.stdout_chars > most_kept:
+            where = f"not kept; {most_kept >> 20} MB of it, head and tail, are {where}"
+        error = (
+            observe.cut(cell.error, most, len(cell.error), "not kept")
+            if cell.error is not None
+            else None
+        )
+        value = (
+            observe.cut(cell.value, most, len(cell.value), "in _")
+            if cell.value is not None
+            else None
+        )
+        stdout = observe.cut(cell.stdout, most, cell.stdout_chars, where)
+        return msgspec.structs.replace(
+            cell,
+            stdout=stdout,
+            value=value,
+            error=error,
+            seconds=round(cell.seconds, 6),
+            stdout_digest=digest,
+        )
 
     async def _replace(self, reason: str) -> str:
         """Replace the session that died; returns the error for the model."""
@@ -151,8 +211,8 @@ class Notebook:
                 await session.install("tools", tools.source())
             for name, value in tools.values.items():
                 await session.set(name, value, reserved=True)
-            if run.on_session is not None:
-                await run.on_session(session)
+            if run.prepare_session is not None:
+                await run.prepare_session(session)
         except BaseException:
             await session.close()
             raise
@@ -177,3 +237,125 @@ class Notebook:
 def _prelude(max_output_chars: int) -> str:
     source = resources.files("ramify.engine").joinpath("prelude.py").read_text("utf-8")
     return f"{source}\n_CONTROL['max_output_chars'] = {max_output_chars}\n"
+
+
+class RecordedHostCall(msgspec.Struct, frozen=True):
+    """The host's answer to one call of a cell."""
+
+    arguments_hash: int
+    """``fingerprint`` of the call."""
+    value: Any = None
+    error: HostCallError | None = None
+
+
+class _Cell(msgspec.Struct, frozen=True):
+    code: str
+    outcome: int
+    """``fingerprint`` of the cell's visible output."""
+    seconds: float
+    interrupted: str | None
+    answers: tuple[RecordedHostCall, ...]
+
+
+class CellHistory:
+    """The cells of one session, in order."""
+
+    def __init__(self, cells: Sequence[_Cell] = ()) -> None:
+        self._cells = list(cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def copy(self) -> CellHistory:
+        """Return a copy for a fork of the session."""
+        return CellHistory(self._cells)
+
+    def add(self, ran: CellResult, answers: Sequence[RecordedHostCall]) -> None:
+        """Add a finished cell; ``answers`` are in the order in which they were given."""
+        cell = _Cell(
+            ran.cell.code, _outcome(ran), ran.cell.seconds, ran.interrupted, tuple(answers)
+        )
+        self._cells.append(cell)
+
+    async def rerun(self, session: Session, cell_s: float) -> str | None:
+        """Run the cells in ``session``, each for at most ``cell_s`` seconds of work or three times
+        its original time.
+
+        Returns the reason if a cell failed or differed, in which case the state of the session is
+        unreliable; otherwise None.
+        """
+        for number, cell in enumerate(self._cells, 1):
+            host = _RecordedHost(cell.answers)
+            limit_s = cell_s if cell.interrupted else min(cell_s, max(_LEAST_S, 3 * cell.seconds))
+            try:
+                ran = await session.run(cell.code, answer=host.answer, timeout_s=limit_s)
+            except SessionDied as died:
+                return f"cell {number}, run again, ended the session: {died}"
+            problem = host.problem() or _difference(cell, ran)
+            if problem is not None:
+                return f"cell {number}, run again, {problem}"
+        return None
+
+
+def _difference(cell: _Cell, ran: CellResult) -> str | None:
+    if ran.interrupted != cell.interrupted:
+        return (
+            f"was stopped ({ran.interrupted})"
+            if ran.interrupted
+            else "was not stopped as it had been"
+        )
+    if cell.interrupted is None and _outcome(ran) != cell.outcome:
+        return "gave another output than before"
+    return None
+
+
+def _outcome(ran: CellResult) -> int:
+    texts = (ran.cell.stdout, ran.cell.value, ran.cell.error)
+    return hash((ran.cell.stdout_chars, *(text and _ADDRESS.sub("0x…", text) for text in texts)))
+
+
+class _RecordedHost:
+    """Answers a cell's calls with the recorded answers, in whatever order its threads make them."""
+
+    def __init__(self, answers: Sequence[RecordedHostCall]) -> None:
+        self._answers: dict[int, deque[RecordedHostCall]] = defaultdict(deque)
+        for answer in answers:
+            self._answers[answer.arguments_hash].append(answer)
+        self._unknown: str | None = None
+
+    async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The cell's ``sandbox.base.Answer``."""
+        answers = self._answers.get(fingerprint(name, args, kwargs))
+        if not answers:
+            self._unknown = name
+            raise HostCallError("RuntimeError", f"{name}: this was not asked before")
+        recorded = answers.popleft()
+        if recorded.error is not None:
+            raise HostCallError(recorded.error.kind, str(recorded.error), recorded.error.data)
+        return recorded.value
+
+    def problem(self) -> str | None:
+        if self._unknown is not None:
+            return f"asked something of {self._unknown} that it had not asked before"
+        return "did not ask all that it had asked before" if any(self._answers.values()) else None
+
+
+def fingerprint(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Hash of a call from a session, valid in this process only. Takes a millisecond per megabyte
+    of text and copies none of it."""
+    try:
+        return hash((name, _hashed(list(args)), _hashed(dict(kwargs))))
+    except Exception:  # noqa: BLE001 -- a lone surrogate, more than 64 bits, nested too deeply
+        return hash((name, len(args), *sorted(kwargs)))
+
+
+def _hashed(value: Any) -> int:
+    match value:
+        case str() | bytes():
+            return hash(value)
+        case list() if len(value) <= _FEW or all(type(item) is str for item in value):
+            return hash(tuple(map(_hashed, value)))
+        case dict() if len(value) <= _FEW:
+            return hash(tuple((key, _hashed(item)) for key, item in value.items()))
+        case _:
+            return hash(msgspec.msgpack.encode(value, enc_hook=repr))

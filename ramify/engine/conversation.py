@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-import msgspec
-
-from ramify.engine import event_loop_thread
-from ramify.engine.branch import BranchSearch, config_of, search_of
-from ramify.engine.question import question
-from ramify.engine.recorder import EventRecorder, Listener, checked_listener
-from ramify.engine.resources import SharedResources
+from ramify.engine import threads
+from ramify.engine.question import RunKeywords, RunOptions, question
+from ramify.engine.resources import RlmSetup, SharedResources, reply_cache
 from ramify.engine.run_handle import ConversationState, Result, RunHandle, checked
-from ramify.engine.setup import RlmSetup
-from ramify.engine.spans import tracing
+from ramify.engine.run_state import EventRecorder, checked_listener, tracing
 from ramify.errors import ConfigError
-from ramify.store.store import Store
 from ramify.types.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from ramify.store.store import Store
 
 
 class Conversation:
@@ -35,18 +31,17 @@ class Conversation:
         self,
         setup: RlmSetup,
         shared: SharedResources,
-        prompt: Any,
         store: Store | None,
-        search: BranchSearch | None = None,
+        prompt: Any,
+        options: RunOptions,
     ) -> None:
+        """``options`` are the defaults of its questions."""
         self._setup = setup
         self._shared = shared
-        self._prompt = prompt
         self._store = store
-        self._search = search
+        self._prompt = prompt
+        self._options = options
         self._state: ConversationState | None = None
-        self._id = ""
-        self._close_journal: Callable[[], None] | None = None
         self._lock = asyncio.Lock()
         """Held while a question is answered, because there is only one session."""
 
@@ -56,70 +51,50 @@ class Conversation:
         return self._opened().recorder.trajectory
 
     def ask(
-        self,
-        query: str,
-        *,
-        answer_type: Any = None,
-        cite: bool = False,
-        search: BranchSearch | int | None = None,
-        on_event: Listener | None = None,
+        self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """Ask the next question. Raises the same errors as ``RLM.completion``."""
-        return event_loop_thread.run(
-            self.aask(query, answer_type=answer_type, cite=cite, search=search, on_event=on_event)
-        )
+        """Ask the next question. Takes the options and raises the errors of ``RLM.completion``."""
+        return threads.run(self.aask(query, options, **changes))
 
     async def aask(
-        self,
-        query: str,
-        *,
-        answer_type: Any = None,
-        cite: bool = False,
-        search: BranchSearch | int | None = None,
-        on_event: Listener | None = None,
+        self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
         """``ask`` on the caller's event loop. Concurrent questions are answered one after the
         other."""
-        chosen = self._search if search is None else search_of(search)
+        chosen = self._options.updated(options, changes)
         async with self._lock:
-            return await self._answer(query, answer_type, cite, chosen, on_event)
+            return await self._answer(query, chosen)
 
-    async def _answer(
-        self,
-        query: str,
-        answer_type: Any,
-        cite: bool,
-        search: BranchSearch | None,
-        on_event: Listener | None,
-    ) -> Result:
+    async def _answer(self, query: str, options: RunOptions) -> Result:
         state = self._opened()
-        parsed = question(self._prompt, query, answer_type, cite)
-        for listener in checked_listener(on_event):
+        parsed = question(self._prompt, query, options.answer_type, options.cite)
+        for listener in checked_listener(options.on_event):
             state.recorder.listen(listener)
         try:
-            setup = msgspec.structs.replace(
-                self._setup, config={**self._setup.config, **config_of(search)}
-            )
             running = RunHandle(
-                setup,
+                self._setup.for_run(options),
                 parsed,
-                self._shared.use(),
-                id=self._id,
-                recorder=state.recorder,
+                self._shared,
+                state.recorder,
                 conversation=state,
-                search=search,
+                cache=reply_cache(self._store, options.cache),
             )
-            return checked(await running.result())
+            return checked(await running)
         finally:
-            if on_event is not None:
-                state.recorder.ignore(on_event)
+            if options.on_event is not None:
+                state.recorder.ignore(options.on_event)
 
     async def __aenter__(self) -> Conversation:
+        store = self._store
         self._shared.pin()
-        journal = self._store.create(self._store.new_id("conversation")) if self._store else None
-        self._id = journal.id if journal else secrets.token_hex(8)
-        self._close_journal = journal.close if journal else None
-        self._state = ConversationState(EventRecorder(journal, tracing()))
+        journal = store.create(store.new_id("conversation")) if store else None
+        recorder = EventRecorder(
+            journal.id if journal else secrets.token_hex(8),
+            journal,
+            tracing(),
+            on_close=journal.close if journal else None,
+        )
+        self._state = ConversationState(recorder)
         return self
 
     async def __aexit__(
@@ -132,12 +107,11 @@ class Conversation:
         try:
             await state.close()
         finally:
-            if self._close_journal is not None:
-                self._close_journal()
+            state.recorder.close()
             await self._shared.unpin()
 
     def __enter__(self) -> Conversation:
-        return event_loop_thread.run(self.__aenter__())
+        return threads.run(self.__aenter__())
 
     def __exit__(
         self,
@@ -145,7 +119,7 @@ class Conversation:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        event_loop_thread.run(self.__aexit__(kind, error, at))
+        threads.run(self.__aexit__(kind, error, at))
 
     def _opened(self) -> ConversationState:
         if self._state is None:

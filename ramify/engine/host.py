@@ -1,4 +1,5 @@
-"""Host side of a cell: answers the calls that its code makes to models, children and tools.
+"""Host side of a cell: answers the calls that its code makes to models, children and tools; and one
+plain request with a checked reply, which also answers a short question without a session.
 
     session: llm_query_batched([p, q]) ─> CellHost.answer ─> two concurrent `lm` calls ─> ["…", "…"]
     session: rlm_query("…", part)      ─> CellHost.answer ─> a child with its session  ─> its answer
@@ -22,11 +23,11 @@ import msgspec
 from ramify.clients.base import Client
 from ramify.engine import observe
 from ramify.engine.call import CallOutcome, LiveCall
-from ramify.engine.cell_history import RecordedHostCall, fingerprint
+from ramify.engine.call_notebook import RecordedHostCall, fingerprint
+from ramify.engine.model_requests import cut_reply
 from ramify.engine.observe import plain_prompt
-from ramify.engine.plain import ask_plain
 from ramify.engine.run_state import RunState
-from ramify.engine.typed import AnswerType, answer_type
+from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import (
     ConfigError,
     HostCallError,
@@ -38,30 +39,32 @@ from ramify.errors import (
 )
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import ToolAnswered
+from ramify.types.message import Message
 from ramify.types.trajectory import Parent, Stop
 
 if TYPE_CHECKING:
-    from ramify.engine.rlm_loop import ChildLoop
+    from ramify.engine.rlm_loop import RlmLoop
 
 MAX_QUESTION_CHARS = 20_000
 """A longer prompt to a child without a context becomes that child's context."""
 MAX_PROMPTS = 10_000
 """Maximum number of prompts in one batch."""
+MAX_REPAIRS = 2
+"""Number of times that a reply is requested again because it does not match its schema."""
+_LONG_CHARS = 5_000
 
 
 class CellHost:
     """Answers the calls of one cell."""
 
-    def __init__(
-        self, run: RunState, call: LiveCall, turn: int, cell: int, child_loop: ChildLoop
-    ) -> None:
-        self._run = run
-        self._call = call
-        self._where = Parent(call.id, turn, cell)
-        self._child_loop = child_loop
+    def __init__(self, loop: RlmLoop, turn: int, cell: int) -> None:
+        self._loop = loop
+        self._run = loop.run
+        self._call = loop.call
+        self._where = Parent(loop.call.id, turn, cell)
         self._num_tool_calls = 0
         self.answered: list[RecordedHostCall] = []
-        """Answers to the session so far, in order; see ``cell_history.py``."""
+        """Answers to the session so far, in order; see ``call_notebook.py``."""
         self.fatal: ReplayDiverged | None = None
         """An error that ends the run even if the model's code catches it."""
 
@@ -124,7 +127,7 @@ class CellHost:
         self, prompts: list[str], contexts: list[Any] | None = None, model: str | None = None
     ) -> list[Any]:
         depth = self._call.depth + 1
-        deep = depth <= self._run.limits.max_depth
+        deep = depth <= self._run.setup.limits.max_depth
         with _arguments_of("rlm_query_batched"):
             _check_texts(prompts)
             client = self._client(
@@ -150,7 +153,7 @@ class CellHost:
         }.values():
             if context is not self._call.context:
                 await self._run.keep_context(context)
-        slots = asyncio.Semaphore(self._run.limits.max_children)
+        slots = asyncio.Semaphore(self._run.setup.limits.max_children)
         return await self._all([self._child(call, slots) for call in calls])
 
     def _question_and_context(self, prompt: str, value: Any) -> tuple[str, SharedContext | None]:
@@ -167,17 +170,17 @@ class CellHost:
         if call.kind == "lm":
             return await self._too_deep(call)
         async with slots:
-            return await self._child_loop(self._run, call)
+            return await self._loop.run_child(call)
 
     async def _too_deep(self, call: LiveCall) -> CallOutcome:
         """Answer a child at the depth limit with one plain call that gets question and context."""
         prompt = plain_prompt(call.question, None if call.context is None else call.context.value)
-        max_chars = 3 * (call.client.window - self._run.sampling.max_tokens)
+        max_chars = 3 * (call.client.window - self._run.requests.sampling.max_tokens)
         if len(prompt) > max_chars:
             self._run.begin(call)
             outcome = CallOutcome(
                 Stop.ERROR,
-                error=f"the depth limit of {self._run.limits.max_depth} is reached, so this "
+                error=f"the depth limit of {self._run.setup.limits.max_depth} is reached, so this "
                 f"rlm_query is one plain call, and {len(prompt):,} characters do not fit it "
                 f"(about {max_chars:,} do); cut the context into parts",
             )
@@ -364,3 +367,63 @@ def _schema_check(schema: Any) -> AnswerType | None:
             "ValueError", f"schema: it cannot be used ({type(error).__name__}: {error})"
         ) from error
     return kind
+
+
+async def ask_plain(
+    run: RunState,
+    call: LiveCall,
+    prompt: str,
+    kind: AnswerType | None,
+    *,
+    system: str | None = None,
+) -> CallOutcome:
+    """Ask once, and again with the error shown while the reply does not match ``kind``. Never
+    raises for a failed model.
+
+    A reply that was truncated at its token limit ends with ``MAX_TOKENS``: its text is a partial
+    answer, never a complete one.
+    """
+    question = f"{prompt}\n\n{kind.alone()}" if kind else prompt
+    new = [*([Message("system", system)] if system else []), Message("user", question)]
+    schema = kind.enforced if kind else None
+    error, text, is_cut = "no reply", "", False
+    for _ in range(1 + MAX_REPAIRS):
+        try:
+            reply = await run.requests.ask(call, new, schema=schema)
+        except LimitReached as reached:
+            return CallOutcome(Stop(reached.stop), error=str(reached), failure=reached)
+        except (ModelError, ReplayDiverged) as failure:
+            return CallOutcome(Stop.ERROR, error=str(failure), failure=failure)
+        text, is_cut = reply.message.content, reply.finish == "length"
+        if kind is None:
+            return _cut(run, call, text, text or None) if is_cut else CallOutcome(Stop.FINAL, text)
+        try:
+            value = await _value(kind, text)
+            # A truncated number or text that matches may be the beginning of a longer one.
+            return _cut(run, call, text, None) if is_cut else CallOutcome(Stop.FINAL, value)
+        except TypeMismatch as mismatch:
+            error = str(mismatch)
+            new = [
+                Message(
+                    "user",
+                    f"That does not fit the schema: {error}. Reply with the corrected JSON value "
+                    "alone.",
+                )
+            ]
+    if is_cut:
+        return _cut(run, call, text, None)
+    return CallOutcome(
+        Stop.ERROR,
+        error=f"after {1 + MAX_REPAIRS} replies the value still does not fit its schema: {error}",
+    )
+
+
+def _cut(run: RunState, call: LiveCall, text: str, answer: str | None) -> CallOutcome:
+    error = cut_reply(call, run.requests.sampling.max_tokens, text)
+    return CallOutcome(Stop.MAX_TOKENS, answer, str(error), error)
+
+
+async def _value(kind: AnswerType, text: str) -> Any:
+    """Return the value of a reply. A long reply is checked in a thread, because that may take
+    seconds."""
+    return await asyncio.to_thread(kind.read, text) if len(text) > _LONG_CHARS else kind.read(text)

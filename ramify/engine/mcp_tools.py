@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ramify.engine import event_loop_thread
+from ramify.engine import threads
 from ramify.engine.tool_set import RESERVED
 from ramify.errors import ConfigError, RamifyError
 
@@ -53,6 +53,10 @@ class McpTools(Mapping[str, Callable[..., Any]]):
 
     The constructor connects and blocks until it has (in an event loop, use ``await
     asyncio.to_thread(McpTools, …)``). The connection lasts until ``close``.
+
+    Example:
+        with ramify.McpTools("uvx mcp-server-git", timeout_s=60) as tools:
+            rlm = ramify.RLM("openai:gpt-5-mini", tools=tools)
     """
 
     def __init__(self, *servers: str, timeout_s: float = 300.0) -> None:
@@ -72,7 +76,7 @@ class McpTools(Mapping[str, Callable[..., Any]]):
         self._finalizer = weakref.finalize(self, _close, self._connections)
         try:
             for connection in self._connections:
-                for tool in event_loop_thread.run(connection.open()):
+                for tool in threads.run(connection.open()):
                     self._add(connection, tool)
         except BaseException:
             self.close()
@@ -259,7 +263,7 @@ def _function(
         bound = signature.bind(*args, **kwargs)
         arguments = {**bound.arguments, **bound.arguments.pop("more", {})}
         future = asyncio.run_coroutine_threadsafe(
-            connection.call(tool.name, arguments), event_loop_thread.loop()
+            connection.call(tool.name, arguments), threads.loop()
         )
         return _value(await asyncio.wrap_future(future), tool)
 
@@ -323,4 +327,4 @@ def _value(result: CallToolResult, tool: Tool) -> Any:
 def _close(connections: list[_McpConnection]) -> None:
     for connection in connections:
         with contextlib.suppress(RamifyError, RuntimeError):
-            event_loop_thread.run(connection.close())
+            threads.run(connection.close())

@@ -1,26 +1,32 @@
-"""The question of a run, built from the user's arguments: a prompt, an optional query, or sources
-from ``ramify.load``.
+"""The question of a run and the options with which it is asked, built from the user's arguments.
 
-    completion(text, "how many?")          context = text, question = "how many?"
-    completion("How many days has May?")   no context: the question is answered directly
-    completion(very_long_prompt)           context = the prompt, question = "do what it asks"
-    completion(ramify.load("logs/"), "…")  context, tools and a description from the sources
+completion(text, "how many?")          context = text, question = "how many?"
+completion("How many days has May?")   no context: the question is answered directly
+completion(very_long_prompt)           context = the prompt, question = "do what it asks"
+completion(ramify.load("logs/"), "…")  context, tools and a description from the sources
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import msgspec
 
+from ramify.clients.base import Client, Sampling
 from ramify.engine import observe
-from ramify.engine.citations import INSTRUCTION, cited_type
+from ramify.engine.branch import BranchSearch
+from ramify.engine.limits import Limits
 from ramify.engine.scaffold import Scaffold
-from ramify.engine.typed import AnswerType, answer_type
-from ramify.errors import ConfigError
+from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
+from ramify.errors import ConfigError, nearest
 from ramify.sandbox.base import Session
+from ramify.types.event import AnyEvent
 from ramify.types.message import encodable
+
+ModelSpec = str | Client
+"""A name ``provider:model``, or a client."""
+Listener = Callable[[AnyEvent], None]
 
 MAX_BARE_PROMPT_CHARS = 20_000
 """A longer prompt without a query becomes the context."""
@@ -38,6 +44,90 @@ class SourceContext(Protocol):
     def tools(self) -> Mapping[str, Any]: ...
 
     def manifest(self) -> str: ...
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a question is asked. Methods of ``RLM`` take these options as keyword arguments, as one
+    object, or both; a keyword replaces a field of the object.
+
+        strict = ramify.RunOptions(cite=True, limits=ramify.Limits(max_turns=5))
+        rlm.completion(text, "Which host failed?", strict)
+        rlm.completion(text, "Which hosts failed?", strict, answer_type=list[str])
+
+    Options that ``RLM(…)`` or ``conversation`` gets are the defaults of all its questions. A field
+    of the object that has its own default value leaves them as they are.
+    """
+
+    model: ModelSpec | Sequence[ModelSpec] | None = None
+    """Model, or one model per depth; None means that of the RLM."""
+    sub_model: ModelSpec | Sequence[ModelSpec] | None = None
+    """Model for everything below the root; a list adds models that a session can choose by
+    name."""
+    limits: Limits | None = None
+    """What the question may use: turns, depth, calls, tokens, dollars, seconds. All runs of an RLM
+    share its ``max_concurrency``."""
+    sampling: Sampling | None = None
+    """Temperature and other sampling settings, for example a seed for each attempt."""
+    answer_type: Any = None
+    """Type or JSON schema that the answer must match."""
+    cite: bool = False
+    """Ask for citations, and check them against the context."""
+    cache: bool = False
+    """Reuse stored replies to identical requests. Needs a store."""
+    search: BranchSearch | int | None = None
+    """Several continuations of a turn, and the choice of one of their answers: a number
+    (continuations of the first turn, by majority vote; 1 for none), ``Branches`` or a
+    ``BranchSearch``."""
+    on_event: Listener | None = None
+    """Plain function that is called with each event of the run."""
+    metadata: Mapping[str, Any] | None = None
+    """Saved with the configuration of the run."""
+    direct: bool = True
+    """If False, the root has a session even if the context is short."""
+
+    def updated(self, options: RunOptions | None, changes: Mapping[str, Any]) -> RunOptions:
+        """Return these options with those that ``options`` sets, and then with ``changes``. Raises
+        ConfigError for an unknown name."""
+        if options is not None and not isinstance(options, RunOptions):
+            raise ConfigError(
+                f"options is a {type(options).__name__}: give a ramify.RunOptions(…), or keyword "
+                "arguments"
+            )
+        for name in changes:
+            if name not in self.__struct_fields__:
+                raise ConfigError(
+                    f"unknown option '{name}': {nearest(name, self.__struct_fields__)}"
+                )
+        given = {} if options is None else _set_fields(options)
+        return msgspec.structs.replace(self, **{**given, **changes})
+
+
+class RlmKeywords(TypedDict, total=False):
+    """Fields of ``RunOptions`` as keyword arguments of ``RLM``."""
+
+    sub_model: ModelSpec | Sequence[ModelSpec] | None
+    limits: Limits | None
+    sampling: Sampling | None
+    answer_type: Any
+    cite: bool
+    cache: bool
+    search: BranchSearch | int | None
+    on_event: Listener | None
+    metadata: Mapping[str, Any] | None
+    direct: bool
+
+
+class RunKeywords(RlmKeywords, total=False):
+    """Fields of ``RunOptions`` as keyword arguments of one question."""
+
+    model: ModelSpec | Sequence[ModelSpec] | None
+
+
+def _set_fields(options: RunOptions) -> dict[str, Any]:
+    """Return the fields of ``options`` that do not have their default value."""
+    defaults = RunOptions()
+    fields = {name: getattr(options, name) for name in options.__struct_fields__}
+    return {name: value for name, value in fields.items() if value is not getattr(defaults, name)}
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -93,6 +183,8 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         text, context = (prompt, None) if len(prompt) <= MAX_BARE_PROMPT_CHARS else (_BARE, prompt)
     else:
         text, context = query, prompt
+    if isinstance(text, RunOptions):
+        raise ConfigError("the question is a RunOptions: give options=…")
     if not isinstance(text, str) or not text.strip():
         raise ConfigError("the question is empty: say what you want to know")
     if context is not None and _num_chars(context) == 0 and not tools:
@@ -106,7 +198,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     return Question(
         encodable(text),
         context,
-        "\n".join(filter(None, [about, INSTRUCTION if cite else ""])),
+        "\n".join(filter(None, [about, CITE_INSTRUCTION if cite else ""])),
         tools,
         check,
         cite,

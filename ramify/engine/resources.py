@@ -1,23 +1,94 @@
-"""Resources that the runs of one ``RLM`` share on one event loop: the connection pool and the
-sandbox.
+"""What the runs of one ``RLM`` share: settings, models, and, for each event loop, one connection
+pool and one sandbox.
 
-They are opened by the first run that needs them and closed by the last one that ends, unless they
-are pinned by ``async with`` or by the synchronous API, which keeps them until ``RLM.close``.
+Pool and sandbox are opened by the first run that needs them and closed by the last one that ends,
+unless they are pinned by ``async with`` or by the synchronous API, which keeps them until
+``RLM.close``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from ramify.clients.base import Client, Sampling
 from ramify.clients.pool import ClientPool
-from ramify.errors import WeakSandboxWarning
+from ramify.engine.branch import BranchSearch, config_of, search_of
+from ramify.engine.limits import Limits
+from ramify.engine.question import ModelSpec, RunOptions
+from ramify.engine.scaffold import Scaffold, scaffold_of
+from ramify.engine.tool_set import ToolSet
+from ramify.errors import ConfigError, WeakSandboxWarning
+from ramify.logging import RoomLogger
 from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warning_of
 
+if TYPE_CHECKING:
+    from ramify.store.blobs import BlobStore
+    from ramify.store.call_cache import CallCache
+    from ramify.store.store import Store
+
+_log = RoomLogger("engine")
 _opened: set[str] = set()
 """Providers whose sandbox this process has already opened."""
+
+
+class RunModels:
+    """The models of one run.
+
+    ``model`` answers as the RLM: one model for all depths, or a list by depth whose last entry also
+    serves all deeper levels. ``sub_model`` answers everything below the root: ``llm_query``, and
+    children if ``model`` is not a list. If ``sub_model`` is a list, its first entry does this, and
+    a session can choose the others by name (``llm_query(…, model="…")``).
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec | Sequence[ModelSpec],
+        sub_model: ModelSpec | Sequence[ModelSpec] | None,
+        pool: ClientPool,
+    ) -> None:
+        def connect(spec: ModelSpec) -> Client:
+            return pool.client(spec) if isinstance(spec, str) else pool.adopt(spec)
+
+        by_depth = [connect(spec) for spec in as_list(model)]
+        if not by_depth:
+            raise ConfigError("no model: give 'provider:model', for example 'openai:gpt-5-mini'")
+        subs = [connect(spec) for spec in as_list(sub_model)] if sub_model is not None else []
+        self.root = by_depth[0]
+        self.plain = subs[0] if subs else by_depth[min(1, len(by_depth) - 1)]
+        self._by_depth = by_depth if len(by_depth) > 1 or not subs else [by_depth[0], subs[0]]
+        self.all: tuple[Client, ...] = tuple(
+            {id(client): client for client in [*by_depth, *subs]}.values()
+        )
+
+    def rlm(self, depth: int) -> Client:
+        """The model of a session at ``depth``."""
+        return self._by_depth[min(depth, len(self._by_depth) - 1)]
+
+    def named(self, name: str) -> Client | None:
+        """The model that a session requested, by its full name or by the part after the
+        provider."""
+        for client in self.all:
+            if name in (client.name, client.name.partition(":")[2]):
+                return client
+        return None
+
+
+def as_list(spec: ModelSpec | Sequence[ModelSpec]) -> list[ModelSpec]:
+    """Return ``spec`` as a list. Raises ConfigError for anything that is not a model."""
+    specs = (
+        [spec] if isinstance(spec, str | Client) or not isinstance(spec, Sequence) else list(spec)
+    )
+    for item in specs:
+        if not isinstance(item, str | Client):
+            raise ConfigError(
+                f"{item!r} is not a model: give 'provider:model', for example 'openai:gpt-5-mini'"
+            )
+    return specs
 
 
 class LoopResources:
@@ -41,7 +112,7 @@ class LoopResources:
                 launch(self._spec)
             self._sandbox = open_sandbox(self._spec)
             if warning := warning_of(self._sandbox, self._spec):
-                warnings.warn(warning, WeakSandboxWarning, stacklevel=2)
+                _log.warn(warning, WeakSandboxWarning, stacklevel=2)
         return self._sandbox
 
     def prepare(self) -> None:
@@ -88,3 +159,82 @@ class SharedResources:
             yield resources
         finally:
             await self.unpin()
+
+
+class RlmSetup(msgspec.Struct, frozen=True):
+    """Validated settings of an ``RLM``, or of one of its runs."""
+
+    model: ModelSpec | Sequence[ModelSpec]
+    sub_model: ModelSpec | Sequence[ModelSpec] | None
+    limits: Limits
+    scaffold: Scaffold
+    sandbox: SandboxSpec
+    sampling: Sampling
+    tools: ToolSet
+    child_tools: ToolSet
+    blobs: BlobStore | None
+    has_own_scaffold: bool
+    """True if the user chose the scaffold, which then serves every model."""
+    search: BranchSearch | None = None
+    config: dict[str, Any] = {}
+    """The same settings as plain data, for the journal."""
+
+    def connect(self, resources: LoopResources) -> RunModels:
+        return RunModels(self.model, self.sub_model, resources.pool)
+
+    def for_run(self, options: RunOptions) -> RlmSetup:
+        """Return the settings of a run with ``options``."""
+        changes: dict[str, Any] = {
+            name: value
+            for name in ("model", "sub_model", "limits", "sampling")
+            if (value := getattr(options, name)) is not None
+        }
+        if options.model is not None and not self.has_own_scaffold:
+            changes["scaffold"] = scaffold_of(None, options.model)
+        search = self.search if options.search is None else search_of(options.search)
+        branching = {} if search is None else config_of(search)
+        setup = msgspec.structs.replace(self, **changes, search=search)
+        plain = setup.plain() if changes else {}
+        recorded = {name: plain[name] for name in changes}
+        config = {**self.config, **recorded, **branching, **(options.metadata or {})}
+        if not options.direct:
+            config["direct"] = False  # a replayed or resumed run must make the same decision
+        return msgspec.structs.replace(setup, config=config)
+
+    def plain(self) -> dict[str, Any]:
+        """Return ``config`` without what concerns one run."""
+        servers = self.tools.servers
+        config = {
+            "model": _names(self.model),
+            "sub_model": _names(self.sub_model or ()),
+            "limits": self.limits,
+            "scaffold": self.scaffold,
+            "sandbox": self.sandbox,
+            "sampling": self.sampling,
+            **({"mcp": servers} if servers else {}),
+        }
+        # Decode what the journal will contain, so that the config is what its readers will see.
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
+        return plain
+
+
+def _names(model: ModelSpec | Sequence[ModelSpec]) -> list[str]:
+    return [spec if isinstance(spec, str) else spec.name for spec in as_list(model)]
+
+
+def stored_in(store: Store | None, what: str) -> Store:
+    """Return ``store``. Raises ConfigError if there is none, since ``what`` needs one."""
+    if store is None:
+        raise ConfigError(
+            f"{what} needs the store that holds the run: RLM(…, store=ramify.Store())"
+        )
+    return store
+
+
+def reply_cache(store: Store | None, is_enabled: bool) -> CallCache | None:
+    """Return the cache of replies in ``store`` if it is enabled."""
+    if not is_enabled:
+        return None
+    from ramify.store.call_cache import CallCache
+
+    return CallCache(stored_in(store, "cache=True"))

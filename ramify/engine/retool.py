@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ramify.clients.base import Tool
 from ramify.engine.action import FinalAnswer, ParsedAction, read_action, without_thinking
-from ramify.tasks.scoring.boxed import last_boxed
+from ramify.types.boxed import last_boxed
 from ramify.types.message import Message, ToolCall
 from ramify.types.trajectory import Cell
 

@@ -22,32 +22,35 @@ import functools
 import secrets
 import time
 import warnings
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
 from ramify.clients.base import Client, Sampling
 from ramify.clients.pool import ClientPool
-from ramify.engine import event_loop_thread
-from ramify.engine.branch import BranchSearch, config_of, recorded_search, search_of
-from ramify.engine.citations import Citation, CitedAnswer
+from ramify.engine import threads
+from ramify.engine.branch import recorded_search, search_of
 from ramify.engine.conversation import Conversation
 from ramify.engine.limits import Limits
-from ramify.engine.models import ModelSpec, RunModels, as_list
-from ramify.engine.question import Question, question
-from ramify.engine.recorder import EventRecorder, Listener, checked_listener
-from ramify.engine.resources import LoopResources, SharedResources
+from ramify.engine.question import (
+    ModelSpec,
+    Question,
+    RlmKeywords,
+    RunKeywords,
+    RunOptions,
+    question,
+)
+from ramify.engine.resources import RlmSetup, SharedResources, reply_cache, stored_in
 from ramify.engine.run_handle import Result, RunHandle, as_text, checked
+from ramify.engine.run_state import EventRecorder, checked_listener, tracing
 from ramify.engine.scaffold import Scaffold, scaffold_of
-from ramify.engine.setup import RlmSetup
-from ramify.engine.spans import tracing
 from ramify.engine.tool_set import Tools, ToolSet
+from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import SandboxSpec, check_provider
 from ramify.sandbox.context import SharedContext
-from ramify.store.call_cache import CallCache
 from ramify.store.journal import Journal
 from ramify.store.recorded_replies import RecordedReplies
 from ramify.store.store import Store
@@ -56,14 +59,14 @@ from ramify.types.trajectory import Stop
 
 __all__ = ["RLM", "Result", "RunHandle"]
 
+_OF_THE_RECORD = ("cite", "cache", "metadata", "direct")
+"""Options that a resumed or replayed run takes from its record."""
+
 
 class RLM:
     """A recursive language model.
 
     model          ``"provider:model"`` or a client; a list gives one model per depth
-    sub_model      model for everything below the root; a list adds models that a session
-                   can choose by name
-    limits         what one question may use: turns, depth, calls, tokens, dollars, seconds
     scaffold       prompts and conventions: a name or a ``Scaffold``; by default the one that
                    the model was made for
     sandbox        where code runs
@@ -71,27 +74,26 @@ class RLM:
                    process, with its permissions
     child_tools    tools of the children; by default ``tools``
     store          where runs are saved; by default they are not
-    sampling       temperature and other sampling settings
     branches       number of continuations of the root's first turn; the majority answer wins
-    search         another way to branch and to choose an answer: see ``engine/branch.py``
+    options        defaults of all questions, also as keywords: ``sub_model``, ``limits``,
+                   ``sampling``, ``search`` and the other fields of ``RunOptions``
     """
 
     def __init__(
         self,
         model: ModelSpec | Sequence[ModelSpec],
         *,
-        sub_model: ModelSpec | Sequence[ModelSpec] | None = None,
-        limits: Limits | None = None,
         scaffold: Scaffold | str | None = None,
         sandbox: SandboxSpec | str | None = None,
         tools: Tools | None = None,
         child_tools: Tools | None = None,
         store: Store | None = None,
-        sampling: Sampling | None = None,
         branches: int = 1,
-        search: BranchSearch | None = None,
+        options: RunOptions | None = None,
+        **defaults: Unpack[RlmKeywords],
     ) -> None:
-        limits = limits or Limits()
+        options = RunOptions().updated(options, defaults)
+        limits = options.limits or Limits()
         spec = (
             SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
         )
@@ -100,33 +102,38 @@ class RLM:
                 raise ConfigError(
                     f"{name} is a {type(value).__name__}: give a ramify.{kind.__name__}(…)"
                 )
-        if branches < 1 or (branches > 1 and search is not None):
+        if branches < 1 or (branches > 1 and options.search is not None):
             problem = (
                 "a search was given too: give only one of them"
-                if search
+                if options.search is not None
                 else "give 1 for no branching, or more"
             )
             raise ConfigError(f"branches is {branches}: {problem}")
-        self._search = search_of(branches if search is None else search)
+        given = options.search if options.search is not None or branches == 1 else branches
+        search = None if given is None else search_of(given)
         check_provider(spec)  # reports an unknown provider before any model is called
         tool_set = ToolSet(tools)
-        chosen = scaffold_of(scaffold, model)
         self.store = store
         self._shared = SharedResources(limits.max_concurrency, spec)
-        self._is_pinned_in_thread = False
-        self._model = model
-        self._sub_model = sub_model
-        self._setup = RlmSetup(
-            self._connect,
+        setup = RlmSetup(
+            model,
+            options.sub_model,
             limits,
-            chosen,
+            scaffold_of(scaffold, model),
             spec,
-            sampling or Sampling(),
+            options.sampling or Sampling(),
             tool_set,
             tool_set if child_tools is None else ToolSet(child_tools),
             store.blobs if store else None,
-            _config(model, sub_model, limits, chosen, spec, sampling, tool_set),
+            scaffold is not None,
+            search,
         )
+        self._setup = msgspec.structs.replace(setup, config=setup.plain())
+        self._options = msgspec.structs.replace(
+            options, sub_model=None, limits=None, sampling=None, search=None
+        )
+        """Defaults that are not part of ``setup``."""
+        self._is_pinned_in_thread = False
 
     @property
     def limits(self) -> Limits:
@@ -144,14 +151,14 @@ class RLM:
         """
         async with self._shared.use() as resources:
             resources.sandbox()
-            return list(self._connect(resources).all)
+            return list(self._setup.connect(resources).all)
 
     @contextlib.asynccontextmanager
     async def pool(self) -> AsyncIterator[ClientPool]:
         """The client pool of this RLM's runs, for other requests that should share its connections
         and rate limits, such as those of judges."""
         async with self._shared.use() as resources:
-            self._connect(resources)
+            self._setup.connect(resources)
             yield resources.pool
 
     # --- questions --------------------------------------------------------------------------------
@@ -160,80 +167,43 @@ class RLM:
         self,
         prompt: Any,
         query: str | None = None,
-        *,
-        answer_type: Any = None,
-        cite: bool = False,
-        cache: bool = False,
-        search: BranchSearch | int | None = None,
-        on_event: Listener | None = None,
+        options: RunOptions | None = None,
+        **changes: Unpack[RunKeywords],
     ) -> Result:
         """Answer ``query`` over ``prompt``: text, a dict or list of texts, any plain value, or the
-        return value of ``load``.
+        return value of ``load``. Without ``query``, ``prompt`` is the question.
 
-        Without ``query``, ``prompt`` is the question. ``answer_type`` is a type or a JSON schema
-        that the answer must match. ``cite`` asks for citations and checks them. ``cache`` reuses
-        stored replies to identical requests. ``search`` runs several continuations of a turn and
-        chooses one of their answers: give a number (continuations of the first turn, by majority
-        vote; 1 for none), ``Branches`` or a ``BranchSearch``. The default is the RLM's own setting.
-
-        Raises ConfigError for invalid input, and the error of the model or sandbox if that
+        Options are given as keywords (``answer_type=int, cite=True``), as a ``RunOptions``, or
+        both. Raises ConfigError for invalid input, and the error of the model or sandbox if that
         prevented an answer. Reaching a limit is not an error: see ``Result.stop``.
         """
-        return self._in_thread(
-            self.acompletion(
-                prompt,
-                query,
-                answer_type=answer_type,
-                cite=cite,
-                cache=cache,
-                search=search,
-                on_event=on_event,
-            )
-        )
+        return self._in_thread(self.acompletion(prompt, query, options, **changes))
 
     async def acompletion(
         self,
         prompt: Any,
         query: str | None = None,
-        *,
-        answer_type: Any = None,
-        cite: bool = False,
-        cache: bool = False,
-        search: BranchSearch | int | None = None,
-        on_event: Listener | None = None,
+        options: RunOptions | None = None,
+        **changes: Unpack[RunKeywords],
     ) -> Result:
         """``completion`` on the caller's event loop. Cancelling it cancels the whole tree of
         calls."""
-        running = self.start(
-            prompt,
-            query,
-            answer_type=answer_type,
-            cite=cite,
-            cache=cache,
-            search=search,
-            on_event=on_event,
-        )
-        return checked(await running.result())
+        return checked(await self.start(prompt, query, options, **changes))
 
     async def stream(
         self,
         prompt: Any,
         query: str | None = None,
-        *,
-        answer_type: Any = None,
-        cite: bool = False,
-        cache: bool = False,
-        search: BranchSearch | int | None = None,
+        options: RunOptions | None = None,
+        **changes: Unpack[RunKeywords],
     ) -> AsyncIterator[AnyEvent]:
         """Yield the events of a run as they happen; the last one is ``RunEnded``. Leaving the loop
         early cancels the run."""
-        running = self.start(
-            prompt, query, answer_type=answer_type, cite=cite, cache=cache, search=search
-        )
+        running = self.start(prompt, query, options, **changes)
         try:
             async for event in running.events():
                 yield event
-            checked(await running.result())
+            checked(await running)
         finally:
             running.cancel()
 
@@ -241,174 +211,135 @@ class RLM:
         self,
         prompt: Any,
         query: str | None = None,
-        *,
-        answer_type: Any = None,
-        cite: bool = False,
-        cache: bool = False,
-        search: BranchSearch | int | None = None,
-        on_event: Listener | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        sampling: Sampling | None = None,
-        limits: Limits | None = None,
-        direct: bool = True,
+        options: RunOptions | None = None,
+        **changes: Unpack[RunKeywords],
     ) -> RunHandle:
         """Start a run in the background. Needs a running event loop.
 
-        The handle's ``result`` is data: it raises nothing for what a model did. ``metadata`` is
-        saved with the run's configuration. ``sampling`` and ``limits`` apply to this run only, so
-        several attempts at one question can use different seeds; ``max_concurrency`` is the
-        exception, because all runs of an RLM share it. With ``direct=False`` the root has a session
-        even if the context is short.
+        The handle's ``result`` is data: it raises nothing for what a model did.
         """
+        options = self._options.updated(options, changes)
         resolved = msgspec.structs.replace(
-            question(prompt, query, answer_type, cite), direct=direct
+            question(prompt, query, options.answer_type, options.cite), direct=options.direct
         )
-        chosen = self._search if search is None else search_of(search)
-        listeners = (*checked_listener(on_event), *tracing())
+        setup = self._setup.for_run(options)
+        listeners = (*checked_listener(options.on_event), *tracing())
         journal = self.store.create(self.store.new_id(resolved.text)) if self.store else None
-        recorder = EventRecorder(journal, listeners)
-        config = {**self._setup.config, **config_of(chosen), **(metadata or {})}
-        if not direct:
-            config["direct"] = False  # a replayed or resumed run must make the same decision
-        setup = msgspec.structs.replace(self._setup, config=config)
-        if sampling is not None:
-            config["sampling"] = msgspec.to_builtins(sampling)
-            setup = msgspec.structs.replace(setup, sampling=sampling)
-        if limits is not None:
-            config["limits"] = msgspec.to_builtins(limits)
-            setup = msgspec.structs.replace(setup, limits=limits)
+        recorder = EventRecorder(
+            journal.id if journal else _new_id(),
+            journal,
+            listeners,
+            on_close=functools.partial(_close_journal, self.store, journal),
+        )
         return RunHandle(
-            setup,
-            resolved,
-            self._shared.use(),
-            id=journal.id if journal else _new_id(),
-            recorder=recorder,
-            cache=self._cache(cache),
-            search=chosen,
-            close=functools.partial(_close_journal, self.store, journal),
+            setup, resolved, self._shared, recorder, cache=reply_cache(self.store, options.cache)
         )
 
     async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
         """True if ``start`` would answer with one plain call, without a session. Calls no model."""
         resolved, tools = question(prompt, query, None, False), self._setup.tools
-        if self._search is not None:
+        if self._setup.search is not None:
             return False
         async with self._shared.use() as resources:
-            window = self._connect(resources).rlm(0).window
+            window = self._setup.connect(resources).rlm(0).window
             return resolved.is_direct(
                 self._setup.scaffold, window, bool(tools.functions or tools.values)
             )
 
-    def conversation(self, prompt: Any) -> Conversation:
+    def conversation(
+        self, prompt: Any, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+    ) -> Conversation:
         """Ask several questions in one live session; limits apply to each question.
 
         Use ``with rlm.conversation(text) as c: c.ask(…)``, or ``async with`` and ``await
-        c.aask(…)``.
+        c.aask(…)``. Options given here are the defaults of its questions.
         """
-        return Conversation(self._setup, self._shared, prompt, self.store, self._search)
+        chosen = self._options.updated(options, changes)
+        return Conversation(self._setup, self._shared, self.store, prompt, chosen)
 
     # --- resume and replay ------------------------------------------------------------------------
 
     async def aresume(
-        self,
-        run: str,
-        *,
-        answer_type: Any = None,
-        search: BranchSearch | int | None = None,
-        on_event: Listener | None = None,
+        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
         """Continue a stored run that was cut off or failed.
 
         Recorded replies are not paid for again. Requests that were in flight are sent again and
         counted as possibly billed. A run that has already ended is answered from the record. Raises
         ReplayDiverged if the program sends a request that differs from the recorded one; the
-        journal is left unchanged.
+        journal is left unchanged. ``cite``, ``cache``, ``metadata`` and ``direct`` are those of the
+        record.
         """
-        store = self._need_store("resume")
-        recording = RecordedReplies(store.events(run))
-        if recording.ended is not None:
+        self._rerun_options(options, changes)  # reports a wrong one even if the run has ended
+        if self._recording(run, "resume").ended is not None:
             return self._from_record(run)
-        return checked(
-            await self.restart(
-                run, answer_type=answer_type, search=search, on_event=on_event
-            ).result()
-        )
+        return checked(await self.restart(run, options, **changes))
 
     def restart(
-        self,
-        run: str,
-        *,
-        answer_type: Any = None,
-        search: BranchSearch | int | None = None,
-        on_event: Listener | None = None,
+        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> RunHandle:
         """``start`` for a stored run that was cut off or failed. Raises ConfigError if the run has
         ended."""
-        store = self._need_store("resume")
-        recording = RecordedReplies(store.events(run))
+        options = self._rerun_options(options, changes)
+        recording = self._recording(run, "resume")
         if recording.ended is not None:
             raise ConfigError(
                 f"run {recording.started.id} has ended ({recording.ended.stop}): ask it as a new "
                 "run"
             )
-        listeners = (*checked_listener(on_event), *tracing())
-        journal = store.reopen(run)
-        recorder = EventRecorder(journal, listeners, held=recording.holds, since_s=recording.last_s)
+        listeners = (*checked_listener(options.on_event), *tracing())
+        journal = stored_in(self.store, "resume").reopen(run)
+        recorder = EventRecorder(
+            recording.started.id,
+            journal,
+            listeners,
+            held=recording.holds,
+            since_s=recording.last_s,
+            on_close=journal.close,
+        )
         try:
-            self._check_models(recording.started)
-            return self._rerun(recording, answer_type, search, recorder, journal.close)
+            self._check_models(recording.started, options)
+            return self._rerun(recording, options, recorder)
         except BaseException:
             journal.close()
             raise
 
     async def areplay(
-        self,
-        run: str,
-        *,
-        answer_type: Any = None,
-        search: BranchSearch | int | None = None,
-        on_event: Listener | None = None,
+        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
         """Run the cells of a stored run again with its recorded replies, without calling any model.
         Raises ReplayDiverged if the run sends a request that differs from the recorded one."""
-        recording = RecordedReplies(self._need_store("replay").events(run), strict=True)
-        recorder = EventRecorder(None, checked_listener(on_event))
-        result = await self._rerun(recording, answer_type, search, recorder, _do_nothing).result()
-        return checked(result)
+        options = self._rerun_options(options, changes)
+        recording = self._recording(run, "replay", strict=True)
+        listeners = checked_listener(options.on_event)
+        recorder = EventRecorder(recording.started.id, None, listeners)
+        return checked(await self._rerun(recording, options, recorder))
 
     def resume(
-        self,
-        run: str,
-        *,
-        answer_type: Any = None,
-        search: BranchSearch | int | None = None,
-        on_event: Listener | None = None,
+        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
         """``aresume``, blocking."""
-        return self._in_thread(
-            self.aresume(run, answer_type=answer_type, search=search, on_event=on_event)
-        )
+        return self._in_thread(self.aresume(run, options, **changes))
 
     def replay(
-        self,
-        run: str,
-        *,
-        answer_type: Any = None,
-        search: BranchSearch | int | None = None,
-        on_event: Listener | None = None,
+        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
         """``areplay``, blocking."""
-        return self._in_thread(
-            self.areplay(run, answer_type=answer_type, search=search, on_event=on_event)
-        )
+        return self._in_thread(self.areplay(run, options, **changes))
+
+    def _recording(self, run: str, what: str, strict: bool = False) -> RecordedReplies:
+        return RecordedReplies(stored_in(self.store, what).events(run), strict=strict)
+
+    def _rerun_options(self, options: RunOptions | None, changes: RunKeywords) -> RunOptions:
+        """Return the options of a run that is repeated."""
+        for name in _OF_THE_RECORD:
+            if name in changes:
+                raise ConfigError(f"a repeated run takes {name} from its record: omit it")
+        unused = dict.fromkeys(("cite", "cache"), False) | {"metadata": None, "direct": True}
+        return msgspec.structs.replace(self._options.updated(options, changes), **unused)
 
     def _rerun(
-        self,
-        recording: RecordedReplies,
-        answer_type: Any,
-        search: BranchSearch | int | None,
-        recorder: EventRecorder,
-        close: Any,
+        self, recording: RecordedReplies, options: RunOptions, recorder: EventRecorder
     ) -> RunHandle:
         started = recording.started
         if len(recording.questions) > 1:
@@ -416,33 +347,28 @@ class RLM:
                 f"run {started.id} is a conversation of {len(recording.questions)} questions: ask "
                 "them in a new one"
             )
-        resolved = self._question_of(started, answer_type)
-        return RunHandle(
-            self._setup,
-            resolved,
-            self._shared.use(),
-            id=started.id,
-            recorder=recorder,
-            recording=recording,
-            search=recorded_search(started.config, self._search)
-            if search is None
-            else search_of(search),
-            close=close,
-        )
+        resolved = self._question_of(started, options.answer_type)
+        setup = self._setup.for_run(options)
+        if options.search is None:
+            search = recorded_search(started.config, self._setup.search)
+            setup = msgspec.structs.replace(setup, search=search)
+        return RunHandle(setup, resolved, self._shared, recorder, recording=recording)
 
-    def _check_models(self, started: RunStarted) -> None:
+    def _check_models(self, started: RunStarted, options: RunOptions) -> None:
+        current = self._setup.for_run(options).config
         for name in ("model", "sub_model"):
-            recorded, current = started.config.get(name), self._setup.config[name]
-            if recorded is not None and recorded != current:
+            recorded = started.config.get(name)
+            if recorded is not None and recorded != current[name]:
                 raise ReplayDiverged(
                     f"run {started.id} was started with {name}={', '.join(recorded) or None}, not "
-                    f"{', '.join(current) or None}: resume it with that one, or ask as a new run"
+                    f"{', '.join(current[name]) or None}: resume it with that one, or ask as a new "
+                    "run"
                 )
 
     def _question_of(self, started: RunStarted, kind: Any) -> Question:
         config, value = started.config, None
         if started.context is not None:
-            blob = self._need_store("resume").blobs.get(started.context.digest)
+            blob = stored_in(self.store, "resume").blobs.get(started.context.digest)
             value = SharedContext.decode(blob).value
         cite = bool(config.get("cite"))
         kind = kind if kind is not None else None if cite else config.get("answer_schema")
@@ -456,7 +382,7 @@ class RLM:
         return msgspec.structs.replace(resolved, about=config.get("about", ""), direct=direct)
 
     def _from_record(self, run: str) -> Result:
-        trajectory = self._need_store("resume").load(run)
+        trajectory = stored_in(self.store, "resume").load(run)
         answer: Any = trajectory.answer
         citations: tuple[Citation, ...] = ()
         if trajectory.metadata.get("cite") and answer is not None:
@@ -472,35 +398,17 @@ class RLM:
             citations,
         )
 
-    def _need_store(self, what: str) -> Store:
-        if self.store is None:
-            raise ConfigError(
-                f"{what} needs the store that holds the run: RLM(…, store=ramify.Store())"
-            )
-        return self.store
-
     # --- resources --------------------------------------------------------------------------------
-
-    def _connect(self, resources: LoopResources) -> RunModels:
-        pool = resources.pool
-
-        def connect(spec: ModelSpec) -> Client:
-            return pool.client(spec) if isinstance(spec, str) else pool.adopt(spec)
-
-        return RunModels(self._model, self._sub_model, connect)
-
-    def _cache(self, is_enabled: bool) -> CallCache | None:
-        return CallCache(self._need_store("cache=True")) if is_enabled else None
 
     def _in_thread(self, work: Coroutine[Any, Any, Result]) -> Result:
         if not self._is_pinned_in_thread:
             try:
-                event_loop_thread.run(self._pin())
+                threads.run(self._pin())
             except BaseException:
                 work.close()
                 raise
             self._is_pinned_in_thread = True
-        return event_loop_thread.run(work)
+        return threads.run(work)
 
     async def _pin(self) -> None:
         self._shared.pin()
@@ -509,7 +417,7 @@ class RLM:
         """Release what the synchronous API keeps open between completions. Idempotent."""
         if self._is_pinned_in_thread:
             self._is_pinned_in_thread = False
-            event_loop_thread.run(self._shared.unpin())
+            threads.run(self._shared.unpin())
 
     def __enter__(self) -> RLM:
         return self
@@ -538,37 +446,12 @@ class RLM:
         if getattr(self, "_is_pinned_in_thread", False):
             with contextlib.suppress(Exception):
                 self._is_pinned_in_thread = False
-                event_loop_thread.leave(self._shared.unpin())
+                threads.leave(self._shared.unpin())
                 warnings.warn(
                     "an RLM was not closed: use `with RLM(…) as rlm`, or rlm.close()",
                     ResourceWarning,
                     stacklevel=2,
                 )
-
-
-def _config(
-    model: ModelSpec | Sequence[ModelSpec],
-    sub_model: ModelSpec | Sequence[ModelSpec] | None,
-    limits: Limits,
-    chosen: Scaffold,
-    spec: SandboxSpec,
-    sampling: Sampling | None,
-    tools: ToolSet,
-) -> dict[str, Any]:
-    names = [spec if isinstance(spec, str) else spec.name for spec in as_list(model)]
-    subs = [spec if isinstance(spec, str) else spec.name for spec in as_list(sub_model or ())]
-    config = {
-        "model": names,
-        "sub_model": subs,
-        "limits": limits,
-        "scaffold": chosen,
-        "sandbox": spec,
-        "sampling": sampling or Sampling(),
-        **({"mcp": tools.servers} if tools.servers else {}),
-    }
-    # Decode what the journal will contain, so that the config is what its readers will see.
-    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
-    return plain
 
 
 def _new_id() -> str:
@@ -582,7 +465,3 @@ def _close_journal(store: Store | None, journal: Journal | None) -> None:
         journal.close()
         if journal.path.stat().st_size == 0:
             store.remove(journal.path)
-
-
-def _do_nothing() -> None:
-    pass

@@ -5,45 +5,36 @@ depth.
      ^                                               │ no                  output is unseen; return
      └──────────────── observation <─────────────────┘
 
-Not here: budgets and rate limits (see ``run_state.py``), the session and its recovery (see
-``call_notebook.py``), and what the session's calls do (see ``host.py``).
+Not here: requests and their budget (see ``model_requests.py``), the session and its recovery (see
+``call_notebook.py``), what the session's calls do (see ``host.py``), and several continuations of
+one turn (see ``branch.py``).
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
 from typing import Any
-
-import msgspec
 
 from ramify.clients.base import Tool
 from ramify.engine import observe, retool
 from ramify.engine.action import FinalAnswer, ParsedAction, prose_of, read_action
-from ramify.engine.branch import BranchSearch
 from ramify.engine.call import CallOutcome, LiveCall
 from ramify.engine.call_notebook import MAX_DEATHS, Notebook
 from ramify.engine.host import CellHost
-from ramify.engine.run_state import NATIVE_TOOLS, RunState, cut_reply
+from ramify.engine.model_requests import cut_reply
+from ramify.engine.run_state import RunState
 from ramify.engine.typed import AnswerType, TypeMismatch
 from ramify.errors import (
-    ConfigError,
     HostCallError,
     LimitReached,
     ModelError,
-    RamifyError,
     Refused,
-    ReplayDiverged,
     ReplyCut,
     SandboxError,
     SessionDied,
 )
-from ramify.sandbox.base import CellResult
 from ramify.types.event import CellRan
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell, Fork, Stop
-
-ChildLoop = Callable[[RunState, LiveCall], Coroutine[Any, Any, CallOutcome]]
 
 _NOTHING: Any = object()
 _SHARES = (1, 2, 4, 8, 16, 32, 64)
@@ -51,49 +42,14 @@ _SHARES = (1, 2, 4, 8, 16, 32, 64)
 that fits is used."""
 
 
-async def run_child(run: RunState, call: LiveCall) -> CallOutcome:
-    """Run a child from start to end, in its own session."""
-    run.begin(call)
-    outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
-    try:
-        loop = RlmLoop(run, call)
-        try:
-            outcome = await loop.answer(run.first_message(call))
-        finally:
-            await loop.close()
-    except (ModelError, SandboxError, LimitReached) as error:
-        stop = Stop(error.stop) if isinstance(error, LimitReached) else Stop.ERROR
-        outcome = CallOutcome(stop, error=str(error), failure=error)
-    finally:
-        run.end(call, outcome)
-    if outcome.answer is None and outcome.error is None:
-        return CallOutcome(
-            outcome.stop, error=f"the child ended without an answer ({outcome.stop})"
-        )
-    is_complete = outcome.answer is not None and not isinstance(outcome.failure, ReplyCut)
-    return CallOutcome(outcome.stop, outcome.answer) if is_complete else outcome
-
-
 class RlmLoop:
     """One call with its session. After ``answer``, the session and its history can be used for
     another question."""
 
-    def __init__(
-        self,
-        run: RunState,
-        call: LiveCall,
-        previous: RlmLoop | None = None,
-        search: BranchSearch | None = None,
-    ) -> None:
+    def __init__(self, run: RunState, call: LiveCall, previous: RlmLoop | None = None) -> None:
         """``previous`` is the loop of the previous question, whose session is continued."""
         self.run = run
         self.call = call
-        self._search = search
-        self._branched_at = -1
-        self.chosen: RlmLoop = self
-        """Branch whose answer this loop returns, and whose session the next question continues."""
-        self.own: CallOutcome | None = None
-        """Outcome of this continuation itself, if it was one of several."""
         self.notebook = Notebook(run, call)
         if previous is not None:
             self.notebook.take_over(previous.notebook)
@@ -111,40 +67,75 @@ class RlmLoop:
     async def answer(self, question: str, kind: AnswerType | None = None) -> CallOutcome:
         """Answer one question. ``question`` is the complete first message; ``kind`` checks the
         final value."""
+        self.begin(question, kind)
+        while (outcome := await self.step()) is None:
+            pass
+        return outcome
+
+    def begin(self, question: str, kind: AnswerType | None) -> None:
+        """Prepare the first turn of ``answer``."""
         self._kind = kind
         text = f"{question}\n\n{kind.instruction()}" if kind else question
         self._pending = [*self._before_question(), Message("user", text)]
         self.notebook.begin_to_open()
-        return await self._run_turns()
 
-    async def _run_turns(self) -> CallOutcome:
-        """Take turns until there is an answer, in several continuations if the search asks for
-        them."""
-        while True:
-            width = (
-                self._search.width(self.call)
-                if self._search and self._branched_at != self.call.turn
-                else 1
+    async def run_child(self, call: LiveCall) -> CallOutcome:
+        """Run a child of this call from start to end, in its own session."""
+        run = self.run
+        run.begin(call)
+        outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
+        child = RlmLoop(run, call)
+        try:
+            try:
+                outcome = await child.answer(run.first_message(call))
+            finally:
+                await child.close()
+        except (ModelError, SandboxError, LimitReached) as error:
+            stop = Stop(error.stop) if isinstance(error, LimitReached) else Stop.ERROR
+            outcome = CallOutcome(stop, error=str(error), failure=error)
+        finally:
+            run.end(call, outcome)
+        if outcome.answer is None and outcome.error is None:
+            return CallOutcome(
+                outcome.stop, error=f"the child ended without an answer ({outcome.stop})"
             )
-            outcome = await (self._branch(width) if width > 1 else self._step())
-            if outcome is not None:
-                return outcome
+        is_complete = outcome.answer is not None and not isinstance(outcome.failure, ReplyCut)
+        return CallOutcome(outcome.stop, outcome.answer) if is_complete else outcome
+
+    async def fork(self) -> RlmLoop:
+        """Return a second continuation of this call with its own session: a fork, or a new session
+        if nothing has happened in this one yet."""
+        origin = self.call
+        call = origin.forked()
+        fork = RlmLoop(self.run, call)
+        if origin.messages:
+            fork.notebook = await self.notebook.fork(call)
+        fork._kind = self._kind
+        fork._pending = list(self._pending)
+        fork._reused = self._reused
+        fork._deferred = self._deferred
+        fork._partial = self._partial
+        fork._last_text = self._last_text
+        fork._is_cut = self._is_cut
+        fork._num_idle = self._num_idle
+        self.run.begin(call, Fork(origin.id, origin.turn - 1))
+        return fork
 
     async def close(self) -> None:
         await self.notebook.close()
 
     # --- one turn ---------------------------------------------------------------------------------
 
-    async def _step(self) -> CallOutcome | None:
+    async def step(self) -> CallOutcome | None:
+        """Take one turn; returns the outcome if it was the last one."""
         run, call = self.run, self.call
         stop = run.must_stop(call)
         if stop is None and self._is_root and run.scaffold.last_word:
-            stop = run.hold_last_word(call, self._pending)
+            stop = run.requests.hold_last_word(call, self._pending)
         if stop is not None:
             return await self._last_word(stop)
-        tools = run.scaffold.tools(NATIVE_TOOLS)
         try:
-            reply = await self._ask_within_window(tools=tools)
+            reply = await self._ask_within_window(tools=run.scaffold.tools())
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
         except ModelError as error:
@@ -173,7 +164,7 @@ class RlmLoop:
         """Ask with the pending messages and ``after``. An observation that does not fit the model's
         window is shortened.
 
-        Raises what ``RunState.ask`` raises, and Refused if even a few characters do not fit.
+        Raises what ``ModelRequests.ask`` raises, and Refused if even a few characters do not fit.
         """
         run, full = self.run, self._pending
         error: Refused | None = None
@@ -185,7 +176,7 @@ class RlmLoop:
                 continue
             self._pending = pending
             try:
-                reply = await run.ask(
+                reply = await run.requests.ask(
                     self.call, [*pending, *after], reused=self._reused, tools=tools
                 )
             except Refused as refused:
@@ -240,7 +231,7 @@ class RlmLoop:
         best = self._best()
         if not self._is_cut or best is None or self._best(use_prose=False) is not None:
             return CallOutcome(Stop.NO_CODE, best)
-        error = cut_reply(self.call, self.run.sampling.max_tokens, self._last_text)
+        error = cut_reply(self.call, self.run.requests.sampling.max_tokens, self._last_text)
         return CallOutcome(Stop.MAX_TOKENS, best, str(error), error)
 
     def _conclude(
@@ -262,90 +253,6 @@ class RlmLoop:
             notes.append(observe.DEFERRED)
             return None
         return CallOutcome(Stop.FINAL, value)
-
-    # --- branches ---------------------------------------------------------------------------------
-
-    async def _branch(self, width: int) -> CallOutcome:
-        """Run the next turn in ``width`` concurrent continuations and return the outcome of the
-        chosen one."""
-        assert self._search is not None
-        self._branched_at = self.call.turn
-        loops: list[RlmLoop] = [self]
-        chosen: RlmLoop | None = None
-        try:
-            while len(loops) < width:
-                loops.append(await self._fork())
-            outcomes = await asyncio.gather(
-                self._run_turns_safely(), *(fork._run_fork() for fork in loops[1:])
-            )
-            diverged = next(
-                (o.failure for o in outcomes if isinstance(o.failure, ReplayDiverged)), None
-            )
-            if diverged is not None:
-                raise diverged
-            index = self._search.choose([outcome.answer for outcome in outcomes])
-            if not 0 <= index < width:
-                raise ConfigError(
-                    f"the search chose {index} of {width} answers: choose() must return the index "
-                    "of an answer"
-                )
-            chosen = loops[index]
-            self.run.note(
-                self.call,
-                f"of {width} continuations of turn {self._branched_at}, {chosen.call.id} answers",
-            )
-        finally:
-            for loop in loops:
-                if loop is not (chosen or self):
-                    await loop.chosen.close()
-        self.own = self.own or outcomes[0]
-        self.chosen = chosen.chosen
-        return outcomes[index]
-
-    async def _fork(self) -> RlmLoop:
-        """Return a continuation with its own session: a fork, or a new session if nothing has
-        happened in this one yet."""
-        run, origin = self.run, self.call
-        call = LiveCall(
-            origin.next_fork(),
-            "rlm",
-            origin.client,
-            origin.depth,
-            origin.question,
-            context=origin.context,
-        )
-        call.continue_from(origin)
-        call.num_turns_before = origin.num_turns_before + origin.turn
-        fork = RlmLoop(run, call, search=self._search)
-        if origin.messages:
-            fork.notebook = await self.notebook.fork(call)
-        fork._kind = self._kind
-        fork._pending = list(self._pending)
-        fork._reused = self._reused
-        fork._deferred = self._deferred
-        fork._partial = self._partial
-        fork._last_text = self._last_text
-        fork._is_cut = self._is_cut
-        fork._num_idle = self._num_idle
-        fork._branched_at = 0  # do not branch again at the turn where this fork starts
-        run.begin(call, Fork(origin.id, origin.turn - 1))
-        return fork
-
-    async def _run_fork(self) -> CallOutcome:
-        outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
-        try:
-            outcome = await self._run_turns_safely()
-        finally:
-            self.run.end(self.call, self.own or outcome)
-        return outcome
-
-    async def _run_turns_safely(self) -> CallOutcome:
-        """Run the turns and return errors as outcomes, so that a failed branch does not affect the
-        others."""
-        try:
-            return await self._run_turns()
-        except RamifyError as error:
-            return CallOutcome(Stop.ERROR, error=str(error), failure=error)
 
     # --- cells ------------------------------------------------------------------------------------
 
@@ -379,7 +286,7 @@ class RlmLoop:
         self, code: str, turn: int, index: int, notes: list[str]
     ) -> tuple[Cell, dict[str, Any]]:
         run, place = self.run, (self.call.id, turn, index)
-        host = CellHost(run, self.call, turn, index, run_child)
+        host = CellHost(self, turn, index)
         recorded = run.recording.cell(*place) if run.recording is not None else None
         ran = await self.notebook.execute(code, host, died=recorded is not None and recorded.died)
         if ran.interrupted == "time":
@@ -389,7 +296,7 @@ class RlmLoop:
             )
         note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
         note = note if isinstance(note, dict) else {}
-        cell = self._truncated(ran, note)
+        cell = self.notebook.shown(ran, note)
         if recorded is not None:
             cell = self._as_recorded(cell, recorded)
         run.recorder.emit(
@@ -400,38 +307,6 @@ class RlmLoop:
                 f"call {self.call.id} lost {MAX_DEATHS} sessions; the last cell says: {cell.error}"
             )
         return cell, note
-
-    def _truncated(self, ran: CellResult, note: dict[str, Any]) -> Cell:
-        """Return the cell as it is recorded and shown: long output is truncated, and its full text
-        stored in a blob."""
-        cell, most = ran.cell, self.run.scaffold.max_output_chars
-        digest = None
-        if cell.stdout_chars > most and self.run.blobs is not None:
-            digest = self.run.blobs.put(cell.stdout.encode("utf-8", "backslashreplace"))
-        # The guest keeps this much; see sandbox.base.SandboxSpec.
-        most_kept = 16 * self.run.max_output_bytes
-        where = f"in outputs[{note['cell']}]" if type(note.get("cell")) is int else "lost"
-        if cell.stdout_chars > most_kept:
-            where = f"not kept; {most_kept >> 20} MB of it, head and tail, are {where}"
-        error = (
-            observe.cut(cell.error, most, len(cell.error), "not kept")
-            if cell.error is not None
-            else None
-        )
-        value = (
-            observe.cut(cell.value, most, len(cell.value), "in _")
-            if cell.value is not None
-            else None
-        )
-        stdout = observe.cut(cell.stdout, most, cell.stdout_chars, where)
-        return msgspec.structs.replace(
-            cell,
-            stdout=stdout,
-            value=value,
-            error=error,
-            seconds=round(cell.seconds, 6),
-            stdout_digest=digest,
-        )
 
     def _as_recorded(self, cell: Cell, recorded: Cell) -> Cell:
         """Return ``recorded`` and note any difference. The recorded replies refer to the recorded
@@ -499,7 +374,9 @@ class RlmLoop:
             prompts.append([request])  # without the observation, which may be too long to fit
         for prompt in prompts:
             try:
-                reply = await self.run.ask(self.call, prompt, reused=self._reused, last_word=stop)
+                reply = await self.run.requests.ask(
+                    self.call, prompt, reused=self._reused, last_word=stop
+                )
             except LimitReached:
                 continue
             except ModelError as error:
@@ -545,10 +422,10 @@ class RlmLoop:
 
     def _system_prompt(self) -> str:
         run, depth = self.run, self.call.depth
-        limits = f"You have {run.limits.max_turns} turns; each of your messages is one."
+        limits = f"You have {run.setup.limits.max_turns} turns; each of your messages is one."
         return run.scaffold.system_prompt(
             depth=depth,
-            children=depth < run.limits.max_depth,
+            children=depth < run.setup.limits.max_depth,
             tools=run.tools_at(depth).describe(),
             limits=limits,
         )
@@ -564,8 +441,8 @@ class RlmLoop:
                 or "\n".join(notes)[: self.run.scaffold.terse_chars]
             )
             return [Message("user", shown)]
-        turn, most = self.call.num_turns_before + self.call.turn, self.run.limits.max_turns
-        warnings = observe.running_low(self.run.ledger.state(), turn, most)
+        turn, most = self.call.num_turns_before + self.call.turn, self.run.setup.limits.max_turns
+        warnings = observe.running_low(self.run.requests.ledger.state(), turn, most)
         text = observe.observation(reports, notes, turn, most, warnings)
         if not action.tool_call_ids:
             return [Message("user", text)]
@@ -585,10 +462,8 @@ class RlmLoop:
         known = call.known_tokens()
         unknown = self._pending if known else [*call.messages, *self._pending]
         tokens = known + sum(len(message.content) for message in unknown) // 3
-        if (
-            tokens + run.sampling.max_tokens <= run.scaffold.compact_at * call.client.window
-            or len(call.messages) <= 3
-        ):
+        most = run.scaffold.compact_at * call.client.window
+        if tokens + run.requests.sampling.max_tokens <= most or len(call.messages) <= 3:
             return
         run.note(
             call,

@@ -8,32 +8,34 @@ between, the journal ends with what is known.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Generator
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ramify.clients.base import Client
 from ramify.engine import observe
-from ramify.engine.branch import BranchSearch
+from ramify.engine.branch import BranchedLoop
 from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable
-from ramify.engine.citations import Citation, CitedAnswer
-from ramify.engine.models import RunModels
-from ramify.engine.plain import ask_plain
+from ramify.engine.host import ask_plain
 from ramify.engine.question import Question
-from ramify.engine.recorder import EventRecorder
-from ramify.engine.resources import LoopResources
+from ramify.engine.resources import LoopResources, RlmSetup, RunModels, SharedResources
 from ramify.engine.rlm_loop import RlmLoop
-from ramify.engine.run_state import ReplyCache, ReplySource, RunState
-from ramify.engine.setup import RlmSetup
+from ramify.engine.run_state import EventRecorder, RunState
+from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import ConfigError, RamifyError, SandboxError
+from ramify.logging import in_run, take_collected
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
 from ramify.types.trajectory import Fork, Stop, Trajectory
+
+if TYPE_CHECKING:
+    from ramify.store.call_cache import CallCache
+    from ramify.store.recorded_replies import RecordedReplies
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -59,17 +61,6 @@ class Result(msgspec.Struct, frozen=True):
         return self.trajectory.id
 
 
-class RunJournal(Protocol):
-    """The part of ``store.Journal`` that a run uses."""
-
-    @property
-    def id(self) -> str: ...
-
-    def append(self, event: AnyEvent) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class ConversationState:
     """State that persists between the questions of a conversation: the session, its history and the
     record."""
@@ -92,40 +83,42 @@ class RunHandle:
         self,
         setup: RlmSetup,
         question: Question,
-        use: contextlib.AbstractAsyncContextManager[LoopResources],
-        *,
-        id: str,
+        shared: SharedResources,
         recorder: EventRecorder,
+        *,
         conversation: ConversationState | None = None,
-        recording: ReplySource | None = None,
-        cache: ReplyCache | None = None,
-        search: BranchSearch | None = None,
-        close: Callable[[], None] = lambda: None,
+        recording: RecordedReplies | None = None,
+        cache: CallCache | None = None,
     ) -> None:
-        self.id = id
         self.recorder = recorder
         self._setup = setup
         self._question = question
-        self._use = use
+        self._shared = shared
         self._conversation = conversation
         self._recording = recording
         self._cache = cache
-        self._search = search
-        self._close = close
         self._run: RunState | None = None
         self._answered_by = ""
         self._requested_stop: Stop | None = None
+        self._thread = threading.get_ident()
         self._task = asyncio.get_running_loop().create_task(self._drive())
 
     # --- for the caller ---------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        return self.recorder.id
 
     async def result(self) -> Result:
         """Wait for the end and return the result. Never raises for what a model or a limit did: see
         ``Result.stop`` and ``Result.error``.
 
-        Cancelling this wait cancels the run.
+        Cancelling this wait cancels the run. ``await running`` does the same.
         """
         return await self._task
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        return self._task.__await__()
 
     async def events(self) -> AsyncIterator[AnyEvent]:
         """Yield every event from now on, until the run ends. Its error is raised by ``result``."""
@@ -144,26 +137,50 @@ class RunHandle:
 
     def state(self) -> list[tuple[str, float, float]]:
         """(name, spent, limit) for each limit of the run, for a budget bar."""
-        return self._run.ledger.state() if self._run is not None else []
+        return self._run.requests.ledger.state() if self._run is not None else []
 
     # --- the run itself ---------------------------------------------------------------------------
 
     async def _drive(self) -> Result:
+        with in_run(self.id, self._warn):
+            for text in take_collected():
+                self._warn(text)
+            return await self._drive_in_run()
+
+    def _warn(self, text: str) -> None:
+        """Put a warning, from any thread, into the record."""
+        loop = self._task.get_loop()
+        if threading.get_ident() == self._thread:
+            self.recorder.warn(text)
+        else:
+            loop.call_soon_threadsafe(self.recorder.warn, text)
+
+    async def _drive_in_run(self) -> Result:
         outcome = CallOutcome(Stop.ERROR, error="the run did not start")
         run: RunState | None = None
         try:
-            async with self._use as resources:
+            async with self._shared.use() as resources:
                 context = await self._context(resources)
                 models = self._setup.connect(resources)
-                if not self._is_direct(models):
+                is_direct = self._is_direct(models)
+                if not is_direct:
                     # Without a sandbox, nothing is asked and nothing is recorded.
                     resources.sandbox()
                 # Limits that cannot be enforced are rejected here, before the first event.
-                self._run = run = self._make_run(resources, models)
+                self._run = run = RunState(
+                    self._setup,
+                    resources,
+                    models,
+                    self.recorder,
+                    self._question,
+                    recording=self._recording,
+                    cache=self._cache,
+                )
                 self._started(context)
                 if self._requested_stop is not None:
                     run.close_in(self._requested_stop)
-                outcome = await self._answer(run, models, context)
+                answer = self._answer_directly if is_direct else self._answer_by_loop
+                outcome = await answer(run, models.rlm(0), context)
         except asyncio.CancelledError:
             outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
             raise
@@ -224,32 +241,9 @@ class RunHandle:
             )
         )
 
-    def _make_run(self, resources: LoopResources, models: RunModels) -> RunState:
-        setup = self._setup
-        tools = setup.tools.plus(self._question.tools), setup.child_tools.plus(self._question.tools)
-        return RunState(
-            setup,
-            resources,
-            models,
-            self.recorder,
-            tools=tools,
-            recording=self._recording,
-            cache=self._cache,
-            on_session=self._question.on_session,
-        )
-
-    async def _answer(
-        self, run: RunState, models: RunModels, context: SharedContext | None
-    ) -> CallOutcome:
-        try:
-            answer = self._answer_directly if self._is_direct(models) else self._answer_by_loop
-            return await answer(run, models.rlm(0), context)
-        finally:
-            run.finish()
-
     def _is_direct(self, models: RunModels) -> bool:
         """True if one plain call is enough."""
-        if self._conversation is not None or self._search is not None:
+        if self._conversation is not None or self._setup.search is not None:
             return False
         has_tools = bool(self._setup.tools.functions or self._setup.tools.values)
         return self._question.is_direct(self._setup.scaffold, models.rlm(0).window, has_tools)
@@ -283,7 +277,9 @@ class RunHandle:
             self._question.text,
             context=context,
         )
-        loop = RlmLoop(run, call, previous, self._search)
+        loop = RlmLoop(run, call, previous)
+        search = self._setup.search
+        branched = BranchedLoop(loop, search) if search is not None else None
         fork = None
         if previous is not None and previous.call.messages:
             call.continue_from(previous.call)
@@ -294,16 +290,17 @@ class RunHandle:
         run.begin(call, fork)
         outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
         try:
-            outcome = await loop.answer(message, self._question.kind)
+            outcome = await (branched or loop).answer(message, self._question.kind)
         except RamifyError as error:
             outcome = CallOutcome(Stop.ERROR, error=str(error), failure=error)
         finally:
+            chosen, own = (branched.chosen, branched.own) if branched else (loop, None)
             if conversation is None:
-                await loop.chosen.close()
+                await chosen.close()
             else:
-                conversation.loop = loop.chosen
-            run.end(call, loop.own or outcome)
-        self._answered_by = loop.chosen.call.id if loop.own else ""
+                conversation.loop = chosen
+            run.end(call, own or outcome)
+        self._answered_by = chosen.call.id if own else ""
         return outcome
 
     def _ended(self, outcome: CallOutcome, run: RunState | None) -> None:
@@ -315,15 +312,16 @@ class RunHandle:
                         stop=outcome.stop,
                         answer=jsonable(outcome.answer),
                         error=outcome.error,
-                        usage=run.ledger.usage if run else Usage(),
-                        cost=run.ledger.cost if run else None,
+                        usage=run.requests.ledger.usage if run else Usage(),
+                        cost=run.requests.ledger.cost if run else None,
                         answered_by=self._answered_by,
                     )
                 )
         finally:
             if run is not None:
                 run.finish()
-            self._close()
+            if self._conversation is None:
+                self.recorder.close()
 
     def _result(self, outcome: CallOutcome, run: RunState) -> Result:
         answer, citations = outcome.answer, ()
@@ -333,8 +331,8 @@ class RunHandle:
             as_text(answer),
             answer,
             outcome.stop,
-            run.ledger.usage,
-            run.ledger.cost,
+            run.requests.ledger.usage,
+            run.requests.ledger.cost,
             self.recorder.trajectory,
             citations,
             outcome.error,

@@ -14,7 +14,7 @@ import msgspec
 
 from ramify.clients.base import Tool
 from ramify.engine import observe, retool
-from ramify.engine.action import ParsedAction, read_action
+from ramify.engine.action import NATIVE_TOOLS, ParsedAction, read_action
 from ramify.errors import ConfigError
 from ramify.inference.base import made_for
 from ramify.plugins import Registry
@@ -171,11 +171,11 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """True if a last message without a formal final answer counts as the answer."""
         return not self.raw_code and self.protocol == "notebook"
 
-    def tools(self, usual: tuple[Tool, ...] = ()) -> tuple[Tool, ...]:
-        """Return the native tools to offer; ``usual`` are those of the notebook protocol."""
+    def tools(self) -> tuple[Tool, ...]:
+        """Return the native tools to offer."""
         if not self.native_tools:
             return ()
-        return (retool.TOOL,) if self.protocol == "retool" else usual
+        return (retool.TOOL,) if self.protocol == "retool" else NATIVE_TOOLS
 
     def read(self, message: Message, is_cut: bool = False) -> ParsedAction:
         """Parse what a reply asks for. If ``is_cut``, the reply was truncated at its limit, so its

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ramify.engine import observe
-from ramify.engine.user_thread import in_thread
+from ramify.engine.threads import in_thread
 from ramify.errors import ConfigError, HostCallError
 
 Tools = Mapping[str, Any] | Sequence[Callable[..., Any]]

@@ -23,12 +23,14 @@ from typing import Any
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result
-from ramify.engine.user_thread import in_thread
+from ramify.engine.threads import in_thread
 from ramify.errors import RamifyError, Refused, ReplyFiltered, SessionDied
+from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, TaskStart, scored
 from ramify.types.event import scores_of
 from ramify.types.trajectory import Stop, Trajectory
 
+_log = RoomLogger("evaluate")
 GRACE_S = 30.0
 """Seconds to wait after an attempt's own deadline (``limits.max_seconds``) before it counts as
 stalled. The same limit applies to a task's ``prepare``, ``on_end`` and ``score``."""
@@ -43,14 +45,13 @@ async def attempt(
     sampling: Sampling | None = None,
     metadata: Mapping[str, Any] | None = None,
     grace_s: float = GRACE_S,
-    on_stall: Callable[[str], None] = print,
     direct: bool = False,
 ) -> Trajectory:
     """The trajectory of one attempt, with ``rewards`` if it could be scored and ``errors`` if not.
 
     ``name`` replaces the run's id; ``sampling`` is specific to this attempt, so that attempts
-    differ in their seed; ``metadata`` is stored with the run; ``on_stall`` is called with the
-    stacks of an attempt that did not end. ``direct``: a single plain call may answer a short
+    differ in their seed; ``metadata`` is stored with the run; The stacks of an
+    attempt that did not end are logged. ``direct``: a single plain call may answer a short
     context, as in ``ask``. By default each root has a session, since that is what is trained and
     measured.
     """
@@ -68,7 +69,6 @@ async def attempt(
             sampling,
             about,
             grace_s,
-            on_stall,
             direct,
         )
     except BaseException:
@@ -140,7 +140,6 @@ async def _run(
     sampling: Sampling | None,
     about: Mapping[str, Any],
     grace_s: float,
-    on_stall: Callable[[str], None],
     direct: bool,
 ) -> tuple[Trajectory, str | None]:
     """(the trajectory, why it is not scored or None)"""
@@ -151,7 +150,13 @@ async def _run(
         await asyncio.wait([ending], timeout=max_seconds + grace_s)
         if ending.done():
             return ending.result().trajectory, _failure(ending.result())
-        on_stall(f"{name} (run {running.id}) did not end in time; tasks wait at:\n{_stacks()}")
+        _log.warning(
+            "stall",
+            f"{name} (run {running.id}) did not end in time; tasks wait at:\n{_stacks()}",
+            shown=True,
+            attempt=name,
+            attempt_run=running.id,
+        )
         return (
             running.recorder.trajectory,
             f"it did not end within {max_seconds:g} s and was cancelled",

@@ -22,9 +22,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from ramify.clients.base import Price, Request
-from ramify.engine import event_loop_thread
+from ramify.engine import threads
 from ramify.engine.limits import Limits
-from ramify.engine.models import ModelSpec
+from ramify.engine.question import ModelSpec
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, Refused
@@ -50,7 +50,11 @@ def text_env(
 ) -> type[TaskEnv]:
     """The class of environments over the items of ``split``. ``base`` is the class from which a
     trainer wants its environments to inherit, as ``skyrl_gym.make`` does ``BaseTextEnv``; none of
-    its methods are used."""
+    its methods are used.
+
+    Example:
+        Env = evaluate.text_env(tasks.task_of("ledger"), base=skyrl_gym.BaseTextEnv)
+    """
     items = items_of(task, split)
     model: list[ModelSpec] = [_ExternalClient(), *([sub_model] if sub_model is not None else [])]
     # All environments share one RLM and its sandbox.
@@ -72,7 +76,12 @@ def text_env(
 
 class TaskEnv:
     """One attempt, driven from outside. The engine makes its prompt; the prompt given to ``init``
-    is not used."""
+    is not used.
+
+    Example:
+        env = evaluate.text_env(task)(index=0)
+        prompt, info = env.init()
+    """
 
     def __init__(self, task: Task, item: Item, rlm: RLM) -> None:
         self._task = task
@@ -90,7 +99,7 @@ class TaskEnv:
         """Start the run: (the model's first messages, the item's id)."""
         if self._running is not None:
             raise ConfigError("init was already called: make a new environment for another attempt")
-        event_loop_thread.run(self._begin())
+        threads.run(self._begin())
         return self._next(), {"item": self._item.id}
 
     def step(self, action: str) -> dict[str, Any]:
@@ -116,7 +125,7 @@ class TaskEnv:
     def close(self) -> None:
         """Cancel the run if it has not ended. Idempotent."""
         if self._running is not None and not self._running.done():
-            event_loop_thread.run(self._cancel())
+            threads.run(self._cancel())
 
     def get_metrics(self) -> dict[str, Any]:
         """The task's rewards and metrics by name."""
@@ -134,7 +143,7 @@ class TaskEnv:
         self._running = asyncio.ensure_future(attempt(self._rlm, self._task, self._item))
 
     def _next(self) -> list[Said]:
-        messages = event_loop_thread.run(self._wait())
+        messages = threads.run(self._wait())
         # After a summary the conversation is shorter, and all of it is new.
         new = messages[self._shown :] if len(messages) > self._shown else messages
         self._shown = len(messages) + 1  # includes the reply that will follow

@@ -17,7 +17,6 @@ import msgspec
 
 from ramify.clients.base import Client
 from ramify.errors import ConfigError, ModelError
-from ramify.progress import report_progress
 
 PROTOCOL = 3
 """Version of the ``ramify serve-policy --weight-transfer`` protocol. It increases with every change
@@ -34,7 +33,11 @@ so that the update can also use its memory."""
 
 class EngineLost(ModelError):
     """The engine that was asked is gone. If it comes back, it has the weights that are current
-    then."""
+    then.
+
+    Example:
+        except inference.EngineLost:    # asked again at another engine of the fleet
+    """
 
 
 class CachePressure(msgspec.Struct, frozen=True):
@@ -104,24 +107,6 @@ def made_for(model: object) -> str | None:
             else None
         )
     return None
-
-
-def connect(name: str, tiny: Path = TINY, **_connection: object) -> Client:
-    """An engine in this process, for ``local:…``, or for ``tiny``, which is stored in the folder
-    ``tiny``. Raises ConfigError if the model or a package that it needs is missing."""
-    path = str(tiny) if name == "tiny" else name.removeprefix("local:")
-    if name == "tiny" and not (tiny / "config.json").is_file():
-        raise ConfigError(
-            f"the model 'tiny' is not part of this installation ({tiny} has no checkpoint): train "
-            "one with `ramify train recipes/tiny.py`, and use it as local:FOLDER"
-        )
-    need_train_extra(f"model '{name}'")
-    # The import takes longer than loading a small policy.
-    with report_progress("starting", note=f"the engine for {name}"):
-        from ramify.inference.local.local_client import LocalClient
-        from ramify.models.load import load_policy
-
-    return LocalClient(load_policy(path), name=name)
 
 
 def need_train_extra(what: str) -> None:

@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ramify.actors.launcher import Launcher, LocalLauncher
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import scaffold_of
 from ramify.errors import ConfigError
@@ -19,16 +19,14 @@ from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import Task, items_of, task_of
 from ramify.train.advantages.base import needs_of
-from ramify.train.backends.base import BACKENDS
-from ramify.train.backends.precision import ROUNDING, decided
+from ramify.train.audited_client import AuditedClient
+from ramify.train.backends.base import BACKENDS, ROUNDING, decided
 from ramify.train.config import Run, plain
 from ramify.train.cpu_seconds import CpuMeter
 from ramify.train.demonstrations import demonstrations_of, rows_of
 from ramify.train.evaluation_metrics import report
 from ramify.train.metrics import StepMetrics
 from ramify.train.model import policy_of, serving_of
-from ramify.train.placement.launcher import Launcher, PlacedEngine
-from ramify.train.placement.local_launcher import LocalLauncher
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.placement.services import RunServices
@@ -42,10 +40,9 @@ from ramify.train.preflight import (
     first_prompt,
 )
 from ramify.train.publisher import PolicyPublisher
-from ramify.train.resource_counts import attached, check_reach, settled
+from ramify.train.resource_counts import attached, check_reach, settled, sleeping
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
-from ramify.train.sharing import sleeping
+from ramify.train.selfcheck import CanaryLimits, SelfCheck
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_reader import RunSignals
@@ -71,14 +68,13 @@ _COARSE = 0.3
 class RunParts:
     """The parts of one run, checked and ready to start."""
 
-    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+    def __init__(self, run: Run) -> None:
         import torch
 
         if run.threads is not None:
             torch.set_num_threads(run.threads)
         run, self._placement_slots = settled(run)
         self.run = run
-        self._say = say
         self.hosts: Launcher | None = None
         """Starts processes on other machines; open after ``start``."""
         self.services: RunServices | None = None
@@ -93,7 +89,7 @@ class RunParts:
         self.teachers: RunTeachers | None = None
         self.task: Task = task_of(run.task.name, **run.task.options)
         self.scaffold = scaffold_of(run.scaffold)
-        check_task(run, self.task, say)
+        check_task(run, self.task)
         check_inference(run)
         check_signals(run)
         check_schedules(run)
@@ -102,11 +98,11 @@ class RunParts:
         self.policy = policy_of(run, demonstrations)
         dtype, device = self.policy.dtype, self.policy.device.type
         self.compute = decided(run.compute, dtype, device)
-        self.serving = serving_of(run, self.policy, self._kind.is_here, say)
+        self.serving = serving_of(run, self.policy, self._kind.is_here)
         check_prompts(run, self.task, self.scaffold, self.policy)
         weights = self.task.weights
         self.rows = (
-            rows_of(run.sft, demonstrations, self.policy, self.scaffold, weights, say)
+            rows_of(run.sft, demonstrations, self.policy, self.scaffold, weights)
             if run.sft is not None
             else []
         )
@@ -126,7 +122,7 @@ class RunParts:
             if not self._engines.urls:  # started engines only answer requests with this key
                 os.environ.setdefault(self._engines.key_variable, secrets.token_urlsafe(24))
             name = f"{self._engines.engine}:{self.run.name}"
-            return HttpEngines(self.serving, self._engines, name=name, say=self._say)
+            return HttpEngines(self.serving, self._engines, name=name)
         from ramify.inference.local.local_client import LocalClient
 
         spec = self.run.policy
@@ -189,13 +185,11 @@ class RunParts:
                 placement.services,
                 out,
                 restarts=placement.restarts,
-                say=self._say,
             )
             await self.services.start()
-        launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
             await self.client.start(
-                out / "inference", lambda folder: save_policy(self.serving, folder), launch
+                out / "inference", lambda folder: save_policy(self.serving, folder), self.hosts
             )
             await self._start_workers(out)
 
@@ -228,7 +222,6 @@ class RunParts:
             out,
             client,
             seen=self.audited.note,
-            say=self._say,
             restarts=run.placement.restarts if run.placement is not None else 0,
         )
         await self.rollout_workers.start()
@@ -264,13 +257,19 @@ class RunParts:
         if the placement slots are not available."""
         import torch
 
-        from ramify.train.placement.ray_launcher import RayLauncher
+        from ramify.actors.ray_launcher import RayLauncher
 
         if not self._is_placed:
             return None
-        assert self.run.placement is not None
+        spec = self.run.placement
+        assert spec is not None
         hosts = RayLauncher(
-            self.run.placement, self._placement_slots, num_gpus=torch.cuda.device_count()
+            self._placement_slots,
+            gpus={name: spec.role(name).gpus for name in spec.roles},
+            spread=[name for name, pool in spec.pools.items() if pool.order == "spread"],
+            address=spec.address,
+            start_s=spec.start_s,
+            num_gpus=torch.cuda.device_count(),
         )
         try:
             num = sum(
@@ -364,13 +363,12 @@ class RunParts:
             writing=self.policy.renderer,
             weights=self.task.weights,
             temperature=rl.rollout.temperature,
-            say=self._say,
             wants_reference="ref_logprobs" in streams_of(rl.loss) | needs_of(rl.algorithm).streams,
         )
 
     def _engine_of(self, name: str) -> object:
         """An engine that scores, by its name."""
-        from ramify.inference.base import connect
+        from ramify.inference.connect_local import connect
 
         return connect(name)
 
@@ -412,7 +410,6 @@ class RunParts:
                         self.task,
                         rl.rollout,
                         seed=run.seed,
-                        on_stall=self._say,
                         greedy=needs_of(rl.algorithm).greedy,
                         gauge=getattr(self.client, "pressure", None),
                         rollout_worker=self.rollout_workers,
@@ -430,7 +427,6 @@ class RunParts:
         out: Path,
         listener: Callable[[StepMetrics], None] | None,
         on_stall: Callable[[str], None] | None = None,
-        inform: Callable[[str], None] = print,
     ) -> TrainingLoop:
         """The training loop, with everything that it uses."""
         from ramify.inference.local.local_client import LocalClient
@@ -455,8 +451,6 @@ class RunParts:
             check=check,
             reference_of=lambda folder: trained.reference(folder, starts_at_base),
             listener=listener,
-            say=self._say,
-            inform=inform,
             watch=RunWatchdog(
                 out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall
             ),
@@ -488,16 +482,13 @@ class RunParts:
             self.task,
             options,
             seed=self.run.seed,
-            on_stall=self._say,
             rollout_worker=self.rollout_workers,
         )
         split_items = items_of(self.task, split)
         num = spec.num if split != "validation" or spec.validation is None else spec.validation
         items = [split_items[index] for index in range(min(num, len(split_items)))]
         groups = await rollouts.groups(items, -1, f"evaluating {split}")
-        return report(
-            split, items, groups, self.task.weights, max_failed=spec.max_failed, say=self._say
-        )
+        return report(split, items, groups, self.task.weights, max_failed=spec.max_failed)
 
 
 def _device_of(run: Run) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, StoreError
+from ramify.logging import RoomLogger
 from ramify.models import checksums
 from ramify.store.journal import this_process
 from ramify.train.guards import GuardState
@@ -31,6 +32,7 @@ from ramify.train.lock import holder
 from ramify.train.redacted import is_cut
 from ramify.train.renamed_fields import with_new_names
 
+_log = RoomLogger("train")
 Write = Callable[[Path], Callable[[], None] | None]
 """Writes one part to a path. If it returns a function, writing continues in the background, and the
 function waits for it."""
@@ -150,6 +152,7 @@ class CheckpointStore:
             shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             raise StoreError(f"checkpoint {final} cannot be written: {error}") from error
+        _log.info("checkpoint", f"saved {final}", step=_step_of(final), path=final)
         self._drop_old()
 
     def all(self) -> list[Path]:

@@ -3,13 +3,13 @@ sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ramify.engine.run_state import NATIVE_TOOLS
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
+from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Task, task_of
 from ramify.train.config import Run, SftSpec
@@ -20,6 +20,8 @@ from ramify.types.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
     from ramify.models.load import Policy
+
+_log = RoomLogger("train")
 
 
 def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> Iterator[Trajectory]:
@@ -45,11 +47,10 @@ def rows_of(
     policy: Policy,
     scaffold: Scaffold,
     weights: Mapping[str, float],
-    say: Callable[[str], None],
 ) -> list[TokenSequence]:
     """The sequences of ``demonstrations`` that fit the policy's window. Raises ConfigError if
     nothing is left to learn."""
-    tokeniser = TrajectoryTokenizer(policy.renderer, scaffold.tools(NATIVE_TOOLS))
+    tokeniser = TrajectoryTokenizer(policy.renderer, scaffold.tools())
     groups = []
     with report_progress("tokenising", len(demonstrations), "trajectories") as work:
         for trajectory in demonstrations:
@@ -62,8 +63,12 @@ def rows_of(
     fitting = [row for row in rows if len(row) <= policy.window]
     if len(fitting) < len(rows):
         longest = max(map(len, rows))
-        say(
+        _log.warning(
+            "demonstrations_left_out",
             f"{len(rows) - len(fitting)} of {len(rows)} demonstration sequences are left out: the "
-            f"longest has {longest} tokens, but the policy's window is {policy.window}"
+            f"longest has {longest} tokens, but the policy's window is {policy.window}",
+            shown=True,
+            left_out=len(rows) - len(fitting),
+            of=len(rows),
         )
     return fitting

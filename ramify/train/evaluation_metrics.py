@@ -8,12 +8,15 @@ represent the split, and the score is omitted, so no checkpoint can become the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, total
 from ramify.train.metrics import passes
 from ramify.types.trajectory import Group, Trajectory
+
+_log = RoomLogger("train")
 
 
 def report(
@@ -23,20 +26,26 @@ def report(
     weights: Mapping[str, float],
     *,
     max_failed: float,
-    say: Callable[[str], None],
 ) -> dict[str, float]:
     """Mean reward of the rollouts that were scored, overall and by kind of item.
 
     It also contains pass@k up to k = n if there are n > 1 attempts per item, and the metrics of the
     task's score. If a larger share than ``max_failed`` failed, it only contains the number of
-    failures. ``say`` logs failures.
+    failures. Failures are logged.
     """
     trees = [trajectory for group in groups for trajectory in group.trajectories]
     failed = [trajectory for trajectory in trees if not trajectory.rewards]
     values = {f"{split}/failed": float(len(failed))}
     is_score = len(failed) < len(trees) and len(failed) <= max_failed * len(trees)
     if failed:
-        say(_failure_message(split, failed, len(trees), None if is_score else max_failed))
+        _log.warning(
+            "evaluation_failures",
+            _failure_message(split, failed, len(trees), None if is_score else max_failed),
+            shown=True,
+            split=split,
+            failed=len(failed),
+            attempts=len(trees),
+        )
     if not is_score:
         return values
     scores = [

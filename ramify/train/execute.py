@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.logging import RUN_LOG, LogFile, RoomLogger, run_log
+from ramify.progress import report_progress
 from ramify.train.assemble import RunParts
 from ramify.train.backends import launch
 from ramify.train.checkpoint import FOLDER, CheckpointState, check_config, find, read_state, verify
@@ -25,6 +29,17 @@ from ramify.train.recipe import with_defaults
 from ramify.train.trackers.base import RunTrackers
 from ramify.train.training_loop import TrainingLoop
 
+_log = RoomLogger("train")
+_IN_LOG = (
+    "loss",
+    "reward",
+    "validation/reward",
+    "test/reward",
+    "failed_rollouts",
+    "work_s",
+    "learn_s",
+)
+"""Metrics that run.log repeats; metrics.jsonl has all."""
 FREE = (
     "schedule.",
     "compute.shard.",
@@ -55,9 +70,7 @@ def train(
     *,
     resume: str | Path | None = None,
     listener: Callable[[StepMetrics], None] | None = None,
-    say: Callable[[str], None] = print,
     on_stall: Callable[[str], None] | None = None,
-    inform: Callable[[str], None] = print,
 ) -> CheckpointState:
     """Train ``run`` in the folder ``out``, from the beginning or from a checkpoint; returns the
     final state.
@@ -66,15 +79,26 @@ def train(
     trains in ``out``, ConfigError for mistakes in the run before anything is trained, StoreError
     for a damaged checkpoint, and TrainError if training cannot continue. ``on_stall`` is called if
     nothing progresses for ``run.stall_s``: an error follows, but a stuck thread may keep this
-    function from returning. ``say`` logs what the user should know, ``inform`` additional
-    information if all is well.
+    function from returning. Records of the ``ramify`` loggers are also written to ``OUT/run.log``.
+
+    Example:
+        state = train.train(train.load_recipe("recipes/tiny.py"), "runs/tiny")
+        state.step
     """
     launch.follow_if_told()
     out = Path(out)
-    with locked(out):
-        return _train(
-            run, out, Path(resume) if resume is not None else None, listener, say, on_stall, inform
-        )
+    with locked(out), run_log(out / RUN_LOG, out.resolve().name) as log:
+        if log.path.exists():
+            log.begin()
+        try:
+            state = _train(
+                run, out, Path(resume) if resume is not None else None, listener, on_stall, log
+            )
+        except BaseException as error:
+            _log.error("run_failed", f"the run ended: {_reason(error)}", error=error)
+            raise
+        _log.info("run_ended", f"the run has ended after step {state.step}", step=state.step)
+        return state
 
 
 def _train(
@@ -82,9 +106,8 @@ def _train(
     out: Path,
     resume: Path | None,
     listener: Callable[[StepMetrics], None] | None,
-    say: Callable[[str], None],
     on_stall: Callable[[str], None] | None,
-    inform: Callable[[str], None],
+    log: LogFile,
 ) -> CheckpointState:
     """``train`` in the process that holds the folder's lock."""
     checkpoint = find(resume) if resume is not None else None
@@ -98,17 +121,22 @@ def _train(
         raise ConfigError(f"{out} already contains a run: resume it, or give another folder")
     check_folder(out)
 
-    trackers = RunTrackers(run.trackers, run.tracker_options, say)
+    trackers = RunTrackers(run.trackers, run.tracker_options)
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None
 
     def measured(metrics: StepMetrics) -> None:
+        values: dict[str, Any] = {
+            name: value for name, value in metrics.values.items() if name in _IN_LOG
+        }
+        text = f"{metrics.stage}: step {metrics.step}, after {metrics.at_s:.0f} s"
+        _log.info("step", text, step=metrics.step, stage=metrics.stage, **values)
         trackers(metrics)
         if listener is not None:
             listener(metrics)
 
     async def execute() -> CheckpointState:
         async with building(
-            run, out, checkpoint, listener=measured, say=say, on_stall=on_stall, inform=inform
+            run, out, checkpoint, listener=measured, on_stall=on_stall, on_start=log.begin
         ) as loop:
             with trackers.opened(run.name, out, plain(run), resumed_at):
                 return await loop.run(checkpoint)
@@ -123,56 +151,67 @@ async def building(
     checkpoint: Path | None = None,
     *,
     listener: Callable[[StepMetrics], None] | None = None,
-    say: Callable[[str], None] = print,
     on_stall: Callable[[str], None] | None = None,
-    inform: Callable[[str], None] = print,
+    on_start: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[TrainingLoop]:
     """The training loop of ``run``, with everything that it needs open inside the block. All checks
-    are done here, including that it can continue from ``checkpoint``."""
-    parts = RunParts(run, say)
+    are done here, including that it can continue from ``checkpoint``. ``on_start`` is called when
+    they have passed."""
+    with report_progress("preparing", note="task, demonstrations and policy"):
+        parts = RunParts(run)
     interval = sys.getswitchinterval()
-    async with closing({part: partial(_close, parts, part) for part in _PARTS}, say):
+    async with closing({part: partial(_close, parts, part) for part in _PARTS}):
         if checkpoint is not None:
             parts.check_fits(checkpoint)
+        on_start()
+        _log.info(
+            "run_started",
+            f"the run {f'continues from {checkpoint}' if checkpoint else 'begins'}",
+            name=run.name,
+            folder=out,
+            process=os.getpid(),
+        )
         sys.setswitchinterval(_SWITCH_S)
         gc.collect()
         # Demonstrations and their rows stay in memory: scanning them in every garbage collection
         # would cost a tenth of a step.
         gc.freeze()
         try:
-            await parts.start(out)
+            with report_progress("preparing", note="engine and sandbox"):
+                await parts.start(out)
             async with parts.rlm:
-                yield parts.loop(out, listener, on_stall, inform)
+                yield parts.loop(out, listener, on_stall)
         finally:
             gc.unfreeze()
             sys.setswitchinterval(interval)
 
 
 @contextlib.asynccontextmanager
-async def closing(
-    parts: Mapping[str, Callable[[], object]], say: Callable[[str], None]
-) -> AsyncIterator[None]:
+async def closing(parts: Mapping[str, Callable[[], object]]) -> AsyncIterator[None]:
     """Close ``parts`` in order when the block ends, whatever happens in it and to each of them. The
     first failure is raised; later ones are logged."""
     async with contextlib.AsyncExitStack() as stack:
         for part, close in reversed([*parts.items()]):
-            await stack.enter_async_context(_closed(part, close, say))
+            await stack.enter_async_context(_closed(part, close))
         yield
 
 
 @contextlib.asynccontextmanager
-async def _closed(
-    part: str, close: Callable[[], object], say: Callable[[str], None]
-) -> AsyncIterator[None]:
+async def _closed(part: str, close: Callable[[], object]) -> AsyncIterator[None]:
     try:
         yield
     except BaseException:
         try:
             await _done(close())
         except Exception as error:  # noqa: BLE001 (the first error is raised)
-            say(f"{part} could not be closed: {type(error).__name__}: {error}")
+            text = f"{part} could not be closed: {type(error).__name__}: {error}"
+            _log.warning("close_failed", text, shown=True, part=part)
         raise
     await _done(close())
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 async def _done(result: object) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ramify.errors import ConfigError
 from ramify.inference.base import TINY
+from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.train.config import Run
 from ramify.types.trajectory import Trajectory
@@ -17,6 +18,7 @@ from ramify.types.trajectory import Trajectory
 if TYPE_CHECKING:
     from ramify.models.load import Policy
 
+_log = RoomLogger("train")
 NUM_TOKENIZER_TEXTS = 3000
 """Maximum number of demonstrations that a tokenizer is trained on; more change little."""
 
@@ -66,7 +68,7 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
     return policy
 
 
-def serving_of(run: Run, policy: Policy, is_here: bool, say: Callable[[str], None]) -> Policy:
+def serving_of(run: Run, policy: Policy, is_here: bool) -> Policy:
     """The policy that the engine serves. It is the trained one itself, or a copy that each
     publication renews: if the trained one has another precision or adapters, or is trained while
     rollouts continue."""
@@ -81,9 +83,13 @@ def serving_of(run: Run, policy: Policy, is_here: bool, say: Callable[[str], Non
     serving = dataclasses.replace(policy, model=copy.deepcopy(policy.model))
     if lora is not None:
         num = attach(policy.model, lora.rank, lora.alpha, lora.targets, run.seed)
-        say(
+        _log.info(
+            "adapters",
             f"adapters of rank {lora.rank}: {num:,} of {policy.num_parameters:,} parameters are "
-            "trained"
+            "trained",
+            shown=True,
+            rank=lora.rank,
+            parameters=num,
         )
     return serving
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import warnings
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ramify.engine import observe
-from ramify.engine.run_state import NATIVE_TOOLS
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
 from ramify.inference.http.engine_process import check_program
+from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, items_of
 from ramify.tasks.validation import validate
 from ramify.train.config import Run
@@ -25,24 +23,28 @@ from ramify.types.message import Message
 if TYPE_CHECKING:
     from ramify.models.load import Policy
 
+_log = RoomLogger("train")
 
-def check_task(run: Run, task: Task, say: Callable[[str], None] = print) -> None:
+
+def check_task(run: Run, task: Task) -> None:
     """Check that the task has the splits that the run uses, that its gold answers score 1 if it has
-    any, and that its options can be learned from. ``say`` logs why scores were not checked."""
+    any, and that its options can be learned from. If scores were not checked, the reason is
+    logged."""
     splits = dict.fromkeys(("train", "validation", *run.evaluate.first, *run.evaluate.final))
     for split in splits:
         items_of(task, split)
     skipped = validate(task, splits, gold=run.task.validate)
     if skipped:
-        say(skipped if run.task.validate else f"{skipped} (task.validate=false)")
+        text = skipped if run.task.validate else f"{skipped} (task.validate=false)"
+        _log.warning("task_not_checked", text, shown=True, task=run.task.name)
     if run.rl is not None and run.rl.rollout.group == 1 and run.rl.algorithm.has_group_baseline:
-        warnings.warn(
+        _log.warn(
             "a group of one has no other rollout to compare with: every advantage is 0, and "
             "nothing will be learned; set rl.rollout.group to 2 or more",
             stacklevel=2,
         )
     if run.rl is not None and run.rl.loss.kl_beta and run.rl.loss.kl == "k1":
-        warnings.warn(
+        _log.warn(
             "rl.loss.kl=k1: the gradient of k1 does not depend on the reference, so it does not "
             "keep the policy near it; use k2 or k3+, or rl.algorithm.kl_reward, which uses k1",
             stacklevel=2,
@@ -134,7 +136,7 @@ def check_folder(out: Path) -> None:
 
 def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:
     """Reject a task whose first message leaves no room for a reply: every rollout would fail."""
-    room, tools = policy.window - 1, scaffold.tools(NATIVE_TOOLS)
+    room, tools = policy.window - 1, scaffold.tools()
     for item in islice(items_of(task, "train"), 32):
         tokens = len(policy.renderer.prompt(first_prompt(scaffold, run, item), tools))
         if tokens > room:

@@ -17,18 +17,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ramify.secrets import SecretRedactor
+from ramify.secrets import KINDS, LOGIN, MARK, QUERY, SecretRedactor, names_a_secret
 
 _START = "«redacted"
-MARK = f"{_START}»"
-_KINDS = "(?:key|token|secret|password|passwd|authorization|credentials?)"
-_NAME = re.compile(rf"(^|[._-])(api_?)?{_KINDS}$", re.IGNORECASE)
-_FLAG = re.compile(rf"--?([\w-]+-)?(api_?)?{_KINDS}", re.IGNORECASE)
-_FLAG_WITH_VALUE = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{_KINDS}=).+$", re.IGNORECASE)
-_LOGIN = re.compile(r"//[^/@\s]+@")
-_QUERY = re.compile(
-    rf"([?&](?:[\w.-]*[_.-])?(?:api_?)?(?:{_KINDS}|sig|signature)=)[^&#\s]+", re.IGNORECASE
-)
+_FLAG = re.compile(rf"--?([\w-]+-)?(api_?)?{KINDS}", re.IGNORECASE)
+_FLAG_WITH_VALUE = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{KINDS}=).+$", re.IGNORECASE)
 
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,10 +55,10 @@ def _redacted(value: Any, name: str, secrets: SecretRedactor) -> Any:
         return list(_items(value, name, secrets))
     if not isinstance(value, str) or not value:
         return value
-    if _NAME.search(name):
+    if names_a_secret(name):
         return MARK
     return _FLAG_WITH_VALUE.sub(
-        rf"\1{MARK}", _QUERY.sub(rf"\1{MARK}", _LOGIN.sub(f"//{MARK}@", secrets.redact(value)))
+        rf"\1{MARK}", QUERY.sub(rf"\1{MARK}", LOGIN.sub(f"//{MARK}@", secrets.redact(value)))
     )
 
 

@@ -17,7 +17,6 @@ an error: the algorithm reports why (``AssignedStep.no_signal``).
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,9 +25,10 @@ import numpy as np
 from ramify.clients.base import Request, Sampling
 from ramify.errors import TrainError
 from ramify.inference.base import EngineLost, InferenceClient, engines_of
+from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.base import Backend
 from ramify.train.data.pack import pack
-from ramify.types.message import Message, Reply
+from ramify.types.message import Message
 from ramify.types.sequence import Batch, TokenSequence
 from ramify.types.trajectory import Group, Trajectory
 
@@ -57,49 +57,6 @@ class EngineScores(NamedTuple):
     some: Mapping[str, Tensor]
     """The weights that the engine should have had: some values of each matrix."""
     version: int
-
-
-class AuditedClient:
-    """A client that remembers, as hashes, which ids went through it. Everything else is delegated
-    to the wrapped client."""
-
-    def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
-        """It remembers the ids of the latest ``max_token_staleness + 1`` periods between calls of
-        ``forget``: rollouts of later steps may complete before this step is learned from."""
-        self.name = client.name
-        self.window = client.window
-        self.price = client.price
-        self.client = client
-        self.on_reply: Callable[[], None] | None = None
-        """Called after each reply."""
-        self._paths: deque[set[int]] = deque([set()], maxlen=max_token_staleness + 1)
-
-    async def complete(self, request: Request) -> Reply:
-        reply = await self.client.complete(request)
-        if self.on_reply is not None:
-            self.on_reply()
-        if reply.prompt_ids is not None and reply.token_ids is not None:
-            self._paths[-1].add(hash((*reply.prompt_ids, *reply.token_ids)))
-        return reply
-
-    def note(self, paths: Iterable[int]) -> None:
-        """Add paths that went through a client in another process, as returned by its ``take``."""
-        self._paths[-1].update(paths)
-
-    def take(self) -> tuple[int, ...]:
-        """The paths since the last call of ``take``."""
-        paths = tuple(self._paths[-1])
-        self._paths[-1].clear()
-        return paths
-
-    def has_seen(self, ids: tuple[int, ...]) -> bool:
-        return any(hash(ids) in paths for paths in self._paths)
-
-    def forget(self) -> None:
-        self._paths.append(set())
-
-    async def close(self) -> None:
-        await self.client.close()
 
 
 class CanaryLimits(NamedTuple):

@@ -31,16 +31,14 @@ from ramify.train.advantages.base import (
     remembering,
 )
 from ramify.train.backends.base import OptimizerSpec
-from ramify.train.data import induction
 from ramify.train.data.compile import token_sequences
-from ramify.train.data.sft_data import order
+from ramify.train.data.sft_data import induction, order
 from ramify.train.group_records import GroupRecord, account
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import of_rollouts
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
-from ramify.train.rollouts.rollouter import Rollouter
-from ramify.train.rollouts.roots import RootCount, first_items
+from ramify.train.rollouts.rollouter import Rollouter, RootCount, first_items
 from ramify.train.signals.signal_reader import RunSignals, SignalReader
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
@@ -188,7 +186,7 @@ class FixedDataStage(ABC):
 
 
 class WarmUpStage(FixedDataStage):
-    """Induction warm-up on random strings; see ``induction.py``."""
+    """Induction warm-up on random strings; see ``sft_data.induction``."""
 
     name = "warmup"
 
@@ -203,7 +201,7 @@ class WarmUpStage(FixedDataStage):
         self._seed = seed
 
     async def work(self, step: int) -> StepData:
-        rows = induction.induction(step, self._ids, self._batch_tokens, self._seed)
+        rows = induction(step, self._ids, self._batch_tokens, self._seed)
         return StepData([Minibatch(rows, None)], {})
 
 

@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 
 from ramify.errors import StoreError, TrainError
+from ramify.logging import RoomLogger
 from ramify.models import checksums
 from ramify.progress import on_heartbeat, report_progress, subscribe
 from ramify.train import cpu_seconds
@@ -54,6 +55,7 @@ from ramify.train.watchdog import RunWatchdog, SerialThread, StallError
 from ramify.types.sequence import Batch, Floats, TokenSequence
 from ramify.types.trajectory import Group
 
+_log = RoomLogger("train")
 T = TypeVar("T")
 STALL_S = 1800.0
 """Default of ``Run.stall_s``: the longest time in seconds without progress."""
@@ -134,14 +136,11 @@ class TrainingLoop:
         check: SelfCheck | None = None,
         reference_of: Callable[[Path], ReferenceModel] | None = None,
         listener: Callable[[StepMetrics], None] | None = None,
-        say: Callable[[str], None] = print,
-        inform: Callable[[str], None] = print,
         watch: RunWatchdog | None = None,
     ) -> None:
         """``first`` and ``final`` are splits to report before rollouts and at the end.
-        ``reference_of`` loads a saved policy as the reference of a KL. ``say`` receives warnings,
-        e.g. that a step had no signal; ``inform`` receives information, e.g. how many roots will be
-        recursive. ``watch`` bounds every wait."""
+        ``reference_of`` loads a saved policy as the reference of a KL. ``watch``
+        bounds every wait."""
         self.out = out
         self._stages = stages
         self._backend_of = backend_of
@@ -154,8 +153,6 @@ class TrainingLoop:
         self._check = check
         self._reference_of = reference_of
         self._reference: ReferenceModel | None = None
-        self._say = say
-        self._inform = inform
         self.checkpoints = CheckpointStore(out, schedule.keep_last, schedule.keep_best)
         self.state = CheckpointState(step=0, config=dict(config or {}))
         self._listener = listener
@@ -247,7 +244,7 @@ class TrainingLoop:
         count = await self.watch.bounded("counting the roots that will be recursive", counting)
         if count is None:
             return {}
-        self._inform(f"{stage.name}: {count.sentence()}")
+        _log.info("roots", f"{stage.name}: {count.sentence()}", shown=True, stage=stage.name)
         return count.metrics()
 
     def _begin_next_stage(self) -> None:
@@ -288,9 +285,12 @@ class TrainingLoop:
         values = dict(work.metrics) | metric_file.staleness(work.groups, self._policy.version)
         where = self._where(stage)
         for note in work.notes:
-            self._say(f"{where}: {note}")
+            _log.warning(
+                "step_note", f"{where}: {note}", shown=True, step=state.step + 1, stage=stage.name
+            )
         if work.no_signal:
-            self._say(f"{where} has nothing to learn from: {work.no_signal}")
+            text = f"{where} has nothing to learn from: {work.no_signal}"
+            _log.warning("no_signal", text, shown=True, step=state.step + 1, stage=stage.name)
             values["silent"] = 1.0
         async with self._weights:
             if work.parts:
@@ -352,9 +352,10 @@ class TrainingLoop:
     def _report_verdict(self, verdict: GuardVerdict, where: str) -> dict[str, float]:
         """Report a guard's verdict. Returns its metrics."""
         for sentence in verdict.says:
-            self._say(f"{where}: {sentence}")
+            _log.warning("guard", f"{where}: {sentence}", shown=True, step=self.state.step)
         if verdict.stop:
-            self._say(f"{where}: the stage ends here: {verdict.stop}")
+            text = f"{where}: the stage ends here: {verdict.stop}"
+            _log.warning("stage_stopped", text, shown=True, step=self.state.step)
             self.state.stopped = verdict.stop
         return verdict.metrics
 
@@ -443,11 +444,19 @@ class TrainingLoop:
         if self._is_asleep:
             await self._in_torch(self._policy.release_memory)
             self._is_asleep = False
+        started = time.monotonic()
         await self.watch.bounded(
             f"publishing the weights after step {self.state.step}", self._policy.publish()
         )
         self._is_published = True
         self.state.version += 1
+        _log.info(
+            "weight_sync",
+            f"the engine has version {self._policy.version} of the weights",
+            version=self._policy.version,
+            step=self.state.step,
+            seconds=time.monotonic() - started,
+        )
         await self._check_engine()
 
     async def _check_engine(self) -> None:
@@ -547,9 +556,13 @@ class TrainingLoop:
         self.state.config = config
         later = self.checkpoints.abandon_after(self.state.step)
         if later:
-            self._say(
+            _log.warning(
+                "steps_abandoned",
                 f"the run goes back to step {self.state.step}: {len(later)} checkpoints of later "
-                f"steps are moved to {later[0].parent}"
+                f"steps are moved to {later[0].parent}",
+                shown=True,
+                step=self.state.step,
+                checkpoints=len(later),
             )
         self._cut(self.state.step)
         stage = self._stages[self.state.stage]

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 
 from ramify.clients.http1 import Http1Client
-from ramify.clients.http_pool import route_to
 from ramify.clients.https import HttpsClient
+from ramify.clients.pool import route_to
 from ramify.errors import BadReply, ReplyLost, Unreachable
 from tests.clients.helpers import run
 
@@ -72,10 +72,7 @@ class Way:
         self._http = kind(*LIMITS)
 
     async def post(self, url, body=b"{}"):
-        route = route_to(url, {"Authorization": "Bearer key"})
-        if isinstance(self._http, Http1Client):
-            return await self._http.post("m", route.origin, body)
-        return await self._http.post("m", route.url, route.headers, None, body)
+        return await self._http.post("m", route_to(url, {"Authorization": "Bearer key"}), body)
 
     async def close(self):
         await self._http.close()

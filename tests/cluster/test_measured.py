@@ -152,7 +152,6 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
             schedule=Schedule(evaluate_every=None, save_rollouts_every=1),
         ),
         tmp_path / "run",
-        say=lambda _: None,
     )
     found = measured(tmp_path / "run")
     assert (found.sizes.items, found.sizes.group, found.sizes.concurrency, found.sizes.slots) == (

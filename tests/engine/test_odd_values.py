@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ramify import Citation, ConfigError, Stop, Store
-from ramify.engine.citations import unsupported
+from ramify.engine.typed import unsupported
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
 
 HALF = "\ud800"

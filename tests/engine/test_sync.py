@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ramify.engine import event_loop_thread
+from ramify.engine import threads
 from tests.engine.helpers import rlm
 
 
@@ -22,7 +22,7 @@ def test_one_that_was_forgotten_is_collected_on_the_loop() -> None:
     assert forgotten.completion("A question?").response == "one"
     forgotten.itself = forgotten
     del forgotten
-    assert asyncio.run_coroutine_threadsafe(_collect(), event_loop_thread.loop()).result(10)
+    assert asyncio.run_coroutine_threadsafe(_collect(), threads.loop()).result(10)
     with rlm(["two"]) as r:
         assert r.completion("Another?").response == "two"
 

@@ -17,13 +17,14 @@ from ramify.errors import ConfigError, SourceError
 from ramify.evaluate.evaluation_report import report, table
 from ramify.evaluate.run import EvaluationPlan, evaluate
 from ramify.tasks.base import Item, scored, task_of
-from ramify.tasks.scoring.boxed import last_boxed
 from ramify.tasks.toolmath.demos import conversation, demonstrations
 from ramify.tasks.toolmath.problem_rows import item_of
 from ramify.tasks.toolmath.task import auto, toolmath
 from ramify.tasks.validation import answered, validate
 from ramify.train.data.sft_data import trajectory_of
+from ramify.types.boxed import last_boxed
 from ramify.types.message import Message
+from tests.shown import heard
 
 BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of "
@@ -242,7 +243,8 @@ def test_rows_of_another_form_are_left_out_aloud(tmp_path: Path) -> None:
     ]
     said: list[str] = []
     source = write(tmp_path / "sft.jsonl", [row(SOLVED), *broken])
-    found = list(demonstrations(source, SCAFFOLDS["retool"], say=said.append))
+    with heard(said.append):
+        found = list(demonstrations(source, SCAFFOLDS["retool"]))
     assert len(found) == 1
     assert said == [
         "6 of 7 demonstrations are left out because they have another form; the first is row 1: it "

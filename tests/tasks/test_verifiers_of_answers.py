@@ -18,8 +18,8 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item
 from ramify.tasks.scoring import SCORERS, MathScore, UnitTestScore
-from ramify.tasks.scoring.boxed import last_boxed
 from ramify.tasks.scoring.rubric import Rubric, RubricScore
+from ramify.types.boxed import last_boxed
 
 
 def item(gold: Any = None, **metadata: Any) -> Item:

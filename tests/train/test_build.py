@@ -35,6 +35,7 @@ from ramify.train.execute import closing, train
 from ramify.train.losses.loss import LossSpec
 from ramify.train.recipe import load_recipe, stored
 from ramify.train.rollouts.rollouter import RolloutOptions
+from tests.shown import heard
 from tests.train.small import SHAPE, small
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -137,7 +138,7 @@ def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_starte
 ) -> None:
     from ramify.models.load import save_policy
 
-    other = RunParts(changed("policy", shape={**SHAPE, "hidden_size": 48}), print)
+    other = RunParts(changed("policy", shape={**SHAPE, "hidden_size": 48}))
     close(other)
     run = small(inference=InferenceSpec())
     CheckpointStore(tmp_path).save(
@@ -154,14 +155,14 @@ def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_starte
 def test_a_policy_without_its_templates_tokens_is_refused(tmp_path: Path) -> None:
     from ramify.models.load import save_policy
 
-    made = RunParts(small(), print)
+    made = RunParts(small())
     close(made)
     save_policy(made.policy, tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         path = tmp_path / name
         path.write_text(path.read_text().replace("<|a|>", "<|b|>"))
     with pytest.raises(ConfigError, match=r"<\|a\|>"):
-        RunParts(changed("policy", path=str(tmp_path), shape={}), print)
+        RunParts(changed("policy", path=str(tmp_path), shape={}))
 
 
 def test_the_packaged_policy_has_a_name() -> None:
@@ -169,14 +170,15 @@ def test_the_packaged_policy_has_a_name() -> None:
     from ramify.models.fingerprint import fingerprint
     from ramify.models.load import load_policy
 
-    made = RunParts(changed("policy", path="tiny", shape={}), print)
+    made = RunParts(changed("policy", path="tiny", shape={}))
     close(made)
     assert fingerprint(made.policy.model) == fingerprint(load_policy(TINY, device="cpu").model)
 
 
 def test_demonstrations_longer_than_the_window_are_left_out_aloud() -> None:
     said: list[str] = []
-    made = RunParts(changed("policy", shape={**SHAPE, "max_position_embeddings": 200}), said.append)
+    with heard(said.append):
+        made = RunParts(changed("policy", shape={**SHAPE, "max_position_embeddings": 200}))
     close(made)
     assert max(map(len, made.rows)) <= 200
     assert "demonstration sequences are left out: the longest has" in said[0]
@@ -184,14 +186,14 @@ def test_demonstrations_longer_than_the_window_are_left_out_aloud() -> None:
 
 def test_a_group_of_one_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="a group of one has no other rollout to compare with"):
-        close(RunParts(changed("rl", rollout=RolloutOptions(group=1)), print))
+        close(RunParts(changed("rl", rollout=RolloutOptions(group=1))))
     with pytest.warns(
         UserWarning, match=r"rl\.loss\.kl=k1: the gradient of k1 does not depend on the reference"
     ):
-        close(RunParts(changed("rl", loss=LossSpec(kl_beta=0.1, kl="k1")), print))
+        close(RunParts(changed("rl", loss=LossSpec(kl_beta=0.1, kl="k1"))))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        close(RunParts(small(), print))
+        close(RunParts(small()))
 
 
 @pytest.mark.parametrize(
@@ -345,9 +347,10 @@ def test_each_part_is_closed_whatever_becomes_of_the_others() -> None:
     parts = {"engine": engine, "ranks": ranks, "hosts": lambda: closed.append("hosts")}
 
     async def block(error: BaseException | None) -> None:
-        async with closing(parts, said.append):
-            if error is not None:
-                raise error
+        with heard(said.append):
+            async with closing(parts):
+                if error is not None:
+                    raise error
 
     with pytest.raises(OSError, match="the line is down"):
         asyncio.run(block(None))

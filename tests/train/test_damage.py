@@ -16,10 +16,10 @@ from ramify.inference.base import TINY
 from ramify.models import checksums
 from ramify.models.load import load_policy, save_policy
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state, verify
-from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
 from ramify.train.recipe import stored
 from ramify.train.training_loop import Schedule
+from tests.shown import train
 from tests.train.small import small, weights_of
 
 BASE = msgspec.structs.replace(small().policy, tokenizer=str(TINY))
@@ -141,7 +141,7 @@ def test_a_run_does_not_go_on_from_damaged_files(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=re.escape(f"{path} is damaged: its sha256")):
             train(run, out, resume=latest)
         flip(path)
-    train(run, out, resume=latest, say=lambda _: None)
+    train(run, out, resume=latest)
     assert all(bool((ended[name] == each).all()) for name, each in weights_of(out).items())
 
 

@@ -23,10 +23,10 @@ from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import PolicySpec, SftSpec, TaskSpec
 from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.data.sft_data import write
-from ramify.train.execute import train
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
+from tests.shown import train
 from tests.train.small import SHAPE, small
 from tests.train.test_loop import read_rows
 

@@ -7,11 +7,9 @@ waits while ``hold-K`` exists.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,12 @@ from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.train import group_records
 from ramify.train.config import EvaluateSpec, Run, TaskSpec
-from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
 from ramify.types.trajectory import Trajectory
+from tests.processes import kill
+from tests.shown import train
 from tests.train.small import _even, _make, small, weights_of
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
@@ -71,27 +70,6 @@ def _gated(item: Item, trajectory: Trajectory) -> float:
 gated = SimpleTask("gated", generated("gated", _make), WholeTrajectoryReward(_gated))
 
 
-def below(pid: int) -> Iterator[tuple[int, str]]:
-    """(process, command line) of all that ``pid`` started, and those started."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            command = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if parent == pid:
-            yield int(path.parent.name), command
-            yield from below(int(path.parent.name))
-
-
-def kill(pid: int, what: str) -> None:
-    for each, command in below(pid):
-        if what in command:
-            os.kill(each, signal.SIGKILL)
-            return
-    raise AssertionError(f"{what} is not there: {list(below(pid))}")
-
-
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nothing happened to."""
@@ -123,10 +101,16 @@ def test_a_killed_engine_changes_nothing(calm: Path, tmp_path: Path) -> None:
             killed.append(measured.step)
             kill(os.getpid(), f"serve-policy {tmp_path}")
 
-    train(short(inference=InferenceSpec(probe_s=60.0)), tmp_path, listener=listen, say=said.append)
+    train(
+        short(inference=InferenceSpec(probe_s=60.0)),
+        tmp_path,
+        listener=listen,
+        say=said.append,
+        inform=lambda text: said.append(text) if "is back" in text else None,
+    )
     same(tmp_path, calm)
     assert len(said) == 2
-    assert "and ended with status -9: " in said[0]
+    assert " was killed by signal 9; its log ends: " in said[0]
     assert said[0].endswith("no engine is left; it is started again")
     assert "an engine is back, with version" in said[1]
     last = [each.values for each in read_metrics(tmp_path) if "rl_loss" in each.values][-1]

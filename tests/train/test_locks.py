@@ -112,4 +112,4 @@ def test_the_command_says_who_writes_and_exits_as_for_wrong_use(
         done = shell.run("train", recipe, "--out", "out")
         assert (done.code, done.out) == (2, "")
         assert f"is being written by process {process.pid} on " in done.err
-        assert supervise([str(tmp_path / recipe)], ["--plain"], out, None, 3, pytest.fail) == 2
+        assert supervise([str(tmp_path / recipe)], ["--plain"], out, None, 3) == 2

@@ -27,7 +27,6 @@ from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import PolicySpec, SftSpec, TaskSpec
 from ramify.train.data.pack import pack
 from ramify.train.data.sft_data import read as read_trajectories
-from ramify.train.execute import train
 from ramify.train.guards import TrainingGuard
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import StepMetrics, read_metrics
@@ -36,6 +35,7 @@ from ramify.train.training_loop import Schedule, TrainingLoop
 from ramify.types.message import Message
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Trajectory
+from tests.shown import train
 from tests.train.backends.small import policy, tree
 from tests.train.small import Unpublished, _even, _make, not_evaluated, small, weights_of
 
@@ -336,7 +336,6 @@ def test_dynamic_sampling_takes_further_items(tmp_path: Path) -> None:
     state = train(
         msgspec.structs.replace(run, rl=msgspec.structs.replace(rl, sample=sample)),
         tmp_path,
-        say=lambda _: None,
     )
     assert read_rows(tmp_path, "rl")[0].values["items"] == 5
     assert state.next_item == 30 + 5

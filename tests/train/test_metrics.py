@@ -22,6 +22,7 @@ from ramify.train.metrics import (
 )
 from ramify.types.message import VersionSpan
 from ramify.types.trajectory import Stop
+from tests.shown import heard
 from tests.train import trees
 
 
@@ -86,18 +87,15 @@ def test_an_attempt_that_failed_is_no_attempt_of_an_evaluation() -> None:
     assert passes(groups, {}) == {2: 1.0}
     said: list[str] = []
     items = [Item("?", "7", kind=kind) for kind in "aab"]
-    assert report("test", items, groups, {}, max_failed=0.5, say=said.append) == {
-        "test/reward": pytest.approx(1 / 3),
-        "test/a": pytest.approx(1 / 3),
-        "test/pass@2": 1.0,
-        "test/failed": 3.0,
-    }
-    assert report("test", items, groups, {}, max_failed=0.49, say=said.append) == {
-        "test/failed": 3.0
-    }
-    assert report("test", items[:1], groups[2:], {}, max_failed=1.0, say=said.append) == {
-        "test/failed": 2.0
-    }
+    with heard(said.append):
+        assert report("test", items, groups, {}, max_failed=0.5) == {
+            "test/reward": pytest.approx(1 / 3),
+            "test/a": pytest.approx(1 / 3),
+            "test/pass@2": 1.0,
+            "test/failed": 3.0,
+        }
+        assert report("test", items, groups, {}, max_failed=0.49) == {"test/failed": 3.0}
+        assert report("test", items[:1], groups[2:], {}, max_failed=1.0) == {"test/failed": 2.0}
     ours = "attempts failed for reasons outside the policy"
     assert said == [
         f"test: 3 of 6 {ours} and are left out of the score; the first: no session could be had",
@@ -106,7 +104,8 @@ def test_an_attempt_that_failed_is_no_attempt_of_an_evaluation() -> None:
         "be had",
         f"test: all 2 {ours}: this evaluation has no score; the first: no session could be had",
     ]
-    report("test", items[:1], groups[:1], {}, max_failed=0.0, say=pytest.fail)
+    with heard(pytest.fail):
+        report("test", items[:1], groups[:1], {}, max_failed=0.0)
 
 
 def test_staleness_is_told_by_token() -> None:

@@ -215,8 +215,8 @@ def test_14_one_alone_gets_nothing_and_length_buys_nothing() -> None:
         found = DrGRPO(**options).assign_advantages(batch, {}).rollouts
         return [sum(credit.rl) for each in found for credit in each.credits.values()]
 
-    assert masses() == pytest.approx(
+    assert masses(reduction="rollout") == pytest.approx(
         [1, 1]
     )  # a token of the short one weighs four times as much: the bias of a mean
     assert masses(reduction="token") == pytest.approx([2, 8])
-    assert masses(reduction="constant", max_rollout_tokens=10) == pytest.approx([0.2, 0.8])
+    assert masses(rollout_tokens=10) == pytest.approx([0.2, 0.8])

@@ -51,7 +51,7 @@ def benchmark() -> ModuleType:
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The result of two steps of outcome reward, from scratch."""
     out = tmp_path_factory.mktemp("programs") / "out"
-    train(load_recipe(ROOT / "recipes/programs.py", SHORT), out, say=lambda _: None)
+    train(load_recipe(ROOT / "recipes/programs.py", SHORT), out)
     return out
 
 
@@ -74,7 +74,7 @@ def test_arms_differ_by_overrides_alone(
 ) -> None:
     short = [each for each in SHORT if not each.startswith(("sft", "policy"))]
     given = ["sft=null", f"policy.path={begun}/policy", *benchmark.ARMS[arm].overrides, *short]
-    train(load_recipe(ROOT / benchmark.ARMS[arm].recipe, given), tmp_path, say=lambda _: None)
+    train(load_recipe(ROOT / benchmark.ARMS[arm].recipe, given), tmp_path)
     steps = [
         row.values
         for row in read_metrics(tmp_path)

@@ -37,7 +37,7 @@ SHORT = (
 @pytest.mark.parametrize("name", ["tiny", "tiny_recursive"])
 def test_from_nothing_to_a_policy(name: str, tmp_path: Path) -> None:
     run = load_recipe(ROOT / f"recipes/{name}.py", SHORT)
-    state = train(run, tmp_path, say=lambda _: None)
+    state = train(run, tmp_path)
     rows = list(read_metrics(tmp_path))
     assert state.step == rows[-1].step
     assert {row.stage for row in rows} - {"best"} == {"warmup", "sft", "first", "rl", "last"}
@@ -49,7 +49,7 @@ def test_from_nothing_to_a_policy(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_loop_in_one_file(tmp_path: Path) -> None:
-    made = RunParts(small(), print)
+    made = RunParts(small())
     asyncio.run(made.client.close())
     save_policy(made.policy, tmp_path / "policy")
     command = [sys.executable, "recipes/rl_loop.py", str(tmp_path / "policy"), "1", "2"]

@@ -16,10 +16,10 @@ from ramify.errors import ConfigError, SourceError
 from ramify.models.load import from_config, save_policy
 from ramify.train.assemble import RunParts
 from ramify.train.config import Run, plain
-from ramify.train.execute import train
 from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_recipe
 from tests.models.templates import tokenizer_of
+from tests.shown import train
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SOLVED = (
@@ -155,7 +155,7 @@ def test_demonstrations_are_learnt_without_what_came_back(
     files: dict[str, str], tmp_path: Path
 ) -> None:
     run = short("retool_sft", files)
-    made = RunParts(run, print)
+    made = RunParts(run)
     row = made.rows[0]
     assert row.ce is not None
     tokenizer = made.policy.tokenizer
@@ -170,7 +170,7 @@ def test_demonstrations_are_learnt_without_what_came_back(
         "\\boxed{42}<|im_end|>"
     )
     asyncio.run(made.client.close())
-    train(run, tmp_path / "out", say=lambda _: None)
+    train(run, tmp_path / "out")
     assert any("ce_loss" in each.values for each in read_metrics(tmp_path / "out"))
 
 
@@ -189,7 +189,7 @@ def test_one_step_of_rollouts_in_the_jail(name: str, files: dict[str, str], tmp_
 
 def test_files_that_are_not_there_are_named(files: dict[str, str]) -> None:
     with pytest.raises(SourceError, match=r"file data/.* does not exist"):
-        RunParts(load_recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}"]), print)
+        RunParts(load_recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}"]))
     given = [f"task.options.{split}={files[split]}" for split in ("train", "validation", "test")]
     with pytest.raises(ConfigError, match=r"needs a file: give sft\.options\.source"):
         RunParts(

@@ -19,6 +19,7 @@ from ramify.errors import ConfigError
 from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.trackers.base import FILE, RunInfo, RunTrackers, flat
+from tests.shown import heard
 from tests.train.small import small
 
 CONFIG = {
@@ -86,9 +87,11 @@ def twice(name: str, folder: Path, options: dict[str, Any] | None = None) -> dic
     """Steps 1 to 3, then resumed from step 2: 3 to 5; the ids over there."""
     said: list[str] = []
     given = {name: options or {}}
-    send(RunTrackers((name,), given, said.append), folder, range(1, 4))
+    with heard(said.append):
+        send(RunTrackers((name,), given), folder, range(1, 4))
     ids: dict[str, str] = msgspec.json.decode((folder / FILE).read_bytes())
-    send(RunTrackers((name,), given, said.append), folder, range(3, 6), resumed_at=2)
+    with heard(said.append):
+        send(RunTrackers((name,), given), folder, range(3, 6), resumed_at=2)
     assert said == []
     assert msgspec.json.decode((folder / FILE).read_bytes()) == ids
     return ids
@@ -106,7 +109,7 @@ def test_a_run_and_its_resumption_are_one_run_over_there(tmp_path: Path, told: l
         tracker_options={NOTING: {"label": "x"}},
         policy=policy_of(tmp_path),
     )
-    train(run, tmp_path / "out", say=lambda _: None)
+    train(run, tmp_path / "out")
     assert told[0] == ("opened", "", 0, "small")
     assert told[-1] == ("closed", False)
     sent = [each for each in told[1:-1] if each[0] != "opened"]
@@ -116,7 +119,7 @@ def test_a_run_and_its_resumption_are_one_run_over_there(tmp_path: Path, told: l
         for row in rows
     ]
     told.clear()
-    train(run, tmp_path / "out", resume=tmp_path / "out", say=lambda _: None)
+    train(run, tmp_path / "out", resume=tmp_path / "out")
     assert told[0] == ("opened", "there-x", 2, "small")
 
 
@@ -131,7 +134,8 @@ def test_one_that_fails_is_told_of_once_and_the_others_go_on(
     tmp_path: Path, told: list[Any]
 ) -> None:
     said: list[str] = []
-    send(RunTrackers((FAILING, NOTING), {}, said.append), tmp_path, range(1, 4))
+    with heard(said.append):
+        send(RunTrackers((FAILING, NOTING), {}), tmp_path, range(1, 4))
     assert said == [
         f"tracker '{FAILING}' failed and is no longer used; the run continues: OSError: the line is "
         "down",
@@ -140,7 +144,7 @@ def test_one_that_fails_is_told_of_once_and_the_others_go_on(
 
 
 def test_a_run_that_fails_is_told_so(tmp_path: Path, told: list[Any]) -> None:
-    trackers = RunTrackers((NOTING,), {}, print)
+    trackers = RunTrackers((NOTING,), {})
     with pytest.raises(KeyboardInterrupt), trackers.opened("mini", tmp_path, {}):
         raise KeyboardInterrupt
     assert told[-1] == ("closed", True)
@@ -172,7 +176,7 @@ def test_one_that_cannot_be_opened_closes_the_others(tmp_path: Path, told: list[
             ConfigError,
             match="cannot be opened: PermissionError: log in first; remove it from the recipe",
         ),
-        RunTrackers((NOTING, SHUT), {}, print).opened("mini", tmp_path, {}),
+        RunTrackers((NOTING, SHUT), {}).opened("mini", tmp_path, {}),
     ):
         pass
     assert told[-1] == ("closed", True)

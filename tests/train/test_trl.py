@@ -46,7 +46,7 @@ CASES: dict[str, tuple[LossSpec, Reduction]] = {
 def packed(reduction: Reduction) -> Batch:
     ids, mask = GIVEN["ids"], GIVEN["completion_mask"] * GIVEN["tool_mask"]
     counts = [{"0": int(each.sum())} for each in mask]
-    (found,), denominator = weights([counts], reduction, max_tokens=GOLDEN["most"])
+    (found,), denominator = weights([counts], reduction, rollout_tokens=GOLDEN["most"])
 
     def column(values: Any) -> Any:
         return np.concatenate([np.zeros(PROMPT), values]).astype(np.float32)

@@ -23,26 +23,25 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from pathlib import Path
 
+from ramify.actors.launcher import Launcher
 from ramify.errors import ModelError, ReplyLost, ServerFailed, Unreachable
 from ramify.inference.base import TAGS
 from ramify.inference.http.api import EngineStateConflict
 from ramify.inference.http.engine_list import EngineList
 from ramify.inference.http.engine_process import (
-    EngineHandle,
     EngineProcess,
+    check_ports,
     ended_soon,
-    ports_for,
     status_of,
 )
 from ramify.inference.http.engine_server import EngineServer, SampledIds
 from ramify.inference.http.inference_spec import ENGINES, InferenceSpec
 from ramify.inference.http.membership import EngineMembership
 from ramify.inference.http.server_checks import check, until_up
+from ramify.logging import RoomLogger
 from ramify.models.load import Policy
 
-Launch = Callable[[InferenceSpec, int, Path, str, int, Path], EngineHandle]
-"""Function that starts an engine: (spec, index, checkpoint, dtype, window, log file) -> its
-handle."""
+_log = RoomLogger("inference")
 _MAX_TREES = 65_536
 _MAX_REASONS = 3
 """Number of most recently lost engines whose reasons an error lists."""
@@ -55,19 +54,16 @@ class EnginesDropped(Exception):
 class EngineFleet:
     """All engine servers of a run. Belongs to one event loop."""
 
-    def __init__(
-        self, policy: Policy, spec: InferenceSpec, name: str, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, policy: Policy, spec: InferenceSpec, name: str) -> None:
         """Ports are checked here, before anything is started. ``name`` appears in errors."""
         self.spec = spec
         self._name = name
-        self._say = say
         self._vocabulary: int = policy.config.vocab_size
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._window = policy.window
         self._key = os.environ.get(spec.key_variable, "")
-        self._ports = [] if spec.urls else ports_for(spec)
-        self._processes: dict[str, EngineHandle] = {}
+        check_ports(spec)
+        self._processes: dict[str, EngineProcess] = {}
         """Each address that a process has had -> the process."""
         self._urls: list[str] = []
         self.alive: list[EngineServer] = []
@@ -76,7 +72,7 @@ class EngineFleet:
         """URL -> number of requests in flight there."""
         self.trees: OrderedDict[Hashable, EngineServer] = OrderedDict()
         """Tree -> the server on which it began."""
-        self.membership = EngineMembership(spec.restarts, self._bring, say)
+        self.membership = EngineMembership(spec.restarts, self._bring)
         self._asleep: dict[str, list[str]] = {}
         """URL -> those of ``TAGS`` that sleep there."""
         self._older: set[str] = set()
@@ -88,12 +84,12 @@ class EngineFleet:
     # --- from start to end
 
     async def start(
-        self, out: Path, save: Callable[[Path], None], launch: Launch | None, *, leads: bool = True
+        self, out: Path, save: Callable[[Path], None], launcher: Launcher, *, leads: bool = True
     ) -> None:
         """Start the servers, or attach to them, and check each. Raises ConfigError. ``leads`` is
         False if another process decides when they sleep."""
         self._leads = leads
-        self._urls = list(self.spec.urls) or self._launched(out, save, launch)
+        self._urls = list(self.spec.urls) or self._launched(out, save, launcher)
         self.alive = [self._server(url) for url in self._urls]
         self.in_flight = dict.fromkeys(self._urls, 0)
         await asyncio.gather(*(self._until_up(server, self.spec.probe_s) for server in self.alive))
@@ -113,19 +109,13 @@ class EngineFleet:
         processes, self._processes = set(self._processes.values()), {}
         await asyncio.gather(*(asyncio.to_thread(process.close) for process in processes))
 
-    def _launched(
-        self, out: Path, save: Callable[[Path], None], launch: Launch | None
-    ) -> list[str]:
+    def _launched(self, out: Path, save: Callable[[Path], None], launcher: Launcher) -> list[str]:
         checkpoint = out / "checkpoint"
         save(checkpoint)
-        for index, port in enumerate(self._ports):
+        for index in range(len(self.spec.ports) or self.spec.num):
             log = out / f"server-{index}.log"
-            process = (
-                launch(self.spec, index, checkpoint, self._dtype, self._window, log)
-                if launch is not None
-                else EngineProcess(
-                    self.spec, index, port, checkpoint, self._dtype, self._window, log
-                )
+            process = EngineProcess(
+                launcher, self.spec, index, checkpoint, self._dtype, self._window, log
             )
             self._processes[process.url] = process
         return list(self._processes)
@@ -272,7 +262,7 @@ class EngineFleet:
             pass
         ended, how = await ended_soon(process), ""
         if process is not None and ended is not None:
-            how = f", and ended with status {ended}: {await asyncio.to_thread(process.said)}"
+            how = f"; {await asyncio.to_thread(process.exit_reason)}"
         if server in self.alive:  # another request may have dropped it meanwhile
             await self._drop(
                 server, f"{server.url} no longer answers; the failed request: {error}{how}"
@@ -344,7 +334,13 @@ class EngineFleet:
             else f"waiting for it for at most {self.spec.return_s:g} s"
         )
         back = back if self.listed is None else "the run brings it back"
-        self._say(f"{why}; {left}{f'; {back}' if is_expected else ''}")
+        _log.warning(
+            "restart" if is_expected and process is not None else "engine_lost",
+            f"{why}; {left}{f'; {back}' if is_expected else ''}",
+            shown=True,
+            engine=server.url,
+            left=num,
+        )
         await server.close()
 
     async def _bring(self, url: str) -> EngineServer:
@@ -356,7 +352,12 @@ class EngineFleet:
         if process is not None:
             await process.restart()
             if process.url not in self._processes:
-                self._say(f"the engine of {url} was started again at {process.url}")
+                _log.info(
+                    "engine_moved",
+                    f"the engine of {url} was started again at {process.url}",
+                    shown=True,
+                    engine=process.url,
+                )
             self._processes[process.url], url = process, process.url
         server = self._server(url)
         try:

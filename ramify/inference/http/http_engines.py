@@ -21,12 +21,13 @@ from typing import TypeVar
 
 import msgspec
 
+from ramify.actors.launcher import Launcher, LocalLauncher
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
 from ramify.inference.base import CachePressure, EngineLost
 from ramify.inference.http.engine_list import EngineList
 from ramify.inference.http.engine_server import EngineServer, SampledIds
-from ramify.inference.http.fleet import EngineFleet, Launch
+from ramify.inference.http.fleet import EngineFleet
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.http.membership import EngineMembership
 from ramify.inference.http.partial_reply import PartialReply, tree_of
@@ -47,9 +48,7 @@ T = TypeVar("T")
 class HttpEngines:
     """Client of one or more engine servers. Belongs to one event loop; call ``start`` first."""
 
-    def __init__(
-        self, policy: Policy, spec: InferenceSpec, *, name: str, say: Callable[[str], None] = print
-    ) -> None:
+    def __init__(self, policy: Policy, spec: InferenceSpec, *, name: str) -> None:
         """``policy`` defines what the engines must serve, and its renderer writes the ids. Ports,
         weight sync and spec are checked here, before anything is started; raises ConfigError."""
         self.name = name
@@ -57,8 +56,8 @@ class HttpEngines:
         self.price: Price | None = Price(0.0, 0.0)
         self.scaffold = "tiny" if policy.renderer.name == "tiny" else None
         self._policy = policy
-        self._fleet = EngineFleet(policy, spec, name, say)
-        self._sync = EngineWeightSync(self._fleet, _weight_sync(spec, policy), policy.version, say)
+        self._fleet = EngineFleet(policy, spec, name)
+        self._sync = EngineWeightSync(self._fleet, _weight_sync(spec, policy), policy.version)
 
     @property
     def version(self) -> int:
@@ -81,20 +80,20 @@ class HttpEngines:
         self,
         out: Path,
         save: Callable[[Path], None],
-        launch: Launch | None = None,
+        launcher: Launcher | None = None,
         *,
         gone: Callable[[str], None] | None = None,
     ) -> None:
         """Start the servers, or attach to them; check each; open the weight sync.
 
-        ``save`` writes a checkpoint below ``out`` for servers to start, which ``launch`` starts if
-        they are not on this machine. ``gone`` is for a client that only samples while another
+        ``save`` writes a checkpoint below ``out`` for servers to start, which ``launcher`` starts,
+        by default on this machine. ``gone`` is for a client that only samples while another
         process updates the weights: it is called with the address of an engine that does not
         answer, and ``listed`` then says which engines may be used. Raises ConfigError for a server
         that does not fit the policy.
         """
         try:
-            await self._fleet.start(out, save, launch, leads=gone is None)
+            await self._fleet.start(out, save, launcher or LocalLauncher(), leads=gone is None)
             if gone is None:
                 await self._sync.open()
             else:

@@ -23,18 +23,18 @@ from ramify.inference.http.api import EngineStateConflict
 from ramify.inference.http.engine_server import EngineServer
 from ramify.inference.http.fleet import EngineFleet, EnginesDropped
 from ramify.inference.weight_sync.base import WeightChunk, WeightSource, WeightSync
+from ramify.logging import RoomLogger
+
+_log = RoomLogger("inference")
 
 
 class EngineWeightSync:
     """Sends each new version of the weights to all engines of a fleet. Belongs to one event
     loop."""
 
-    def __init__(
-        self, fleet: EngineFleet, weight_sync: WeightSync, version: int, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, fleet: EngineFleet, weight_sync: WeightSync, version: int) -> None:
         self._fleet = fleet
         self._weight_sync = weight_sync
-        self._say = say
         self.version = version
         """Version of the weights that all engines answer with."""
         self.is_open = asyncio.Event()
@@ -78,8 +78,11 @@ class EngineWeightSync:
                 return False
             await self._give(sources, version)
         names = ", ".join(server.url for server in self._fleet.alive)
-        self._say(
-            f"an engine is back, with version {version} of the weights; now there are {names}"
+        _log.info(
+            "engine_back",
+            f"an engine is back, with version {version} of the weights; now there are {names}",
+            shown=True,
+            version=version,
         )
         return True
 
@@ -157,7 +160,12 @@ class EngineWeightSync:
                 except EngineStateConflict as error:
                     if is_new:
                         raise
-                    self._say(f"{error}: sending all weights")
+                    _log.warning(
+                        "whole_weights",
+                        f"{error}: sending all weights",
+                        shown=True,
+                        version=version,
+                    )
                     whole = is_new = await self._reopened()
 
     async def _send(self, sources: list[WeightSource], version: int, whole: bool) -> None:

@@ -28,7 +28,7 @@ import msgspec
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item
 from ramify.tasks.scoring.answer_text import accepted, as_text
-from ramify.tasks.scoring.boxed import TAIL_CHARS, last_boxed
+from ramify.types.boxed import TAIL_CHARS, last_boxed
 
 MAX_CHARS = 1000
 """Maximum length of an expression. A longer text is reasoning, not an answer."""
@@ -173,6 +173,14 @@ def _end(worker: subprocess.Popen[str]) -> None:
 _workers = _Workers()
 atexit.register(_workers.close)
 math_answer = MathScore()
-"""Compares a box near the end, or the whole answer."""
+"""Compares a box near the end, or the whole answer.
+
+Example:
+    math_answer("1/2", tasks.Item("?", gold="0.5"))    # 1.0
+"""
 boxed_math = MathScore(boxed=True, tail_chars=TAIL_CHARS)
-"""Like ``math_answer``, but an answer without a box is wrong."""
+"""Like ``math_answer``, but an answer without a box is wrong.
+
+Example:
+    boxed_math("so it is \\boxed{1/2}", tasks.Item("?", gold="0.5"))    # 1.0
+"""

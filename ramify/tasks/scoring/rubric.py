@@ -21,7 +21,7 @@ from ramify.clients.base import Client, Request, Sampling
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item
 from ramify.tasks.scoring.answer_text import as_text
-from ramify.tasks.scoring.boxed import last_boxed
+from ramify.types.boxed import last_boxed
 from ramify.types.message import Message
 
 _GRADE = re.compile(r"\d{1,3}")
@@ -100,7 +100,12 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RubricScore(msgspec.Struct, frozen=True):
-    """Score of a task by a rubric. Each answer gets a new event loop and a new client."""
+    """Score of a task by a rubric. Each answer gets a new event loop and a new client.
+
+    Example:
+        rubric = tasks.Rubric(("names the host", "gives the time"))
+        reward = tasks.RubricScore(rubric, lambda: ramify.ScriptedClient([r"\boxed{1, 1}"]))
+    """
 
     rubric: Rubric
     connect: Callable[[], Client]

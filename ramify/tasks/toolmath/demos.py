@@ -21,17 +21,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.logging import RoomLogger
 from ramify.tasks.data import rows_of
-from ramify.tasks.scoring.boxed import last_boxed
 from ramify.tasks.toolmath.problem_rows import bare_question
+from ramify.types.boxed import last_boxed
 from ramify.types.message import Message, ToolCall
 
+_log = RoomLogger("tasks")
 TOOL_NAME = "code_interpreter"
 """Name of the tool in the engine's protocol."""
 _QUESTION = re.compile(r"\*+user question:\*+\s*", re.IGNORECASE)
@@ -69,12 +71,9 @@ def demonstrations(
     source: Any,
     rules: ToolMathScaffold,
     num: int | None = None,
-    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[list[ToolMathDemonstration]]:
-    """Yield the demonstrations in the first ``num`` rows of ``source`` (None: all).
-
-    ``say`` receives a sentence about skipped rows. Raises ConfigError if no row has the required
-    form."""
+    """Yield the demonstrations in the first ``num`` rows of ``source`` (None: all). Skipped rows
+    are logged. Raises ConfigError if no row has the required form."""
     rows = rows_of(source)
     num_rows = len(rows) if num is None else min(num, len(rows))
     skipped, first = 0, ""
@@ -86,9 +85,13 @@ def demonstrations(
     if skipped == num_rows:
         raise ConfigError(f"none of {num_rows} rows is a demonstration in ReTool's form; {first}")
     if skipped:
-        say(
+        _log.warning(
+            "demonstrations_left_out",
             f"{skipped} of {num_rows} demonstrations are left out because they have another form; "
-            f"the first is {first}"
+            f"the first is {first}",
+            shown=True,
+            left_out=skipped,
+            of=num_rows,
         )
 
 

@@ -13,8 +13,10 @@ weight.py).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from math import fsum
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from ramify.plugins import Registry
@@ -62,18 +64,33 @@ def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[
 
 
 def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
-    """Compare returns among all calls of the same role and depth in the group: a call is good if it
-    did better than its peers at the same position.
+    """Compare a call's return with the calls of the same role and depth in the *other* trees: a
+    call is good if it did better than its peers at the same position. If no other tree has such a
+    call, it gets γ · its parent's advantage + its own reward.
 
-    child returns 5, 7 in one tree and 0, 0 in the other, mean baseline: 2, 4, -3, -3."""
-    return _compared(trees, baseline, gamma, lambda node: (node.role, node.depth))
+    child returns 5, 7 in one tree and 0, 0 in the other, less the others' mean: 5, 7, -6, -6."""
+    return _against_other_trees(trees, baseline, gamma, _role)
 
 
 def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
     """Compare returns among attempts at the same sub-task: the same question over the same context,
-    asked by any rollout of the group. This is finer than ``per_role`` if parents split their work
-    alike. A sub-task that only one call attempted gives that call advantage 0."""
-    return _compared(trees, baseline, gamma, _same_subtask)
+    asked by other trees of the group. This has less variance than ``per_role`` if parents split
+    their work alike. A sub-task that no other tree attempted is compared with the attempts of its
+    own tree by own rewards, or else as in ``per_role``."""
+    numbers = _against_other_trees(trees, baseline, gamma, _role, _subtask)
+    num_trees = Counter(key for tree in trees for key in set(map(_subtask, tree.values())))
+    for tree, own in zip(trees, numbers, strict=True):
+        attempts: dict[Hashable, list[str]] = defaultdict(list)
+        for id, node in tree.items():
+            attempts[_subtask(node)].append(id)
+        for key, ids in attempts.items():
+            if len(ids) > 1 and num_trees[key] == 1:
+                rewards = baseline(
+                    [tree[id].reward for id in ids], [tree[id].num_tokens for id in ids]
+                )
+                for id, value in zip(ids, rewards, strict=True):
+                    own[id] = gamma * own.get(tree[id].parent or "", 0.0) + value
+    return numbers
 
 
 def leave_one_child_out(
@@ -83,14 +100,21 @@ def leave_one_child_out(
     from ``baseline``.
 
     A parent's success is passed to all its children, and better children get more. An only child
-    gets its parent's share alone. Parent's A = 2, γ = 1, children's rewards 1, 3, 5:
+    is compared with the calls of its role and depth in other trees. Unbiased if siblings do not
+    depend on each other, as in one batch. Parent's A = 2, γ = 1, children's rewards 1, 3, 5:
     2 + (1-4) = -1, 2 + (3-3) = 2, 2 + (5-2) = 5."""
-    roots = [tree[_root(tree)] for tree in trees]
-    advantages = baseline([node.reward for node in roots], [node.num_tokens for node in roots])
-    return [
-        _shared_out(tree, advantage, gamma)
-        for tree, advantage in zip(trees, advantages, strict=True)
-    ]
+    numbers = root(trees, baseline, gamma)
+    by_role = _against_other_trees(trees, _less_others, 0.0, _role)
+    for tree, own, alone in zip(trees, numbers, by_role, strict=True):
+        children: dict[str | None, list[str]] = defaultdict(list)
+        for id, node in tree.items():
+            children[node.parent].append(id)
+        for id, node in tree.items():
+            if node.parent is not None:
+                others = [tree[other].reward for other in children[node.parent] if other != id]
+                better = node.reward - sum(others) / len(others) if others else alone[id]
+                own[id] = gamma * own[node.parent] + better
+    return numbers
 
 
 CREDITS = Registry(
@@ -104,10 +128,24 @@ CREDITS = Registry(
     },
 )
 """Name -> credit function. ``@CREDITS.register("mine")`` adds one; a dotted path to a function also
-works."""
+works.
+
+Example:
+    rl.algorithm.credit=per_role            # in a recipe, by name
+"""
 
 
-def _same_subtask(node: CreditNode) -> Hashable:
+def _less_others(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+    """R_i - mean of the others."""
+    total, num = fsum(returns), len(returns) - 1
+    return [value - (total - value) / num for value in returns]
+
+
+def _role(node: CreditNode) -> Hashable:
+    return (node.role, node.depth)
+
+
+def _subtask(node: CreditNode) -> Hashable:
     return (node.role, node.depth, None if node.parent is None else node.subtask)
 
 
@@ -125,32 +163,53 @@ def returns_of(tree: Tree, gamma: float) -> Numbers:
     return returns
 
 
-def _compared(
-    trees: Sequence[Tree], baseline: Baseline, gamma: float, peers: Callable[[CreditNode], Hashable]
+def _against_other_trees(
+    trees: Sequence[Tree],
+    baseline: Baseline,
+    gamma: float,
+    *peers: Callable[[CreditNode], Hashable],
 ) -> list[Numbers]:
+    """Compare each call with its peers in other trees, by the last of ``peers`` that finds some.
+
+    The call stands for its own tree, and the mean of its peers for each other tree."""
     returns = [returns_of(tree, gamma) for tree in trees]
-    cohorts: dict[Hashable, list[tuple[int, str]]] = defaultdict(list)
+    numbers: list[Numbers] = [{} for _ in trees]
+    for peer in peers:
+        for ids in _cohorts(trees, peer):
+            means = [fmean(returns[index][id] for id in ids[index]) for index in ids]
+            lengths = [sum(trees[index][id].num_tokens for id in ids[index]) for index in ids]
+            for place, index in enumerate(ids):
+                for id in ids[index]:
+                    compared = [*means[:place], returns[index][id], *means[place + 1 :]]
+                    numbers[index][id] = baseline(compared, lengths)[place]
+    return [
+        _completed(tree, own, gamma, is_compared=len(trees) > 1)
+        for tree, own in zip(trees, numbers, strict=True)
+    ]
+
+
+def _cohorts(
+    trees: Sequence[Tree], peer: Callable[[CreditNode], Hashable]
+) -> list[dict[int, list[str]]]:
+    """Index of the tree -> ids of its calls, for all calls with an equal key that at least two
+    trees have."""
+    cohorts: dict[Hashable, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for index, tree in enumerate(trees):
         for id, node in tree.items():
-            cohorts[peers(node)].append((index, id))
-    advantages_by_tree: list[Numbers] = [dict.fromkeys(tree, 0.0) for tree in trees]
-    for members in cohorts.values():
-        lengths = [trees[index][id].num_tokens for index, id in members]
-        advantages = baseline([returns[index][id] for index, id in members], lengths)
-        for (index, id), value in zip(members, advantages, strict=True):
-            advantages_by_tree[index][id] = value
-    return advantages_by_tree
+            cohorts[peer(node)][index].append(id)
+    return [cohort for cohort in cohorts.values() if len(cohort) > 1]
 
 
-def _shared_out(tree: Tree, advantage: float, gamma: float) -> Numbers:
-    children: dict[str | None, list[str]] = defaultdict(list)
+def _completed(tree: Tree, numbers: Numbers, gamma: float, is_compared: bool) -> Numbers:
+    """``numbers`` in the order of ``tree``, with a number for each call without peers: nothing but
+    its parent's advantage says how good its parent's return was, and its own reward counts as it
+    is. All 0 in a group of one tree."""
+    completed: Numbers = {}
     for id, node in tree.items():
-        children[node.parent].append(id)
-    advantages: Numbers = {_root(tree): advantage}
-    for id, node in tree.items():
-        if node.parent is None:
-            continue
-        others = [tree[sibling].reward for sibling in children[node.parent] if sibling != id]
-        better = node.reward - sum(others) / len(others) if others else 0.0
-        advantages[id] = gamma * advantages[node.parent] + better
-    return advantages
+        if id in numbers:
+            completed[id] = numbers[id]
+        elif node.parent is None or not is_compared:
+            completed[id] = 0.0
+        else:
+            completed[id] = gamma * completed[node.parent] + node.reward
+    return completed

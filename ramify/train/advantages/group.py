@@ -44,7 +44,7 @@ from ramify.train.advantages.rollout_trees import (
     was_cut_off,
     why_unscored,
 )
-from ramify.train.advantages.weight import ALSO, Reduction, Share, Weights
+from ramify.train.advantages.weight import MeanTokens, Reduction, Share, Weights
 from ramify.train.advantages.weight import weights as token_weights
 from ramify.train.optional_fields import check_optional
 from ramify.types.sequence import TokenSequence
@@ -68,8 +68,12 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Train the tokens of calls below the root."""
     llm_calls: bool = False
     """Train ``llm_query`` calls that the policy itself answered."""
-    reduction: Reduction = "rollout"
-    """How much each token weighs; see ``weight.py``."""
+    reduction: Reduction = "constant"
+    """How much each token weighs; see ``weight.py``. ``rollout``, which divides by a rollout's own
+    tokens, makes wide trees count less."""
+    rollout_tokens: int | None = None
+    """L of ``reduction=constant``: tokens per rollout that the loss is divided by; None: a running
+    mean over the steps before."""
     share: Share = "token"
     """How a rollout's weight is divided among its calls."""
     drop_zero_variance: bool = True
@@ -77,8 +81,8 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     overlong: Overlong = "punish"
     """How a cut-off call is treated: ``punish`` keeps its score, ``mask`` gives it no loss."""
     max_rollout_tokens: int | None = None
-    """Sampled tokens per rollout at which the soft overlong penalty reaches -1, and the constant
-    of ``reduction=constant``; None: no penalty."""
+    """Sampled tokens per rollout at which the soft overlong penalty reaches -1; None: no
+    penalty."""
     overlong_buffer: int | None = None
     """Tokens before ``max_rollout_tokens`` over which the penalty grows from 0 to -1; None: no
     penalty."""
@@ -90,16 +94,14 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """β of the KL penalty in the reward: each token's k1 estimate of the KL to the reference
     policy (o - ref), times β, is subtracted from its advantage and from those of the tokens before
     it in its call; 0: no penalty. ``loss.kl_beta`` is the KL penalty in the loss."""
+    memory: dict[str, float] = msgspec.field(default_factory=dict)
+    """State from the steps before; kept in checkpoints."""
 
     def __post_init__(self) -> None:
         CREDITS.of(self.credit)
-        if ALSO.get(self.reduction, self.reduction) == "constant" and not self.max_rollout_tokens:
-            raise ConfigError(
-                f"reduction={self.reduction} divides by max_rollout_tokens: set it to the largest "
-                "number of tokens that a rollout samples"
-            )
         lengths = {"overlong_buffer": self.overlong_buffer}
         lengths |= {"max_rollout_tokens": self.max_rollout_tokens}
+        check_optional("algorithm", "a running mean", rollout_tokens=self.rollout_tokens)
         check_optional("algorithm", "no punishment", **lengths)
         if min(self.gamma_tree, self.length_weight, self.kl_reward) < 0:
             raise ConfigError("gamma_tree, length_weight and kl_reward cannot be negative")
@@ -172,9 +174,9 @@ def judged(
     ]
     kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
     counts = [[_counts(rollout, options) for rollout in group] for group in kept]
-    weights, denominator = token_weights(
-        counts, options.reduction, options.share, options.max_rollout_tokens or 1
-    )
+    mean_tokens = MeanTokens.of_memory(options.memory)
+    divisor = options.rollout_tokens or mean_tokens.value
+    weights, denominator = token_weights(counts, options.reduction, options.share, divisor)
     by_token = [
         [
             _per_token(rollout.numbers, count, gamma)
@@ -197,9 +199,10 @@ def judged(
     return AssignedStep(
         assigned,
         {"rl": denominator},
-        _metrics(groups, rollouts, with_signal),
+        {**_metrics(groups, rollouts, with_signal), "loss_rollout_tokens": divisor},
         _no_signal(groups, usable, with_signal, assigned, options.has_group_baseline),
         _notes(groups),
+        {**options.memory, **mean_tokens.after(counts).memory()},
     )
 
 

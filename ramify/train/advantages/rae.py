@@ -26,7 +26,11 @@ from ramify.types.trajectory import Group
 class RAE(
     GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="rae"
 ):
-    """RAE estimator; implements ``Algorithm``."""
+    """RAE estimator; implements ``Algorithm``.
+
+    Example:
+        train.RlSpec(algorithm=train.RAE(decay=0.9))
+    """
 
     decay: float = 0.95
     memory: dict[str, float] = msgspec.field(default_factory=dict)
@@ -51,7 +55,7 @@ class RAE(
             return [self._against_memory(tree, returns_by_role) for tree in trees]
 
         assigned = judged(groups, weights, self, judge, every_token)
-        assigned.memory = self.memory | {
+        assigned.memory |= {
             role: self.decay * self.memory.get(role, 0.0) + (1 - self.decay) * fmean(returns)
             for role, returns in returns_by_role.items()
         }

@@ -1,16 +1,24 @@
 """Token weights: how much each sampled token counts in the loss.
 
-By default every rollout of a step has the same total weight, however many calls and tokens it has:
-a tree with more children does not weigh more. Two rollouts, of 4 tokens (one call) and of 12 (three
-calls of 4), which form one group:
+The gradient of the mean reward over trees is a plain sum over all sampled tokens. So by default
+(``constant``) every token counts the same, and nothing that depends on the size of a tree divides
+it. Two rollouts, of 4 tokens (one call) and of 12 (three calls of 4), which form one group:
 
     reduction   token of the first   of the second   the loss is divided by
-    rollout     1/4                  1/12            2   rollouts
+    constant    1/L                  1/L             2   rollouts                     (Dr.GRPO)
     token       1                    1               16  tokens                       (DAPO)
-    constant    1/max_tokens         1/max_tokens    2   rollouts                     (Dr.GRPO)
+    rollout     1/4                  1/12            2   rollouts
     group       1/8                  1/24            1   group of weight 1
     prompt      1/16                 1/16            1   group of weight 1, by token  (ScaleRL)
     sum         1                    1               1   (not divided)
+
+Biases, all measured in ``benchmarks/credit.py``:
+
+- ``rollout`` and ``group`` divide the root's decision to spawn children by the tokens that these
+  children wrote, so wide trees learn less from their success and their failure.
+- ``token`` and ``prompt`` divide by the tokens of this step or group, which depend on what is
+  learnt from: less biased the more rollouts there are.
+- ``share="call"`` gives each token of a long call less weight than one of a short call.
 
 Other libraries call them ``token_mean`` (token), ``seq_mean_token_mean`` (rollout),
 ``seq_mean_token_sum_norm`` (constant), ``prompt_mean`` (prompt) and ``token_sum`` (sum); these
@@ -57,14 +65,14 @@ Weights = dict[str, float]
 
 def weights(
     groups: Sequence[Sequence[Counts]],
-    reduction: Reduction = "rollout",
+    reduction: Reduction = "constant",
     share: Share = "token",
-    max_tokens: int = 1,
+    rollout_tokens: float = 1.0,
 ) -> tuple[list[list[Weights]], float]:
     """(weights by group, rollout and call; the denominator of the step). Rollouts without tokens do
     not count.
 
-    ``max_tokens`` is the constant length for ``reduction="constant"``."""
+    ``rollout_tokens`` is L, the tokens per rollout that ``reduction="constant"`` divides by."""
     name = ALSO.get(reduction, reduction)
     sizes = [_size(group) for group in groups]
     num_rollouts = sum(size.rollouts for size in sizes)
@@ -80,9 +88,48 @@ def weights(
     by_group = []
     for group, size in zip(groups, sizes, strict=True):
         by_group.append(
-            [_rollout_weights(rollout, name, share, size, max_tokens) for rollout in group]
+            [_rollout_weights(rollout, name, share, size, rollout_tokens) for rollout in group]
         )
     return by_group, float(denominators[name])
+
+
+FIRST_ROLLOUT_TOKENS = 1000.0
+"""L of a run's first step, unless the run sets it."""
+_SLOWEST = 0.1
+"""Weight of the latest step in the running mean of tokens per rollout, after ten steps."""
+
+
+class MeanTokens(NamedTuple):
+    """L as a running mean over the steps before: the plain mean of ten steps, then an exponential
+    one. It never depends on the step that it divides, and changes slowly, so that clipping by norm
+    means the same for narrow and wide trees.
+
+    steps of 100 and 300 tokens per rollout: 1000 divides the first, 100 the second, 200 the third
+    """
+
+    value: float = FIRST_ROLLOUT_TOKENS
+    steps: int = 0
+
+    @classmethod
+    def of_memory(cls, memory: Mapping[str, float]) -> MeanTokens:
+        first = cls()
+        return cls(
+            memory.get("rollout_tokens", first.value), int(memory.get("rollout_tokens_steps", 0))
+        )
+
+    def memory(self) -> dict[str, float]:
+        return {"rollout_tokens": self.value, "rollout_tokens_steps": float(self.steps)}
+
+    def after(self, groups: Sequence[Sequence[Counts]]) -> MeanTokens:
+        """The mean after a step with these rollouts."""
+        sizes = [_size(group) for group in groups]
+        num = sum(size.rollouts for size in sizes)
+        if not num:
+            return self
+        steps = self.steps + 1
+        latest = sum(size.tokens for size in sizes) / num
+        rate = max(1 / steps, _SLOWEST)
+        return MeanTokens(self.value + rate * (latest - self.value), steps)
 
 
 class _Size(NamedTuple):
@@ -98,7 +145,7 @@ def _size(group: Sequence[Counts]) -> _Size:
 
 
 def _rollout_weights(
-    counts: Counts, reduction: str, share: Share, group: _Size, max_tokens: int
+    counts: Counts, reduction: str, share: Share, group: _Size, rollout_tokens: float
 ) -> Weights:
     total = sum(counts.values())
     calls = sum(1 for count in counts.values() if count)
@@ -109,7 +156,7 @@ def _rollout_weights(
         "group": 1.0 / group.rollouts,
         "prompt": total / group.tokens,
         "token": float(total),
-        "constant": total / max_tokens,
+        "constant": total / rollout_tokens,
         "sum": float(total),
     }[reduction]
     if share == "call":

@@ -12,7 +12,6 @@ denominators of the whole step, so its value does not depend on how the step is 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, OldNameWarning
+from ramify.logging import RoomLogger
 from ramify.plugins import Registry
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.loss import LossSpec
@@ -28,9 +28,10 @@ from ramify.train.optional_fields import check_optional
 from ramify.types.sequence import Batch, Floats
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-
+_log = RoomLogger("train")
 BACKENDS = Registry(
     "backend",
     "ramify.backends",
@@ -171,7 +172,7 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         sizes = {"max_tokens": self.max_tokens, "max_logits": self.max_logits}
         check_optional("compute", "the size that fits the device", **sizes)
         if self.backend == "fsdp2":
-            warnings.warn("compute.backend=fsdp2 is called fsdp here", OldNameWarning, stacklevel=3)
+            _log.warn("compute.backend=fsdp2 is called fsdp here", OldNameWarning, stacklevel=3)
             msgspec.structs.force_setattr(self, "backend", "fsdp")
 
 
@@ -189,7 +190,11 @@ class ReferenceModel(Protocol):
 
 
 class TrainedModel(Protocol):
-    """The model that a run trains, through all of its stages, wherever its weights are stored."""
+    """The model that a run trains, through all of its stages, wherever its weights are stored.
+
+    Example:
+        backend = model.backend(train.OptimizerSpec(lr=1e-5))
+    """
 
     is_here: bool
     """Whether the trained weights are those of the policy in this process."""
@@ -296,3 +301,32 @@ class Backend(Protocol):
         """Restore the state saved in ``folder``, bit by bit. Raises ConfigError, naming the first
         difference, if it does not fit this backend."""
         ...
+
+
+ROUNDING = 2.0**-5
+"""For bf16: the largest difference between two log-probabilities of a path by rounding alone, as a
+share of the path's largest. This is eight units in the last place (bf16 has 8 bits); three were
+measured."""
+
+
+def decided(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
+    """``compute`` with ``precision`` set to fp32 or bf16, for a policy loaded as ``dtype``.
+
+        checkpoint and kind of device  ->  policy.dtype, used by the engine (models/load.py)
+        compute.precision=auto         ->  bf16 if the policy has 16 bits, else fp32
+
+    So ``auto`` is fp32 on every CPU unless policy.dtype=bfloat16, and on a GPU follows the
+    checkpoint. It does not depend on which precision a processor is fast at: otherwise the same run
+    would compute different numbers on another machine."""
+    if compute.precision != "auto":
+        return compute
+    is_half = dtype.itemsize == 2
+    precision: Literal["fp32", "bf16"] = "bf16" if is_half and _has_bf16(device) else "fp32"
+    return msgspec.structs.replace(compute, precision=precision)
+
+
+def _has_bf16(device: str) -> bool:
+    """Whether the device supports bf16: every CPU does, but not every GPU."""
+    import torch
+
+    return device != "cuda" or torch.cuda.is_bf16_supported()

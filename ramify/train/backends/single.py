@@ -3,7 +3,7 @@
     forward_backward   for each batch: trunk ── hidden states of entries ── head ── loss ── backward
     optim_step         clip ── AdamW, or Muon and AdamW ── clear
 
-Decides how bf16 products are computed from fp32 weights (which precision: ``precision.py``),
+Decides how bf16 products are computed from fp32 weights (which precision: ``base.decided``),
 whether activations are recomputed in the backward pass, and what happens if a loss is not finite.
 Gradients accumulate over batches, so the batch size changes memory but not the step. Not here:
 losses (``loss.py``) and attention (``models/trunk.py``).
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -25,19 +25,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from ramify.actors.rank_group import RemoteRankError
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy
 from ramify.models.trunk import trunk_of
 from ramify.models.weights import load_weights
 from ramify.progress import heartbeat
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.activation_memory import (
+    LEAST_TOKENS,
+    activation_bytes,
+    activation_room,
+    keep_freed_memory,
+    logits_at_once,
+    recompute_layers,
+)
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, decided
 from ramify.train.backends.head import HeadRequest, entry_logprobs
-from ramify.train.backends.heap import keep_freed_memory
 from ramify.train.backends.optimizers import CombinedOptimizer
-from ramify.train.backends.precision import decided
-from ramify.train.backends.rank_group import RemoteRankError
 from ramify.train.backends.weight_layout import SingleProcessLayout, WeightLayout
 from ramify.train.data.pack import ComputeCost, PackingSpec
 from ramify.train.losses import CriticOnlyLoss, whole_step
@@ -51,8 +56,6 @@ EntryOutput = Literal["no", "value", "gradient", "values alone"]
 """What to compute at entries: log-probabilities without entropy, with it, with its gradient, or
 only the critic's values."""
 _FILL_TOKENS = 4096
-LEAST_TOKENS = 1024
-"""Lower limit of ``max_tokens``, whatever the memory."""
 
 
 class SingleBackend:
@@ -85,7 +88,7 @@ class SingleBackend:
         with torch.no_grad():
             self._trunk = self._spread.run(lambda: trunk_of(self._model))
         self._cost = _cost(self._model, policy.config, self._device.type)
-        _recompute_layers(self._model, self._compute.recompute)
+        recompute_layers(self._model, self._compute.recompute)
         self._value_head: nn.Module | None = None
         if critic and spread is None:
             self._value_head = value_head(policy.config.hidden_size).to(self._device)
@@ -415,21 +418,6 @@ class SingleBackend:
             )
 
 
-def activation_room(gpu_bytes: int) -> int:
-    """Memory budget of activations in bytes; ``gpu_bytes`` is 0 on a CPU."""
-    return 2 * gpu_bytes // 5 if gpu_bytes else 4 << 30
-
-
-def logits_at_once(is_cuda: bool) -> int:
-    return 1 << 26 if is_cuda else 1 << 22
-
-
-def activation_bytes(width: int, mlp: int, layers: int, recompute: bool) -> int:
-    """Activation memory of one token until its backward pass: about ten vectors of the model's
-    width and four of the MLP's per layer, or one per layer with recomputation."""
-    return 4 * layers * (width if recompute else 10 * width + 4 * mlp)
-
-
 def check_window(batch: Batch, window: int) -> None:
     """Raise ConfigError if a path of ``batch`` is longer than the policy's window."""
     longest = int(batch.positions.max()) + 1
@@ -439,13 +427,6 @@ def check_window(batch: Batch, window: int) -> None:
             f"a path of {longest} tokens does not fit the policy's window of {window}; it is one "
             f"of: {names}"
         )
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The model's layers, i.e. its longest ``ModuleList``; empty if it has none."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    longest: nn.ModuleList = max(lists, key=len, default=nn.ModuleList())
-    return list(longest)
 
 
 def _output_of(loss: LossSpec, batch: Batch) -> EntryOutput:
@@ -506,28 +487,3 @@ def _cost(model: nn.Module, config: Any, device: str) -> ComputeCost:
         share=layers * speed.call_s / token_s,
         join=layers * width * speed.join_s / token_s,
     )
-
-
-def _recompute_layers(model: nn.Module, enabled: bool) -> None:
-    """Turn activation checkpointing on or off for each layer; an earlier backend of the model may
-    have turned it on."""
-    layers = layers_of(model)
-    if enabled and not layers:
-        raise ConfigError("compute.recompute needs a model whose layers are in a ModuleList")
-    for layer in layers:
-        if isinstance(vars(layer).get("forward"), _RecomputedLayer):
-            del layer.forward
-        if enabled:
-            layer.forward = _RecomputedLayer(layer.forward)
-
-
-class _RecomputedLayer:
-    """A layer whose forward pass is recomputed in the backward pass."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ramify.train.backends.muon import Muon
+from ramify.train.backends.optimizers import Muon
 
 T = TypeVar("T")
 

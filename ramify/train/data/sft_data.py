@@ -1,9 +1,9 @@
-"""Data of supervised fine-tuning: where trajectories come from, their token ids, and which step
-uses which.
+"""Training data without rollouts: the random strings of the warm-up, and for supervised fine-tuning
+where trajectories come from, their token ids, and which step uses which.
 
     demonstrations of a task            ┐
     trajectories in a file or a store   ┴─ tokenized by the policy's renderer
-                                        ── weights (``algorithms/sft.py``) ── order ──> steps
+                                        ── weights (``advantages/sft.py``) ── order ──> steps
 
 Text by another model or a program has no ids of this policy. They are computed here, once, reply by
 reply (the policy's own ids are kept), and from then on such text is treated as the policy's own.
@@ -14,13 +14,14 @@ Decides the order: shuffled again in each epoch by the seed, and cut into steps 
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence as Many
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from ramify.clients.base import Tool
 from ramify.engine.scaffold import Scaffold
@@ -311,4 +312,31 @@ def retool_demos(
         raise ConfigError(
             "sft.demos=retool needs a file: give sft.options.source=ReTool-SFT.parquet (or .jsonl)"
         )
-    return demonstrations(source, scaffold, num, lambda text: warnings.warn(text, stacklevel=2))
+    return demonstrations(source, scaffold, num)
+
+
+SHORTEST, LONGEST = 6, 40
+"""Length of a string in tokens: [SHORTEST, LONGEST)."""
+
+
+def induction(step: int, ids: Many[int], num_tokens: int, seed: int = 0) -> list[TokenSequence]:
+    """The sequences of one step, all of the same length: about ``num_tokens`` tokens in total,
+    drawn from ``ids``. The result depends only on the arguments."""
+    random = np.random.default_rng((seed, step))
+    length = int(random.integers(SHORTEST, LONGEST))
+    drawn = random.choice(np.asarray(ids, np.int64), (max(2, num_tokens // (2 * length)), length))
+    weights = np.zeros(2 * length, np.float32)
+    weights[length + 1 :] = 1
+    none = np.zeros(2 * length, np.float32)
+    return [
+        TokenSequence(
+            name=f"induction/step={step}/row={row}",
+            token_ids=np.concatenate([string, string]),
+            mask=weights > 0,
+            sampler_logprobs=none,
+            advantages=none,
+            rl=none,
+            ce=weights,
+        )
+        for row, string in enumerate(drawn)
+    ]

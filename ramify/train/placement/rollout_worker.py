@@ -18,20 +18,20 @@ import os
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from ramify.actors.connect_back import connect_back
 from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
 from ramify.errors import RamifyError
 from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.logging import Sender, SentRecord, attach
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item
-
-AT, KEY, NUMBER = "RAMIFY_RUNNER_AT", "RAMIFY_RUNNER_KEY", "RAMIFY_RUNNER_NUMBER"
 
 
 class RolloutWorkerSpec(msgspec.Struct, frozen=True):
@@ -78,11 +78,11 @@ class WorkerMessage(NamedTuple):
     """A message from a worker to the run."""
 
     kind: str
-    """``ready``, ``said`` (a log line), ``done``, ``broke`` (a bug), ``failed`` (the worker cannot
-    start) or ``gone`` (with the address of an engine that does not answer)."""
+    """``ready``, ``said`` (a ``SentRecord``), ``done``, ``broke`` (a bug), ``failed`` (the worker
+    cannot start) or ``gone`` (with the address of an engine that does not answer)."""
     id: int = 0
     data: bytes = b""
-    """A trajectory as JSON for ``done``, otherwise text."""
+    """A trajectory or a record as JSON for ``done`` and ``said``, otherwise text."""
     paths: tuple[int, ...] = ()
     """Hashes of the ids that went through engines since the last message with hashes."""
 
@@ -99,9 +99,7 @@ def _send(connection: Connection, message: WorkerMessage) -> None:
 
 def main() -> None:
     """Run a rollout worker until the run ends."""
-    host, _, port = os.environ[AT].rpartition(":")
-    connection = Client((host, int(port)), authkey=bytes.fromhex(os.environ.pop(KEY)))
-    connection.send(int(os.environ[NUMBER]))
+    connection = connect_back()
     spec: RolloutWorkerSpec = connection.recv()
     try:
         asyncio.run(_RolloutWorker(connection, spec).serve())
@@ -119,6 +117,7 @@ class _RolloutWorker:
         self._spec = spec
         self._sending = threading.Lock()
         self._rollouts: dict[int, asyncio.Task[None]] = {}
+        attach(Sender(self._forward))
 
     async def serve(self) -> None:
         """Sample rollouts as requested until the run ends. Raises RamifyError if the worker cannot
@@ -135,11 +134,11 @@ class _RolloutWorker:
         from ramify.engine.scaffold import scaffold_of
         from ramify.inference.http.http_engines import HttpEngines
         from ramify.models.load import load_policy
-        from ramify.train.selfcheck import AuditedClient
+        from ramify.train.audited_client import AuditedClient
 
         torch.set_num_threads(1)
         policy = load_policy(spec.checkpoint, getattr(torch, spec.dtype), "meta")
-        self._engines = HttpEngines(policy, spec.inference, name=spec.name, say=self._say)
+        self._engines = HttpEngines(policy, spec.inference, name=spec.name)
         await self._engines.start(
             Path(),
             lambda folder: None,
@@ -196,7 +195,6 @@ class _RolloutWorker:
                 sampling=request.sampling,
                 metadata={"rollout": request.name},
                 grace_s=self._spec.grace_s,
-                on_stall=self._say,
                 direct=self._spec.direct,
             )
             self._send(
@@ -211,8 +209,8 @@ class _RolloutWorker:
         finally:
             self._rollouts.pop(request.id, None)
 
-    def _say(self, text: str) -> None:
-        self._send(WorkerMessage("said", data=text.encode()))
+    def _forward(self, record: SentRecord) -> None:
+        self._send(WorkerMessage("said", data=msgspec.json.encode(record)))
 
     def _send(self, message: WorkerMessage) -> None:
         with self._sending, contextlib.suppress(OSError):

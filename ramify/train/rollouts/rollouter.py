@@ -7,7 +7,7 @@ Decides the seeds: each rollout has its own, derived from the run's seed, the ro
 item, never from its start time. A rollout that fails is recorded, and its group continues
 (``attempt`` defines failures). The same holds for a rollout that is given up, and for one that was
 cut at its deadline, whose reward would depend on the load of the machine. Not here: credit
-(``algorithms/``), which weights answer (``training_loop.py``), and which items come when
+(``advantages/``), which weights answer (``training_loop.py``), and which items come when
 (``group_queue.py``).
 """
 
@@ -30,7 +30,6 @@ from ramify.tasks.base import Item, Task
 from ramify.train.optional_fields import check_optional
 from ramify.train.placement.rollout_workers import RolloutSource
 from ramify.train.rollouts.concurrency import ConcurrencyController, Gauge
-from ramify.train.rollouts.roots import RootCount
 from ramify.types.trajectory import Group, Stop, Trajectory
 
 
@@ -203,12 +202,11 @@ class Rollouter:
         options: RolloutOptions,
         *,
         seed: int = 0,
-        on_stall: Callable[[str], None] = print,
         greedy: bool = False,
         gauge: Gauge | None = None,
         rollout_worker: RolloutSource | None = None,
     ) -> None:
-        """``on_stall`` is called with the state of a rollout that did not end. ``greedy``: add one
+        """``greedy``: add one
         rollout of each item at temperature 0 (``Group.greedy``). ``gauge`` measures the engine's
         cache pressure. ``rollout_worker``: runs the rollouts in other processes; None: in this
         one."""
@@ -217,7 +215,6 @@ class Rollouter:
         self._task = task
         self._options = options
         self._seed = seed
-        self._on_stall = on_stall
         self._greedy = greedy
         self.per_item = options.group + greedy
         """Attempts per item, including the greedy one."""
@@ -303,7 +300,6 @@ class Rollouter:
             sampling=sampling,
             metadata={"rollout": name},
             grace_s=self._options.grace_s,
-            on_stall=self._on_stall,
             direct=self._options.direct,
         )
         return self._unless_cut(rollout)
@@ -325,3 +321,50 @@ class Rollouter:
 async def close(attempts: Iterable[RolloutAttempt]) -> None:
     """Cancel running attempts, and wait until they have stopped."""
     await asyncio.gather(*(each.close() for each in attempts))
+
+
+ITEMS = 20
+"""Number of items to count: the first ones that the run will roll out."""
+
+
+class RootCount(msgspec.Struct, frozen=True):
+    """How the first items of a run begin."""
+
+    items: int
+    """Number of items that were counted."""
+    direct: int
+    """Number of items that one plain call answers, without a session."""
+    depth: int
+    """``limits.max_depth``: with 0 no root may call a child, so none is recursive."""
+
+    @property
+    def recursive(self) -> int:
+        """Number of items whose root has a session and may call children."""
+        return self.items - self.direct if self.depth else 0
+
+    def metrics(self) -> dict[str, float]:
+        return {"recursive_roots": float(self.recursive), "direct_roots": float(self.direct)}
+
+    def sentence(self) -> str:
+        """The result as a sentence."""
+        head = f"{self.recursive} of the first {self.items} items begin with a recursive root"
+        if self.recursive:
+            head += f" (a session, with children down to depth {self.depth})"
+        reasons = []
+        if self.direct:
+            reasons.append(
+                f"one plain call answers {self.direct} of them (rl.rollout.direct=false gives each "
+                "a session)"
+            )
+        if not self.depth and self.direct < self.items:
+            reasons.append(
+                f"{self.items - self.direct} have a session, and limits.max_depth=0 allows no "
+                "children"
+            )
+        return head + (": " + "; ".join(reasons) if reasons else "")
+
+
+def first_items(items: Sequence[Item], first: int) -> list[Item]:
+    """The first items from number ``first`` on, in the order of a run, which starts over at the
+    end."""
+    return [items[(first + number) % len(items)] for number in range(min(ITEMS, len(items)))]

@@ -23,7 +23,7 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.tasks.base import Item
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Call, Group, Trajectory
+from ramify.types.trajectory import Call, Group, Trajectory, Turn
 
 TurnId = tuple[str, int]
 """(call id, index of the turn in ``Call.turns``)"""
@@ -73,7 +73,11 @@ class SignalScore(msgspec.Struct, eq=False):
 
 
 class JudgedTurn(msgspec.Struct, frozen=True):
-    """One turn as a judge sees it."""
+    """One turn as a judge sees it.
+
+    Example:
+        JudgedTurn(("0", 1), reply="FINAL(2)", observed="", error="")    # call 0, its second turn
+    """
 
     place: TurnId
     reply: str
@@ -86,7 +90,11 @@ class JudgedTurn(msgspec.Struct, frozen=True):
 
 class ModelCaller(Protocol):
     """Asks a model through the run's own client pool, cache and ledger, and records the call for
-    the tree."""
+    the tree.
+
+    Example:
+        reply = await view.ask("policy", messages, sampling, view.place)
+    """
 
     async def __call__(
         self, model: str, messages: Sequence[Message], sampling: Sampling, about: TurnId
@@ -221,3 +229,52 @@ class Signal(Protocol):
         """One score per trajectory of ``group``, in order. It never depends on another signal's
         output. A failure on one trajectory is recorded in that trajectory's ``abstained``."""
         ...
+
+
+NO_ITEM = Item("")
+
+
+def steps_of(call: Call) -> tuple[JudgedTurn, ...]:
+    """The turns of ``call`` as a judge sees them, in order."""
+    turns = call.turns
+    after = [*turns[1:], None]
+    return tuple(
+        JudgedTurn((call.id, index), _reply_text(turn), _observed(following), _error(turn))
+        for index, (turn, following) in enumerate(zip(turns, after, strict=True))
+    )
+
+
+def view_of(
+    trajectory: Trajectory,
+    call: Call,
+    turn: int | None = None,
+    item: Item | None = None,
+    ask: ModelCaller | None = None,
+) -> JudgeView:
+    """The view of one turn, with the turns up to it; of the finished call if ``turn`` is None."""
+    steps = steps_of(call)
+    last = len(steps) - 1 if turn is None else turn
+    place: TurnId = (call.id, last)
+    return JudgeView(trajectory, steps[: last + 1], place, item or NO_ITEM, ask)
+
+
+def _reply_text(turn: Turn) -> str:
+    message = turn.reply.message
+    parts = [
+        message.reasoning or "",
+        message.content,
+        *(f"{call.name}({call.arguments})" for call in message.tool_calls),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _observed(following: Turn | None) -> str:
+    if following is None:
+        return ""
+    return "\n".join(
+        message.content for message in following.prompt if message.role in ("user", "tool")
+    )
+
+
+def _error(turn: Turn) -> str:
+    return next((cell.error for cell in turn.cells if cell.error), "")

@@ -13,8 +13,7 @@ import re
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.signals.base import SignalContext, SignalScore
-from ramify.train.signals.judge_view import steps_of
+from ramify.train.signals.base import SignalContext, SignalScore, steps_of
 from ramify.types.trajectory import Group, Trajectory
 
 MAX_CHARS = 50_000

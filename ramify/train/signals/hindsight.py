@@ -28,9 +28,16 @@ from ramify.plugins import Registry
 from ramify.tasks.base import Item, total
 from ramify.tasks.scoring.answer_text import accepted, as_text
 from ramify.train.advantages.rollout_trees import was_cut_off
-from ramify.train.signals.base import Judge, JudgeVerdict, SignalContext, SignalScore, TurnId
+from ramify.train.signals.base import (
+    Judge,
+    JudgeVerdict,
+    SignalContext,
+    SignalScore,
+    TurnId,
+    steps_of,
+    view_of,
+)
 from ramify.train.signals.judge import judge_of, known_judge
-from ramify.train.signals.judge_view import steps_of, view_of
 from ramify.types.trajectory import Group, Trajectory
 
 LONG_NUMBER = 4
@@ -38,7 +45,11 @@ LONG_NUMBER = 4
 
 
 class TrajectoryHints(msgspec.Struct, eq=False):
-    """The hints found for one trajectory."""
+    """The hints found for one trajectory.
+
+    Example:
+        TrajectoryHints(SignalScore(), {("0", 1): ["The list is sorted."]})
+    """
 
     reading: SignalScore
     """Notes, counts and the judges' calls; ``abstained`` is set if no hint was found."""
@@ -314,7 +325,11 @@ class FeedbackHints(
     tag="feedback",
 ):
     """Self-distillation from environment feedback: the hint is the last error of the trajectory
-    (SDPO); implements ``HintSource``."""
+    (SDPO); implements ``HintSource``.
+
+    Example:
+        train.TeacherSignal(hints=train.FeedbackHints(max_chars=500))
+    """
 
     max_chars: int = 1000
 

@@ -20,8 +20,9 @@ import msgspec
 from ramify.clients.base import Client, Request, Sampling
 from ramify.clients.pool import ClientPool
 from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
-from ramify.engine.run_state import ReplyCache, prompt_hash
+from ramify.engine.model_requests import prompt_hash
 from ramify.errors import ConfigError, RamifyError
+from ramify.store.call_cache import CallCache
 from ramify.train.signals.base import ModelCaller, SignalScore, TurnId
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Annotation, Call, Parent, Stop, Trajectory, Turn
@@ -44,13 +45,14 @@ class JudgeCallers:
         limits: Limits = BUDGET,
         *,
         own: Mapping[str, Client] | None = None,
-        cache: ReplyCache | None = None,
+        cache: CallCache | None = None,
     ) -> None:
         """``own`` maps model names to clients that need no connection, such as ``policy``."""
         self.pool = pool
         self._own = dict(own or {})
         self._cache = cache
         self.ledger = Ledger(limits, priced=True)
+        self.ledger.cost = None  # until a judge with a known price has replied
 
     def of(self, trajectory: Trajectory, signal: str, reading: SignalScore) -> ModelCaller:
         return _TrajectoryCaller(self, trajectory, signal, reading)

@@ -17,9 +17,8 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.errors import RamifyError
-from ramify.train.signals.base import Judge, JudgeVerdict, SignalContext, SignalScore
+from ramify.train.signals.base import Judge, JudgeVerdict, SignalContext, SignalScore, view_of
 from ramify.train.signals.judge import judge_of, known_judge
-from ramify.train.signals.judge_view import view_of
 from ramify.types.trajectory import Call, Group, Trajectory
 
 Merge = Literal["mean", "majority"]

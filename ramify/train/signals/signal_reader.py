@@ -27,9 +27,10 @@ import msgspec
 from ramify.clients.base import Client
 from ramify.clients.pool import ClientPool
 from ramify.engine.limits import Limits
-from ramify.engine.run_state import ReplyCache
 from ramify.errors import ConfigError, RamifyError
+from ramify.logging import RoomLogger
 from ramify.plugins import Registry
+from ramify.store.call_cache import CallCache
 from ramify.tasks.base import Item
 from ramify.train.advantages.base import Algorithm
 from ramify.train.signals.base import (
@@ -42,6 +43,8 @@ from ramify.train.signals.base import (
 from ramify.train.signals.compose import Hybrid, abstentions
 from ramify.train.signals.judge_calls import BUDGET, POLICY, JudgeCallers, put_on_tree
 from ramify.types.trajectory import Group
+
+_log = RoomLogger("train")
 
 
 class TeacherSource(Protocol):
@@ -71,13 +74,12 @@ class RunSignals:
         *,
         pool: Callable[[], AbstractAsyncContextManager[ClientPool]] | None = None,
         budget: Limits = BUDGET,
-        cache: ReplyCache | None = None,
+        cache: CallCache | None = None,
         policy: Client | None = None,
         teachers: TeacherSource | None = None,
         writing: PromptRenderer | None = None,
         weights: Mapping[str, float] | None = None,
         temperature: float = 1.0,
-        say: Callable[[str], None] = print,
         wants_reference: bool = False,
     ) -> None:
         """``pool`` opens the rollouts' client pool; ``policy`` answers judges whose model is
@@ -93,7 +95,6 @@ class RunSignals:
         self._own = {POLICY: policy} if policy is not None else {}
         self._weights = dict(weights or {})
         self._temperature = temperature
-        self._say = say
         self._wants_reference = wants_reference
         self._judges: JudgeCallers | None = None
 
@@ -127,9 +128,7 @@ class RunSignals:
                 temperature=self._temperature,
                 wants_reference=self._wants_reference,
             )
-            yield SignalReader(
-                self._signals, self._hybrid, context, self._teachers, judges, self._say
-            )
+            yield SignalReader(self._signals, self._hybrid, context, self._teachers, judges)
 
 
 class SignalReader:
@@ -143,7 +142,6 @@ class SignalReader:
         context: SignalContext,
         teachers: TeacherSource | None,
         judges: JudgeCallers | None,
-        say: Callable[[str], None],
     ) -> None:
         self.context = context
         self._scores: dict[str, dict[str, SignalScore]] = {name: {} for name in signals}
@@ -152,7 +150,6 @@ class SignalReader:
         self._hybrid = hybrid
         self._teachers = teachers
         self._judges = judges
-        self._say = say
         self._active: dict[str, Signal] = {}
         """Signals that have weight in this step, or no term."""
         self._running: dict[str, tuple[int, float]] = {}
@@ -243,7 +240,8 @@ class SignalReader:
         totals = dict(self._teachers.measured()) if self._teachers is not None else {}
         if self._judges is not None:
             totals["judge_calls"] = float(self._judges.ledger.spent.calls)
-            totals["judge_cost"] = self._judges.ledger.cost or 0.0
+            if self._judges.ledger.cost is not None:
+                totals["judge_cost"] = self._judges.ledger.cost
         return totals
 
     async def _read(self, name: str, signal: Signal, group: Group) -> None:
@@ -276,7 +274,7 @@ class SignalReader:
         kind = text.partition(" for ")[0]
         if kind not in self._reported:
             self._reported.add(kind)
-            self._say(text)
+            _log.warning("signal", text, shown=True)
 
 
 SIGNALS = Registry(

@@ -12,8 +12,7 @@ import re
 
 import msgspec
 
-from ramify.train.signals.base import SignalContext, SignalScore
-from ramify.train.signals.judge_view import steps_of
+from ramify.train.signals.base import SignalContext, SignalScore, steps_of
 from ramify.types.trajectory import Call, Group, Trajectory
 
 _ERROR = re.compile(
@@ -46,7 +45,11 @@ class ToolUseSignal(
     tag_field="name",
     tag="tools",
 ):
-    """Tool-use score for each turn that used a tool; implements ``Signal``."""
+    """Tool-use score for each turn that used a tool; implements ``Signal``.
+
+    Example:
+        train.RlSpec(signals={"tools": train.ToolUseSignal(raised=-0.5)})
+    """
 
     ran: float = 1.0
     raised: float = -1.0

@@ -15,7 +15,7 @@ import contextlib
 import inspect
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -23,10 +23,12 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+from ramify.logging import RoomLogger
 from ramify.plugins import Registry
 from ramify.train.metrics import StepMetrics
 from ramify.train.redacted import redacted
 
+_log = RoomLogger("train")
 TRACKERS = Registry(
     "tracker",
     "ramify.trackers",
@@ -88,7 +90,6 @@ class RunTrackers:
         self,
         names: Sequence[str],
         options: Mapping[str, Mapping[str, Any]],
-        say: Callable[[str], None],
     ) -> None:
         """Check the trackers without opening them. Raises ConfigError for an unknown name or
         option, or a missing package."""
@@ -96,7 +97,6 @@ class RunTrackers:
             name: _class_of(name, options.get(name, {})) for name in dict.fromkeys(names)
         }
         self._options = options
-        self._say = say
         self._open: dict[str, Tracker] = {}
         self._queue: queue.SimpleQueue[StepMetrics | None] = queue.SimpleQueue()
         self._failed = False
@@ -152,9 +152,11 @@ class RunTrackers:
         self._queue.put(None)
         sender.join(CLOSE_S)
         if sender.is_alive():
-            self._say(
+            _log.warning(
+                "tracker_late",
                 f"{', '.join(self._open)}: some metrics were not sent within {CLOSE_S:g} s; "
-                "metrics.jsonl has all of them"
+                "metrics.jsonl has all of them",
+                shown=True,
             )
 
     def _send(self) -> None:
@@ -165,9 +167,12 @@ class RunTrackers:
                     tracker.log(measured.step, values)
                 except Exception as error:  # noqa: BLE001 -- no tracker error may end a run
                     del self._open[name]
-                    self._say(
+                    _log.warning(
+                        "tracker_failed",
                         f"tracker '{name}' failed and is no longer used; the run continues: "
-                        f"{_short(error)}"
+                        f"{_short(error)}",
+                        shown=True,
+                        tracker=name,
                     )
                     self._close(name, tracker, is_reported=True)
         self._close_all()
@@ -181,7 +186,8 @@ class RunTrackers:
             tracker.close(self._failed or is_reported)
         except Exception as error:  # noqa: BLE001 -- as above
             if not is_reported:
-                self._say(f"tracker '{name}' failed to close: {_short(error)}")
+                text = f"tracker '{name}' failed to close: {_short(error)}"
+                _log.warning("tracker_failed", text, shown=True, tracker=name)
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from ramify.serve.policy import PolicyServer
 from ramify.train.backends.lora import attach, merged, unmerged
 from ramify.types.message import Message, VersionSpan
 from tests.inference.helpers import WINDOW, pauses, policy
+from tests.shown import heard
 
 USER = Message("user", "count rows of 'red'\nlen 812")
 
@@ -79,7 +80,8 @@ async def world(num: int = 2, engine: str = "ramify", **options: Any) -> AsyncIt
         spec = InferenceSpec(
             urls=urls, **{"engine": engine, "probe_s": 60.0, "restarts": 0, **options}
         )
-        made.engines = HttpEngines(made.trained, spec, name="ramify:test", say=made.said.append)
+        stack.enter_context(heard(made.said.append, made.said.append))
+        made.engines = HttpEngines(made.trained, spec, name="ramify:test")
         await made.engines.start(Path("unused"), lambda _: None)
         stack.push_async_callback(made.engines.close)
         yield made
@@ -548,12 +550,12 @@ def test_a_process_that_does_not_come_up(tmp_path: Path) -> None:
         await engines.start(tmp_path, lambda folder: folder.mkdir(exist_ok=True))
 
     with pytest.raises(
-        ConfigError, match="an engine cannot be started: no-such-program: No such file"
+        ConfigError, match="inference 0 cannot be started: no-such-program: No such file"
     ):
         asyncio.run(test("no-such-program"))
     with pytest.raises(
         ConfigError,
-        match=r"ended with status 3 before it answered; its log .*server-0.log ends: no model",
+        match=r"did not answer: process \d+ on .* ended with status 3; its log ends: no model \(in .*server-0.log\)",
     ):
         asyncio.run(test("sh", "-c", "echo no model; exit 3"))
 

@@ -31,6 +31,7 @@ from ramify.serve.policy import PolicyServer
 from ramify.types.message import VersionSpan
 from tests.inference.helpers import policy
 from tests.inference.http.test_engines import World, other_server, request, run
+from tests.shown import heard
 
 UPDATE = {
     "ramify": ["/update_weights"],
@@ -114,9 +115,8 @@ async def sleepers(
             "restarts": 0,
             **options,
         }
-        made.engines = HttpEngines(
-            made.trained, InferenceSpec(**fields), name="test", say=made.said.append
-        )
+        stack.enter_context(heard(made.said.append, made.said.append))
+        made.engines = HttpEngines(made.trained, InferenceSpec(**fields), name="test")
         await made.engines.start(Path("unused"), lambda _: None)
         stack.push_async_callback(made.engines.close)
         yield made

@@ -16,8 +16,8 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.config import EvaluateSpec, LoraSpec, PolicySpec, Run
-from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics
+from tests.shown import train
 from tests.train.small import small
 
 MEASURED = (
@@ -90,11 +90,11 @@ def test_a_run_with_adapters_is_the_same_where_only_these_are_sent(tmp_path: Pat
     run = msgspec.structs.replace(
         base, policy=msgspec.structs.replace(base.policy, lora=LoraSpec(rank=2, alpha=4.0))
     )
-    train(run, tmp_path / "embedded", say=lambda _: None)
+    train(run, tmp_path / "embedded")
     apart = msgspec.structs.replace(
         run, inference=InferenceSpec(weight_sync="delta", weight_sync_options={"by": "gloo"})
     )
-    train(apart, tmp_path / "http", say=lambda _: None)
+    train(apart, tmp_path / "http")
     ours, theirs = measured(tmp_path / "http"), measured(tmp_path / "embedded")
     assert sum("rl_loss" in row for row in ours) == 2
     assert ours == [pytest.approx(row, abs=1e-4) for row in theirs]

@@ -13,6 +13,7 @@ import pytest
 
 from ramify.train.advantages.credit import (
     CREDITS,
+    Baseline,
     CreditNode,
     hierarchical,
     leave_one_child_out,
@@ -48,13 +49,42 @@ def test_root_is_broadcast() -> None:
 
 
 def test_per_role() -> None:
-    # γ = 1: roots 4, 0 about 2; children 5, 7 | 1, 5 about 4.5; the grandchild is alone
-    assert per_role(GROUP, mean, 1) == [
-        {"0": 2, "0.0": 0.5, "0.1": 2.5, "0.1.0": 0},
-        {"0": -2, "0.0": -3.5, "0.1": 0.5},
+    # γ = 1: roots 4, 0; children 5, 7 (mean 6) | 1, 5 (mean 3). Only the first tree has a
+    # grandchild, which gets its parent's number and its own reward.
+    assert per_role(GROUP, RLOO().compare, 1) == [
+        {"0": 4, "0.0": 2, "0.1": 4, "0.1.0": 6},
+        {"0": -4, "0.0": -5, "0.1": -1},
     ]
-    # γ = 0: children 1, 3 | 1, 5 about 2.5
-    assert per_role(GROUP, mean, 0)[1] == {"0": -2, "0.0": -1.5, "0.1": 2.5}
+    assert per_role(GROUP, mean, 1) == [
+        {"0": 2, "0.0": 1, "0.1": 2, "0.1.0": 4},
+        {"0": -2, "0.0": -2.5, "0.1": -0.5},
+    ]
+    # γ = 0: children 1, 3 (mean 2) | 1, 5 (mean 3)
+    assert per_role(GROUP, RLOO().compare, 0)[1] == {"0": -4, "0.0": -1, "0.1": 3}
+
+
+@pytest.mark.parametrize(
+    ("baseline", "number"), [(RLOO().compare, 1), (mean, 0.5), (GRPO().compare, 1 / 2**0.5)]
+)
+def test_a_tree_counts_once_however_many_children_it_has(baseline: Baseline, number: float) -> None:
+    """Reward 1 and nine children against reward 0 and one child: as for their roots."""
+    nine = {"0": CreditNode(None, 0, 1), **{f"0.{i}": CreditNode("0", 1) for i in range(9)}}
+    one = {"0": CreditNode(None, 0, 0), "0.0": CreditNode("0", 1)}
+    first, second = per_role([nine, one], baseline, 1)
+    assert first == pytest.approx(dict.fromkeys(nine, number), rel=1e-5)
+    assert second == pytest.approx(dict.fromkeys(one, -number), rel=1e-5)
+
+
+def test_a_number_does_not_depend_on_siblings() -> None:
+    """The other tree's children and one's own alone decide; siblings do not."""
+    other = {"0": CreditNode(None, 0, 0), "0.0": CreditNode("0", 1, 2)}
+    for num in (1, 8):
+        tree = {
+            "0": CreditNode(None, 0, 1),
+            "0.0": CreditNode("0", 1, 5),
+            **{f"0.{i}": CreditNode("0", 1, -i) for i in range(1, num)},
+        }
+        assert per_role([tree, other], RLOO().compare, 1)[0]["0.0"] == 6 - 2
 
 
 def test_roles_are_not_compared_with_each_other() -> None:
@@ -62,14 +92,15 @@ def test_roles_are_not_compared_with_each_other() -> None:
         {"0": CreditNode(None, 0, 2), "0.0": CreditNode("0", 1, 8, "lm")},
         {"0": CreditNode(None, 0, 0), "0.0": CreditNode("0", 1, 1)},
     ]
-    assert per_role(trees, mean, 0) == [{"0": 1, "0.0": 0}, {"0": -1, "0.0": 0}]
+    assert per_role(trees, mean, 0) == [{"0": 1, "0.0": 8}, {"0": -1, "0.0": 1}]
+    assert per_role(trees, mean, 1) == [{"0": 1, "0.0": 9}, {"0": -1, "0.0": 0}]
 
 
 def test_hierarchical() -> None:
-    # γ = 1: north 5, 1 about 3; south 7, 5 about 6
-    assert hierarchical(GROUP, mean, 1) == [
-        {"0": 2, "0.0": 2, "0.1": 1, "0.1.0": 0},
-        {"0": -2, "0.0": -2, "0.1": -1},
+    # γ = 1: north 5 | 1; south 7 | 5; the grandchild as in per_role
+    assert hierarchical(GROUP, RLOO().compare, 1) == [
+        {"0": 4, "0.0": 4, "0.1": 2, "0.1.0": 4},
+        {"0": -4, "0.0": -4, "0.1": -2},
     ]
 
 
@@ -82,12 +113,15 @@ def test_attempts_under_one_parent_are_compared() -> None:
 
 
 def test_leave_one_child_out() -> None:
-    # first: 2 + (1-3), 2 + (3-1), and the grandchild, an only child, its parent's 4
+    # first: 2 + (1-3), 2 + (3-1); the grandchild has neither siblings nor peers: 4 + 2
     assert leave_one_child_out(GROUP, mean, 1) == [
-        {"0": 2, "0.0": 0, "0.1": 4, "0.1.0": 4},
+        {"0": 2, "0.0": 0, "0.1": 4, "0.1.0": 6},
         {"0": -2, "0.0": -6, "0.1": 2},
     ]
-    assert leave_one_child_out(GROUP, mean, 0)[0] == {"0": 2, "0.0": -2, "0.1": 2, "0.1.0": 0}
+    assert leave_one_child_out(GROUP, mean, 0)[0] == {"0": 2, "0.0": -2, "0.1": 2, "0.1.0": 2}
+    # an only child is compared with the other tree's children, whose mean is 3
+    only = {"0": CreditNode(None, 0, 4), "0.0": CreditNode("0", 1, 5)}
+    assert leave_one_child_out([only, SECOND], mean, 1)[0] == {"0": 2, "0.0": 2 + (5 - 3)}
 
 
 @pytest.mark.parametrize("name", CREDITS)

@@ -137,14 +137,14 @@ WHOLE = [1] * 6 + [0] * 4 + [1] * 10  # every call's return: the child's own 0, 
         (OPO(credit="root"), [0.4] * 6 + [-0.6] * 4, None),  # the mean by length is 6/10
         (
             OPO(credit="per_role"),
-            [1 - 3 / 7] * 3 + [-3 / 7] * 4,
+            [1 - 3 / 7] * 6 + [-3 / 7] * 4,
             None,
-        ),  # roots of 3 and 4 tokens; the child is alone
+        ),  # roots of 3 and 4 tokens; the child gets its parent's
         (
             Hierarchical(),
-            [0.5] * 3 + [-0.5] * 4,
+            [0.5] * 6 + [-0.5] * 4,
             None,
-        ),  # only a0 asked the child: nothing to compare it with
+        ),  # only a0 asked the child, which gets its parent's
         (
             ReinforcePPBaseline(credit="root"),
             whitened(*[0.5] * 6 + [-0.5] * 4 + [0] * 10)[:10],
@@ -234,12 +234,19 @@ def test_gdpo_compares_each_reward_on_its_own() -> None:
 def test_rae_remembers_what_roles_came_to() -> None:
     """Over the batch, the roots have a mean return of 0.75 and the child a return of 1."""
     first = RAE(decay=0.9).assign_advantages(batch(), {})
-    assert first.memory == pytest.approx({"rlm@0": 0.075, "rlm@1": 0.1})
+    tokens = {"rollout_tokens": 5.0, "rollout_tokens_steps": 1.0}
+    assert first.memory == pytest.approx({"rlm@0": 0.075, "rlm@1": 0.1, **tokens})
     again = remembering(RAE(decay=0.9), first.memory).assign_advantages(batch(), {})
     assert advantages(again)["a0/0"] == pytest.approx([0.925] * 3)
     assert advantages(again)["a1/0"] == pytest.approx([-0.075] * 4)
-    assert again.memory == pytest.approx({"rlm@0": 0.9 * 0.075 + 0.075, "rlm@1": 0.9 * 0.1 + 0.1})
-    assert remembering(DrGRPO(), first.memory) == DrGRPO()
+    assert again.memory == pytest.approx(
+        {
+            "rlm@0": 0.9 * 0.075 + 0.075,
+            "rlm@1": 0.9 * 0.1 + 0.1,
+            **tokens,
+            "rollout_tokens_steps": 2.0,
+        }
+    )
 
 
 def test_remax_is_measured_by_a_rollout_without_chance() -> None:
@@ -424,7 +431,7 @@ def test_cut_off_rollouts_can_be_masked_by_every_estimator() -> None:
         ("reinforce_pp", {"gamma": -0.1}),
         ("rae", {"decay": 1.0}),
         ("grpo", {"kl_reward": -1.0}),
-        ("grpo", {"reduction": "seq_mean_token_sum_norm"}),
+        ("grpo", {"rollout_tokens": 0}),
     ],
 )
 def test_options_that_mean_nothing(name: str, options: dict[str, Any]) -> None:

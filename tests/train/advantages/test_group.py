@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.train.advantages.base import AssignedStep
+from ramify.train.advantages.base import AssignedStep, remembering
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
+from ramify.train.advantages.weight import MeanTokens
 from ramify.types.trajectory import Group, Stop
 from tests.train.trees import call, group, tree
 
@@ -39,7 +40,7 @@ def streams(assigned: AssignedStep) -> list[dict[tuple[str, int], tuple[list[flo
     ("algorithm", "up", "down"), [(DrGRPO, 0.5, -0.5), (RLOO, 1.0, -1.0), (GRPO, STEEP, -STEEP)]
 )
 def test_the_known_batch(algorithm: Any, up: float, down: float) -> None:
-    found = algorithm(credit="root").assign_advantages(known_batch(), {})
+    found = algorithm(credit="root", reduction="rollout").assign_advantages(known_batch(), {})
     assert streams(found) == [
         {
             ("0", 0): ([up] * 2, [1 / 6] * 2),
@@ -56,6 +57,7 @@ def test_the_known_batch(algorithm: Any, up: float, down: float) -> None:
         "failed_rollouts": 0,
         "calls_per_rollout": 1.25,
         "child_reward": 0,
+        "loss_rollout_tokens": 1000,
     }
     assert found.no_signal == ""
 
@@ -69,21 +71,21 @@ def test_reductions() -> None:
     batch = known_batch()
     token = DrGRPO(credit="root", reduction="token").assign_advantages(batch, {})
     assert (token.denominators, token.rollouts[0].credits["0", 0].rl) == ({"rl": 10}, [1, 1])
-    constant = DrGRPO(credit="root", reduction="constant", max_rollout_tokens=20).assign_advantages(
-        batch, {}
-    )
+    constant = DrGRPO(credit="root", rollout_tokens=20).assign_advantages(batch, {})
     assert (constant.denominators, constant.rollouts[0].credits["0", 0].rl) == (
         {"rl": 2},
         pytest.approx([0.05, 0.05]),
     )
-    by_call = DrGRPO(credit="root", share="call").assign_advantages(batch, {})
+    by_call = DrGRPO(credit="root", reduction="rollout", share="call").assign_advantages(batch, {})
     assert [s.rl[0] for s in by_call.rollouts[0].credits.values()] == pytest.approx(
         [1 / 6, 1 / 6, 1 / 6]
     )
 
 
 def test_children_left_out_carry_no_weight() -> None:
-    found = DrGRPO(credit="root", children=False).assign_advantages(known_batch(), {})
+    found = DrGRPO(credit="root", reduction="rollout", children=False).assign_advantages(
+        known_batch(), {}
+    )
     assert streams(found)[0] == {("0", 0): ([0.5] * 2, [1 / 3] * 2), ("0", 1): ([0.5], [1 / 3])}
 
 
@@ -127,8 +129,8 @@ def test_credit_reaches_the_calls_that_earned_it() -> None:
     assert [
         {key[0]: s.advantages for key, s in each.credits.items()} for each in found.rollouts
     ] == [
-        {"0.0": [0.25], "0.1": [-0.75]},
-        {"0.0": [0.25], "0.1": [0.25]},
+        {"0.1": [-0.5]},  # about the other tree's 1, halved: two trees
+        {"0.0": [0.25], "0.1": [0.25]},  # about the other tree's 0.5
     ]
 
 
@@ -173,7 +175,12 @@ def test_cut_off_calls_are_masked_when_asked() -> None:
     assert [
         key[0] for key in DrGRPO(credit="root").assign_advantages(batch, {}).rollouts[0].credits
     ] == ["0", "0.0"]
-    masked = DrGRPO(credit="root", overlong="mask").assign_advantages(batch, {}).rollouts[0].credits
+    masked = (
+        DrGRPO(credit="root", overlong="mask", reduction="rollout")
+        .assign_advantages(batch, {})
+        .rollouts[0]
+        .credits
+    )
     assert {key[0]: s.rl for key, s in masked.items()} == {"0": [0.5, 0.5]}
     batch = [
         group(
@@ -199,16 +206,46 @@ def test_length_costs() -> None:
 
 
 def test_a_term_on_every_token_wants_every_token_that_weighs() -> None:
-    batch = [group(tree(call("0", 1), call("0.0", 2), reward=1), tree(call("0", 1), reward=0))]
-    found = DrGRPO(credit="hierarchical").assign_advantages(batch, {}, every_token=True)
+    """A child whose return equals that of the other tree's child has advantage 0."""
+    batch = [
+        group(
+            tree(call("0", 1), call("0.0", 2, reward=0), reward=1),
+            tree(call("0", 1), call("0.0", 2, reward=1), reward=0),
+        )
+    ]
+    found = DrGRPO(credit="per_role").assign_advantages(batch, {}, every_token=True)
     assert found.rollouts[0].credits["0.0", 0].advantages == [0, 0]
-    assert ("0.0", 0) not in DrGRPO(credit="hierarchical").assign_advantages(batch, {}).rollouts[
-        0
-    ].credits
+    assert ("0.0", 0) not in DrGRPO().assign_advantages(batch, {}).rollouts[0].credits
+
+
+def test_tokens_are_divided_by_the_steps_before() -> None:
+    """Steps of (6 + 4) / 2 and of 6 / 1 trained tokens per rollout that carries loss; the first is
+    divided by a thousand."""
+    first = DrGRPO(credit="root").assign_advantages(known_batch(), {})
+    assert first.rollouts[0].credits["0", 0].rl == pytest.approx([0.001] * 2)
+    assert first.memory == {"rollout_tokens": 5, "rollout_tokens_steps": 1}
+    again = remembering(DrGRPO(credit="root", drop_zero_variance=False), first.memory)
+    second = again.assign_advantages(known_batch(), {}, every_token=True)
+    assert second.rollouts[0].credits["0", 0].rl == pytest.approx([1 / 5] * 2)
+    assert second.memory == {"rollout_tokens": 5, "rollout_tokens_steps": 2}  # (6 + 4 + 5 + 5) / 4
+    fixed = DrGRPO(credit="root", rollout_tokens=20, memory=first.memory)
+    assert fixed.assign_advantages(known_batch(), {}).rollouts[0].credits[
+        "0", 0
+    ].rl == pytest.approx([0.05] * 2)
+
+
+def test_a_slow_mean_of_tokens() -> None:
+    """100 and 300 tokens per rollout: their mean; after ten steps, a tenth of the latest."""
+    mean = MeanTokens()
+    for tokens in (100, 300):
+        mean = mean.after([[{"0": tokens}, {"0": 0}]])
+    assert mean == MeanTokens(200, 2)
+    assert MeanTokens(200, 50).after([[{"0": 300}]]) == MeanTokens(210, 51)
+    assert MeanTokens(200, 50).after([[{"0": 0}]]) == MeanTokens(200, 50)
 
 
 @pytest.mark.parametrize(
-    "options", [{"credit": "rout"}, {"reduction": "constant"}, {"gamma_tree": -1.0}]
+    "options", [{"credit": "rout"}, {"rollout_tokens": 0}, {"gamma_tree": -1.0}]
 )
 def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

@@ -36,7 +36,7 @@ ONE_GROUP = [[{"0": 4}, {"0": 4, "0.0": 4, "0.1": 4}]]
 def test_the_table_at_the_head_of_the_file(
     reduction: Reduction, first: float, second: float, denominator: int
 ) -> None:
-    found, divided_by = weights(ONE_GROUP, reduction, max_tokens=100)
+    found, divided_by = weights(ONE_GROUP, reduction, rollout_tokens=100)
     assert found == [[{"0": first}, dict.fromkeys(("0", "0.0", "0.1"), pytest.approx(second))]]
     assert divided_by == denominator
 

@@ -28,8 +28,8 @@ from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpBackend, FsdpModel, FsdpRanks
 from ramify.train.backends.lora import attach, merged
-from ramify.train.backends.own_critic import SeparateCritic
 from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.trained_model import SeparateCritic
 from ramify.train.data.pack import ComputeCost, PackingSpec, pack
 from ramify.train.data.pack import attach as attach_stream
 from ramify.train.losses import DppoTv, Gmpo, Gspo, KlCov

@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = """
 import resource, sys
-from ramify.train.backends.heap import keep_freed_memory
+from ramify.train.backends.activation_memory import keep_freed_memory
 kept = keep_freed_memory() if sys.argv[1] == "kept" else None
 def work():
     for _ in range(20):

@@ -127,8 +127,8 @@ def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | 
     )
 
     from ramify.models.tokenizer import train_tokenizer
-    from ramify.train.execute import train
     from ramify.train.recipe import load_recipe
+    from tests.shown import train
 
     source = train_tokenizer(["some words to begin with, and some more"] * 3, 262)
     chatml = (

@@ -16,8 +16,8 @@ import torch
 
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import OptimizerSpec
-from ramify.train.backends.own_critic import SeparateCritic
 from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.trained_model import SeparateCritic
 from ramify.train.data.pack import ComputeCost, PackingSpec, pack
 from ramify.train.losses import (
     POLICY_LOSSES,

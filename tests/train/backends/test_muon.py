@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ramify.train.backends.muon import Muon, orthogonal
+from ramify.train.backends.optimizers import Muon, orthogonal
 
 SHAPES = ((8, 8), (6, 12), (12, 6), (6, 12))
 

@@ -21,13 +21,13 @@ from ramify.errors import TrainError
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
 from ramify.train.assemble import RunParts
-from ramify.train.backends.base import ComputeSpec, ShardSpec
-from ramify.train.backends.precision import ROUNDING, decided
+from ramify.train.audited_client import AuditedClient
+from ramify.train.backends.base import ROUNDING, ComputeSpec, ShardSpec, decided
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import Run
 from ramify.train.data.pack import pack
 from ramify.train.execute import train
-from ramify.train.selfcheck import AuditedClient, SelfCheck
+from ramify.train.selfcheck import SelfCheck
 from ramify.types.message import Message
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
@@ -77,7 +77,7 @@ from ramify.train.backends.base import ComputeSpec
 from tests.train.small import small
 run = small(compute=ComputeSpec())
 rows = []
-train(run, sys.argv[2], listener=rows.append, say=lambda text: None)
+train(run, sys.argv[2], listener=rows.append)
 losses = [row.values[name] for row in rows for name in ("loss", "grad_norm") if name in row.values]
 print(json.dumps([torch.get_float32_matmul_precision(), losses]))
 """
@@ -113,13 +113,13 @@ def precise(precision: Any, dtype: Any, **compute: Any) -> Run:
 @pytest.mark.parametrize("precision", ["auto", "fp32", "bf16"])
 def test_each_precision_starts_and_trains(precision: str, dtype: str, tmp_path: Path) -> None:
     """On any CPU, with the canary's checks at the start and after each weight sync."""
-    state = train(precise(precision, dtype), tmp_path, say=lambda text: None)
+    state = train(precise(precision, dtype), tmp_path)
     assert state.step == 11
 
 
 def test_bf16_over_ranks_starts_and_trains(tmp_path: Path) -> None:
     run = precise("bf16", "auto", backend="fsdp", shard=ShardSpec(ranks=1, timeout_s=200))
-    assert train(run, tmp_path, say=lambda text: None).step == 11
+    assert train(run, tmp_path).step == 11
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_stages_and_references_compute_as_decided(
     precision: str, dtype: str, computed: str, tmp_path: Path
 ) -> None:
     """The second backend finds weights that the first turned into fp32."""
-    made = RunParts(precise(precision, dtype), lambda text: None)
+    made = RunParts(precise(precision, dtype))
     try:
         assert str(made.serving.dtype) == (
             "torch.bfloat16" if dtype == "bfloat16" else "torch.float32"
@@ -174,7 +174,7 @@ async def at_once(work: Any, *arguments: Any) -> Any:
 
 def shown(precision: Any, engine: torch.dtype, rounding: float, other: int = 6) -> float:
     """The worst difference that the canary shows."""
-    made = RunParts(small(), lambda text: None)
+    made = RunParts(small())
     served, trained = sharp(made, 6), sharp(made, other)
     served.model.to(engine)
     client = LocalClient(served, name="local:sharp")

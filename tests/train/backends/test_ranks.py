@@ -32,8 +32,10 @@ from ramify.train.losses import ImportanceSampling, LossTokens
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import read_metrics
 from ramify.train.training_loop import Schedule
+from tests.processes import below, kill
+from tests.shown import heard
 from tests.train.small import small, weights_of
-from tests.train.test_faults import GATE, LINUX, below, kill
+from tests.train.test_faults import GATE, LINUX
 
 STEADY = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward", "ref_kl")
 RANKS = ComputeSpec(precision="fp32", backend="fsdp", shard=ShardSpec(ranks=2, timeout_s=200))
@@ -132,7 +134,8 @@ def test_a_run_is_that_of_one_process_and_after_a_lost_rank_the_same_to_the_bit(
         (gate / "hold-1").unlink()
 
     threading.Thread(target=kill_rank, daemon=True).start()
-    assert supervise([str(recipe)], ["--plain"], killed, None, 1, said.append) == 0
+    with heard(said.append):
+        assert supervise([str(recipe)], ["--plain"], killed, None, 1) == 0
     checkpoint = killed / "checkpoints/step-000001"
     assert said == [f"the trainer ended with status 1 after step 1; restarting from {checkpoint}"]
     assert steady(killed) == steady(two)
@@ -161,7 +164,6 @@ def test_a_rank_that_hangs_is_named_and_the_stacks_of_all_are_kept(tmp_path: Pat
         train(
             tuned(rl=rl, compute=msgspec.structs.replace(RANKS, shard=shard)),
             tmp_path,
-            say=lambda _: None,
         )
     rank_0, _, rank_1 = (tmp_path / "stalled-ranks.txt").read_text().partition("rank 1, ")
     assert "time.sleep(600)" in rank_1
@@ -175,7 +177,7 @@ def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path
     policy without its adapters, where one process loads a second model. Rank 0 is killed in the
     middle of the second step."""
     one, killed, gate, log = (tmp_path / name for name in ("one", "killed", "gate", "log"))
-    train(adapted(task=GATED), one, say=lambda text: None)
+    train(adapted(task=GATED), one)
     (tmp_path / "recipe.py").write_text(ADAPTED)
     gate.mkdir()
     (gate / "hold-1").touch()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ramify.train.data.induction import LONGEST, SHORTEST, induction
+from ramify.train.data.sft_data import LONGEST, SHORTEST, induction
 
 
 def test_each_string_is_said_twice_and_learnt_the_second_time() -> None:

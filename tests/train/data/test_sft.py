@@ -17,8 +17,14 @@ from ramify.tasks.ledger.ledger_demos import demonstrations
 from ramify.tasks.ledger.task import ledger
 from ramify.train.advantages.sft import SFT
 from ramify.train.data.compile import token_sequences
-from ramify.train.data.induction import induction
-from ramify.train.data.sft_data import TrajectoryTokenizer, order, read, trajectory_of, write
+from ramify.train.data.sft_data import (
+    TrajectoryTokenizer,
+    induction,
+    order,
+    read,
+    trajectory_of,
+    write,
+)
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Fork, Group, Trajectory, Turn
 

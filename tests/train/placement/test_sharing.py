@@ -13,8 +13,8 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.config import Run
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
+from ramify.train.resource_counts import shared, sleeping
 from ramify.train.rollouts.admission_rules import StepSampleSpec
-from ramify.train.sharing import shared, sleeping
 from tests.cluster.test_memory import half
 from tests.train.small import small
 

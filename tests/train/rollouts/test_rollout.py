@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.clients.byte_ids import ByteTokenIds
-from ramify.clients.scripted import ScriptedFailure, refused
+from ramify.clients.scripted import ByteTokenIds, ScriptedFailure, refused
 from ramify.errors import ConfigError, Refused
 from ramify.tasks.base import Item, Score, TaskStart
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
@@ -19,6 +18,7 @@ from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Stop, Trajectory
 from tests.engine.helpers import at_once
+from tests.shown import heard
 
 ITEMS = [
     Item(f"how long is {word}?", word, gold=len(word), id=f"len/train/{n}")
@@ -52,9 +52,8 @@ def rolled(
         async with RLM(
             client, scaffold="tiny", limits=Limits(**(limits or {})), sandbox="inprocess"
         ) as rlm:
-            told = options.pop("on_stall", print)
             rollouts = Rollouter(
-                rlm, given or task(), RolloutOptions(group=group, **options), seed=1, on_stall=told
+                rlm, given or task(), RolloutOptions(group=group, **options), seed=1
             )
             return await rollouts.groups(ITEMS, step=4)
 
@@ -175,7 +174,8 @@ def test_a_stalled_rollout_is_given_up_and_leaves_its_stacks() -> None:
                 if told:
                     raise
 
-    groups = rolled(never, group=1, limits={"max_seconds": 0.05}, grace_s=0.1, on_stall=told.append)
+    with heard(told.append):
+        groups = rolled(never, group=1, limits={"max_seconds": 0.05}, grace_s=0.1)
     for trajectory in (t for group in groups for t in group.trajectories):
         assert trajectory.errors[-1] == "it did not end within 0.05 s and was cancelled"
         assert trajectory.rewards == {}

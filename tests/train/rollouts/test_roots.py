@@ -11,17 +11,16 @@ import msgspec
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.clients.byte_ids import ByteTokenIds
+from ramify.clients.scripted import ByteTokenIds
 from ramify.evaluate.run import evaluate
 from ramify.store.store import Store
 from ramify.tasks.base import Item, items_of, task_of
 from ramify.tasks.scoring import exact
 from ramify.tasks.simple import SimpleTask
-from ramify.train.execute import train
 from ramify.train.recipe import load_recipe
-from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.rollouts.roots import RootCount
+from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions, RootCount
 from tests.evaluate.helpers import SPEC, plan
+from tests.shown import train
 from tests.train.small import small
 from tests.train.test_loop import read_rows
 

@@ -266,7 +266,7 @@ def test_a_group_that_only_a_signal_tells_apart_is_kept() -> None:
     assert advantages(with_signal)["r0"] == [1.0, 0.0]
     weights = {each.trajectory.id: each.credits["0", 0].rl for each in with_signal.rollouts}
     assert (
-        weights["r0"] == [1 / 3] * 2
+        weights["r0"] == [1 / 1000] * 2
     )  # what the outcome's algorithm gives each token, turn of one token included
 
 
@@ -397,7 +397,7 @@ def test_a_reading_into_the_loss() -> None:
     assert assigned.denominators == {"rl": 2.0, "kd": 2.0}
     rows = token_sequences(assigned.rollouts)
     assert rows[0].kd is not None
-    assert rows[0].kd.tolist() == pytest.approx([0, 0, 1 / 6, 1 / 6, 0, 0, 0])
+    assert rows[0].kd.tolist() == pytest.approx([0, 0, 5e-4, 5e-4, 0, 0, 0])
     assert rows[0].streams["teacher_ids"].tolist() == [[0, 0]] * 2 + [[5, 6], [6, 7]] + [[0, 0]] * 3
     assert rows[0].streams["student_logprobs"][3].tolist() == pytest.approx([-0.4, -1.0])
     assert not rows[1].streams["teacher_ids"].any()

@@ -116,7 +116,7 @@ def test_a_teacher_is_refused_where_rollouts_are_drawn_from_a_part(
 def test_two_steps_with_every_signal(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run = hybrid(tmp_path)
-    train(run, out, say=lambda _: None)
+    train(run, out)
     rows = [
         row.values for row in read_metrics(out) if row.stage == "rl" and "learn_s" in row.values
     ]
@@ -225,7 +225,6 @@ def test_distillation_into_the_loss(
     train(
         msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, num=4)),
         tmp_path / "out",
-        say=lambda _: None,
     )
     row = next(row.values for row in read_metrics(tmp_path / "out") if "kd_loss" in row.values)
     assert row["kd_loss"] != 0
@@ -256,9 +255,9 @@ def test_a_run_taught_by_its_average_resumes_to_the_bit_in_another_folder_too(
 ) -> None:
     run = followed(tmp_path)
     whole, other = tmp_path / "whole", tmp_path / "other"
-    step = train(run, whole, say=lambda _: None).step
+    step = train(run, whole).step
     ended = weights_of(whole / f"checkpoints/step-{step:06d}")
-    train(run, other, resume=whole / f"checkpoints/step-{step - 1:06d}", say=lambda _: None)
+    train(run, other, resume=whole / f"checkpoints/step-{step - 1:06d}")
     resumed = weights_of(other / f"checkpoints/step-{step:06d}")
     assert max(float((ended[name] - resumed[name]).abs().max()) for name in ended) == 0
     shutil.rmtree(whole / f"checkpoints/step-{step - 1:06d}/teachers")
@@ -287,7 +286,7 @@ def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(
         inference=InferenceSpec(urls=("http://127.0.0.1:9",)),
         sft=msgspec.structs.replace(run.sft, num=4),
     )
-    made = RunParts(run, print)
+    made = RunParts(run)
     try:
         made.loop(tmp_path / "out", None)
         assert made.trained is not None

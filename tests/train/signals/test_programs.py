@@ -14,9 +14,8 @@ from ramify.tasks.programs.program_library import (
     ProgramProblem,
     library,
 )
-from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext
+from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext, view_of
 from ramify.train.signals.hindsight import Hindsight, HintFilter
-from ramify.train.signals.judge_view import view_of
 from ramify.train.signals.programs import OracleJudge, RuleJudge, ShuffledHints, StepRules
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Cell, Group, Stop, Trajectory, Turn

@@ -39,7 +39,6 @@ def test_each_group_is_read_once_and_by_every_signal_that_its_step_weighs(tmp_pa
     train(
         small(rl=rl, warmup=None, schedule=Schedule(evaluate_every=None, save_rollouts_every=1)),
         tmp_path,
-        say=lambda _: None,
     )
     rows = [
         row.values

@@ -1,0 +1,190 @@
+"""Bias of the objective on trees: two toy problems whose exact gradient is known.
+
+    python benchmarks/credit.py [--quick] [--json]
+
+Toy 1, width. The root chooses 0, 1 or 8 children with probabilities .8, .1, .1 and succeeds with
+probability .50, .52, .60. The root has 20 tokens, each child 50. Each step is one group of eight
+rollouts. The gradient of the expected reward in the root's three logits is π_c (p_c - mean p), as a
+direction (-.500, .042, .458); the figure is the L1 distance of the mean update from it.
+
+Toy 2, siblings. Four trees per group, each with one or eight children at random. Only the first
+child's choice matters: it is right with probability .5 and the tree's reward follows it. The figure
+is the mean of (weight · advantage · ±1) at that child in trees of eight children over that in trees
+of one; 1 is unbiased. In its second form the children are rewarded separately.
+
+Both run the package's own estimators on trajectories, with the state that they carry from step to
+step. Decides the toys. Not here: what is learnt with each of them (see ``learning.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from engine import Figure, show
+
+from ramify.train.advantages.base import remembering
+from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
+from ramify.train.config import RlSpec
+from ramify.types.message import Message, Reply
+from ramify.types.trajectory import Call, Group, Parent, Stop, Trajectory, Turn
+
+CHILDREN, CHOICE, SUCCESS = (0, 1, 8), (0.8, 0.1, 0.1), (0.50, 0.52, 0.60)
+ROOT_TOKENS, CHILD_TOKENS = 20, 50
+MEAN = sum(map(lambda p, r: p * r, CHOICE, SUCCESS))
+TRUTH = [p * (r - MEAN) for p, r in zip(CHOICE, SUCCESS, strict=True)]
+
+Contribution = Callable[[Trajectory, float], None]
+"""(a rollout, the signed update of its marked token) is added to the figure."""
+
+
+def trajectory(
+    name: str, num_children: int, reward: float, own: Sequence[float] = ()
+) -> Trajectory:
+    calls = [_call("0", ROOT_TOKENS)]
+    calls += [_call(f"0.{child}", CHILD_TOKENS) for child in range(num_children)]
+    by_call = {f"0.{child}": {"own": value} for child, value in enumerate(own)}
+    return Trajectory(
+        name, "", task="toy", calls=calls, rewards={"reward": reward}, call_rewards=by_call
+    )
+
+
+def _call(id: str, num: int) -> Call:
+    reply = Reply(
+        _SAID, prompt_ids=(1,), token_ids=_IDS[num], logprobs=_LOGPROBS[num], finish="stop"
+    )
+    parent = Parent("0", 0, 0) if "." in id else None
+    turns = [Turn(0, (_ASKED,), reply, reused_ids=0)]
+    depth = id.count(".")
+    return Call(id, "rlm", "toy", depth, id, parent=parent, turns=turns, stop=Stop.FINAL)
+
+
+_SAID, _ASKED = Message("assistant", ""), Message("user", "")
+_IDS = {num: tuple(range(num)) for num in (ROOT_TOKENS, CHILD_TOKENS)}
+_LOGPROBS = {num: (-0.5,) * num for num in (ROOT_TOKENS, CHILD_TOKENS)}
+
+
+def updates(
+    algorithm: Any, groups: Iterator[list[Trajectory]], call: str, add: Contribution
+) -> None:
+    """Give ``add`` the weight times the advantage of each rollout's first token of ``call``."""
+    memory: dict[str, float] = {}
+    for index, trajectories in enumerate(groups):
+        assigned = remembering(algorithm, memory).assign_advantages(
+            [Group(str(index), trajectories)], {}, every_token=True
+        )
+        memory = assigned.memory
+        for rollout in assigned.rollouts:
+            if (credit := rollout.credits.get((call, 0))) is not None:
+                value = credit.rl[0] * credit.advantages[0] / assigned.denominators["rl"]
+                add(rollout.trajectory, value)
+
+
+def width(algorithm: Any, num_groups: int, seed: int = 0) -> list[float]:
+    """Toy 1: the direction of the mean update of the root's three logits, L1-normalised."""
+    draw = random.Random(seed)
+    update = [0.0, 0.0, 0.0]
+
+    def groups() -> Iterator[list[Trajectory]]:
+        for _ in range(num_groups):
+            choices = draw.choices(range(3), CHOICE, k=8)
+            yield [
+                trajectory(str(choice), CHILDREN[choice], float(draw.random() < SUCCESS[choice]))
+                for choice in choices
+            ]
+
+    def add(rollout: Trajectory, value: float) -> None:
+        for index in range(3):
+            update[index] += value * (float(int(rollout.id) == index) - CHOICE[index])
+
+    updates(algorithm, groups(), "0", add)
+    return normalised(update)
+
+
+def normalised(update: Sequence[float]) -> list[float]:
+    return [value / sum(map(abs, update)) for value in update]
+
+
+def distance(direction: Sequence[float]) -> float:
+    truth = normalised(TRUTH)
+    return sum(abs(ours - exact) for ours, exact in zip(direction, truth, strict=True))
+
+
+def siblings(algorithm: Any, num_groups: int, own_rewards: bool = False, seed: int = 0) -> float:
+    """Toy 2: the first child's mean signal in trees of eight children over that in trees of one."""
+    draw = random.Random(seed)
+    signals: dict[int, list[float]] = {1: [], 8: []}
+
+    def groups() -> Iterator[list[Trajectory]]:
+        for _ in range(num_groups):
+            yield [_toy_tree(draw, own_rewards) for _ in range(4)]
+
+    def add(rollout: Trajectory, value: float) -> None:
+        signals[len(rollout.calls) - 1].append(value * (1 if rollout.id == "right" else -1))
+
+    updates(algorithm, groups(), "0.0", add)
+    one, eight = (sum(signals[num]) / len(signals[num]) for num in (1, 8))
+    return eight / one
+
+
+def _toy_tree(draw: random.Random, own_rewards: bool) -> Trajectory:
+    num = draw.choice((1, 8))
+    right = [draw.random() < 0.5 for _ in range(num)]
+    reward = 0.0 if own_rewards else float(right[0])
+    own = list(map(float, right)) if own_rewards else ()
+    return trajectory("right" if right[0] else "wrong", num, reward, own)
+
+
+def figures(num_groups: int) -> Iterator[Figure]:
+    default = RlSpec(steps=1).algorithm
+    for reduction in ("token", "rollout"):
+        measured = distance(width(DrGRPO(reduction=reduction), num_groups))
+        yield Figure(f"toy 1, reduction {reduction}: L1 distance", measured, "", {})
+    fixed = DrGRPO(rollout_tokens=100)
+    yield Figure("toy 1, constant L=100: L1 distance", distance(width(fixed, num_groups)), "", {})
+    direction = width(default, num_groups)
+    yield Figure(
+        "toy 1, the default: L1 distance",
+        distance(direction),
+        "",
+        {"direction": ", ".join(f"{value:.3f}" for value in direction)},
+        0.03,
+    )
+    num = num_groups // 4
+    named = [
+        ("the default", default),
+        *(
+            (f"{estimator.__name__} {credit}", estimator(credit=credit))
+            for estimator in (DrGRPO, RLOO, GRPO)
+            for credit in ("root", "per_role", "hierarchical", "leave_one_child_out")
+        ),
+    ]
+    for name, algorithm in named:
+        yield from _ratio(f"toy 2, {name}", siblings(algorithm, num))
+        if "root" not in name:
+            yield from _ratio(f"toy 2, own rewards, {name}", siblings(algorithm, num, True))
+
+
+def _ratio(name: str, ratio: float) -> Iterator[Figure]:
+    yield Figure(f"{name}: eight children / one", ratio, "", {}, 1.05, least=0.95)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="the same numbers: they take a minute")
+    parser.add_argument("--json", action="store_true", help="print figures as the last line")
+    parser.add_argument("--groups", type=int, default=20_000, help="groups of toy 1")
+    options = parser.parse_args()
+    measured = list(figures(options.groups))
+    show(measured)
+    if options.json:
+        print(json.dumps({"figures": [figure.as_json() for figure in measured]}))
+    sys.exit(any(figure.holds is False for figure in measured))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,425 @@
+"""The launcher of a Ray cluster: joins a running cluster, or starts one here that ends with the
+run.
+
+    pool ── placement group: one bundle per node (PACK or SPREAD)
+         ── slot ── node agent (a Ray actor) ── processes (rank 1, engine 1)
+
+Ray decides where slots are and which GPUs they have, and reserves them. An actor on each slot
+starts the processes, which then communicate as they do without Ray. So a rank is the same program
+everywhere, an engine may be any server, and a process ends with its node agent, whatever ended the
+agent. The run itself is the first rank, on the first slot, which is on the run's own node. A lost
+agent is replaced when a process is next started on its slot: if its node is lost, too, Ray moves
+the bundle to another node that has room.
+
+Before resources are requested, the versions of Ray and Python are compared, and the bundles are
+checked against the nodes of the cluster. All nodes must see the run's files at the same paths. Only
+this file imports Ray, and only when it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ramify.actors.launcher import NodeAgent, RemoteProcess, cannot_start
+from ramify.actors.process_slots import PlacementSlot, SlotMember, SlotResources
+from ramify.errors import ConfigError, TrainError
+
+ADDRESS = "RAY_ADDRESS"
+_LOOPBACK = "127.0.0.1"
+_ASK_S = 60.0
+"""Seconds a node agent may take to answer."""
+_AGAIN_S = 1.0
+_HERE = 0.001
+"""Amount of the resource unique to each node, which pins the first slot to this node."""
+
+
+class RayLauncher:
+    """Starts processes on the slots of a Ray cluster; implements ``Launcher``."""
+
+    def __init__(
+        self,
+        placement_slots: Sequence[PlacementSlot],
+        *,
+        gpus: Mapping[str, float] | None = None,
+        spread: Collection[str] = (),
+        address: str = "",
+        start_s: float = 120.0,
+        num_gpus: int = 0,
+    ) -> None:
+        """Join the cluster at ``address``, or start one, and reserve the slots.
+
+        ``gpus``: role -> number of GPUs of each process. ``spread``: pools whose slots are placed
+        on as many nodes as possible. ``start_s``: time limit in seconds for the slots, and for the
+        replacement of a lost one. ``num_gpus`` is this machine's number of GPUs, if a cluster is
+        started here. Raises ConfigError if the slots are not available.
+        """
+        self._ray = imported()
+        self._gpus = gpus or {}
+        self._spread = spread
+        self.start_s = start_s
+        self._placement_slots = list(placement_slots)
+        self._address = address or os.environ.get(ADDRESS, "")
+        self._folder = ""
+        self._groups: list[Any] = []
+        self._places: dict[int, tuple[Any, int]] = {}
+        """Slot -> its placement group, and the index of its bundle."""
+        self._agents: list[Any] = []
+        self._is_distributed = False
+        """Whether a slot is, or ever was, on another machine."""
+        self._renewing = threading.Lock()
+        self._locations: list[dict[str, Any]] = []
+        self._is_open = True
+        if not self._address:
+            check_bundles(
+                bundles(self._placement_slots),
+                [SlotResources(num_gpus, os.cpu_count() or 1, float("inf"))],
+                "this machine",
+            )
+        try:
+            self._join(num_gpus)
+            self._own = str(self._ray.util.get_node_ip_address())
+            check_bundles(bundles(self._placement_slots), self._nodes(), "the cluster")
+            self._reserve()
+        except BaseException:
+            self.close()
+            raise
+
+    def start(
+        self, member: SlotMember, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> RemoteProcess:
+        """As ``Launcher.start``."""
+        index = self._slot_of(member)
+        name = f"{member.role}-{member.number}"
+        location = self._locations[index]
+        ask = partial(self._ask_or_none, self._agents[index])
+        share = self._placement_slots[index].share(
+            member, self._gpus.get(member.role, 0.0), location["gpus"]
+        )
+        if share != location["gpus"]:
+            environment = {"CUDA_VISIBLE_DEVICES": ",".join(share), **environment}
+        arguments = name, list(command), dict(environment), str(log), sys.executable, os.getcwd()
+        try:
+            started = self._ask(index, "start", *arguments)
+        except TrainError as error:
+            raise cannot_start(member, "", str(error)) from None
+        if isinstance(started, str):
+            raise cannot_start(member, f" on {location['host']}", started)
+        is_here = location["address"] == self._own
+        return RemoteProcess(ask, name, started, location["host"], is_here=is_here)
+
+    @property
+    def address(self) -> str:
+        """The loopback address as long as all slots have been on this machine."""
+        return self._own if self._is_distributed else _LOOPBACK
+
+    def address_of(self, member: SlotMember) -> str:
+        address = str(self._locations[self._slot_of(member)]["address"])
+        return self.address if address == self._own else address
+
+    def free_port(self, member: SlotMember) -> int:
+        return int(self._ask(self._slot_of(member), "free_port"))
+
+    def renew(self, member: SlotMember) -> None:
+        """As ``Launcher.renew``."""
+        index = self._slot_of(member)
+        with self._renewing:
+            if self._ask_or_none(self._agents[index], "about") is not None:
+                return
+            # An agent that merely does not answer would keep the slot.
+            with contextlib.suppress(Exception):
+                self._ray.kill(self._agents[index])
+            agent, location = self._replacement(index)
+            self._agents[index], self._locations[index] = agent, location
+            self._is_distributed = self._is_distributed or location["address"] != self._own
+
+    def close(self) -> None:
+        """End all started processes, release the slots, and leave the cluster or end it.
+        Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        ray = self._ray
+        if ray.is_initialized():
+            for agent in self._agents:
+                with contextlib.suppress(Exception):
+                    ray.get(agent.end_all.remote(), timeout=10)
+                with contextlib.suppress(Exception):
+                    ray.kill(agent)
+            for group in self._groups:
+                with contextlib.suppress(Exception):
+                    ray.util.remove_placement_group(group)
+            ray.shutdown()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _ask_or_none(self, agent: Any, method: str, *arguments: Any) -> Any:
+        """The agent's answer; None if the agent is gone."""
+        if not self._is_open:
+            return None
+        try:
+            return self._ray.get(getattr(agent, method).remote(*arguments), timeout=_ASK_S)
+        except (self._ray.exceptions.RayError, TimeoutError):
+            return None
+
+    def _ask(self, index: int, method: str, *arguments: Any) -> Any:
+        if not self._is_open:
+            raise TrainError("the run has left the cluster")
+        try:
+            return self._ray.get(
+                getattr(self._agents[index], method).remote(*arguments), timeout=_ASK_S
+            )
+        except (self._ray.exceptions.RayError, TimeoutError) as error:
+            known = index < len(self._locations)
+            host = self._locations[index]["host"] if known else "its node"
+            first = str(error).strip().partition("\n")[0]
+            raise TrainError(
+                f"slot {index} on {host} does not answer ({type(error).__name__}: {first})"
+            ) from None
+
+    def _slot_of(self, member: SlotMember) -> int:
+        return next(
+            index
+            for index, placement_slot in enumerate(self._placement_slots)
+            if member in placement_slot.members
+        )
+
+    # --- cluster and slots
+
+    def _join(self, num_gpus: int) -> None:
+        ray = self._ray
+        if ray.is_initialized():
+            raise ConfigError(
+                "this process is in a Ray cluster already: only one run at a time can use one"
+            )
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        options: dict[str, Any] = {
+            "log_to_driver": False,
+            "configure_logging": False,
+            "namespace": "ramify",
+        }
+        if self._address:
+            options |= {"address": self._address}
+        else:
+            # Ray keeps sockets in this folder, and socket paths must be short: the system's folder
+            # for temporary files may be too deep.
+            root = tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
+            self._folder = tempfile.mkdtemp(prefix="ray", dir=root)
+            # Without a token in the environment, Ray writes one to the home folder.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            options |= {
+                "address": "local",
+                "num_cpus": os.cpu_count(),
+                "num_gpus": num_gpus,
+                "include_dashboard": False,
+                "_temp_dir": self._folder,
+                "_node_ip_address": "127.0.0.1",
+                "object_store_memory": 80 << 20,
+                "_system_config": {"prestart_worker_first_driver": False},
+            }
+        self._began = time.monotonic()
+        until = self._began + self.start_s
+        with _own_handlers():
+            while True:
+                try:
+                    ray.init(**options)
+                    return
+                except Exception as error:  # noqa: BLE001 (Ray raises this class itself)
+                    # Ray gives up after 30 s, which a busy machine may need.
+                    is_slow = "timed out during startup" in str(error)
+                    if not is_slow or time.monotonic() > until:
+                        raise ConfigError(self._why_not_joined(str(error))) from None
+
+    def _why_not_joined(self, error: str) -> str:
+        where = (
+            f"the Ray cluster at {self._address}"
+            if self._address
+            else "a Ray cluster on this machine"
+        )
+        message = " ".join(error.split())[:300]
+        if "ersion mismatch" in error:
+            return (
+                f"{where} runs other versions than this process ({message}): install the same "
+                "versions of Ray and Python on all nodes; this process has ray "
+                f"{self._ray.__version__} and Python {sys.version.split()[0]}"
+            )
+        if "timed out during startup" in error:
+            tried_s = time.monotonic() - self._began
+            message += (
+                f"; it was tried for {tried_s:.0f} s: allow more time (placement.start_s), or free "
+                "this machine of other work"
+            )
+        return f"{where} cannot be {'joined' if self._address else 'started'}: {message}"
+
+    def _nodes(self) -> list[SlotResources]:
+        alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        return [
+            SlotResources(node.get("GPU", 0.0), node.get("CPU", 0.0), node.get("memory", 0.0) / 1e9)
+            for node in alive
+        ]
+
+    def _reserve(self) -> None:
+        """Reserve the slots, and start a node agent on each."""
+        ray = self._ray
+        from ray.util.placement_group import placement_group
+
+        until = time.monotonic() + self.start_s
+        for pool, nodes in bundles(self._placement_slots).items():
+            requested = [_resources(needs) for needs, _ in nodes]
+            first = next((i for i, (_, members) in enumerate(nodes) if 0 in members), None)
+            if first is not None:
+                requested[first][f"node:{self._own}"] = _HERE
+            strategy = "SPREAD" if pool in self._spread else "PACK"
+            group = placement_group(requested, strategy=strategy)
+            self._groups.append(group)
+            if not group.wait(max(1.0, until - time.monotonic())):
+                raise ConfigError(
+                    f"the cluster did not provide the slots of pool '{pool or 'any'}' within "
+                    f"{self.start_s:g} s: {requested} was requested, and "
+                    f"{ray.available_resources()} is available; others may be using the rest"
+                )
+            self._places |= {
+                index: (group, bundle)
+                for bundle, (_, members) in enumerate(nodes)
+                for index in members
+            }
+        self._agents += [self._agent(index) for index in range(len(self._placement_slots))]
+        try:
+            self._locations = ray.get(
+                [agent.about.remote() for agent in self._agents], timeout=self.start_s
+            )
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise ConfigError(
+                f"a slot's node agent did not start: {str(error).strip().partition(chr(10))[0]}"
+            ) from None
+        self._is_distributed = any(location["address"] != self._own for location in self._locations)
+        self._check_first()
+
+    def _agent(self, index: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        (group, bundle), needs = self._places[index], self._placement_slots[index].needs
+        at = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        make = self._ray.remote(NodeAgent).options(
+            num_cpus=needs.cpus, num_gpus=needs.gpus, scheduling_strategy=at, max_restarts=0
+        )
+        return make.remote()
+
+    def _replacement(self, index: int) -> tuple[Any, dict[str, Any]]:
+        """A new node agent for a slot whose own is gone, and the agent's location. Raises
+        ConfigError."""
+        ray, until = self._ray, time.monotonic() + self.start_s
+        lost = self._locations[index]
+        where = f"slot {index}, which was on {lost['host']} ({lost['address']})"
+        while self._is_open and time.monotonic() < until:
+            agent = self._agent(index)
+            try:
+                return agent, ray.get(
+                    agent.about.remote(), timeout=max(0.0, until - time.monotonic())
+                )
+            except ray.exceptions.GetTimeoutError:
+                ray.kill(agent)
+            except ray.exceptions.RayError:
+                # The cluster does not know yet that the node is gone, and used it again.
+                time.sleep(_AGAIN_S)
+        needs = self._placement_slots[index].needs
+        raise ConfigError(
+            f"{where}, is gone, and no node of the cluster provided its {needs.gpus:g} GPUs and "
+            f"{needs.cpus:g} CPUs within {self.start_s:g} s (placement.start_s)"
+        )
+
+    def _check_first(self) -> None:
+        """Check that the first slot's GPUs are those that the run, as the first rank, computes
+        on."""
+        if not self._placement_slots or not self._placement_slots[0].needs.gpus:
+            return
+        slot_gpus = self._placement_slots[0].share(
+            SlotMember("trainer", 0), self._gpus.get("trainer", 0.0), self._locations[0]["gpus"]
+        )
+        own_gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")
+        if slot_gpus and slot_gpus[0] != own_gpus[0]:
+            raise ConfigError(
+                f"the cluster gave GPU {slot_gpus[0]} of this node to the first rank, which is "
+                f"this process and computes on GPU {own_gpus[0]}: start it with "
+                f"CUDA_VISIBLE_DEVICES={','.join(slot_gpus)}"
+            )
+
+
+def imported() -> Any:
+    """The module ``ray``. Raises ConfigError if the extra is not installed."""
+    try:
+        import ray
+        import ray.util
+    except ImportError:
+        raise ConfigError("--placement ray needs Ray: pip install 'ramify[ray]'") from None
+    return ray
+
+
+def bundles(
+    placement_slots: Sequence[PlacementSlot],
+) -> dict[str, list[tuple[SlotResources, list[int]]]]:
+    """Pool -> for each of its nodes, the resources of its slots together and the indices of these
+    slots. Slots without a pool are separate nodes."""
+    by_pool: dict[str, dict[int, tuple[SlotResources, list[int]]]] = {}
+    for index, placement_slot in enumerate(placement_slots):
+        nodes = by_pool.setdefault(placement_slot.pool, {})
+        node = placement_slot.node if placement_slot.pool else index
+        needs, members = nodes.get(node, (SlotResources(), []))
+        nodes[node] = (needs + placement_slot.needs, [*members, index])
+    return {pool: list(nodes.values()) for pool, nodes in by_pool.items()}
+
+
+def check_bundles(
+    requested: Mapping[str, Sequence[tuple[SlotResources, object]]],
+    nodes: Sequence[SlotResources],
+    where: str,
+) -> None:
+    """Raise ConfigError, with the sums, if the bundles do not all fit on ``nodes``."""
+    all_needs = [(pool, needs) for pool, bundles in requested.items() for needs, _ in bundles]
+    for field, unit in (("gpus", "GPUs"), ("cpus", "CPUs"), ("memory_gb", "GB")):
+        available = [getattr(node, field) for node in nodes]
+        needed = [getattr(needs, field) for _, needs in all_needs]
+        if sum(needed) > sum(available) + 1e-9:
+            terms = " + ".join(f"{value:g}" for value in needed if value)
+            raise ConfigError(
+                f"placement: the slots do not fit {where}: {terms} = {sum(needed):g} {unit}, and "
+                f"it has {' + '.join(f'{value:g}' for value in available) or 0} = "
+                f"{sum(available):g}"
+            )
+    for pool, needs in all_needs:
+        if not any(needs.fits(node) for node in nodes):
+            raise ConfigError(
+                f"placement: no node of {where} has room for a slot of pool '{pool or 'any'}', "
+                f"which needs {needs.gpus:g} GPUs, {needs.cpus:g} CPUs and {needs.memory_gb:g} GB; "
+                f"the largest has {max(nodes)}"
+            )
+
+
+def _resources(needs: SlotResources) -> dict[str, float]:
+    amounts = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": needs.memory_gb * 1e9}
+    return {name: value for name, value in amounts.items() if value} or {"CPU": 0.01}
+
+
+@contextlib.contextmanager
+def _own_handlers() -> Any:
+    """Keep the process's own SIGTERM handler: Ray's would end the process immediately."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)

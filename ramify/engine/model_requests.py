@@ -1,0 +1,328 @@
+"""Requests of a run's calls to their models: answered from a recording or the cache, or sent.
+
+    ask ──> recorded? ──> cached? ──> reserve ── announce ── send ── settle ──> reply
+                                         └─ retried, rate limited: see ``clients/pool.py``
+
+A call holds a slot of the limiter only while a request is in flight, never while it waits for its
+children, so any depth makes progress. ``RequestStarted`` is recorded when a request is first sent:
+one that still waits for a slot cannot have been billed, and the journal must not say that it may
+have been. Not here: limits and their ledger (see ``limits.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.clients.base import Client, Request, Tool
+from ramify.clients.pool import ClientPool
+from ramify.engine import retool
+from ramify.engine.call import LiveCall
+from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
+from ramify.errors import ConfigError, LimitReached, ReplyCut, ReplyFiltered
+from ramify.types.event import AttemptFailed, ReplyReceived, RequestStarted
+from ramify.types.message import Message, Reply, Usage, sendable
+from ramify.types.trajectory import Stop
+
+if TYPE_CHECKING:
+    from ramify.engine.run_state import RunState
+    from ramify.store.call_cache import CallCache
+    from ramify.store.recorded_replies import RecordedReplies
+
+
+class ModelRequests:
+    """The only way from a run's calls to a model."""
+
+    def __init__(self, run: RunState, pool: ClientPool, cache: CallCache | None) -> None:
+        """``cache`` has replies of earlier runs by the hash of their request."""
+        setup, clients = run.setup, run.models.all
+        self.run = run
+        self.pool = pool
+        self.cache = cache
+        self.sampling = msgspec.structs.replace(
+            setup.sampling,
+            max_tokens=min(setup.sampling.max_tokens, setup.limits.max_reply_tokens),
+            stop=tuple(dict.fromkeys([*setup.sampling.stop, *setup.scaffold.stop])),
+        )
+        _check_prices(setup.limits, clients)
+        has_price = [client.price is not None for client in clients]
+        self.ledger = Ledger(setup.limits, priced=any(has_price))
+        if not all(has_price):
+            self.ledger.cost = None  # until a model with a known price has replied
+        self._repeated: set[tuple[str, int]] = set()
+        """(call, turn) of the recorded attempts that were repeated."""
+
+    async def ask(
+        self,
+        call: LiveCall,
+        new: Sequence[Message],
+        *,
+        reused: int | None = None,
+        schema: dict[str, Any] | None = None,
+        tools: tuple[Tool, ...] = (),
+        last_word: Stop | None = None,
+    ) -> Reply:
+        """Take the next turn of ``call``, whose prompt is its first ``reused`` messages (default:
+        all) followed by ``new``.
+
+        ``last_word`` names the limit at which this is the final request, whose cost was held back.
+        Raises ModelError if the model gave no reply or a filtered one, and LimitReached if the run
+        may not ask any more.
+        """
+        reused = len(call.messages) if reused is None else reused
+        turn = TurnRequest(self, call, tuple(map(sendable, new)), reused, schema, tools, last_word)
+        found = self._found(turn)
+        if found is not None:
+            turn.announce()  # as in the recorded run
+            reply, reused_ids = found
+        else:
+            self._check_open(turn)
+            sending = self.pool.ask(
+                call.client,
+                turn.request,
+                turn,
+                on_send=turn.announce,
+                on_retry=lambda text: self.run.note(call, text),
+                patience_s=self.run.setup.limits.patience_s,
+            )
+            if last_word:
+                full_reply = await self.run.until_deadline(sending)
+            else:
+                with self.run.until_closing():
+                    full_reply = await sending
+            reply, reused_ids = self._received(turn, full_reply)
+        turn.answered(reply, reused_ids, found is not None)
+        if reply.finish == "content_filter":
+            raise _filtered(call.client.name, reply)
+        return reply
+
+    def hold_last_word(self, call: LiveCall, new: Sequence[Message]) -> Stop | None:
+        """Reserve the cost of the root's final request after the turn that asks ``new``. Returns
+        the limit that this exceeds, if any.
+
+        The final prompt will also contain this turn's reply and its observation.
+        """
+        setup = self.run.setup
+        request = Request((*call.messages, *new), self.sampling)
+        later = self.sampling.max_tokens + setup.scaffold.max_output_chars + 1000
+        tokens = call.max_input_tokens(request, len(call.messages)) + later
+        return self.ledger.hold(bound(tokens, setup.limits.last_word_tokens, call.client.price))
+
+    def _found(self, turn: TurnRequest) -> tuple[Reply, int] | None:
+        """Return (reply, number of reused ids) from the recorded run or from the cache, or None.
+        Raises the error that the recorded run met instead of a reply."""
+        call, recording = turn.call, self.run.recording
+        if recording is not None:
+            recording.check(call.id, call.turn, turn.digest)
+            self._repeat_attempts(recording, turn)
+            reply = recording.reply(call.id, call.turn, turn.digest)
+            if reply is not None:
+                self.ledger.charge(reply.usage, reply.cost)
+                return reply, recording.reused_ids(call.id, call.turn)
+        # Branches send equal requests to get different replies, so they bypass the cache.
+        if self.cache is not None and not call.is_branch:
+            reply = self.cache.get(turn.digest)
+            if reply is not None:
+                free = msgspec.structs.replace(
+                    reply, usage=Usage(), cost=None if reply.cost is None else 0.0
+                )
+                return call.without_path(free)
+        return None
+
+    def _repeat_attempts(self, recording: RecordedReplies, turn: TurnRequest) -> None:
+        """Repeat the recorded attempts of this turn that failed or were in flight, because they may
+        have been billed.
+
+        This happens once per turn, even if the turn has several prompts because the first did not
+        fit the window.
+        """
+        place = turn.call.id, turn.call.turn
+        if place in self._repeated:
+            return
+        self._repeated.add(place)
+        for attempt in recording.attempts_at(*place):
+            self.run.recorder.emit(attempt)
+            self.ledger.charge(attempt.usage, attempt.cost)
+        if recording.in_flight(*place):
+            turn.charge_unknown("in flight when the run was cut off; sent again")
+
+    def _check_open(self, turn: TurnRequest) -> None:
+        """Raise LimitReached if nothing may be sent any more, and release what was held back for a
+        final request of the root."""
+        if self.run.closing is not None and not turn.last_word:
+            raise closed(self.run.closing)
+        if turn.last_word and turn.call.parent is None:
+            self.ledger.held = ResourceAmount()
+
+    def _received(self, turn: TurnRequest, reply: Reply) -> tuple[Reply, int]:
+        """Complete a reply that was sent, and add it to the cache. Returns (reply with only its new
+        prompt ids, number of reused ids)."""
+        stop, message = self.run.scaffold.stop, sendable(reply.message)
+        if stop and reply.finish == "stop" and not message.tool_calls:
+            message = msgspec.structs.replace(message, content=retool.closed(message.content, stop))
+        reply = msgspec.structs.replace(reply, message=message)
+        # Use the reserved upper bound everywhere if the server reported no usage.
+        if reply.usage.unknown_calls:
+            usage, cost = turn.most()
+            reply = msgspec.structs.replace(reply, usage=usage, cost=cost)
+        if self.cache is not None:
+            self.cache.put(turn.digest, reply)
+        return turn.call.without_path(reply)
+
+
+class TurnRequest:
+    """The request of one turn: reserves its budget and records its attempts and its reply."""
+
+    def __init__(
+        self,
+        requests: ModelRequests,
+        call: LiveCall,
+        new: tuple[Message, ...],
+        reused: int,
+        schema: dict[str, Any] | None,
+        tools: tuple[Tool, ...],
+        last_word: Stop | None,
+    ) -> None:
+        sampling = requests.sampling
+        if last_word:
+            most = requests.run.setup.limits.last_word_tokens
+            sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, most))
+        prompt = (*call.messages[:reused], *new)
+        known = call.known_ids(reused)
+        self.call = call
+        self.last_word = last_word
+        self.request = Request(prompt, sampling, schema, tools, affinity=call.id, known=known)
+        self.digest = prompt_hash(call.client.name, self.request)
+        self._requests = requests
+        self._new = new
+        self._reused = reused
+        max_input_tokens = call.max_input_tokens(self.request, reused)
+        self._usage = Usage(max_input_tokens, sampling.max_tokens, calls=1, unknown_calls=1)
+        self._amount = bound(max_input_tokens, sampling.max_tokens, call.client.price)
+
+    def announce(self) -> None:
+        """Record that the request is about to be sent."""
+        call, run = self.call, self._requests.run
+        if run.recording is not None:  # a concurrent call may have diverged meanwhile
+            run.recording.check(call.id, call.turn, self.digest)
+        run.recorder.emit(
+            RequestStarted(
+                at_s=run.recorder.now(),
+                call=call.id,
+                turn=call.turn,
+                reused=self._reused,
+                prompt=self._new,
+                prompt_hash=self.digest,
+                last_word=self.last_word,
+            )
+        )
+
+    def answered(self, reply: Reply, reused_ids: int, is_cached: bool) -> None:
+        """Record ``reply`` and finish the turn. ``reused_ids`` is the number of ids of the path
+        that its prompt reuses."""
+        call, recorder = self.call, self._requests.run.recorder
+        recorder.emit(
+            ReplyReceived(
+                at_s=recorder.now(),
+                call=call.id,
+                turn=call.turn,
+                reply=reply,
+                cached=is_cached,
+                reused_ids=reused_ids,
+            )
+        )
+        call.advance(self._reused, self._new, reply, reused_ids)
+
+    # --- the ``RequestBudget`` of each attempt ----------------------------------------------------
+
+    async def reserve(self) -> None:
+        await self._requests.ledger.reserve(self._amount)
+
+    def settle(self, usage: Usage, cost: float | None) -> None:
+        if usage.unknown_calls:
+            usage, cost = self.most()
+        self._requests.ledger.settle(self._amount, usage, cost)
+
+    def release(self, error: str) -> None:
+        self._requests.ledger.free(self._amount)
+        self._attempted(error, Usage(), None)
+
+    def forfeit(self, error: str) -> None:
+        usage, cost = self.most()
+        self._requests.ledger.settle(self._amount, usage, cost)
+        self._attempted(error, usage, cost)
+
+    def charge_unknown(self, error: str) -> None:
+        """Charge the upper bound of an attempt that was not reserved here and may have been
+        billed."""
+        usage, cost = self.most()
+        self._requests.ledger.charge(usage, cost)
+        self._attempted(error, usage, cost)
+
+    def most(self) -> tuple[Usage, float | None]:
+        """Return everything that was reserved, as an upper bound."""
+        return self._usage, self._amount.cost if self.call.client.price is not None else None
+
+    def _attempted(self, error: str, usage: Usage, cost: float | None) -> None:
+        recorder = self._requests.run.recorder
+        recorder.emit(
+            AttemptFailed(
+                at_s=recorder.now(),
+                call=self.call.id,
+                turn=self.call.turn,
+                error=error,
+                usage=usage,
+                cost=cost,
+            )
+        )
+
+
+def prompt_hash(model: str, request: Request) -> str:
+    """Hash of model, prompt, sampling, schema and tools. Requests with the same hash are the
+    same."""
+    parts = (model, request.messages, request.sampling, request.schema, request.tools)
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+
+
+def closed(stop: Stop) -> LimitReached:
+    """Return the error of a request that the end of its run cut off or ruled out."""
+    why = {Stop.DEADLINE: "the run's time is up", Stop.CANCELLED: "the run was asked to finish"}
+    return LimitReached(why.get(stop, f"the run is closing ({stop})"), stop)
+
+
+def cut_reply(call: LiveCall, limit: int, text: str) -> ReplyCut:
+    """Return the error for a reply of ``call`` that was truncated at its token limit after
+    ``text``."""
+    return ReplyCut(
+        f"{call.client.name}: the reply was cut at its limit of {limit} tokens; ask for less, or "
+        "raise max_reply_tokens",
+        text,
+    )
+
+
+def _filtered(model: str, reply: Reply) -> ReplyFiltered:
+    text, stopped_by = reply.message.content, reply.filter or "content_filter"
+    if stopped_by == "refusal":
+        quote = f": {text[:200]!r}" if text else ""
+        return ReplyFiltered(
+            f"{model}: the model refused to answer (refusal){quote}; ask in another way", text
+        )
+    return ReplyFiltered(
+        f"{model}: a content filter stopped the reply ({stopped_by}); ask in another way, or ask "
+        "another model",
+        text,
+    )
+
+
+def _check_prices(limits: Limits, clients: Sequence[Client]) -> None:
+    """Raise ConfigError for a cost limit that cannot be enforced."""
+    unpriced = [client.name for client in clients if client.price is None]
+    if limits.max_cost is not None and math.isfinite(limits.max_cost) and unpriced:
+        raise ConfigError(
+            f"a limit of ${limits.max_cost:g} cannot be enforced: {', '.join(unpriced)} has no "
+            "known price; add it to a price file (RAMIFY_PRICES) or omit max_cost"
+        )

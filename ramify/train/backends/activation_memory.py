@@ -1,0 +1,93 @@
+"""The memory of a training step: how much activations may take, recomputation in place of storing
+them, and freed memory that stays in the process.
+
+Not here: how many tokens a batch holds (``single.py``) and the memory of the logits (``head.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ramify.errors import ConfigError
+
+LEAST_TOKENS = 1024
+"""Lower limit of ``max_tokens``, whatever the memory."""
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_LARGE = 1 << 30
+
+
+def activation_room(gpu_bytes: int) -> int:
+    """Memory budget of activations in bytes; ``gpu_bytes`` is 0 on a CPU."""
+    return 2 * gpu_bytes // 5 if gpu_bytes else 4 << 30
+
+
+def logits_at_once(is_cuda: bool) -> int:
+    return 1 << 26 if is_cuda else 1 << 22
+
+
+def activation_bytes(width: int, mlp: int, layers: int, recompute: bool) -> int:
+    """Activation memory of one token until its backward pass: about ten vectors of the model's
+    width and four of the MLP's per layer, or one per layer with recomputation."""
+    return 4 * layers * (width if recompute else 10 * width + 4 * mlp)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The model's layers, i.e. its longest ``ModuleList``; empty if it has none."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    longest: nn.ModuleList = max(lists, key=len, default=nn.ModuleList())
+    return list(longest)
+
+
+def recompute_layers(model: nn.Module, enabled: bool) -> None:
+    """Turn activation checkpointing on or off for each layer; an earlier backend of the model may
+    have turned it on."""
+    layers = layers_of(model)
+    if enabled and not layers:
+        raise ConfigError("compute.recompute needs a model whose layers are in a ModuleList")
+    for layer in layers:
+        if isinstance(vars(layer).get("forward"), _RecomputedLayer):
+            del layer.forward
+        if enabled:
+            layer.forward = _RecomputedLayer(layer.forward)
+
+
+class _RecomputedLayer:
+    """A layer whose forward pass is recomputed in the backward pass."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+
+
+def keep_freed_memory() -> bool:
+    """Configure malloc to keep freed memory in the process, on a CPU with glibc. Returns whether
+    that was possible; if not, nothing changes. Idempotent.
+
+    A training step frees and reallocates the same hundreds of megabytes again and again. By default
+    glibc returns large blocks to the system each time, and the kernel zeroes their pages on
+    reallocation: 5 to 10 % of a step of a small model. The price is that the process keeps its peak
+    memory."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # musl has none
+        return False
+    return all(
+        [
+            mallopt(_MMAP_THRESHOLD, _LARGE),
+            mallopt(_TRIM_THRESHOLD, _LARGE),
+            mallopt(_TOP_PAD, 1 << 26),
+        ]
+    )

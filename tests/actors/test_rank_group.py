@@ -1,0 +1,192 @@
+"""Failing ranks: which one, how, and at which place. Uses processes without tensors, so that they
+start quickly.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify.actors.child_process import ChildProcess, import_path
+from ramify.actors.connect_back import Listener
+from ramify.actors.rank_group import (
+    RankConnection,
+    RankGroup,
+    RankHeartbeat,
+    RemoteRankError,
+)
+from ramify.errors import ConfigError, TrainError
+from ramify.progress import on_heartbeat
+
+START = """
+import sys
+from ramify.actors.connect_back import connect
+from ramify.actors.rank_group import RankHeartbeat, follow
+from tests.actors.test_rank_group import Own
+pulse = RankHeartbeat()
+rank, port, key = int(sys.argv[1]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
+talk, watch = (connect(("127.0.0.1", port), key, None) for _ in range(2))
+follow(Own(rank, pulse), pulse, talk, watch, rank, float(sys.argv[2]))
+"""
+
+
+class Own:
+    """The verbs of a rank: here each does something to rank 1 alone."""
+
+    def __init__(self, rank: int, pulse: RankHeartbeat) -> None:
+        self.rank = rank
+        self.pulse = pulse
+
+    def add(self, shared: int, own: int = 0) -> int:
+        return shared + own * 10 + self.rank
+
+    def refuse(self) -> None:
+        raise (
+            ConfigError("the window is too small")
+            if self.rank == 1
+            else RemoteRankError("another rank's reason")
+        )
+
+    def break_(self) -> None:
+        if self.rank == 1:
+            raise ZeroDivisionError("no batch")
+
+    def sleep(self) -> None:
+        if self.rank == 1:
+            time.sleep(600)
+
+    def work(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            self.pulse.tick()
+
+    def end(self, how: int) -> None:
+        if self.rank == 1:
+            os.kill(os.getpid(), how)
+
+    def spin(self) -> None:
+        while self.rank == 0:
+            time.sleep(0.01)
+
+
+Make = Callable[..., RankGroup]
+
+
+@pytest.fixture
+def rank_group(tmp_path: Path) -> Iterator[Make]:
+    made: list[RankGroup] = []
+
+    def make(others: int = 2, timeout_s: float = 60.0) -> RankGroup:
+        links, processes = [], []
+        with Listener() as listener:
+            for rank in range(1, others + 1):
+                reach = [str(listener.address[1]), listener.key.hex()]
+                command = [sys.executable, "-c", START, str(rank), str(timeout_s), *reach]
+                process = ChildProcess(command, environment=import_path(), log=tmp_path / "log")
+                # The patience of these tests is short, and not meant for their start.
+                talk, watch = (listener.accept(60.0)[0] for _ in range(2))
+                links.append(RankConnection(rank, talk, watch, f"process {process.pid}"))
+                processes.append(process)
+        pulse = RankHeartbeat()
+        made.append(RankGroup(Own(0, pulse), pulse, links, processes, timeout_s, tmp_path))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+        assert all(process.poll() is not None for process in each.processes)
+
+
+def test_verbs_and_errors_that_all_have(rank_group: Make):
+    three = rank_group()
+    assert three.call("add", 100) == [100, 101, 102]
+    assert three.call("add", 100, each=[(1,), (2,), (3,)]) == [110, 121, 132]
+    with pytest.raises(ConfigError, match="the window is too small"):
+        three.call("refuse")
+    assert three.call("add", 5) == [5, 6, 7]
+    assert rank_group(others=0).call("add", 5) == [5]
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "told"),
+    [
+        ("break_", (), r"rank 1 \(process \d+\) is lost: in 'break_', ZeroDivisionError: no batch"),
+        (
+            "end",
+            (signal.SIGKILL,),
+            r"rank 1 \(process \d+\) is lost: it was killed by signal 9; its log ends: ",
+        ),
+    ],
+)
+def test_a_rank_that_is_lost_is_named(rank_group: Make, verb: str, arguments: Any, told: str):
+    """And from then on every verb says so."""
+    three = rank_group()
+    for name, each in ((verb, arguments), ("add", (1,))):
+        with pytest.raises(TrainError, match=told):
+            three.call(name, *each)
+
+
+def test_a_rank_that_stands_still_is_named_with_its_stack(rank_group: Make, tmp_path: Path):
+    with pytest.raises(
+        TrainError,
+        match=r"no rank made progress for 3 s in 'sleep'. .*rank 1 \(process \d+\) is at .*in sleep",
+    ):
+        rank_group(others=1, timeout_s=3.0).call("sleep")
+    stacks = (tmp_path / "stalled-ranks.txt").read_text()
+    assert "rank 0, " in stacks
+    assert "time.sleep(600)" in stacks.partition("rank 1, ")[2]
+
+
+def test_a_rank_that_is_stopped_is_named(rank_group: Make):
+    """It cannot answer; what it is in is known from outside."""
+    with pytest.raises(
+        TrainError, match=r"rank 1 \(process \d+\) does not answer \(State: T \(stopped\)\)"
+    ):
+        rank_group(others=1, timeout_s=3.0).call("end", signal.SIGSTOP)
+
+
+def test_rank_0_itself_is_brought_back(rank_group: Make):
+    with pytest.raises(
+        TrainError,
+        match=r"no rank made progress for 3 s in 'spin'. .*rank 0 \(this process\) is at .*in spin",
+    ):
+        rank_group(others=1, timeout_s=3.0).call("spin")
+
+
+def test_work_that_gets_on_may_take_its_time(rank_group: Make):
+    """Heartbeats of the ranks also reach the run's watchdog."""
+    signs: list[None] = []
+    with on_heartbeat(lambda: signs.append(None)):
+        rank_group(others=1, timeout_s=3.0).call("work", 5.0)
+    assert len(signs) > 1
+
+
+def test_others_end_where_rank_0_is_gone(rank_group: Make):
+    """Their connection says so, whatever they are in the middle of."""
+    two = rank_group(others=1)
+    assert two.call("add", 1) == [1, 2]
+    for connection in (two._connections[0].talk, two._connections[0].watch):
+        connection.close()
+    assert two.processes[0].wait(30) == 1
+
+
+def test_threads_take_turns(rank_group: Make):
+    two = rank_group(others=1)
+    found: list[list[int]] = []
+    threads = [
+        threading.Thread(target=lambda n=n: found.append(two.call("add", n))) for n in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [[n, n + 1] for n in range(20)]

@@ -1,0 +1,51 @@
+"""The lines that a command would print while the code under test runs: its ``shown`` records."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from logging import INFO, WARNING, LogRecord
+from pathlib import Path
+from typing import Any
+
+from ramify.logging import attached, text_of
+from ramify.train import execute
+from ramify.train.checkpoint import CheckpointState
+from ramify.train.config import Run
+
+Say = Callable[[str], object]
+
+
+def _drop(text: str) -> None:
+    pass
+
+
+class ShownLines:
+    """Passes warnings to ``say``, and other shown records to ``inform``."""
+
+    lowest = INFO
+
+    def __init__(self, say: Say, inform: Say) -> None:
+        self._say = say
+        self._inform = inform
+
+    def takes(self, record: LogRecord) -> bool:
+        return bool(getattr(record, "shown", False))
+
+    def write(self, record: LogRecord) -> None:
+        (self._say if record.levelno >= WARNING else self._inform)(text_of(record))
+
+
+@contextlib.contextmanager
+def heard(say: Say = _drop, inform: Say = _drop) -> Iterator[None]:
+    """Pass the lines to ``say`` and ``inform`` while the block runs."""
+    with attached(ShownLines(say, inform)):
+        yield
+
+
+def train(
+    run: Run, out: Path, *, say: Say = _drop, inform: Say = _drop, **options: Any
+) -> CheckpointState:
+    """``execute.train``, heard."""
+    with heard(say, inform):
+        return execute.train(run, out, **options)

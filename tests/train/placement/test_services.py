@@ -1,0 +1,208 @@
+"""Processes on their seats: started, asked how they are, ended with all that they started; engines
+that are out of reach."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.actors.launcher import LocalLauncher
+from ramify.actors.process_slots import SlotMember
+from ramify.errors import ConfigError
+from ramify.inference.http.engine_process import EngineProcess
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec, ServiceSpec
+from ramify.train.placement.services import RunServices
+from ramify.train.resource_counts import check_reach, settled
+from tests.shown import heard
+from tests.train.small import small
+
+
+class Apart(LocalLauncher):
+    """Two machines: every member except the first is on the other one."""
+
+    def address_of(self, member: SlotMember) -> str:
+        return "10.0.0.2" if member.number else self.address
+
+
+def test_an_engine_listens_where_others_reach_it(tmp_path: Path) -> None:
+    spec = InferenceSpec(
+        num=2, command=("sh", "-c", 'echo "$@"; exit 3', "engine"), ports=(7001, 7002)
+    )
+    hosts = Apart()
+    engines = [
+        EngineProcess(hosts, spec, i, tmp_path, "float32", 64, tmp_path / f"{i}.log")
+        for i in (0, 1)
+    ]
+    assert [engine.url for engine in engines] == ["http://127.0.0.1:7001", "http://10.0.0.2:7002"]
+    while engines[1].ended is None:
+        time.sleep(0.01)
+    assert engines[1].ended == 3
+    assert (
+        f"{tmp_path} --host 10.0.0.2 --port 7002 --dtype float32 --weight-transfer"
+        in engines[1].exit_reason()
+    )
+    hosts.close()
+
+
+def test_a_service_is_asked_where_it_was_placed(tmp_path: Path) -> None:
+    """Python's own server of files as a judge; another that ends at once."""
+    judge = ServiceSpec(
+        command=(sys.executable, "-m", "http.server", "--bind", "{host}", "{port}"),
+        variable="RAMIFY_TEST_JUDGE",
+        path="/",
+    )
+    (tmp_path / "verdict").write_text("right")
+
+    async def ask() -> str:
+        services = RunServices(LocalLauncher(), {"judge": judge}, tmp_path)
+        await services.start()
+        address = os.environ["RAMIFY_TEST_JUDGE"]
+        try:
+            assert address.startswith("http://127.0.0.1:")
+            return await asyncio.to_thread(
+                lambda: urllib.request.urlopen(address, timeout=60).read().decode()
+            )
+        finally:
+            await services.close()
+
+    assert "Directory listing" in asyncio.run(ask())
+    assert "RAMIFY_TEST_JUDGE" not in os.environ
+    broken = ServiceSpec(
+        command=("sh", "-c", "echo no model; exit 7"), variable="RAMIFY_TEST_JUDGE"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"service 'judge' \(process \d+ on .*\) did not accept connections: it ended with status 7; its log ends: .*no model",
+    ):
+        asyncio.run(RunServices(LocalLauncher(), {"judge": broken}, tmp_path).start())
+
+    spec = PlacementSpec(
+        pools={"main": NodePool(gpus=1, cpus=4)},
+        services={"judge": ServiceSpec(command=("x",), variable="Y", gpus=1)},
+    )
+    _, found = settled(small(placement=spec))
+    assert [placement_slot.members for placement_slot in found] == [
+        (SlotMember("trainer", 0),),
+        (SlotMember("judge", 0),),
+    ]
+    with pytest.raises(
+        ConfigError, match="trainer 1 x 1 \\+ judge 1 x 1 = 2 GPUs, and it has 1 x 1 = 1"
+    ):
+        settled(small(placement=msgspec.structs.replace(spec, trainer=RoleSpec(gpus=1))))
+
+
+SERVES = """
+import http.server, os, sys
+
+class Says(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/die":
+            os._exit(5)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(str(os.getpid()).encode())
+
+http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Says).serve_forever()
+"""
+
+
+class Moving(LocalLauncher):
+    """Two machines: what is renewed is on the other one from then on, which has room for so
+    many."""
+
+    room = 1
+    moved: frozenset[SlotMember] = frozenset()
+
+    def address_of(self, member: SlotMember) -> str:
+        return "127.0.0.3" if member in self.moved else "127.0.0.2"
+
+    def renew(self, member: SlotMember) -> None:
+        if member not in self.moved and len(self.moved) == self.room:
+            raise ConfigError("no node has room")
+        self.moved |= {member}
+
+
+@pytest.mark.parametrize("hosts", [LocalLauncher, Moving])
+def test_a_service_that_ends_is_started_again_and_keeps_its_address(
+    hosts: type[LocalLauncher], tmp_path: Path
+) -> None:
+    """On this machine, or first on a second machine and then on a third. In the end it is given
+    up."""
+    service = ServiceSpec(
+        command=(sys.executable, "-c", SERVES, "{host}", "{port}"),
+        variable="RAMIFY_TEST_JUDGE",
+        path="/",
+    )
+    said: list[str] = []
+
+    def fetched(path: str = "") -> str:
+        try:
+            return (
+                urllib.request.urlopen(os.environ["RAMIFY_TEST_JUDGE"] + path, timeout=60)
+                .read()
+                .decode()
+            )
+        except OSError:
+            return ""
+
+    async def ask() -> None:
+        services = RunServices(hosts(), {"judge": service}, tmp_path, restarts=1)
+        await services.start()
+        try:
+            first = await asyncio.to_thread(fetched)
+            assert first
+            for num in (2, 3):  # told that it ended, that it is back; that it ended again
+                assert await asyncio.to_thread(fetched, "die") == ""
+                while len(said) < num:
+                    await asyncio.sleep(0.01)
+                assert (await asyncio.to_thread(fetched) not in ("", first)) == (num == 2)
+        finally:
+            await services.close()
+
+    with heard(said.append, said.append):
+        asyncio.run(ask())
+    assert [
+        re.sub(r" \(process \d+ on .*?\)|; its log ends: .*(?=;)", "", each) for each in said
+    ] == [
+        "service 'judge' ended with status 5; it is restarted",
+        "service 'judge' is back",
+        "service 'judge' ended with status 5; it is given up",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {},
+            "inference.weight_sync=shared works on this machine only, but engine 1 was placed on "
+            "10.0.0.2: use 'nccl' or 'gloo'",
+        ),
+        (
+            {"weight_sync": "delta"},
+            "inference.weight_sync=shared works on this machine only, but engine 1 was placed on "
+            "10.0.0.2",
+        ),
+        ({"weight_sync": "gloo"}, "set inference.weight_sync_options.address=127.0.0.1"),
+        (
+            {"weight_sync": "delta", "weight_sync_options": {"by": "gloo"}},
+            "inference.weight_sync=gloo listens on the loopback, but",
+        ),
+    ],
+)
+def test_weights_must_reach_engines(fields: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_reach(small(inference=InferenceSpec(num=2, **fields)), Apart(), 2)
+    assert said in str(error.value)
+    check_reach(small(inference=InferenceSpec(num=2, **fields)), LocalLauncher(), 2)
+    check_reach(small(inference=InferenceSpec(num=2, weight_sync="file")), Apart(), 2)
