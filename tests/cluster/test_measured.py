@@ -74,7 +74,6 @@ def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts
         if step == 2:
             at_s += EVALUATE_S
             metrics.write(step, "rl", at_s, {"evaluate_s": EVALUATE_S})
-    metrics.close()
     sample, told = (
         {"items": items, "max_items": 9, "straggler_factor": 3.0, **rollouts},
         {"group": group, "concurrency": 64},

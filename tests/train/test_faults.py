@@ -104,7 +104,7 @@ def same(out: Path, calm: Path) -> None:
     """Each group once, with the same outcome, and the same policy at the end."""
     assert group_records.read_group_records(out).balanced
     ours, theirs = (
-        [(each.step, each.number, each.outcome) for each in group_records.read(each)]
+        [(each.step, each.number, each.outcome) for each in group_records.GROUPS.read(each)]
         for each in (out, calm)
     )
     assert ours == theirs
@@ -199,7 +199,7 @@ def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
             assert process.wait() == 0, log.read_text()
         finally:
             process.terminate()
-    step = [each.step for each in group_records.read(calm)][
+    step = [each.step for each in group_records.GROUPS.read(calm)][
         3
     ]  # after the second step of rollouts, of two groups each
     checkpoint = tmp_path / "out/checkpoints" / f"step-{step:06d}"
