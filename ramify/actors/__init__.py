@@ -2,4 +2,9 @@
 
 child_process.py      a process of this machine: start, ask, signal, end
 process_guard.py      the program that ends a process with everything that it started
+process_slots.py      the share of a machine that a process takes
+launcher.py           starts processes on their slots; the launcher of this machine
+ray_launcher.py       the launcher of a Ray cluster
+connect_back.py       connections of started processes, which prove that they have a key
+restarts.py           when a lost process is restarted, and when it is given up
 """

@@ -38,6 +38,8 @@ _START_S = 60.0
 """Seconds that a guard may take to start the command."""
 _KILLED_S = 15.0
 """Seconds that killed processes may take to disappear."""
+_POLL_S = 0.02
+_ENDS_S = 1.0
 _QUOTED = 600
 """Characters of the log that are quoted in an error."""
 _READ = 1 << 14
@@ -153,14 +155,14 @@ class ChildProcess:
         return ""
 
     def exit_reason(self) -> str:
-        return exit_reason(self.poll(), self._reason, self.log_tail() if self._log else None)
+        """As ``Process.exit_reason``. A process whose connections have just closed may need a
+        moment to end."""
+        status = self.wait(_ENDS_S)
+        return exit_reason(status, self._reason, self.log_tail() if self._log else None)
 
     def signal(self, number: int) -> None:
         """As ``Process.signal``."""
         self._send(b"s %d\n" % number)
-
-    def kill(self) -> None:
-        self.end(0.0)
 
     def end(self, timeout_s: float) -> None:
         """As ``Process.end``."""
@@ -250,6 +252,16 @@ def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
         if child.wait(max(0.0, until - time.monotonic())) is None:  # its guard is stopped
             child._guard.kill()
             child.wait(_KILLED_S)
+
+
+def end_when_done(processes: Sequence[Process], timeout_s: float) -> None:
+    """Wait up to ``timeout_s`` until ``processes``, which were asked to end, have ended; kill the
+    others."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until and any(process.poll() is None for process in processes):
+        time.sleep(_POLL_S)
+    for process in processes:
+        process.end(0.0)
 
 
 def exit_reason(status: int | None, reason: str = "", log_tail: str | None = None) -> str:

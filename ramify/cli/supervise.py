@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ramify.actors.child_process import ChildProcess, exit_reason
+from ramify.actors.restarts import RestartCount
 from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parser import UsageError
 from ramify.cli.stderr_notes import error_line
@@ -29,7 +30,6 @@ from ramify.train.lock import holder
 from ramify.train.metrics import FILE, read_metrics
 
 _log = RoomLogger("cli")
-_LONGEST_PAUSE_S = 30.0
 
 
 def supervise(
@@ -47,7 +47,8 @@ def supervise(
         raise UsageError(f"--restarts {restarts}: give at least 1, or leave it out")
     if os.environ.get("WORLD_SIZE"):
         raise UsageError("--restarts does not work under torchrun: use torchrun --max-restarts")
-    since, furthest, failed = time.time(), -1, 0
+    since, furthest = time.time(), -1
+    losses = RestartCount(restarts, _log, "trainer")
     command = [sys.executable, "-m", "ramify", "train", *words, "--out", str(folder), *options]
     with run_log(folder / RUN_LOG, folder.resolve().name) as log, _Trainer() as trainer:
         log.begin()
@@ -66,15 +67,17 @@ def supervise(
             step = _step(folder, since)
             if step is None and furthest < 0 and code > 0:
                 return code  # the trainer has already printed the reason
-            failed = 1 if step is not None and step > furthest else failed + 1
+            if step is not None and step > furthest:
+                losses.succeeded("")
             furthest = max(furthest, step or 0)
             how = exit_reason(code)
-            if failed > restarts:
+            is_restarted, attempt = losses.lost(""), losses.num_losses("")
+            if not is_restarted:
                 text = (
-                    f"the trainer {how} at step {furthest}: failure {failed} in a row without "
+                    f"the trainer {how} at step {furthest}: failure {attempt} in a row without "
                     f"progress, so it is not restarted (--restarts {restarts})"
                 )
-                _log.error("trainer_lost", text, step=furthest, attempt=failed)
+                _log.error("trainer_lost", text, step=furthest, attempt=attempt)
                 error_line(text)
                 return ExitCode.ERROR
             checkpoint = _checkpoint(folder, since)
@@ -85,9 +88,9 @@ def supervise(
                 f"{resume or 'the beginning'}",
                 shown=True,
                 step=furthest,
-                attempt=failed,
+                attempt=attempt,
             )
-            trainer.pause(min(_LONGEST_PAUSE_S, 2.0**failed / 2))
+            trainer.pause(losses.pause_s(""))
 
 
 class _Trainer:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from ramify.actors.process_slots import PlacementSlot
 from ramify.cluster import memory, steps
 from ramify.cluster.devices import DeviceEfficiency, DeviceSpec, device_of
 from ramify.cluster.memory import MemoryEstimate
@@ -20,7 +21,7 @@ from ramify.cluster.steps import StepSeconds, StepTokens
 from ramify.errors import ConfigError
 from ramify.train.config import Run
 from ramify.train.metrics import FILE
-from ramify.train.placement.placement_slots import PlacementSlot, placement_slots
+from ramify.train.placement.placement_slots import placement_slots
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec
 from ramify.train.resource_counts import counted, shared, sleeping
 

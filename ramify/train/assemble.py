@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ramify.actors.launcher import Launcher, LocalLauncher
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import scaffold_of
 from ramify.errors import ConfigError
@@ -27,8 +27,6 @@ from ramify.train.demonstrations import demonstrations_of, rows_of
 from ramify.train.evaluation_metrics import report
 from ramify.train.metrics import StepMetrics
 from ramify.train.model import policy_of, serving_of
-from ramify.train.placement.launcher import Launcher, PlacedEngine
-from ramify.train.placement.local_launcher import LocalLauncher
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.placement.services import RunServices
@@ -189,10 +187,9 @@ class RunParts:
                 restarts=placement.restarts,
             )
             await self.services.start()
-        launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
             await self.client.start(
-                out / "inference", lambda folder: save_policy(self.serving, folder), launch
+                out / "inference", lambda folder: save_policy(self.serving, folder), self.hosts
             )
             await self._start_workers(out)
 
@@ -260,13 +257,19 @@ class RunParts:
         if the placement slots are not available."""
         import torch
 
-        from ramify.train.placement.ray_launcher import RayLauncher
+        from ramify.actors.ray_launcher import RayLauncher
 
         if not self._is_placed:
             return None
-        assert self.run.placement is not None
+        spec = self.run.placement
+        assert spec is not None
         hosts = RayLauncher(
-            self.run.placement, self._placement_slots, num_gpus=torch.cuda.device_count()
+            self._placement_slots,
+            gpus={name: spec.role(name).gpus for name in spec.roles},
+            spread=[name for name, pool in spec.pools.items() if pool.order == "spread"],
+            address=spec.address,
+            start_s=spec.start_s,
+            num_gpus=torch.cuda.device_count(),
         )
         try:
             num = sum(

@@ -16,15 +16,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ramify.actors.launcher import Launcher
+from ramify.actors.process_slots import PlacementSlot, SlotMember
 from ramify.errors import ConfigError, nearest
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.placement.launcher import Launcher
-from ramify.train.placement.placement_slots import (
-    PlacementSlot,
-    SlotMember,
-    counts,
-    placement_slots,
-)
+from ramify.train.placement.placement_slots import counts, placement_slots
 from ramify.train.placement.placement_spec import KINDS, PlacementSpec
 
 if TYPE_CHECKING:

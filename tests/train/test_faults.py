@@ -132,7 +132,7 @@ def test_a_killed_engine_changes_nothing(calm: Path, tmp_path: Path) -> None:
     )
     same(tmp_path, calm)
     assert len(said) == 2
-    assert "and ended with status -9: " in said[0]
+    assert " was killed by signal 9; its log ends: " in said[0]
     assert said[0].endswith("no engine is left; it is started again")
     assert "an engine is back, with version" in said[1]
     last = [each.values for each in read_metrics(tmp_path) if "rl_loss" in each.values][-1]

@@ -1,8 +1,7 @@
-"""Engines as processes of this run: the command and port of each, and the error if one does not
-start.
+"""Engines as processes of this run: the command and port of each.
 
 Their output goes to a log file, whose last lines are quoted if they fail. They end with the trainer
-(see ``actors/child_process.py``).
+(see ``actors/``).
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
-from ramify.actors.child_process import ChildProcess
+from ramify.actors.launcher import Launcher
+from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import VERSIONS, InferenceSpec
 from ramify.inference.weight_sync import WEIGHT_SYNCS
@@ -37,108 +36,90 @@ _POLL_S = 0.01
 _GONE_S = 1.0
 
 
-class EngineHandle(Protocol):
-    """An engine process that serves HTTP."""
-
-    url: str
-    log: Path
-
-    async def restart(self) -> None:
-        """Stop the process if it still runs, and start it again, possibly at another ``url``.
-        Raises ConfigError if it cannot be started."""
-        ...
-
-    @property
-    def ended(self) -> int | None:
-        """Exit status; None while the process runs."""
-        ...
-
-    def said(self) -> str:
-        """The end of its log, on one line."""
-        ...
-
-    def close(self) -> None:
-        """Stop the process and its children. Idempotent."""
-        ...
-
-
 class EngineProcess:
-    """An engine process on this machine. Implements ``EngineHandle``."""
+    """An engine process on its slot. It restarts wherever its slot is by then, perhaps at another
+    address."""
 
     def __init__(
         self,
+        launcher: Launcher,
         spec: InferenceSpec,
         index: int,
-        port: int,
         checkpoint: Path,
         dtype: str,
         window: int,
         log: Path,
     ) -> None:
-        """Raises ConfigError if the command is not found."""
-        self.url = f"http://{_HOST}:{port}"
+        """Start it. Raises ConfigError if it cannot be started."""
+        self._launcher = launcher
+        self._member = SlotMember("inference", index)
         self.log = log
         self._spec = spec
-        self._index = index
-        self._command = engine_command(spec, checkpoint, port, dtype, window)
+        self._model = (checkpoint.resolve(), dtype, window)
+        self._fixed = spec.ports[index] if spec.ports else 0
+        self._host = ""
         log.unlink(missing_ok=True)
-        self.start()
-
-    def start(self) -> None:
-        """Start the process: the first time, or again after ``close`` has returned.
-
-        Raises ConfigError if the command is not found.
-        """
-        environment = engine_environment(self._spec, self._index)
-        try:
-            self._child = ChildProcess(self._command, environment=environment, log=self.log)
-        except OSError as error:
-            raise ConfigError(
-                f"an engine cannot be started: {self._command[0]}: {error.strerror}; set "
-                f"inference.command, or install {self._spec.engine}"
-            ) from None
+        self._start()
 
     async def restart(self) -> None:
-        """See ``EngineHandle.restart``."""
-        await asyncio.to_thread(self.close)  # it may still run without answering
-        self.start()
+        """Stop the process if it still runs, and start it again, possibly at another ``url``.
+        Raises ConfigError if it cannot be started."""
+        await asyncio.to_thread(self._restart)
+
+    def _restart(self) -> None:
+        self.close()
+        self._launcher.renew(self._member)
+        self._start()
+
+    def _start(self) -> None:
+        host = self._launcher.address_of(self._member)
+        if host != self._host:
+            self._host = host
+            self._port = self._fixed or self._launcher.free_port(self._member)
+            self.url = f"http://{host}:{self._port}"
+        checkpoint, dtype, window = self._model
+        command = engine_command(self._spec, checkpoint, self._port, dtype, window, host)
+        environment = engine_environment(self._spec, self._member.number)
+        self._process = self._launcher.start(self._member, command, environment, self.log.resolve())
 
     @property
     def ended(self) -> int | None:
-        return self._child.poll()
+        """Exit status; None while the process runs."""
+        return self._process.poll()
 
-    def said(self) -> str:
-        return self._child.log_tail()
+    def exit_reason(self) -> str:
+        """How it ended, with the end of its log."""
+        return f"{self._process.where} {self._process.exit_reason()}"
 
     def close(self) -> None:
-        self._child.end(_END_S)
+        """Stop the process and its children. Idempotent."""
+        self._process.end(_END_S)
 
 
-async def status_of(engine: EngineHandle | None) -> int | None:
+async def status_of(engine: EngineProcess | None) -> int | None:
     """Exit status of an engine; None while it runs, or if it has no process here. The call may be
     slow for an engine on another machine."""
     return None if engine is None else await asyncio.to_thread(lambda: engine.ended)
 
 
-async def ended_soon(engine: EngineHandle | None) -> int | None:
+async def ended_soon(engine: EngineProcess | None) -> int | None:
     """``status_of`` for an engine whose connections broke: wait a moment for its process to
     exit."""
     return None if engine is None else await asyncio.to_thread(_ended_within, engine, _GONE_S)
 
 
-def _ended_within(engine: EngineHandle, wait_s: float) -> int | None:
+def _ended_within(engine: EngineProcess, wait_s: float) -> int | None:
     until = time.monotonic() + wait_s
     while (status := engine.ended) is None and time.monotonic() < until:
         time.sleep(_POLL_S)
     return status
 
 
-def ports_for(spec: InferenceSpec) -> list[int]:
-    """One port for each server to start. Raises ConfigError for a port that is in use."""
-    # All sockets stay bound until every port is chosen, so that no port is chosen twice.
+def check_ports(spec: InferenceSpec) -> None:
+    """Raise ConfigError for a port of this machine that is in use."""
+    # All sockets stay bound until every port is checked, so that a port given twice is found.
     with contextlib.ExitStack() as stack:
-        ports = []
-        for port in spec.ports or (0,) * spec.num:
+        for port in spec.ports:
             holder = stack.enter_context(socket.socket())
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -149,8 +130,6 @@ def ports_for(spec: InferenceSpec) -> list[int]:
                     f"({error.strerror}): choose another port, omit ports to use free ones, or "
                     "set urls to use the server that runs there"
                 ) from None
-            ports.append(holder.getsockname()[1])
-        return ports
 
 
 def check_program(spec: InferenceSpec) -> None:

@@ -23,15 +23,15 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from pathlib import Path
 
+from ramify.actors.launcher import Launcher
 from ramify.errors import ModelError, ReplyLost, ServerFailed, Unreachable
 from ramify.inference.base import TAGS
 from ramify.inference.http.api import EngineStateConflict
 from ramify.inference.http.engine_list import EngineList
 from ramify.inference.http.engine_process import (
-    EngineHandle,
     EngineProcess,
+    check_ports,
     ended_soon,
-    ports_for,
     status_of,
 )
 from ramify.inference.http.engine_server import EngineServer, SampledIds
@@ -42,9 +42,6 @@ from ramify.logging import RoomLogger
 from ramify.models.load import Policy
 
 _log = RoomLogger("inference")
-Launch = Callable[[InferenceSpec, int, Path, str, int, Path], EngineHandle]
-"""Function that starts an engine: (spec, index, checkpoint, dtype, window, log file) -> its
-handle."""
 _MAX_TREES = 65_536
 _MAX_REASONS = 3
 """Number of most recently lost engines whose reasons an error lists."""
@@ -65,8 +62,8 @@ class EngineFleet:
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._window = policy.window
         self._key = os.environ.get(spec.key_variable, "")
-        self._ports = [] if spec.urls else ports_for(spec)
-        self._processes: dict[str, EngineHandle] = {}
+        check_ports(spec)
+        self._processes: dict[str, EngineProcess] = {}
         """Each address that a process has had -> the process."""
         self._urls: list[str] = []
         self.alive: list[EngineServer] = []
@@ -87,12 +84,12 @@ class EngineFleet:
     # --- from start to end
 
     async def start(
-        self, out: Path, save: Callable[[Path], None], launch: Launch | None, *, leads: bool = True
+        self, out: Path, save: Callable[[Path], None], launcher: Launcher, *, leads: bool = True
     ) -> None:
         """Start the servers, or attach to them, and check each. Raises ConfigError. ``leads`` is
         False if another process decides when they sleep."""
         self._leads = leads
-        self._urls = list(self.spec.urls) or self._launched(out, save, launch)
+        self._urls = list(self.spec.urls) or self._launched(out, save, launcher)
         self.alive = [self._server(url) for url in self._urls]
         self.in_flight = dict.fromkeys(self._urls, 0)
         await asyncio.gather(*(self._until_up(server, self.spec.probe_s) for server in self.alive))
@@ -112,19 +109,13 @@ class EngineFleet:
         processes, self._processes = set(self._processes.values()), {}
         await asyncio.gather(*(asyncio.to_thread(process.close) for process in processes))
 
-    def _launched(
-        self, out: Path, save: Callable[[Path], None], launch: Launch | None
-    ) -> list[str]:
+    def _launched(self, out: Path, save: Callable[[Path], None], launcher: Launcher) -> list[str]:
         checkpoint = out / "checkpoint"
         save(checkpoint)
-        for index, port in enumerate(self._ports):
+        for index in range(len(self.spec.ports) or self.spec.num):
             log = out / f"server-{index}.log"
-            process = (
-                launch(self.spec, index, checkpoint, self._dtype, self._window, log)
-                if launch is not None
-                else EngineProcess(
-                    self.spec, index, port, checkpoint, self._dtype, self._window, log
-                )
+            process = EngineProcess(
+                launcher, self.spec, index, checkpoint, self._dtype, self._window, log
             )
             self._processes[process.url] = process
         return list(self._processes)
@@ -271,7 +262,7 @@ class EngineFleet:
             pass
         ended, how = await ended_soon(process), ""
         if process is not None and ended is not None:
-            how = f", and ended with status {ended}: {await asyncio.to_thread(process.said)}"
+            how = f"; {await asyncio.to_thread(process.exit_reason)}"
         if server in self.alive:  # another request may have dropped it meanwhile
             await self._drop(
                 server, f"{server.url} no longer answers; the failed request: {error}{how}"

@@ -21,12 +21,13 @@ from typing import TypeVar
 
 import msgspec
 
+from ramify.actors.launcher import Launcher, LocalLauncher
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
 from ramify.inference.base import CachePressure, EngineLost
 from ramify.inference.http.engine_list import EngineList
 from ramify.inference.http.engine_server import EngineServer, SampledIds
-from ramify.inference.http.fleet import EngineFleet, Launch
+from ramify.inference.http.fleet import EngineFleet
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.http.membership import EngineMembership
 from ramify.inference.http.partial_reply import PartialReply, tree_of
@@ -79,20 +80,20 @@ class HttpEngines:
         self,
         out: Path,
         save: Callable[[Path], None],
-        launch: Launch | None = None,
+        launcher: Launcher | None = None,
         *,
         gone: Callable[[str], None] | None = None,
     ) -> None:
         """Start the servers, or attach to them; check each; open the weight sync.
 
-        ``save`` writes a checkpoint below ``out`` for servers to start, which ``launch`` starts if
-        they are not on this machine. ``gone`` is for a client that only samples while another
+        ``save`` writes a checkpoint below ``out`` for servers to start, which ``launcher`` starts,
+        by default on this machine. ``gone`` is for a client that only samples while another
         process updates the weights: it is called with the address of an engine that does not
         answer, and ``listed`` then says which engines may be used. Raises ConfigError for a server
         that does not fit the policy.
         """
         try:
-            await self._fleet.start(out, save, launch, leads=gone is None)
+            await self._fleet.start(out, save, launcher or LocalLauncher(), leads=gone is None)
             if gone is None:
                 await self._sync.open()
             else:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from functools import partial
 
-from ramify.errors import RamifyError
+from ramify.actors.restarts import RestartCount, until_started
 from ramify.inference.http.engine_server import EngineServer
 from ramify.logging import RoomLogger
 
@@ -35,7 +36,6 @@ class EngineMembership:
         """``restarts``: how often one engine may be lost without having taken a new version in
         between. ``bring`` returns the engine at an address once it answers and fits; it raises
         RamifyError if that does not happen in time."""
-        self._restarts = restarts
         self._bring = bring
         self.on_return: Callable[[], Awaitable[None]] | None = None
         """Gives the newest weights to ready engines; it handles its own errors."""
@@ -46,7 +46,7 @@ class EngineMembership:
         self.num_lost = 0
         self.num_back = 0
         self._coming: dict[str, asyncio.Task[None]] = {}
-        self._tries: dict[str, int] = {}
+        self._restarts = RestartCount(restarts, _log, "engine")
         self._news = asyncio.Event()
 
     @property
@@ -67,14 +67,14 @@ class EngineMembership:
         """Record the loss of an engine; returns whether it is expected back."""
         self.num_lost += 1
         self.reasons.append(why)
-        if not self._may_try(url):
+        if not self._restarts.lost(url):
             return False
         self.expect(url)
         return True
 
     def record_update(self) -> None:
         """Record that all live engines have taken a new version: earlier losses no longer count."""
-        self._tries.clear()
+        self._restarts.all_succeeded()
 
     def take_ready(self) -> list[EngineServer]:
         ready, self.ready = self.ready, []
@@ -105,39 +105,23 @@ class EngineMembership:
         for server in self.take_ready():
             await server.close()
 
-    def _may_try(self, url: str) -> bool:
-        self._tries[url] = self._tries.get(url, 0) + 1
-        return self._tries[url] <= self._restarts
-
     def expect(self, url: str) -> None:
         """Start to wait for an engine, also for one that was never asked."""
         self._coming[url] = asyncio.ensure_future(self._return(url))
 
     async def _return(self, url: str) -> None:
         try:
-            server = await self._until_back(url)
-            self._tries[server.url] = self._tries.get(url, 0)  # it may have moved
+            server = await until_started(partial(self._bring, url), partial(self._failed, url))
+            if server is None:
+                return
+            self._restarts.moved(url, server.url)
             self.ready.append(server)
-        except RamifyError:
-            return
         finally:
             self._coming.pop(url, None)
             self.notify()
         if self.on_return is not None:
             await self.on_return()
 
-    async def _until_back(self, url: str) -> EngineServer:
-        while True:
-            try:
-                return await self._bring(url)
-            except RamifyError as error:
-                self.reasons.append(f"{url} did not come back: {error}")
-                is_last = not self._may_try(url)
-                _log.warning(
-                    "engine_lost" if is_last else "restart",
-                    f"{self.reasons[-1]}; it is {'given up' if is_last else 'tried again'}",
-                    shown=True,
-                    engine=url,
-                )
-                if is_last:
-                    raise
+    def _failed(self, url: str, error: Exception) -> bool:
+        self.reasons.append(f"{url} did not come back: {error}")
+        return self._restarts.failed(url, self.reasons[-1], "tried again")

@@ -7,7 +7,7 @@ import asyncio
 import time
 
 from ramify.errors import ConfigError, ModelError
-from ramify.inference.http.engine_process import EngineHandle, status_of
+from ramify.inference.http.engine_process import EngineProcess, status_of
 from ramify.inference.http.engine_server import EngineServer, ServerInfo
 
 _POLL_S = 0.1
@@ -21,7 +21,7 @@ _FLAGS = {
 
 
 async def until_up(
-    server: EngineServer, process: EngineHandle | None, wait_s: float, restarts: int
+    server: EngineServer, process: EngineProcess | None, wait_s: float, restarts: int
 ) -> None:
     """Return once ``server`` answers. ``process`` is the process that was started for it; if it is
     killed before it answers, it is started again up to ``restarts`` times."""
@@ -33,11 +33,9 @@ async def until_up(
             ended = await status_of(process)
             if process is not None and ended is not None:
                 if ended >= 0 or not restarts:
-                    log_tail = await asyncio.to_thread(process.said)
+                    reason = await asyncio.to_thread(process.exit_reason)
                     raise ConfigError(
-                        f"the engine at {server.url} ended with status {ended} before it answered; "
-                        f"its log {process.log} "
-                        f"ends: {log_tail}"
+                        f"the engine at {server.url} did not answer: {reason} (in {process.log})"
                     ) from None
                 restarts -= 1
                 await process.restart()  # the next try may succeed

@@ -24,6 +24,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from ramify.actors.launcher import Launcher
+from ramify.actors.rank_group import RankGroup
 from ramify.errors import ConfigError
 from ramify.inference.weight_sync.base import AdaptedMatrix
 from ramify.models.load import Policy, stored_dtype
@@ -32,7 +34,6 @@ from ramify.train.backends import adapters, launch, shards
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, decided
 from ramify.train.backends.rank import RankModelSpec, dealt, idle, is_of_critic
-from ramify.train.backends.rank_group import RankGroup
 from ramify.train.backends.sharding import on_meta
 from ramify.train.backends.single import check_window
 from ramify.train.backends.trained_model import SeparateCritic
@@ -40,7 +41,6 @@ from ramify.train.backends.write_checkpoint import ExportedWeights, export
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import whole_step
 from ramify.train.losses.loss import LossSpec, LossTally
-from ramify.train.placement.launcher import Launcher
 from ramify.types.sequence import Batch, Floats
 
 _STATE = "trainer.pt"

@@ -14,24 +14,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ramify.actors.child_process import ChildProcess
+from ramify.actors.child_process import ChildProcess, Process, import_path
+from ramify.actors.connect_back import Listener, connect
+from ramify.actors.launcher import Launcher
+from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import ShardSpec
-from ramify.train.backends.rank_group import RankProcess
 from ramify.train.backends.rendezvous import began, come, gather
-from ramify.train.handshake import authenticate
-from ramify.train.placement.launcher import Launcher
-from ramify.train.placement.placement_slots import SlotMember
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT, _DEVICE = "RAMIFY_RANK_TIMEOUT_S", "RAMIFY_RANK_DEVICE"
@@ -135,7 +133,7 @@ class JoinedRanks(NamedTuple):
 
 
 @contextlib.contextmanager
-def _unfinished(processes: Sequence[RankProcess]) -> Iterator[None]:
+def _unfinished(processes: Sequence[Process]) -> Iterator[None]:
     """Kill all started ranks if the start fails."""
     import torch.distributed as dist
 
@@ -143,8 +141,7 @@ def _unfinished(processes: Sequence[RankProcess]) -> Iterator[None]:
         yield
     except BaseException:
         for process in processes:
-            process.kill()
-            process.wait()
+            process.end(0.0)
         if dist.is_initialized():
             dist.destroy_process_group()
         raise
@@ -155,13 +152,13 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
     Raises ConfigError like ``check``, and TrainError if a rank does not start."""
     from torch._C._distributed_c10d import TCPStore
 
+    from ramify.actors.rank_group import RankConnection, RankGroup, RankHeartbeat
     from ramify.train.backends.rank import RankModels
-    from ramify.train.backends.rank_group import RankConnection, RankGroup, RankHeartbeat
 
     size = check(shard, device, elsewhere=hosts is not None)
     world = RankInfo.of_environment()
     pulse = RankHeartbeat()
-    processes: list[RankProcess] = []
+    processes: list[Process] = []
     with _unfinished(processes):
         if world is None:
             address = "127.0.0.1" if hosts is None else hosts.address
@@ -205,8 +202,8 @@ def follow(world: RankInfo) -> NoReturn:
     """Run as rank ``world.rank`` until rank 0 ends, and then exit."""
     import torch.distributed as dist
 
+    from ramify.actors.rank_group import RankHeartbeat, follow
     from ramify.train.backends.rank import RankModels
-    from ramify.train.backends.rank_group import RankHeartbeat, follow
 
     device, timeout_s = (
         os.environ.get(_DEVICE, ""),
@@ -236,7 +233,6 @@ def _environment(rank: int, world: RankInfo, timeout_s: float, device: str) -> d
     """Additional environment variables of a rank."""
     import torch
 
-    package = str(Path(__file__).parents[3])
     return {
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // world.size)),
         "RANK": str(rank),
@@ -246,14 +242,14 @@ def _environment(rank: int, world: RankInfo, timeout_s: float, device: str) -> d
         "MASTER_PORT": str(world.port),
         _TIMEOUT: str(timeout_s),
         _DEVICE: device,
-        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
+        **import_path(),
     }
 
 
 _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 
 
-def _placed(hosts: Launcher, environment: Mapping[str, str], rank: int, out: Path) -> RankProcess:
+def _placed(hosts: Launcher, environment: Mapping[str, str], rank: int, out: Path) -> Process:
     """Start a rank in its placement slot, which exposes only its own GPUs."""
     log = out.resolve() / "ranks" / f"rank-{rank}.log"
     return hosts.start(
@@ -261,13 +257,10 @@ def _placed(hosts: Launcher, environment: Mapping[str, str], rank: int, out: Pat
     )
 
 
-def _check_alive(processes: Sequence[RankProcess], rank: int) -> None:
+def _check_alive(processes: Sequence[Process], rank: int) -> None:
     """Raise TrainError if a rank that was started here has exited."""
-    if not processes or (status := processes[rank - 1].poll()) is None:
-        return
-    log_end = getattr(processes[rank - 1], "said", str)()
-    why = f"its log ends: {log_end}" if log_end else "it says why on stderr"
-    raise TrainError(f"rank {rank} did not start: exit status {status}; {why}")
+    if processes and processes[rank - 1].poll() is not None:
+        raise TrainError(f"rank {rank} did not start: it {processes[rank - 1].exit_reason()}")
 
 
 def _is_agents() -> bool:
@@ -342,24 +335,21 @@ def _accept_ranks(world: RankInfo, size: int, connection_type: Any) -> list[Any]
 
     if size == 1:
         return []
-    key = secrets.token_bytes(32)
     host = "127.0.0.1" if world.address == "127.0.0.1" else socket.gethostbyname(world.address)
-    with socket.create_server((host, 0), backlog=2 * size) as server:
-        dist.broadcast_object_list([server.getsockname(), key], 0)
+    with Listener(host, 2 * size) as listener:
+        dist.broadcast_object_list([listener.address, listener.key], 0)
         connections: dict[tuple[int, str], Connection] = {}
         hosts: dict[int, str] = {}
         until = time.monotonic() + _START_S
         while len(connections) < 2 * (size - 1):
-            server.settimeout(max(0.0, until - time.monotonic()))
             try:
-                peer, _ = server.accept()
-            except (TimeoutError, BlockingIOError):
+                joined = listener.accept(until - time.monotonic())
+            except TimeoutError:
                 raise TrainError(
                     f"a rank did not come back to rank 0 within {_START_S:g} s"
                 ) from None
-            if joined := authenticate(peer, key):
-                connection, (rank, kind, place) = joined
-                connections[rank, kind], hosts[rank] = connection, place
+            connection, (rank, kind, place) = joined
+            connections[rank, kind], hosts[rank] = connection, place
     return [
         connection_type(rank, connections[rank, "talk"], connections[rank, "watch"], hosts[rank])
         for rank in range(1, size)
@@ -371,12 +361,10 @@ def _connect_back(world: RankInfo) -> tuple[Connection, Connection]:
 
     address_and_key: list[Any] = [None, None]
     dist.broadcast_object_list(address_and_key, 0)
-    connections = []
-    for kind in ("talk", "watch"):
-        connection = Client(tuple(address_and_key[0]), authkey=address_and_key[1])
-        connection.send((world.rank, kind, f"process {os.getpid()} on {socket.gethostname()}"))
-        connections.append(connection)
-    return connections[0], connections[1]
+    address, key = address_and_key
+    place = f"process {os.getpid()} on {socket.gethostname()}"
+    talk, watch = (connect(address, key, (world.rank, kind, place)) for kind in ("talk", "watch"))
+    return talk, watch
 
 
 def _device(device: str, world: RankInfo) -> Any:

@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ramify.actors.rank_group import RankHeartbeat
 from ramify.models.load import Policy
 from ramify.models.weights import read_weights
 from ramify.train.backends import adapters, shards
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.backends.rank_group import RankHeartbeat
 from ramify.train.backends.sharding import ShardedLayout, mesh_of, on_meta
 from ramify.train.backends.single import VALUE_HEAD, SingleBackend, value_head
 from ramify.train.losses.loss import LossSpec, LossTally

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ramify.actors.rank_group import RemoteRankError
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy
 from ramify.models.trunk import trunk_of
@@ -42,7 +43,6 @@ from ramify.train.backends.activation_memory import (
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, decided
 from ramify.train.backends.head import HeadRequest, entry_logprobs
 from ramify.train.backends.optimizers import CombinedOptimizer
-from ramify.train.backends.rank_group import RemoteRankError
 from ramify.train.backends.weight_layout import SingleProcessLayout, WeightLayout
 from ramify.train.data.pack import ComputeCost, PackingSpec
 from ramify.train.losses import CriticOnlyLoss, whole_step

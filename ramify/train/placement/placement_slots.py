@@ -25,58 +25,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
-
+from ramify.actors.process_slots import ALMOST, PlacementSlot, SlotMember, SlotResources
 from ramify.errors import ConfigError
 from ramify.train.placement.placement_spec import ROLES, NodePool, PlacementSpec
-
-_ALMOST = 1e-9
-"""Tolerance for fractions: three times a third of a GPU is one GPU."""
-
-
-class SlotResources(NamedTuple):
-    """Resources that a slot takes from a node, or that a node has."""
-
-    gpus: float = 0.0
-    cpus: float = 0.0
-    memory_gb: float = 0.0
-
-    def __add__(self, other: object) -> SlotResources:
-        assert isinstance(other, SlotResources)
-        return SlotResources(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def without(self, other: SlotResources) -> SlotResources:
-        return SlotResources(*(a - b for a, b in zip(self, other, strict=True)))
-
-    def fits(self, available: SlotResources) -> bool:
-        return all(a <= b + _ALMOST for a, b in zip(self, available, strict=True))
-
-
-class SlotMember(NamedTuple):
-    """One process of a role."""
-
-    role: str
-    number: int
-
-
-class PlacementSlot(msgspec.Struct, frozen=True):
-    """The share of one node that a process takes, or several that are colocated."""
-
-    pool: str
-    """Empty if the placement declares no pools."""
-    node: int
-    """Index of the node in its pool."""
-    needs: SlotResources
-    members: tuple[SlotMember, ...]
-    offsets: tuple[float, ...] = ()
-    """Index of each member's first GPU in the slot; empty: all members use all GPUs."""
-
-    def share(self, member: SlotMember, gpus: float, slot_gpus: Sequence[str]) -> list[str]:
-        """Those of ``slot_gpus``, the GPUs of the slot, that a member with ``gpus`` GPUs uses."""
-        if not self.offsets or not gpus:
-            return list(slot_gpus)
-        first = int(self.offsets[self.members.index(member)] + _ALMOST)
-        return list(slot_gpus[first : first + max(1, int(gpus + _ALMOST))])
 
 
 def counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
@@ -162,7 +113,7 @@ def _side_by_side(gpus: float, largest: float, num: int) -> int:
     """How many processes of ``gpus`` GPUs fit side by side on a slot of ``largest`` GPUs."""
     if not largest:
         return 1
-    return max(1, int(largest / gpus + _ALMOST)) if gpus else num
+    return max(1, int(largest / gpus + ALMOST)) if gpus else num
 
 
 def _check_group(spec: PlacementSpec, group: Sequence[str]) -> None:
@@ -175,7 +126,7 @@ def _check_group(spec: PlacementSpec, group: Sequence[str]) -> None:
     gpus = {role: spec.role(role).gpus for role in group}
     for role, num_gpus in gpus.items():
         times = max(gpus.values()) / num_gpus if num_gpus else 1.0
-        if abs(times - round(times)) > _ALMOST:
+        if abs(times - round(times)) > ALMOST:
             listed = ", ".join(f"{name} {value:g}" for name, value in gpus.items())
             raise ConfigError(
                 f"placement.colocate: GPUs per process are {listed}: those of {role} do not divide "
@@ -193,7 +144,7 @@ def _check_sums(name: str, pool: NodePool, inside: Sequence[_UnplacedSlot]) -> N
             key = _roles_of(slot.members), getattr(slot.needs, field)
             num_slots[key] = num_slots.get(key, 0) + 1
         total = sum(num * amount for (_, amount), num in num_slots.items())
-        if total > available + _ALMOST:
+        if total > available + ALMOST:
             terms = " + ".join(
                 f"{role} {num} x {amount:g}" for (role, amount), num in num_slots.items() if amount
             )

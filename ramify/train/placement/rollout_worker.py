@@ -18,12 +18,13 @@ import os
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from ramify.actors.connect_back import connect_back
 from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
 from ramify.errors import RamifyError
@@ -31,8 +32,6 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.logging import Sender, SentRecord, attach
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item
-
-AT, KEY, NUMBER = "RAMIFY_RUNNER_AT", "RAMIFY_RUNNER_KEY", "RAMIFY_RUNNER_NUMBER"
 
 
 class RolloutWorkerSpec(msgspec.Struct, frozen=True):
@@ -100,9 +99,7 @@ def _send(connection: Connection, message: WorkerMessage) -> None:
 
 def main() -> None:
     """Run a rollout worker until the run ends."""
-    host, _, port = os.environ[AT].rpartition(":")
-    connection = Client((host, int(port)), authkey=bytes.fromhex(os.environ.pop(KEY)))
-    connection.send(int(os.environ[NUMBER]))
+    connection = connect_back()
     spec: RolloutWorkerSpec = connection.recv()
     try:
         asyncio.run(_RolloutWorker(connection, spec).serve())

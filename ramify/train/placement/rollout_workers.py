@@ -20,29 +20,27 @@ import contextlib
 import itertools
 import os
 import queue
-import secrets
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from ramify.actors.child_process import Process, end_when_done, import_path
+from ramify.actors.connect_back import Listener
+from ramify.actors.launcher import Launcher
+from ramify.actors.process_slots import SlotMember
+from ramify.actors.restarts import RestartCount, until_started
 from ramify.clients.base import Sampling
-from ramify.errors import ConfigError, RamifyError, TrainError
+from ramify.errors import ConfigError, TrainError
 from ramify.logging import RoomLogger, SentRecord
 from ramify.tasks.base import Item
-from ramify.train.handshake import authenticate
-from ramify.train.placement.launcher import LaunchedProcess, Launcher
-from ramify.train.placement.placement_slots import SlotMember
 from ramify.train.placement.rollout_worker import (
-    AT,
-    KEY,
-    NUMBER,
     AvailableEngines,
     RolloutRequest,
     RolloutWorkerSpec,
@@ -90,7 +88,7 @@ class EngineHealth(Protocol):
 class _Worker:
     """One rollout worker, as the run sees it."""
 
-    def __init__(self, number: int, process: LaunchedProcess, connection: Connection) -> None:
+    def __init__(self, number: int, process: Process, connection: Connection) -> None:
         self.number = number
         self.process = process
         self.connection = connection
@@ -142,11 +140,9 @@ class RolloutWorkers:
         self._engines = engines
         self._seen = seen
         self._start_s = start_s
-        self._restarts = restarts
-        self._key = secrets.token_bytes(32)
+        self._restarts = RestartCount(restarts, _log, "worker")
         self._alive: list[_Worker] = []
-        self._processes: dict[int, LaunchedProcess] = {}
-        self._tries = dict.fromkeys(range(num), 0)
+        self._processes: dict[int, Process] = {}
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._waiting: list[RolloutRequest] = []
         """Requests that arrived while no worker was available."""
@@ -199,15 +195,15 @@ class RolloutWorkers:
         for worker in workers:
             worker.send(None)
         processes, self._processes = list(self._processes.values()), {}
-        await asyncio.gather(*(asyncio.to_thread(_end, process) for process in processes))
+        await asyncio.to_thread(end_when_done, processes, _END_S)
         for worker in workers:
             worker.connection.close()
 
     # --- starting a worker
 
-    async def _start_worker(self, number: int) -> None:
-        """Start worker ``number``, and return once it can sample rollouts. Raises ConfigError if it
-        cannot."""
+    async def _start_worker(self, number: int) -> _Worker:
+        """Start worker ``number``, and return it once it can sample rollouts. Raises ConfigError if
+        it cannot."""
         until = time.monotonic() + self._start_s
         while not self._engines.answering:
             if time.monotonic() > until:
@@ -215,13 +211,7 @@ class RolloutWorkers:
                     f"rollout worker {number} found no engine to call within {self._start_s:g} s"
                 )
             await asyncio.sleep(_POLL_S)
-        with socket.create_server((self._hosts.address, 0), backlog=1) as server:
-            server.setblocking(False)
-            process = await asyncio.to_thread(
-                self._start_process, number, "{}:{}".format(*server.getsockname())
-            )
-            self._processes[number] = process
-            worker = _Worker(number, process, await self._connected(server, number, process))
+        worker = await asyncio.to_thread(self._start_process, number)
         urls = worker.urls = self._engines.answering
         inference = msgspec.structs.replace(self._spec.inference, urls=urls)
         worker.send(msgspec.structs.replace(self._spec, inference=inference))
@@ -235,7 +225,7 @@ class RolloutWorkers:
         except TimeoutError:
             worker.send(None)
             raise ConfigError(
-                f"rollout worker {number} ({process.where}) did not start within "
+                f"rollout worker {number} ({worker.process.where}) did not start within "
                 f"{self._start_s:g} s"
             ) from None
         worker.urls = ()  # ``_watch`` sends the current list of engines next
@@ -243,84 +233,62 @@ class RolloutWorkers:
         waiting, self._waiting = self._waiting, []
         for request in waiting:
             self._assign(request)
+        return worker
 
-    def _start_process(self, number: int, address: str) -> LaunchedProcess:
-        package = str(Path(__file__).parents[3])
+    def _start_process(self, number: int) -> _Worker:
+        """Start the process, and return once it has connected. Raises ConfigError."""
         names = {self._spec.inference.key_variable, *self._spec.variables}
-        environment = {
-            AT: address,
-            KEY: self._key.hex(),
-            NUMBER: str(number),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [package, os.environ.get("PYTHONPATH", "")])
-            ),
-            **{name: os.environ[name] for name in names if name in os.environ},
-        }
         command = [sys.executable, "-m", "ramify.train.placement.rollout_worker"]
         log = self._out.resolve() / "runners" / f"runner-{number}.log"
         member = SlotMember("rollouts", number)
         if before := self._processes.get(number):
-            before.terminate(0.0)
+            before.end(0.0)
             self._hosts.renew(member)
-        return self._hosts.start(member, command, environment, log)
+        with Listener(self._hosts.address) as listener:
+            environment = {
+                "OMP_NUM_THREADS": "1",
+                **import_path(),
+                **{name: os.environ[name] for name in names if name in os.environ},
+                **listener.environment(str(number)),
+            }
+            process = self._processes[number] = self._hosts.start(member, command, environment, log)
 
-    async def _connected(
-        self, server: socket.socket, number: int, process: LaunchedProcess
-    ) -> Connection:
-        """The worker's connection, once it has connected back with the key. Raises ConfigError."""
-        until = time.monotonic() + self._start_s
-        while True:
+            def look() -> None:
+                if self._is_closing:
+                    raise ConfigError("the run is ending")
+                if process.poll() is not None:
+                    raise ConfigError(
+                        f"rollout worker {number} did not connect: it {process.exit_reason()}"
+                    )
+
             try:
-                async with asyncio.timeout(_LOOK_S):
-                    peer, _ = await self._loop.sock_accept(server)
+                connection, _ = listener.accept(self._start_s, look)
+            except ConfigError:
+                process.end(0.0)
+                raise
             except TimeoutError:
-                status = await asyncio.to_thread(process.poll)
-                if status is not None:
-                    log = await asyncio.to_thread(process.said)
-                    raise ConfigError(
-                        f"rollout worker {number} ended with status {status} before it connected: "
-                        f"{log}"
-                    ) from None
-                if time.monotonic() > until:
-                    raise ConfigError(
-                        f"rollout worker {number} did not connect to the run within "
-                        f"{self._start_s:g} s"
-                    ) from None
-                continue
-            if authenticated := await asyncio.to_thread(authenticate, peer, self._key):
-                return authenticated[0]
+                raise ConfigError(
+                    f"rollout worker {number} did not connect to the run within {self._start_s:g} s"
+                ) from None
+        return _Worker(number, process, connection)
 
     async def _restart(self, number: int) -> None:
         """Restart worker ``number``, or give it up; either is logged."""
         try:
-            while True:
-                try:
-                    await self._start_worker(number)
-                    where = self._processes[number].where
-                    text = f"rollout worker {number} is back ({where})"
-                    return _log.info("back", text, shown=True, worker=number)
-                except (RamifyError, OSError, EOFError) as error:
-                    self._reasons.append(f"rollout worker {number} did not restart: {error}")
-                    is_last = not self._may_retry(number)
-                    _log.warning(
-                        "worker_lost" if is_last else "restart",
-                        f"{self._reasons[-1]}; it is {'given up' if is_last else 'tried again'}",
-                        shown=True,
-                        worker=number,
-                        attempt=self._tries[number],
-                    )
-                    if is_last:
-                        return None
-                    await asyncio.sleep(_PAUSE_S)
+            worker = await until_started(
+                partial(self._start_worker, number), partial(self._failed, number), _PAUSE_S
+            )
+            if worker is not None:
+                text = f"rollout worker {number} is back ({worker.process.where})"
+                _log.info("back", text, shown=True, worker=number)
         finally:
             self._restarting.pop(number, None)
             if not self._is_closing and not self._alive and not self._restarting:
                 self._fail_waiting()
 
-    def _may_retry(self, number: int) -> bool:
-        self._tries[number] += 1
-        return self._tries[number] <= self._restarts
+    def _failed(self, number: int, error: Exception) -> bool:
+        self._reasons.append(f"rollout worker {number} did not restart: {error}")
+        return self._restarts.failed(number, self._reasons[-1], "tried again")
 
     # --- supervision
 
@@ -378,7 +346,7 @@ class RolloutWorkers:
             case "gone" if not self._is_closing:
                 self._run_task(self._check_engine(worker, text))
             case "done" if request is not None and future is not None and not future.done():
-                self._tries[worker.number] = 0
+                self._restarts.succeeded(worker.number)
                 future.set_result(msgspec.json.decode(message.data, type=Trajectory))
             case "broke" if future is not None and not future.done():
                 future.set_exception(RuntimeError(f"in rollout worker {worker.number}: {text}"))
@@ -395,19 +363,14 @@ class RolloutWorkers:
         worker.send(None)
         worker.connection.close()
         self._reasons.append(why)
-        is_restarted = self._may_retry(worker.number)
-        next_step = "it is restarted" if is_restarted else "it is given up"
-        _log.warning(
-            "restart" if is_restarted else "worker_lost",
+        is_restarted = self._restarts.failed(
+            worker.number,
             f"{self._reasons[-1]}; {len(worker.requests)} rollouts are sampled again, "
-            f"{len(self._alive)} other workers remain; {next_step}",
-            shown=True,
-            worker=worker.number,
-            attempt=self._tries[worker.number],
+            f"{len(self._alive)} other workers remain",
             rollouts=len(worker.requests),
             left=len(self._alive),
         )
-        if self._tries[worker.number] <= self._restarts:
+        if is_restarted:
             self._restarting[worker.number] = asyncio.ensure_future(self._restart(worker.number))
         requests, worker.requests = list(worker.requests.values()), {}
         for request in requests:
@@ -437,13 +400,6 @@ class RolloutWorkers:
 
 def _why_lost(worker: _Worker) -> str:
     return (
-        f"rollout worker {worker.number} ({worker.process.where}) is lost: its process ended; its "
-        f"log ends: {worker.process.said()}"
+        f"rollout worker {worker.number} ({worker.process.where}) is lost: it "
+        f"{worker.process.exit_reason()}"
     )
-
-
-def _end(process: LaunchedProcess) -> None:
-    until = time.monotonic() + _END_S
-    while process.poll() is None and time.monotonic() < until:
-        time.sleep(0.02)
-    process.terminate(0.0)

@@ -22,10 +22,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ramify.actors.child_process import Process
+from ramify.actors.launcher import Launcher
+from ramify.actors.process_slots import SlotMember
+from ramify.actors.restarts import RestartCount, until_started
 from ramify.errors import ConfigError
 from ramify.logging import RoomLogger
-from ramify.train.placement.launcher import LaunchedProcess, Launcher
-from ramify.train.placement.placement_slots import SlotMember
 from ramify.train.placement.placement_spec import ServiceSpec
 
 _log = RoomLogger("train")
@@ -88,27 +90,22 @@ class RunServices:
 
     async def _watch(self, service: _RunningService) -> None:
         """Restart ``service`` whenever it ends, until it is given up."""
-        tries = 0
+        restarts = RestartCount(self._restarts, _log, "service")
+
+        def failed(why: object) -> bool:
+            return restarts.failed(service.name, str(why))
+
+        async def restarted() -> bool:
+            await service.start()
+            return True
+
         while True:
             started = time.monotonic()
             why = await service.ended()
-            tries = tries + 1 if time.monotonic() - started < service.spec.start_s else 1
-            while True:
-                is_last = tries > self._restarts
-                _log.warning(
-                    "service_lost" if is_last else "restart",
-                    f"{why}; it is {'given up' if is_last else 'restarted'}",
-                    shown=True,
-                    service=service.name,
-                    attempt=tries,
-                )
-                if is_last:
-                    return
-                try:
-                    await service.start()
-                    break
-                except ConfigError as error:
-                    why, tries = str(error), tries + 1
+            if time.monotonic() - started >= service.spec.start_s:
+                restarts.succeeded(service.name)
+            if not failed(why) or not await until_started(restarted, failed):
+                return
             _log.info("back", f"{service.description} is back", shown=True, service=service.name)
 
 
@@ -121,7 +118,7 @@ class _RunningService:
         self.spec = spec
         self._member = SlotMember(name, 0)
         self._log = Path(os.path.abspath(out)) / "services" / f"{name}.log"
-        self._process: LaunchedProcess | None = None
+        self._process: Process | None = None
         self._host = ""
         self._port = 0
         self._forwarder: asyncio.Server | None = None
@@ -149,9 +146,8 @@ class _RunningService:
         """Wait until the service has ended, and describe how."""
         assert self._process is not None
         while True:
-            if (status := await asyncio.to_thread(self._process.poll)) is not None:
-                log = await asyncio.to_thread(self._process.said)
-                return f"{self.description} ended with status {status}: {log}"
+            if await asyncio.to_thread(self._process.poll) is not None:
+                return f"{self.description} {await asyncio.to_thread(self._process.exit_reason)}"
             await asyncio.sleep(_LOOK_S)
 
     async def close(self) -> None:
@@ -159,11 +155,11 @@ class _RunningService:
             self._forwarder.close()
         process, self._process = self._process, None
         if process is not None:
-            await asyncio.to_thread(process.terminate, _END_S)
+            await asyncio.to_thread(process.end, _END_S)
 
     def _start(self) -> None:
         if self._process is not None:
-            self._process.terminate(0.0)
+            self._process.end(0.0)
             self._hosts.renew(self._member)
         host = self._hosts.address_of(self._member)
         if host != self._host:
@@ -180,12 +176,9 @@ class _RunningService:
                 _, writer = await asyncio.open_connection(self._host, self._port)
                 writer.close()
                 return
-            if (status := await asyncio.to_thread(process.poll)) is not None:
-                log = await asyncio.to_thread(process.said)
-                raise ConfigError(
-                    f"{self.description} ended with status {status} before it accepted "
-                    f"connections: {log}"
-                )
+            if await asyncio.to_thread(process.poll) is not None:
+                reason = await asyncio.to_thread(process.exit_reason)
+                raise ConfigError(f"{self.description} did not accept connections: it {reason}")
             if time.monotonic() > until:
                 raise ConfigError(
                     f"{self.description} does not accept connections at {self._host}:{self._port} "

@@ -550,12 +550,12 @@ def test_a_process_that_does_not_come_up(tmp_path: Path) -> None:
         await engines.start(tmp_path, lambda folder: folder.mkdir(exist_ok=True))
 
     with pytest.raises(
-        ConfigError, match="an engine cannot be started: no-such-program: No such file"
+        ConfigError, match="inference 0 cannot be started: no-such-program: No such file"
     ):
         asyncio.run(test("no-such-program"))
     with pytest.raises(
         ConfigError,
-        match=r"ended with status 3 before it answered; its log .*server-0.log ends: no model",
+        match=r"did not answer: process \d+ on .* ended with status 3; its log ends: no model \(in .*server-0.log\)",
     ):
         asyncio.run(test("sh", "-c", "echo no model; exit 3"))
 

@@ -20,17 +20,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.config import Run
-from ramify.train.placement.placement_slots import SlotMember, placement_slots
+from ramify.train.placement.placement_slots import placement_slots
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec, ServiceSpec
 from ramify.train.placement.services import RunServices
 from ramify.train.resource_counts import by
 from tests.shown import heard, train
 from tests.train.backends.test_ranks import check_measured, tuned
-from tests.train.placement.test_hosts import SERVES
+from tests.train.placement.test_services import SERVES
 
 pytest.importorskip("ray", reason="needs the extra ray")
 SCRIPT = """
@@ -74,7 +75,7 @@ def on_nodes(folder: str) -> None:
 def moved(cluster: Any, second: Any, folder: str) -> None:
     """A service stands on the second of two nodes, that node goes and a third one comes; at last
     that one goes, too."""
-    from ramify.train.placement.ray_launcher import RayLauncher
+    from ramify.actors.ray_launcher import RayLauncher
 
     judge = ServiceSpec(
         pool="far",
@@ -91,7 +92,8 @@ def moved(cluster: Any, second: Any, folder: str) -> None:
         address=cluster.address,
     )
     hosts = RayLauncher(
-        spec, placement_slots(spec, {"trainer": 1, "inference": 0, "rollouts": 0, "judge": 1})
+        placement_slots(spec, {"trainer": 1, "inference": 0, "rollouts": 0, "judge": 1}),
+        address=spec.address,
     )
     who = SlotMember("judge", 0)
     said: list[str] = []
@@ -113,7 +115,7 @@ def moved(cluster: Any, second: Any, folder: str) -> None:
 
     with heard(said.append, said.append):
         asyncio.run(go())
-    hosts._spec = PlacementSpec(start_s=5.0)
+    hosts.start_s = 5.0
     try:
         until = time.monotonic() + 300
         while time.monotonic() < until:  # the cluster knows after a while that the node is gone

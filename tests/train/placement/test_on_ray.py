@@ -30,10 +30,9 @@ pytest.importorskip("ray", reason="needs the extra ray")
 JOINS = """
 import sys
 from ramify.errors import ConfigError
-from ramify.train.placement.ray_launcher import RayLauncher
-from ramify.train.placement.placement_spec import PlacementSpec
+from ramify.actors.ray_launcher import RayLauncher
 try:
-    RayLauncher(PlacementSpec(kind="ray", address=sys.argv[1]), [])
+    RayLauncher([], address=sys.argv[1])
 except ConfigError as error:
     print(error)
 """
@@ -123,7 +122,7 @@ def test_a_run_on_ray(tmp_path: Path) -> None:
         r"the Ray cluster at .* runs other versions than this process \(.*2\.9\.3", version
     )
     assert re.match(
-        rf"rank 1 \(process \d+ on {socket.gethostname()}\) is lost: its process ended \(killed by signal 9",
+        rf"rank 1 \(process \d+ on {socket.gethostname()}\) is lost: it was killed by signal 9; its log ends: ",
         lost,
     )
     assert not [

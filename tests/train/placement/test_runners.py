@@ -5,23 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import re
 import signal
 import threading
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from ramify.actors.launcher import LocalLauncher
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.config import Run
 from ramify.train.data.sft_data import read as trajectories
 from ramify.train.metrics import StepMetrics, read_metrics
-from ramify.train.placement.local_launcher import LocalLauncher
 from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
-from ramify.train.placement.rollout_worker import RolloutWorkerSpec
+from ramify.train.placement.rollout_worker import RolloutWorkerSpec, WorkerMessage, receive
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.resource_counts import settled
 from ramify.types.trajectory import Trajectory
@@ -67,12 +70,12 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
 
     def kill(measured: StepMetrics) -> None:
         if "loss" in measured.values and not killed:
-            pid = next(_pids("RAMIFY_RUNNER_NUMBER=0", str(tmp_path)))
+            pid = next(_pids("RAMIFY_CONNECT_NAME=0", str(tmp_path)))
             os.kill(pid, signal.SIGSTOP)  # what it is given next it does not do
             threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
             killed.append(
-                f"rollout worker 0 (process {pid} on {os.uname().nodename}) is lost: its process "
-                "ended"
+                f"rollout worker 0 (process {pid} on {os.uname().nodename}) is lost: it was killed "
+                "by signal 9; its log ends: "
             )
 
     said: list[str] = []
@@ -95,7 +98,7 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
     lost = next(number for number, text in enumerate(said) if text.startswith(killed[0]))
     assert said[lost].endswith("0 other workers remain; it is restarted")
     assert re.match(r"rollout worker 0 is back \(process \d+ on ", said[lost + 1])
-    assert not list(_pids("RAMIFY_RUNNER_NUMBER=", str(tmp_path)))
+    assert not list(_pids("RAMIFY_CONNECT_NAME=", str(tmp_path)))
 
 
 def _pids(*texts: str) -> Any:
@@ -149,3 +152,18 @@ def test_runners_need_engines_that_others_can_ask() -> None:
     stale = msgspec.structs.replace(rl, sample=msgspec.structs.replace(rl.sample, max_staleness=1))
     with pytest.raises(ConfigError, match=r"needs inference\.engine=ramify"):
         settled(tuned(rl=stale, inference=InferenceSpec(engine="vllm"), placement=RUNNERS))
+
+
+def test_what_a_runner_says_is_decoded_and_never_unpickled() -> None:
+    class Pickled:
+        def __reduce__(self) -> Any:
+            return pytest.fail, ("code of the other side was run",)
+
+    ours, theirs = Pipe()
+    assert isinstance(ours, Connection)
+    told = WorkerMessage("done", 3, b"{}", (-(2**62), 7))
+    theirs.send_bytes(msgspec.msgpack.encode(told))
+    assert receive(ours) == told
+    theirs.send_bytes(pickle.dumps(Pickled()))
+    with pytest.raises(msgspec.MsgspecError):
+        receive(ours)

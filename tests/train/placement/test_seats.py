@@ -8,19 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from ramify.actors.process_slots import PlacementSlot, SlotMember, SlotResources
+from ramify.actors.ray_launcher import bundles, check_bundles
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.config import Run
 from ramify.train.override import override
-from ramify.train.placement.placement_slots import (
-    PlacementSlot,
-    SlotMember,
-    SlotResources,
-    placement_slots,
-)
+from ramify.train.placement.placement_slots import placement_slots
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
-from ramify.train.placement.ray_launcher import bundles, check_bundles
 from ramify.train.resource_counts import by, counted, settled
 from tests.train.small import small
 

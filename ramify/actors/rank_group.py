@@ -32,8 +32,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
+from ramify.actors.child_process import Process, end_when_done
 from ramify.errors import RamifyError, TrainError
 from ramify.progress import heartbeat
 
@@ -86,18 +87,6 @@ class RankConnection(NamedTuple):
     """Host and process id, for error messages."""
 
 
-class RankProcess(Protocol):
-    """A rank process that this process started."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-
 class RankResult(NamedTuple):
     """A rank's result of one verb."""
 
@@ -116,7 +105,7 @@ class RankGroup:
         own: Any,
         pulse: RankHeartbeat,
         connections: Sequence[RankConnection],
-        processes: Sequence[RankProcess],
+        processes: Sequence[Process],
         timeout_s: float,
         stacks: Path,
     ) -> None:
@@ -164,13 +153,7 @@ class RankGroup:
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.talk.send_bytes(pickle.dumps(None))
-        until = time.monotonic() + _GRACE_S
-        for process in self.processes:
-            while process.poll() is None and time.monotonic() < until:
-                time.sleep(0.01)
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        end_when_done(self.processes, _GRACE_S)
         for connection in self._connections:
             connection.talk.close()
             connection.watch.close()
@@ -191,7 +174,7 @@ class _Watch:
         self,
         pulse: RankHeartbeat,
         connections: Sequence[RankConnection],
-        processes: Sequence[RankProcess],
+        processes: Sequence[Process],
         timeout_s: float,
         stacks: Path,
     ) -> None:
@@ -311,10 +294,9 @@ class _Watch:
     def _dead(self) -> tuple[int, str] | None:
         """A rank whose process or connection has ended, and how."""
         for link in self._connections:
-            code = self._processes[link.rank - 1].poll() if self._processes else None
-            if code is not None:
-                how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-                return link.rank, f"its process ended ({how})"
+            process = self._processes[link.rank - 1] if self._processes else None
+            if process is not None and process.poll() is not None:
+                return link.rank, f"it {process.exit_reason()}"
             if not self._processes and _is_closed(link.watch):
                 return link.rank, "its process ended"
         return None
@@ -392,8 +374,7 @@ class _Watch:
         for link in self._connections:
             self._send(link, f"end: {reason}")
         for process in self._processes:
-            process.kill()
-            process.wait()
+            process.end(0.0)
         for link in self._connections:
             for connection in (link.talk, link.watch):
                 _shut(connection)

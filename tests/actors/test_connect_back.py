@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
+import sys
 import threading
 from collections.abc import Callable
-from multiprocessing import AuthenticationError, Pipe
-from multiprocessing.connection import Client, Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from ramify.train.handshake import authenticate
-from ramify.train.placement.rollout_worker import WorkerMessage, receive
+from ramify.actors.child_process import ChildProcess, import_path
+from ramify.actors.connect_back import Listener, authenticate
+from ramify.errors import ConfigError
 
 KEY = b"the key of this run"
 Address = tuple[str, int]
@@ -72,16 +73,40 @@ def test_who_has_the_key_is_heard_and_nobody_else_is_waited_for(
     assert (joined[1] if joined is not None else None) == said
 
 
-def test_what_a_runner_says_is_decoded_and_never_unpickled() -> None:
-    class Pickled:
-        def __reduce__(self) -> Any:
-            return pytest.fail, ("code of the other side was run",)
+CONNECTS = """
+from ramify.actors.child_process import ChildProcess, import_path
+from ramify.actors.connect_back import connect_back
+connection = connect_back()
+connection.send(connection.recv() + 1)
+"""
 
-    ours, theirs = Pipe()
-    assert isinstance(ours, Connection)
-    told = WorkerMessage("done", 3, b"{}", (-(2**62), 7))
-    theirs.send_bytes(msgspec.msgpack.encode(told))
-    assert receive(ours) == told
-    theirs.send_bytes(pickle.dumps(Pickled()))
-    with pytest.raises(msgspec.MsgspecError):
-        receive(ours)
+
+def test_a_process_connects_back_and_others_do_not_delay_it() -> None:
+    with Listener() as listener:
+        leaves(listener.address)
+        environment = {**import_path(), **listener.environment("it")}
+        child = ChildProcess([sys.executable, "-c", CONNECTS], environment=environment)
+        connection, name = listener.accept(60.0)
+    with connection:
+        connection.send(4)
+        assert (name, connection.recv()) == ("it", 5)
+    assert child.wait() == 0
+
+
+def test_a_process_that_ended_is_not_waited_for(tmp_path: Path) -> None:
+    child = ChildProcess([sys.executable, "-m", "nonesuch"], log=tmp_path / "log")
+
+    def look() -> None:
+        if child.poll() is not None:
+            raise ConfigError(child.exit_reason())
+
+    with (
+        Listener() as listener,
+        pytest.raises(ConfigError, match=r"ended with status 1; .*nonesuch"),
+    ):
+        listener.accept(60.0, look)
+
+
+def test_a_process_that_does_not_connect_is_waited_for_only_so_long() -> None:
+    with Listener() as listener, pytest.raises(TimeoutError, match=r"no connection within 0\.2 s"):
+        listener.accept(0.2)

@@ -28,16 +28,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ramify.actors.launcher import NodeAgent, RemoteProcess, cannot_start
+from ramify.actors.process_slots import PlacementSlot, SlotMember, SlotResources
 from ramify.errors import ConfigError, TrainError
-from ramify.train.placement.launcher import PlacedProcess
-from ramify.train.placement.node_agent import NodeAgent
-from ramify.train.placement.placement_slots import PlacementSlot, SlotMember, SlotResources
-from ramify.train.placement.placement_spec import PlacementSpec
 
 ADDRESS = "RAY_ADDRESS"
 _LOOPBACK = "127.0.0.1"
@@ -52,14 +50,28 @@ class RayLauncher:
     """Starts processes on the slots of a Ray cluster; implements ``Launcher``."""
 
     def __init__(
-        self, spec: PlacementSpec, placement_slots: Sequence[PlacementSlot], *, num_gpus: int = 0
+        self,
+        placement_slots: Sequence[PlacementSlot],
+        *,
+        gpus: Mapping[str, float] | None = None,
+        spread: Collection[str] = (),
+        address: str = "",
+        start_s: float = 120.0,
+        num_gpus: int = 0,
     ) -> None:
-        """Join or start the cluster and reserve the slots. ``num_gpus`` is this machine's number of
-        GPUs, if a cluster is started here. Raises ConfigError if the slots are not available."""
+        """Join the cluster at ``address``, or start one, and reserve the slots.
+
+        ``gpus``: role -> number of GPUs of each process. ``spread``: pools whose slots are placed
+        on as many nodes as possible. ``start_s``: time limit in seconds for the slots, and for the
+        replacement of a lost one. ``num_gpus`` is this machine's number of GPUs, if a cluster is
+        started here. Raises ConfigError if the slots are not available.
+        """
         self._ray = imported()
-        self._spec = spec
+        self._gpus = gpus or {}
+        self._spread = spread
+        self.start_s = start_s
         self._placement_slots = list(placement_slots)
-        self._address = spec.address or os.environ.get(ADDRESS, "")
+        self._address = address or os.environ.get(ADDRESS, "")
         self._folder = ""
         self._groups: list[Any] = []
         self._places: dict[int, tuple[Any, int]] = {}
@@ -87,14 +99,14 @@ class RayLauncher:
 
     def start(
         self, member: SlotMember, command: Sequence[str], environment: Mapping[str, str], log: Path
-    ) -> PlacedProcess:
+    ) -> RemoteProcess:
         """As ``Launcher.start``."""
         index = self._slot_of(member)
         name = f"{member.role}-{member.number}"
         location = self._locations[index]
         ask = partial(self._ask_or_none, self._agents[index])
         share = self._placement_slots[index].share(
-            member, self._spec.role(member.role).gpus, location["gpus"]
+            member, self._gpus.get(member.role, 0.0), location["gpus"]
         )
         if share != location["gpus"]:
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(share), **environment}
@@ -102,13 +114,11 @@ class RayLauncher:
         try:
             started = self._ask(index, "start", *arguments)
         except TrainError as error:
-            raise ConfigError(f"{member.role} {member.number} cannot be started: {error}") from None
+            raise cannot_start(member, "", str(error)) from None
         if isinstance(started, str):
-            raise ConfigError(
-                f"{member.role} {member.number} cannot be started on {location['host']}: {started}"
-            )
+            raise cannot_start(member, f" on {location['host']}", started)
         is_here = location["address"] == self._own
-        return PlacedProcess(ask, name, started, location["host"], log, is_here=is_here)
+        return RemoteProcess(ask, name, started, location["host"], is_here=is_here)
 
     @property
     def address(self) -> str:
@@ -221,7 +231,7 @@ class RayLauncher:
                 "_system_config": {"prestart_worker_first_driver": False},
             }
         self._began = time.monotonic()
-        until = self._began + self._spec.start_s
+        until = self._began + self.start_s
         with _own_handlers():
             while True:
                 try:
@@ -266,19 +276,19 @@ class RayLauncher:
         ray = self._ray
         from ray.util.placement_group import placement_group
 
-        until = time.monotonic() + self._spec.start_s
+        until = time.monotonic() + self.start_s
         for pool, nodes in bundles(self._placement_slots).items():
             requested = [_resources(needs) for needs, _ in nodes]
             first = next((i for i, (_, members) in enumerate(nodes) if 0 in members), None)
             if first is not None:
                 requested[first][f"node:{self._own}"] = _HERE
-            spread = pool in self._spec.pools and self._spec.pools[pool].order == "spread"
-            group = placement_group(requested, strategy="SPREAD" if spread else "PACK")
+            strategy = "SPREAD" if pool in self._spread else "PACK"
+            group = placement_group(requested, strategy=strategy)
             self._groups.append(group)
             if not group.wait(max(1.0, until - time.monotonic())):
                 raise ConfigError(
                     f"the cluster did not provide the slots of pool '{pool or 'any'}' within "
-                    f"{self._spec.start_s:g} s: {requested} was requested, and "
+                    f"{self.start_s:g} s: {requested} was requested, and "
                     f"{ray.available_resources()} is available; others may be using the rest"
                 )
             self._places |= {
@@ -289,7 +299,7 @@ class RayLauncher:
         self._agents += [self._agent(index) for index in range(len(self._placement_slots))]
         try:
             self._locations = ray.get(
-                [agent.about.remote() for agent in self._agents], timeout=self._spec.start_s
+                [agent.about.remote() for agent in self._agents], timeout=self.start_s
             )
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise ConfigError(
@@ -311,7 +321,7 @@ class RayLauncher:
     def _replacement(self, index: int) -> tuple[Any, dict[str, Any]]:
         """A new node agent for a slot whose own is gone, and the agent's location. Raises
         ConfigError."""
-        ray, until = self._ray, time.monotonic() + self._spec.start_s
+        ray, until = self._ray, time.monotonic() + self.start_s
         lost = self._locations[index]
         where = f"slot {index}, which was on {lost['host']} ({lost['address']})"
         while self._is_open and time.monotonic() < until:
@@ -328,7 +338,7 @@ class RayLauncher:
         needs = self._placement_slots[index].needs
         raise ConfigError(
             f"{where}, is gone, and no node of the cluster provided its {needs.gpus:g} GPUs and "
-            f"{needs.cpus:g} CPUs within {self._spec.start_s:g} s (placement.start_s)"
+            f"{needs.cpus:g} CPUs within {self.start_s:g} s (placement.start_s)"
         )
 
     def _check_first(self) -> None:
@@ -337,7 +347,7 @@ class RayLauncher:
         if not self._placement_slots or not self._placement_slots[0].needs.gpus:
             return
         slot_gpus = self._placement_slots[0].share(
-            SlotMember("trainer", 0), self._spec.trainer.gpus, self._locations[0]["gpus"]
+            SlotMember("trainer", 0), self._gpus.get("trainer", 0.0), self._locations[0]["gpus"]
         )
         own_gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")
         if slot_gpus and slot_gpus[0] != own_gpus[0]:

@@ -15,19 +15,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from ramify.actors.launcher import LocalLauncher
+from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError
+from ramify.inference.http.engine_process import EngineProcess
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.placement.launcher import PlacedEngine
-from ramify.train.placement.local_launcher import LocalLauncher
-from ramify.train.placement.placement_slots import SlotMember
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec, ServiceSpec
 from ramify.train.placement.services import RunServices
 from ramify.train.resource_counts import check_reach, settled
 from tests.shown import heard
 from tests.train.small import small
-
-SCRIPT = "echo begins with $GIVEN; sleep 1000 & echo $!; wait"
-WHO = SlotMember("rollouts", 3)
 
 
 class Apart(LocalLauncher):
@@ -37,54 +34,14 @@ class Apart(LocalLauncher):
         return "10.0.0.2" if member.number else self.address
 
 
-def is_running(pid: int) -> bool:
-    """Whether process ``pid`` runs; a zombie does not."""
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-
-
-def test_a_process_ends_with_what_it_started(tmp_path: Path) -> None:
-    hosts, log = LocalLauncher(), tmp_path / "logs" / "it.log"
-    process = hosts.start(WHO, ["sh", "-c", SCRIPT], {"GIVEN": "this"}, log)
-    assert process.where.startswith(f"process {process.pid} on ")
-    while len(process.said().split(" | ")) < 2:
-        assert process.poll() is None
-        time.sleep(0.01)
-    said, child = process.said().split(" | ")
-    assert said == "begins with this"
-    assert is_running(int(child))
-    process.terminate(30.0)
-    assert process.poll() in (-15, 143)
-    process.terminate(30.0)
-    while is_running(int(child)):
-        time.sleep(0.01)
-    hosts.close()
-
-
-def test_what_a_host_started_ends_with_it(tmp_path: Path) -> None:
-    hosts = LocalLauncher()
-    process = hosts.start(WHO, ["sleep", "1000"], {}, tmp_path / "log")
-    hosts.close()
-    assert process.wait() == -15
-    hosts.close()
-
-
-def test_a_command_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="rollouts 3 cannot be started: nonesuch: No such file or directory"
-    ):
-        LocalLauncher().start(WHO, ["nonesuch"], {}, tmp_path / "log")
-
-
 def test_an_engine_listens_where_others_reach_it(tmp_path: Path) -> None:
     spec = InferenceSpec(
         num=2, command=("sh", "-c", 'echo "$@"; exit 3', "engine"), ports=(7001, 7002)
     )
     hosts = Apart()
     engines = [
-        PlacedEngine(hosts, spec, i, tmp_path, "float32", 64, tmp_path / f"{i}.log") for i in (0, 1)
+        EngineProcess(hosts, spec, i, tmp_path, "float32", 64, tmp_path / f"{i}.log")
+        for i in (0, 1)
     ]
     assert [engine.url for engine in engines] == ["http://127.0.0.1:7001", "http://10.0.0.2:7002"]
     while engines[1].ended is None:
@@ -92,7 +49,7 @@ def test_an_engine_listens_where_others_reach_it(tmp_path: Path) -> None:
     assert engines[1].ended == 3
     assert (
         f"{tmp_path} --host 10.0.0.2 --port 7002 --dtype float32 --weight-transfer"
-        in engines[1].said()
+        in engines[1].exit_reason()
     )
     hosts.close()
 
@@ -124,7 +81,8 @@ def test_a_service_is_asked_where_it_was_placed(tmp_path: Path) -> None:
         command=("sh", "-c", "echo no model; exit 7"), variable="RAMIFY_TEST_JUDGE"
     )
     with pytest.raises(
-        ConfigError, match=r"service 'judge' \(process \d+ on .*\) ended with status 7 .* no model"
+        ConfigError,
+        match=r"service 'judge' \(process \d+ on .*\) did not accept connections: it ended with status 7; its log ends: .*no model",
     ):
         asyncio.run(RunServices(LocalLauncher(), {"judge": broken}, tmp_path).start())
 
@@ -213,7 +171,9 @@ def test_a_service_that_ends_is_started_again_and_keeps_its_address(
 
     with heard(said.append, said.append):
         asyncio.run(ask())
-    assert [re.sub(r" \(process \d+ on .*?\)|: .*(?=;)", "", each) for each in said] == [
+    assert [
+        re.sub(r" \(process \d+ on .*?\)|; its log ends: .*(?=;)", "", each) for each in said
+    ] == [
         "service 'judge' ended with status 5; it is restarted",
         "service 'judge' is back",
         "service 'judge' ended with status 5; it is given up",

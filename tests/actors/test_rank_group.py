@@ -6,36 +6,35 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ramify.errors import ConfigError, TrainError
-from ramify.progress import on_heartbeat
-from ramify.train.backends.rank_group import (
+from ramify.actors.child_process import ChildProcess, import_path
+from ramify.actors.connect_back import Listener
+from ramify.actors.rank_group import (
     RankConnection,
     RankGroup,
     RankHeartbeat,
     RemoteRankError,
 )
+from ramify.errors import ConfigError, TrainError
+from ramify.progress import on_heartbeat
 
 START = """
 import sys
-from multiprocessing.connection import Connection
-from ramify.train.backends.rank_group import RankHeartbeat, follow
-from tests.train.backends.test_team import Own
+from ramify.actors.connect_back import connect
+from ramify.actors.rank_group import RankHeartbeat, follow
+from tests.actors.test_rank_group import Own
 pulse = RankHeartbeat()
-rank, talk, watch = map(int, sys.argv[1:4])
-print("up", flush=True)
-follow(Own(rank, pulse), pulse, Connection(talk), Connection(watch), rank, float(sys.argv[4]))
+rank, port, key = int(sys.argv[1]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
+talk, watch = (connect(("127.0.0.1", port), key, None) for _ in range(2))
+follow(Own(rank, pulse), pulse, talk, watch, rank, float(sys.argv[2]))
 """
 
 
@@ -88,24 +87,15 @@ def rank_group(tmp_path: Path) -> Iterator[Make]:
 
     def make(others: int = 2, timeout_s: float = 60.0) -> RankGroup:
         links, processes = [], []
-        for rank in range(1, others + 1):
-            pairs = [socket.socketpair() for _ in range(2)]
-            theirs = [theirs.detach() for _, theirs in pairs]
-            command = [sys.executable, "-c", START, str(rank), *map(str, theirs), str(timeout_s)]
-            process = subprocess.Popen(
-                command, pass_fds=theirs, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
-            for each in theirs:
-                os.close(each)
-            talk, watch = (Connection(ours.detach()) for ours, _ in pairs)
-            links.append(RankConnection(rank, talk, watch, f"process {process.pid}"))
-            processes.append(process)
-        for (
-            process
-        ) in processes:  # the patience of these tests is short, and not meant for their start
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"up\n"
-            process.stdout.close()
+        with Listener() as listener:
+            for rank in range(1, others + 1):
+                reach = [str(listener.address[1]), listener.key.hex()]
+                command = [sys.executable, "-c", START, str(rank), str(timeout_s), *reach]
+                process = ChildProcess(command, environment=import_path(), log=tmp_path / "log")
+                # The patience of these tests is short, and not meant for their start.
+                talk, watch = (listener.accept(60.0)[0] for _ in range(2))
+                links.append(RankConnection(rank, talk, watch, f"process {process.pid}"))
+                processes.append(process)
         pulse = RankHeartbeat()
         made.append(RankGroup(Own(0, pulse), pulse, links, processes, timeout_s, tmp_path))
         return made[-1]
@@ -133,7 +123,7 @@ def test_verbs_and_errors_that_all_have(rank_group: Make):
         (
             "end",
             (signal.SIGKILL,),
-            r"rank 1 \(process \d+\) is lost: its process ended \(killed by signal 9\)",
+            r"rank 1 \(process \d+\) is lost: it was killed by signal 9; its log ends: ",
         ),
     ],
 )
@@ -186,7 +176,7 @@ def test_others_end_where_rank_0_is_gone(rank_group: Make):
     assert two.call("add", 1) == [1, 2]
     for connection in (two._connections[0].talk, two._connections[0].watch):
         connection.close()
-    assert two.processes[0].wait(timeout=30) == 1
+    assert two.processes[0].wait(30) == 1
 
 
 def test_threads_take_turns(rank_group: Make):

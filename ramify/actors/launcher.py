@@ -1,0 +1,203 @@
+"""Launchers start processes, each on its slot: on this machine, or by Ray on others.
+
+    launcher.start(SlotMember("trainer", 1), command, environment, log)
+        ->  Process: is it alive, why did it end, end it
+
+    LocalLauncher ──────────────────────────────────── ChildProcess
+    RayLauncher ── NodeAgent, one per slot (an actor) ── ChildProcess
+                   └─ RemoteProcess, here ◀── asks ──┘
+
+Not here: which process is on which slot (``train/placement/``), how processes communicate, and
+which of them leads; neither depends on the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ramify.actors.child_process import ChildProcess, Process, end_all
+from ramify.actors.process_slots import SlotMember
+from ramify.errors import ConfigError
+
+STOPPED_S = 30.0
+"""A process that is stopped (SIGSTOP) for this many seconds counts as lost and is killed."""
+_END_S = 5.0
+_KILLED = -int(signal.SIGKILL)
+
+
+class Launcher(Protocol):
+    """Starts processes, each on its slot. Thread-safe."""
+
+    @property
+    def address(self) -> str:
+        """The address at which other processes reach this one."""
+        ...
+
+    def start(
+        self, member: SlotMember, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> Process:
+        """Start a process on the slot of ``member``. ``environment`` is added to that of its
+        machine; ``log`` receives all its output. Raises ConfigError if it cannot be started."""
+        ...
+
+    def address_of(self, member: SlotMember) -> str:
+        """The address at which others reach the member's machine."""
+        ...
+
+    def free_port(self, member: SlotMember) -> int:
+        """A free port on the member's machine."""
+        ...
+
+    def renew(self, member: SlotMember) -> None:
+        """Ensure that the member has a slot: if its own is lost, find another, perhaps on another
+        machine. This may take a while. Raises ConfigError if there is none."""
+        ...
+
+    def close(self) -> None:
+        """End all started processes. Idempotent."""
+        ...
+
+
+class LocalLauncher:
+    """Starts processes on this machine; implements ``Launcher``."""
+
+    address = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self._children: dict[SlotMember, ChildProcess] = {}
+
+    def start(
+        self, member: SlotMember, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> ChildProcess:
+        """As ``Launcher.start``."""
+        try:
+            child = self._children[member] = ChildProcess(
+                command, environment=environment, log=log, stopped_s=STOPPED_S
+            )
+        except OSError as error:
+            raise cannot_start(member, "", f"{error.filename}: {error.strerror}") from None
+        return child
+
+    def address_of(self, member: SlotMember) -> str:
+        return self.address
+
+    def free_port(self, member: SlotMember) -> int:
+        return free_port(self.address)
+
+    def renew(self, member: SlotMember) -> None:
+        """Does nothing: this machine is available as long as the run is."""
+
+    def close(self) -> None:
+        end_all(self._children.values(), _END_S)
+
+
+class NodeAgent:
+    """Starts and controls the processes of one slot, in a separate process on its machine, which
+    the cluster's software starts. It uses that software only to report its location."""
+
+    def __init__(self) -> None:
+        self._children: dict[str, ChildProcess] = {}
+
+    def about(self) -> dict[str, Any]:
+        """Where this agent runs: host name, address, and the GPUs of its slot."""
+        from ray.util import get_node_ip_address
+
+        address: Any = get_node_ip_address  # an untyped function
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        gpus = [gpu for gpu in visible.split(",") if gpu]
+        return {"host": socket.gethostname(), "address": address(), "gpus": gpus}
+
+    def start(
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str],
+        log: str,
+        python: str,
+        folder: str,
+    ) -> int | str:
+        """Start ``command`` in ``folder``, if that exists here, and return its process id, or why
+        it cannot be started. If the command begins with ``python``, the caller's interpreter, it is
+        replaced by this machine's."""
+        if command[0] == python:
+            command = [sys.executable, *command[1:]]
+        if name in self._children:
+            self.end(name, 0.0)
+        try:
+            child = self._children[name] = ChildProcess(
+                command,
+                environment=environment,
+                log=Path(log),
+                folder=Path(folder),
+                stopped_s=STOPPED_S,
+            )
+        except OSError as error:
+            return f"{error.filename}: {error.strerror}"
+        return child.pid
+
+    def poll(self, name: str) -> tuple[int | None]:
+        """(exit status, or None while it runs,)"""
+        return (self._children[name].poll(),)
+
+    def exit_reason(self, name: str) -> str:
+        return self._children[name].exit_reason()
+
+    def signal(self, name: str, number: int) -> None:
+        self._children[name].signal(number)
+
+    def end(self, name: str, timeout_s: float) -> None:
+        self._children[name].end(timeout_s)
+
+    def free_port(self) -> int:
+        return free_port("")
+
+    def end_all(self) -> None:
+        end_all(self._children.values(), _END_S)
+
+
+class RemoteProcess:
+    """A process that is controlled through its node agent; implements ``Process``."""
+
+    def __init__(
+        self, ask: Callable[..., Any], name: str, pid: int, host: str, *, is_here: bool
+    ) -> None:
+        """``ask`` runs a method of ``NodeAgent``; it returns None if the agent is gone, and with it
+        the process."""
+        self._ask = ask
+        self._name = name
+        self.pid = pid if is_here else 0
+        self.where = f"process {pid} on {host}"
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """As ``Process.poll``."""
+        if self._status is None:
+            (self._status,) = self._ask("poll", self._name) or (_KILLED,)
+        return self._status
+
+    def exit_reason(self) -> str:
+        """As ``Process.exit_reason``."""
+        return self._ask("exit_reason", self._name) or "ended with its node agent"
+
+    def signal(self, number: int) -> None:
+        self._ask("signal", self._name, number)
+
+    def end(self, timeout_s: float) -> None:
+        self._ask("end", self._name, timeout_s)
+        self.poll()
+
+
+def cannot_start(member: SlotMember, where: str, why: str) -> ConfigError:
+    return ConfigError(f"{member.role} {member.number} cannot be started{where}: {why}")
+
+
+def free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,88 @@
+"""When a process that was lost is restarted, and when it is given up.
+
+    restarts = RestartCount(3, log, "worker")
+    restarts.failed(1, "worker 1 ended")    True: restart it; False: it was lost 4 times in a row
+    restarts.succeeded(1)                   it did its work: earlier losses no longer count
+
+Each decision is one log record, ``restart`` or ``worker_lost``, with the reason. Not here: what
+counts as work (its caller decides that).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from ramify.errors import RamifyError
+from ramify.logging import RoomLogger
+
+LONGEST_PAUSE_S = 30.0
+T = TypeVar("T")
+
+
+Name = str | int
+
+
+class RestartCount:
+    """How often each process was lost without any success in between."""
+
+    def __init__(self, restarts: int, log: RoomLogger, kind: str) -> None:
+        """``restarts``: how many losses in a row are answered by a restart. ``kind``: what the
+        processes are, for records: ``worker``, ``service``, …"""
+        self._restarts = restarts
+        self._log = log
+        self._kind = kind
+        self._losses: Counter[Name] = Counter()
+
+    def failed(self, name: Name, why: str, again: str = "restarted", **fields: Any) -> bool:
+        """Count a loss, or a restart that failed, and record the decision with ``fields``; returns
+        whether to restart the process."""
+        is_restarted = self.lost(name)
+        self._log.warning(
+            "restart" if is_restarted else f"{self._kind}_lost",
+            f"{why}; it is {again if is_restarted else 'given up'}",
+            shown=True,
+            attempt=self._losses[name],
+            **{self._kind: name, **fields},
+        )
+        return is_restarted
+
+    def lost(self, name: Name) -> bool:
+        """As ``failed``, without a record: the caller writes one."""
+        self._losses[name] += 1
+        return self._losses[name] <= self._restarts
+
+    def succeeded(self, name: Name) -> None:
+        """Record that the process did its work: earlier losses no longer count."""
+        self._losses[name] = 0
+
+    def all_succeeded(self) -> None:
+        self._losses.clear()
+
+    def num_losses(self, name: Name) -> int:
+        """Losses in a row."""
+        return self._losses[name]
+
+    def moved(self, name: Name, new_name: Name) -> None:
+        """Continue counting under another name."""
+        self._losses[new_name] = self._losses[name]
+
+    def pause_s(self, name: Name) -> float:
+        """Seconds to wait before the next restart: 1, 2, 4, … up to 30."""
+        return min(LONGEST_PAUSE_S, 2.0 ** self.num_losses(name) / 2)
+
+
+async def until_started(
+    start: Callable[[], Awaitable[T]], on_failure: Callable[[Exception], bool], pause_s: float = 0.0
+) -> T | None:
+    """The result of ``start``, which is called again as long as ``on_failure`` returns True for its
+    error; None if it is given up."""
+    while True:
+        try:
+            return await start()
+        except (RamifyError, OSError, EOFError) as error:
+            if not on_failure(error):
+                return None
+        await asyncio.sleep(pause_s)

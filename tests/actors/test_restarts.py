@@ -1,0 +1,79 @@
+"""Processes that are lost again and again: restarted, and given up in the end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ramify.actors.child_process import ChildProcess
+from ramify.actors.restarts import RestartCount, until_started
+from ramify.errors import ConfigError
+from ramify.logging import RoomLogger
+from tests.shown import heard
+
+
+def counted(restarts: int) -> RestartCount:
+    return RestartCount(restarts, RoomLogger("train"), "worker")
+
+
+def test_losses_in_a_row_are_counted_by_name() -> None:
+    restarts = counted(2)
+    assert [restarts.lost("a") for _ in range(3)] == [True, True, False]
+    assert (restarts.lost("b"), restarts.num_losses("a"), restarts.num_losses("b")) == (True, 3, 1)
+    restarts.succeeded("a")
+    assert (restarts.lost("a"), restarts.num_losses("a")) == (True, 1)
+    restarts.moved("a", "c")
+    assert restarts.num_losses("c") == 1
+    restarts.all_succeeded()
+    assert restarts.num_losses("b") == 0
+    assert not counted(0).lost("a")
+
+
+def test_each_decision_is_one_record() -> None:
+    said: list[str] = []
+    restarts = counted(1)
+    with heard(said.append):
+        assert restarts.failed(7, "worker 7 ended")
+        assert not restarts.failed(7, "worker 7 did not come back", "tried again")
+    assert said == [
+        "worker 7 ended; it is restarted",
+        "worker 7 did not come back; it is given up",
+    ]
+
+
+def test_pauses_grow_up_to_a_limit() -> None:
+    restarts = counted(9)
+    pauses = [restarts.pause_s("a") for _ in range(9) if restarts.lost("a")]
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30, 30]
+
+
+@pytest.mark.parametrize(("limit", "found"), [(2, "up"), (1, None)])
+def test_a_start_is_repeated_until_it_succeeds_or_is_given_up(
+    limit: int, found: str | None
+) -> None:
+    """A process that ends at once, twice, and then does not."""
+    restarts, reasons = counted(limit), []
+    commands = iter([["sh", "-c", "exit 3"], ["false"], ["sleep", "1000"]])
+
+    async def start() -> str:
+        child = ChildProcess(next(commands))
+        if child.wait(0.5) is not None:
+            raise ConfigError(child.exit_reason())
+        child.end(0.0)
+        return "up"
+
+    def failed(error: Exception) -> bool:
+        reasons.append(str(error))
+        return restarts.lost(0)
+
+    assert asyncio.run(until_started(start, failed)) == found
+    assert reasons == ["ended with status 3", "ended with status 1"]
+
+
+def test_a_bug_is_not_taken_for_a_loss() -> None:
+    async def start() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(until_started(start, lambda error: True))
