@@ -178,7 +178,9 @@ def measured(
     trees = [tree for step in steps for group in groups[step] for tree in group]
     hidden = max(1.0, tried / sizes.items)
     spent = (
-        [each for each in processor_file.CPU_SECONDS.read(run) if each.step in steps] if sizes.embedded else []
+        [each for each in processor_file.CPU_SECONDS.read(run) if each.step in steps]
+        if sizes.embedded
+        else []
     )
     host = _host(
         spent,

@@ -1,4 +1,4 @@
-"""Publishing the policy: its weights on their way to the engines, and what the engines have of them.
+"""Publishing the policy: its weights on their way to the engines, and which the engines have.
 
                   a step of learning
         CURRENT ─────────────────────> BEHIND
@@ -169,7 +169,7 @@ class Publisher:
 
 
 class PolicyWeights:
-    """The trained weights in the form that the engine needs: sent to it, saved, and loaded again."""
+    """The trained weights in the form that the engine needs: sent, saved and loaded again."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
     LINES = RunLines("groups.jsonl", GroupRecord)
     LINES.append(folder, records)     one write: a kill leaves whole lines, except perhaps the last
     LINES.read(folder)                the records in order; skips a line that a kill tore
-    LINES.cut(folder, step)           drops the records of later steps, which will be repeated; atomic
+    LINES.cut(folder, step)           drops the records of later steps; atomic
 
 Each record has the number of its ``step``. Not here: what the records mean (``metrics.py``,
 ``group_records.py``, ``cpu_seconds.py``), and the journals of sessions (``store/``).

@@ -1,8 +1,8 @@
-"""The record of a run: its folder, what is written there and when, and the state that a resume needs.
+"""The record of a run: its folder, what is written there, and the state that a resume needs.
 
     OUT/metrics.jsonl     one line per step and evaluation      OUT/checkpoints/   see checkpoint.py
     OUT/groups.jsonl      the outcome of each group             OUT/rollouts/      whole rollouts
-    OUT/processors.jsonl  the CPU time of each step's rollouts  OUT/reference/     first policy, for a KL
+    OUT/processors.jsonl  the CPU time of each step's rollouts  OUT/reference/     the first policy
 
 Decides the counts and the clocks of a run, and which lines a run that goes back repeats. Not here:
 when something is written (``trainer.py``), and what a line means.
@@ -148,7 +148,7 @@ class RunRecord:
             "row_tokens", 0.0
         )
         values["tokens_per_s"] = tokens / seconds if seconds else 0.0
-        return values | self._measures()
+        return {**values, **self._measures()}
 
     def write(self, stage: str, values: Mapping[str, float]) -> None:
         """Write a line of metrics."""

@@ -15,13 +15,12 @@ from ramify.cluster.simulate import SimulationSetting, simulate
 from ramify.cluster.simulation_inputs import measured
 from ramify.errors import ConfigError
 from ramify.train.checkpoint import CheckpointState, CheckpointStore
-from ramify.train.config import EvaluateSpec, SftSpec, TaskSpec
+from ramify.train.config import EvaluateSpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.sft_data import write
 from ramify.train.execute import train
 from ramify.train.group_records import GroupRecord
 from ramify.train.group_records import write as write_accounts
 from ramify.train.metrics import MetricsFile
-from ramify.train.training_loop import Schedule
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Call, Cell, Trajectory, Turn
 from tests.train.small import small

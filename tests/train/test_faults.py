@@ -25,10 +25,9 @@ from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.train import group_records
-from ramify.train.config import EvaluateSpec, Run, TaskSpec
+from ramify.train.config import EvaluateSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.training_loop import Schedule
 from ramify.types.trajectory import Trajectory
 from tests.shown import train
 from tests.train.small import _even, _make, small, weights_of

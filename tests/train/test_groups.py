@@ -10,12 +10,12 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.train import group_records
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
+from ramify.train.config import Schedule
 from ramify.train.execute import train
 from ramify.train.group_records import GroupRecord
 from ramify.train.metrics import StepMetrics
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.training_loop import Schedule
 from tests.train.small import small
 from tests.train.test_loop import Killed
 
@@ -45,7 +45,9 @@ def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
         [8, 9],
         True,
     )
-    group_records.GROUPS.append(tmp_path, [one(4, 7)])  # after the last checkpoint: it will come again
+    group_records.GROUPS.append(
+        tmp_path, [one(4, 7)]
+    )  # after the last checkpoint: it will come again
     assert group_records.read_group_records(tmp_path).balanced
     stand(tmp_path, step=4, first_item=3, next_item=12, pending=[8, 10, 4])
     found = group_records.read_group_records(tmp_path)
