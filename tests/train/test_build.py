@@ -31,8 +31,9 @@ from ramify.train.config import (
     WarmUpSpec,
     plain,
 )
-from ramify.train.execute import closing, train
+from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
+from ramify.train.open_run import closing
 from ramify.train.recipe import load_recipe, stored
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.shown import heard

@@ -20,6 +20,7 @@ from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models import checksums
 from ramify.models.weights import load_weights
+from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.assemble import assemble
 from ramify.train.audited_client import AuditedClient
@@ -346,7 +347,7 @@ def test_what_is_wrong_with_signals_is_said_at_the_start(tmp_path: Path) -> None
     run = override(
         small(),
         ["rl.algorithm=hybrid"],
-        {"rl.algorithm": {"hybrid": "ramify.train.signals.compose:Hybrid"}},
+        {"rl.algorithm": ALGORITHMS},
     )
     assert run.rl is not None
     assert run.rl.algorithm == Hybrid()
