@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ramify.errors import ConfigError
 from ramify.logging import RUN_LOG, LogFile, RoomLogger, run_log
+from ramify.progress import report_progress
 from ramify.train.assemble import assemble
 from ramify.train.backends import launch
 from ramify.train.checkpoint import FOLDER, CheckpointState, check_config, find, read_state, verify
@@ -22,6 +24,16 @@ from ramify.train.recipe import with_defaults
 from ramify.train.trackers.base import RunTrackers
 
 _log = RoomLogger("train")
+_IN_LOG = (
+    "loss",
+    "reward",
+    "validation/reward",
+    "test/reward",
+    "failed_rollouts",
+    "work_s",
+    "learn_s",
+)
+"""Metrics that run.log repeats; metrics.jsonl has all."""
 FREE = (
     "schedule.",
     "compute.shard.",
@@ -55,6 +67,10 @@ def train(
     for a damaged checkpoint, and TrainError if training cannot continue. ``on_stall`` is called if
     nothing progresses for ``run.stall_s``: an error follows, but a stuck thread may keep this
     function from returning. Records of the ``ramify`` loggers are also written to ``OUT/run.log``.
+
+    Example:
+        state = train.train(train.load_recipe("recipes/tiny.py"), "runs/tiny")
+        state.step
     """
     launch.follow_if_told()
     out = Path(out)
@@ -96,12 +112,18 @@ def _train(
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None
 
     def measured(metrics: StepMetrics) -> None:
+        values: dict[str, Any] = {
+            name: value for name, value in metrics.values.items() if name in _IN_LOG
+        }
+        text = f"{metrics.stage}: step {metrics.step}, after {metrics.at_s:.0f} s"
+        _log.info("step", text, step=metrics.step, stage=metrics.stage, **values)
         trackers(metrics)
         if listener is not None:
             listener(metrics)
 
     async def execute() -> CheckpointState:
-        parts = assemble(run)
+        with report_progress("preparing", note="task, demonstrations and policy"):
+            parts = assemble(run)
         async with opened_run(
             parts, out, checkpoint, listener=measured, on_stall=on_stall, on_start=log.begin
         ) as trainer:

@@ -24,6 +24,7 @@ from ramify.actors.launcher import Launcher, LocalLauncher
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.logging import RoomLogger
+from ramify.progress import report_progress
 from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import items_of
@@ -117,7 +118,8 @@ async def opened_run(
         # would cost a tenth of a step.
         gc.freeze()
         try:
-            rollouts = await _start(parts, out, opened)
+            with report_progress("preparing", note="engine and sandbox"):
+                rollouts = await _start(parts, out, opened)
             async with rollouts.rlm:
                 yield trainer_of(parts, rollouts, out, opened, listener, on_stall)
         finally:

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 import ramify
-from ramify.clients.prices import PriceTable
+from ramify.clients.providers import PriceTable
 from ramify.clients.scripted import ScriptedClient
 from tests.docs import world
-from tests.docs.pages import ALL, PAGES, Block, prose
+from tests.docs.pages import ALL, PAGES, ROOT, Block, prose
 
 RUN = [block for block in ALL if not block.why_not]
 SHELL = [block for block in RUN if block.language == "bash"]
@@ -158,6 +158,18 @@ def test_json(block: Block, tmp_path):
 def test_every_public_name_is_on_some_page():
     pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert [name for name in ramify.__all__ if not re.search(rf"\b{name}\b", pages)] == []
+
+
+def test_examples_import_only_public_names():
+    """Pages, tutorials, recipes and examples: nothing below ``ramify.train`` and its like."""
+    folders = [*PAGES, *ROOT.glob("examples/*"), *ROOT.glob("recipes/*.py")]
+    deep = {
+        path.name: found
+        for path in folders
+        if path.is_file() and path.name not in ("log.md", "renames.md")
+        if (found := re.findall(r"(?:from|import) ramify\.\w+\.\w+", path.read_text("utf-8")))
+    }
+    assert deep == {}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,0 +1,88 @@
+"""The files that tools read beside the code: hooks of pre-commit, the workflow, the changelog, the versions of
+extras."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.docs.pages import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+(LOCAL,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text("utf-8"))
+SUFFIXES = {"python": "*.py", "pyi": "*.pyi", "jupyter": "*.ipynb", "markdown": "*.md"}
+
+
+def command(hook: dict[str, Any], *files: str) -> subprocess.CompletedProcess[str]:
+    """Run a hook as pre-commit does, with this Python instead of that of .venv."""
+    program, *words = hook["entry"].split()
+    assert program == ".venv/bin/python"
+    given = files if hook.get("pass_filenames", True) else ()
+    return subprocess.run(
+        [sys.executable, *words, *given],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("hook", LOCAL["hooks"], ids=lambda hook: hook["id"])
+def test_a_hook_accepts_what_is_there(hook: dict[str, Any]) -> None:
+    patterns = [SUFFIXES[kind] for kind in hook.get("types_or", hook.get("types"))]
+    listed = subprocess.run(
+        ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert listed
+    done = command(hook, *(name for name in listed if (ROOT / name).is_file()))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("id", ["ruff", "format"])
+def test_a_hook_rejects_bad_code(id: str, tmp_path: Path) -> None:
+    (hook,) = (hook for hook in LOCAL["hooks"] if hook["id"] == id)
+    (tmp_path / "bad.py").write_text("import os\nx = [1,2]\n")
+    assert command(hook, str(tmp_path / "bad.py")).returncode == 1
+
+
+def test_the_hooks_are_checks_of_ours() -> None:
+    assert LOCAL["repo"] == "local"
+    checked = (ROOT / "scripts/check").read_text("utf-8")
+    for hook in LOCAL["hooks"]:
+        words = hook["entry"].removesuffix(" --force-exclude")
+        assert words in checked.replace(" --quiet", ""), hook["id"]
+
+
+def test_the_workflow_calls_the_two_scripts_and_nothing_else() -> None:
+    steps = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
+    assert sorted(step["run"] for step in steps if "run" in step) == [
+        "scripts/check",
+        "scripts/test",
+    ]
+    used = {step["uses"].partition("@")[0] for step in steps if "uses" in step}
+    assert used == {"actions/checkout", "actions/setup-python"}
+
+
+def test_the_workflow_tests_every_python_that_we_name() -> None:
+    named = [
+        found[1]
+        for each in PROJECT["classifiers"]
+        if (found := re.fullmatch(r".*:: (3\.\d+)", each))
+    ]
+    assert WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["python"] == named
+
+
+def test_the_changelog_is_for_a_reader() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert re.findall(r"^## .*", text, re.MULTILINE)[0] == "## Unreleased"
+    assert len(text.splitlines()) < 400
+    assert "| before | now |" not in text  # docs/renames.md has that table
