@@ -49,7 +49,7 @@ from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_reader import RunSignals
 from ramify.train.signals.teacher import needed
 from ramify.train.stages import RlStage, TrainingStage, scheduled, streams_of
-from ramify.train.trainer import Evaluation, Trainer
+from ramify.train.trainer import SplitEvaluator, Trainer
 from ramify.train.watchdog import RunWatchdog, WatchedThread
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def trainer_of(
         publisher,
         stages,
         partial(_backend, parts, trained),
-        Evaluation(evaluating, run.evaluate.first, run.evaluate.final),
+        SplitEvaluator(evaluating, run.evaluate.first, run.evaluate.final),
         guard=run.guard,
         reference_of=lambda folder: trained.reference(folder, starts_at_base),
     )

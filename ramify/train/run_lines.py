@@ -52,7 +52,7 @@ class RunLines(Generic[R]):
             file.write(lines)
 
     def read(self, folder: Path) -> Iterator[R]:
-        """The records in a run's folder, in order; none if there is no file."""
+        """The records in a run's folder, in order. Yields none if the file is missing."""
         path = folder / self.name
         for line in path.read_bytes().splitlines() if path.is_file() else ():
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -45,7 +45,7 @@ _log = RoomLogger("train")
 T = TypeVar("T")
 
 
-class Evaluation(NamedTuple):
+class SplitEvaluator(NamedTuple):
     """How a run evaluates its policy."""
 
     of: Callable[[str], Awaitable[Mapping[str, float]]]
@@ -65,7 +65,7 @@ class Trainer:
         publisher: Publisher,
         stages: Sequence[TrainingStage],
         backend_of: Callable[[TrainingStage], Backend],
-        evaluation: Evaluation,
+        evaluation: SplitEvaluator,
         *,
         guard: TrainingGuard | None = None,
         reference_of: Callable[[Path], ReferenceModel] | None = None,

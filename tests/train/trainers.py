@@ -11,7 +11,7 @@ from ramify.train.metrics import StepMetrics
 from ramify.train.publisher import PolicyHandle, Publisher
 from ramify.train.run_record import RunRecord
 from ramify.train.stages import TrainingStage
-from ramify.train.trainer import Evaluation, Trainer
+from ramify.train.trainer import SplitEvaluator, Trainer
 from ramify.train.watchdog import RunWatchdog, WatchedThread
 
 
@@ -31,4 +31,4 @@ def trainer_over(
     record = RunRecord(out, schedule, config=config, listener=listener)
     thread = WatchedThread(watch or RunWatchdog(out, STALL_S))
     publisher = Publisher(policy, record, thread)
-    return Trainer(record, publisher, stages, backend_of, Evaluation(evaluate))
+    return Trainer(record, publisher, stages, backend_of, SplitEvaluator(evaluate))
