@@ -161,13 +161,15 @@ def _ask(
     spec = sandbox_spec(settings)
     _warm_up(settings["model"], spec if _needs_session(paths, settings) else None)
     from ramify.cli import ask_runner
+    from ramify.engine.question import RunOptions
 
     schema = read_schema(answer_schema)
     with mcp_tools(settings) as tools:
         rlm = make_rlm(settings, spec, open_store(settings), tools)
         loaded = load_sources(paths, screen.notes)
         cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
-        asked = ask_runner.AskRequest(question, loaded, paths, schema, cite, cache)
+        options = RunOptions(answer_type=schema, cite=cite, cache=cache)
+        asked = ask_runner.AskRequest(question, loaded, paths, options)
         return ask_runner.run(rlm, asked, screen, as_json=bool(settings.get("json")))
 
 

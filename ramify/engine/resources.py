@@ -191,10 +191,11 @@ class RlmSetup(msgspec.Struct, frozen=True):
         if options.model is not None and not self.has_own_scaffold:
             changes["scaffold"] = scaffold_of(None, options.model)
         search = self.search if options.search is None else search_of(options.search)
+        branching = {} if search is None else config_of(search)
         setup = msgspec.structs.replace(self, **changes, search=search)
         plain = setup.plain() if changes else {}
         recorded = {name: plain[name] for name in changes}
-        config = {**self.config, **recorded, **config_of(search), **(options.metadata or {})}
+        config = {**self.config, **recorded, **branching, **(options.metadata or {})}
         if not options.direct:
             config["direct"] = False  # a replayed or resumed run must make the same decision
         return msgspec.structs.replace(setup, config=config)

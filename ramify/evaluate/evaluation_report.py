@@ -35,7 +35,11 @@ ALL = "all"
 
 
 class ReportRow(msgspec.Struct, frozen=True):
-    """Figures for one kind of item."""
+    """Figures for one kind of item.
+
+    Example:
+        evaluate.report(done).rows[0].average.value    # of all items, from 0 to 1
+    """
 
     kind: str
     items: int
@@ -91,6 +95,9 @@ def report(evaluation: Evaluation, *, k: int | None = None, seed: int = 0) -> Ev
 
     ``k`` applies to pass@k and majority@k, by default all attempts; ``seed`` is that of the
     bootstrap. Raises ConfigError if there are fewer than k attempts per item, or no outcome.
+
+    Example:
+        print(evaluate.table(evaluate.report(done, k=4)))    # pass@4 and majority@4
     """
     plan, outcomes = evaluation.plan, evaluation.outcomes
     k = plan.attempts if k is None else k

@@ -69,6 +69,10 @@ def train(
     for a damaged checkpoint, and TrainError if training cannot continue. ``on_stall`` is called if
     nothing progresses for ``run.stall_s``: an error follows, but a stuck thread may keep this
     function from returning. Records of the ``ramify`` loggers are also written to ``OUT/run.log``.
+
+    Example:
+        state = train.train(train.load_recipe("recipes/tiny.py"), "runs/tiny")
+        state.step
     """
     launch.follow_if_told()
     out = Path(out)

@@ -189,7 +189,11 @@ class ReferenceModel(Protocol):
 
 
 class TrainedModel(Protocol):
-    """The model that a run trains, through all of its stages, wherever its weights are stored."""
+    """The model that a run trains, through all of its stages, wherever its weights are stored.
+
+    Example:
+        backend = model.backend(train.OptimizerSpec(lr=1e-5))
+    """
 
     is_here: bool
     """Whether the trained weights are those of the policy in this process."""

@@ -41,7 +41,7 @@ from ramify.train.signals.base import (
 )
 from ramify.train.signals.hindsight import TrajectoryHints, hints_of
 from ramify.types.message import Message
-from ramify.types.token_path import TokenPath, TokenSpan
+from ramify.types.sequence import TokenPath, TokenSpan
 from ramify.types.trajectory import Call, Group, Trajectory
 
 TEMPLATE = "\n\n[A hint for this task]\n{hint}"
