@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -29,6 +30,16 @@ from ramify.train.trackers.base import RunTrackers
 from ramify.train.training_loop import TrainingLoop
 
 _log = RoomLogger("train")
+_IN_LOG = (
+    "loss",
+    "reward",
+    "validation/reward",
+    "test/reward",
+    "failed_rollouts",
+    "work_s",
+    "learn_s",
+)
+"""Metrics that run.log repeats; metrics.jsonl has all."""
 FREE = (
     "schedule.",
     "compute.shard.",
@@ -114,6 +125,11 @@ def _train(
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None
 
     def measured(metrics: StepMetrics) -> None:
+        values: dict[str, Any] = {
+            name: value for name, value in metrics.values.items() if name in _IN_LOG
+        }
+        text = f"{metrics.stage}: step {metrics.step}, after {metrics.at_s:.0f} s"
+        _log.info("step", text, step=metrics.step, stage=metrics.stage, **values)
         trackers(metrics)
         if listener is not None:
             listener(metrics)
