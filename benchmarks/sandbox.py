@@ -8,7 +8,7 @@ a bare Python, bubblewrap, and an IPython kernel.
     engine.py
 
 The figures of ``versions`` take turns in one run: this version, the one before the review of the
-jail (commit BEFORE, in a worktree of its own; ``--before FOLDER`` names an existing one), and the
+jail (commit BEFORE, in a separate worktree; ``--before FOLDER`` names an existing one), and the
 loop of ``sandbox_minimal.py``.
 
 Absolute times depend on the machine and its load, so quote ratios. Promised rates are shown as time
@@ -390,7 +390,7 @@ MEASUREMENTS = {
 
 
 class Version:
-    """One version of the product, in a process of its own."""
+    """One version of the product, in a separate process."""
 
     def __init__(self, tree: str) -> None:
         self._process = subprocess.Popen(

@@ -480,7 +480,7 @@ class GuestSession:
         if message.id != cell.id:
             raise ProtocolError(f"the end of cell {message.id}, while {cell.id} runs")
         if note is not None and not isinstance(note, dict):
-            raise ProtocolError("a note that is no dict")
+            raise ProtocolError("a note that is not a dict")
         if (shared_buffers := self._wire.transport.shared_buffers) is not None:
             shared_buffers.empty()
         cell.chars = message.chars
