@@ -6,7 +6,7 @@
 
 Counts come from the syntax trees of `ramify/`, so every run gives the same numbers; `--quick`
 changes nothing. Decides what is counted. Not here: the rules themselves (see `tests/test_names.py`
-and `scripts/check_prose.py`).
+`scripts/check_prose.py`, `scripts/check_public.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 sys.path.insert(0, str(ROOT))
 
 import check_prose  # noqa: E402
+import check_public  # noqa: E402
 from engine import Figure, show  # noqa: E402
 
 from tests.test_house import two_way_sub_packages  # noqa: E402
@@ -117,6 +119,25 @@ def _is_documentation(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
+def loaded_by(statement: str) -> set[str]:
+    """Modules that ``statement`` loads in a new interpreter."""
+    script = (
+        f"import sys; before = set(sys.modules); {statement}; "
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+def added_by_import() -> set[str]:
+    """Modules that ``import ramify`` loads, except the package itself, those that it loaded before
+    there were namespaces, and ``logging``."""
+    before = loaded_by("import __future__, importlib, warnings, logging")
+    return loaded_by("import ramify") - before - {"ramify"}
+
+
 def figures() -> Iterator[Figure]:
     hits = [
         hit
@@ -134,6 +155,10 @@ def figures() -> Iterator[Figure]:
         0,
     )
     yield Figure("lines over 100 columns", long_lines, "lines", {"before": 5517}, 100)
+    deep, undocumented = check_public.deep_imports(), check_public.undocumented()
+    yield Figure("deep imports in what users read", len(deep), "imports", {}, 0)
+    yield Figure("exported names without an example or unit", len(undocumented), "names", {}, 0)
+    yield Figure("modules that import ramify adds", len(added_by_import()), "modules", {}, 0)
     yield Figure(
         "statements", statements(), "statements", {"before": BEFORE_STATEMENTS}, MOST_STATEMENTS
     )

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ramify import RLM, Limits, ScriptedClient
 from ramify.clients.base import Request
-from ramify.clients.byte_ids import NUM_IDS, ByteTokenIds
+from ramify.clients.scripted import NUM_IDS, ByteTokenIds
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
 from ramify.tasks.base import Item

@@ -24,7 +24,7 @@ import msgspec
 
 from ramify import RLM, Limits
 from ramify.clients.base import Price, Request
-from ramify.clients.byte_ids import ByteTokenIds
+from ramify.clients.scripted import ByteTokenIds
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward

@@ -38,19 +38,43 @@ from difflib import get_close_matches
 
 
 class RamifyError(Exception):
-    """Base class of all errors of this package. ``str(error)`` is one readable line."""
+    """Base class of all errors of this package. ``str(error)`` is one readable line.
+
+    Example:
+        except ramify.RamifyError as error:
+            print(error)    # what failed, where, what was received, what to do
+    """
 
 
 class ConfigError(RamifyError):
-    """An option, model name, key, schema or limit is invalid."""
+    """An option, model name, key, schema or limit is invalid.
+
+    >>> try:
+    ...     ramify.RLM("opanai:gpt-5-mini").completion("How many days has May?")
+    ... except ramify.ConfigError as error:
+    ...     print(str(error)[:72])
+    unknown provider 'opanai' in 'opanai:gpt-5-mini': did you mean 'openai'?
+    """
 
 
 class SourceError(RamifyError):
-    """An input cannot be read. The message names it."""
+    """An input cannot be read. The message names it.
+
+    >>> try:
+    ...     ramify.load("no-such-folder/")
+    ... except ramify.SourceError as error:
+    ...     print(str(error).partition(":")[0])
+    no-such-folder/ does not exist
+    """
 
 
 class ModelError(RamifyError):
-    """A language model gave no usable reply."""
+    """A language model gave no usable reply.
+
+    Example:
+        except ramify.ModelError as error:
+            retry_later = error.transient
+    """
 
     may_be_paid = False
     """True if the provider may have billed the attempt although it reported no usage."""
@@ -59,7 +83,11 @@ class ModelError(RamifyError):
 
 
 class RateLimited(ModelError):
-    """The server asked the client to slow down."""
+    """The server asked the client to slow down.
+
+    >>> inference.RateLimited("429", retry_after_s=1.5).retry_after_s    # seconds
+    1.5
+    """
 
     transient = True
 
@@ -69,32 +97,52 @@ class RateLimited(ModelError):
 
 
 class Unreachable(ModelError):
-    """The request was never sent: connection refused, no route, or unknown host name."""
+    """The request was never sent: connection refused, no route, or unknown host name.
+
+    Example:
+        inference.Unreachable("openai:m: connection refused")
+    """
 
     transient = True
 
 
 class ReplyLost(ModelError):
-    """The request was sent, but no complete reply arrived: dropped connection or timeout."""
+    """The request was sent, but no complete reply arrived: dropped connection or timeout.
+
+    Example:
+        inference.ReplyLost("openai:m: no reply within 300 s")
+    """
 
     transient = True
     may_be_paid = True
 
 
 class ServerFailed(ModelError):
-    """The server answered with a 5xx status."""
+    """The server answered with a 5xx status.
+
+    Example:
+        inference.ServerFailed("openai:m: 503, overloaded")
+    """
 
     transient = True
 
 
 class BadReply(ModelError):
-    """The server answered 200, but the body does not have the shape of the API."""
+    """The server answered 200, but the body does not have the shape of the API.
+
+    Example:
+        inference.BadReply("openai:m: answered HTML instead of JSON")
+    """
 
     may_be_paid = True
 
 
 class ReplyCut(ModelError):
-    """The reply was truncated at its length limit. ``text`` is what arrived."""
+    """The reply was truncated at its length limit. ``text`` is what arrived.
+
+    >>> inference.ReplyCut("cut at 8 tokens", "The first host").text
+    'The first host'
+    """
 
     def __init__(self, message: str, text: str) -> None:
         super().__init__(message)
@@ -102,7 +150,11 @@ class ReplyCut(ModelError):
 
 
 class ReplyFiltered(ModelError):
-    """A content filter stopped the reply, or the model refused. ``text`` is what arrived."""
+    """A content filter stopped the reply, or the model refused. ``text`` is what arrived.
+
+    >>> inference.ReplyFiltered("stopped by a content filter", "I can").text
+    'I can'
+    """
 
     def __init__(self, message: str, text: str) -> None:
         super().__init__(message)
@@ -110,14 +162,22 @@ class ReplyFiltered(ModelError):
 
 
 class Refused(ModelError):
-    """The server rejected the request: a 4xx other than 429."""
+    """The server rejected the request: a 4xx other than 429.
+
+    Example:
+        inference.Refused("openai:m: 401, wrong key")
+    """
 
     too_long = False
     """True if the request was rejected because the prompt does not fit the model's window."""
 
 
 class SandboxError(RamifyError):
-    """A session could not be started, or violated its protocol."""
+    """A session could not be started, or violated its protocol.
+
+    Example:
+        ramify.open_sandbox(ramify.SandboxSpec(tier="A"))    # on a machine without namespaces
+    """
 
 
 class SessionDied(SandboxError):
@@ -130,7 +190,11 @@ class SessionDied(SandboxError):
 
 class WeakSandboxWarning(UserWarning):
     """Code written by a model runs without strong isolation. ``SandboxSpec(allow_weaker=True)``
-    accepts this."""
+    accepts this.
+
+    Example:
+        warnings.simplefilter("error", ramify.WeakSandboxWarning)    # refuse weak sandboxes
+    """
 
 
 class OldNameWarning(DeprecationWarning):
@@ -138,7 +202,11 @@ class OldNameWarning(DeprecationWarning):
 
 
 class StoreError(RamifyError):
-    """A journal or blob cannot be read or written."""
+    """A journal or blob cannot be read or written.
+
+    Example:
+        ramify.Store("/read-only")    # a folder that cannot be written
+    """
 
 
 class UnknownRun(StoreError):
@@ -151,12 +219,21 @@ class RunInUse(StoreError):
 
 
 class ReplayDiverged(StoreError):
-    """A replayed run sent a model a request that its journal does not contain."""
+    """A replayed run sent a model a request that its journal does not contain.
+
+    Example:
+        rlm.replay(run_id)    # raises it if the program asks another question than the recorded one
+    """
 
 
 class TrainError(RamifyError):
     """Training cannot continue: a loss or gradient is not finite. The message names the sequence
-    and the dump."""
+    and the dump.
+
+    Example:
+        except ramify.TrainError as error:
+            print(error)    # names the sequence with the loss that is not finite
+    """
 
 
 class LimitReached(RamifyError):

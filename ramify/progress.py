@@ -106,7 +106,12 @@ def report_progress(
 
 @contextlib.contextmanager
 def subscribe(listener: Listener) -> Iterator[None]:
-    """Pass the progress of all tasks, from any thread, to ``listener`` while the block runs."""
+    """Pass the progress of all tasks, from any thread, to ``listener`` while the block runs.
+
+    Example:
+        with ramify.subscribe(lambda state: print(state.what, state.done, state.unit)):
+            ramify.load("logs/")
+    """
     global _listeners
     _listeners = (*_listeners, listener)
     try:

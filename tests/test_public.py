@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
+import importlib.util
 import json
 import pkgutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
+
+import ramify
+
+ROOT = Path(__file__).parents[1]
+SPEC = importlib.util.spec_from_file_location("check_public", ROOT / "scripts/check_public.py")
+CHECK = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(CHECK)
 
 PUBLIC = {
     "ramify": """
@@ -126,3 +136,76 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
     assert done.stderr.splitlines()[-1] == (
         "ModuleNotFoundError: ramify.inference.LocalClient needs torch: pip install 'ramify[train]'"
     )
+
+
+def test_users_read_public_names_only_and_each_is_documented() -> None:
+    command = [sys.executable, str(ROOT / "scripts/check_public.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "deep"),
+    [
+        ("from ramify import RLM, train\nimport ramify.tasks as rt", []),
+        ("from ramify.train import Run, load_recipe", []),
+        ("import os\nfrom ramify.train.config import Run", ["from ramify.train.config import Run"]),
+        ("import ramify.engine.rlm", ["import ramify.engine.rlm"]),
+        ("from ramify import engine", ["from ramify import engine"]),
+        ("from ramify.train import config", ["from ramify.train import config"]),
+        ("def f():\n    from ramify.types import Stop", ["from ramify.types import Stop"]),
+        (
+            'python -c "from ramify.tasks.base import Item; print(Item)" | wc',
+            ["from ramify.tasks.base import Item"],
+        ),
+        (
+            "write('''\nfrom ramify.errors import nearest\n''')",
+            ["from ramify.errors import nearest"],
+        ),
+        ("await x\nasync with y:\n    import ramify.cli", ["import ramify.cli"]),
+    ],
+)
+def test_what_a_deep_import_is(code: str, deep: list[str], tmp_path: Path) -> None:
+    """In a page of a project: one block of code."""
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text(f"# A page\n\n```python\n{code}\n```\n")
+    assert [text.split(": ", 1)[1] for text in CHECK.deep_imports(tmp_path)] == deep
+
+
+@pytest.mark.parametrize(
+    ("code", "documented"),
+    [
+        ('def f():\n    """Returns a number."""', False),
+        ('def f():\n    """Returns a number.\n\n    >>> f()\n    2\n    """', True),
+        ('class F:\n    """A limit."""\n\n    wait: float\n    """Pause."""', False),
+        ('class F:\n    """A limit."""\n\n    wait: float\n    """Pause, in seconds."""', True),
+        ('class F:\n    wait: float\n    """Pause, in seconds."""', False),
+        ('class F:\n    """A limit."""\n\n    def wait(self):\n        """[T] floats."""', True),
+        ('F = {}\n"""Names."""', False),
+        ('F = {}\n"""Names.\n\n    F["a"]\n"""', True),
+    ],
+)
+def test_what_a_documented_name_is(code: str, documented: bool) -> None:
+    name = code.split()[1].strip("():") if code.startswith(("def", "class")) else "F"
+    assert CHECK.is_documented(code, name) is documented
+
+
+@pytest.mark.parametrize(("package", "name"), NAMES)
+def test_the_examples_of_a_name_are_right(
+    package: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each ``>>>`` of a docstring gives what it says, in a session with the namespaces."""
+    value = getattr(importlib.import_module(package), name)
+    if not isinstance(value, type | types.FunctionType):
+        return
+    monkeypatch.chdir(tmp_path)
+    spaces = ("evaluate", "inference", "tasks", "testing", "train")
+    names = {"ramify": ramify, **{space: getattr(ramify, space) for space in spaces}}
+    finder = doctest.DocTestFinder(recurse=False)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    globs = {**vars(sys.modules[value.__module__]), **names}
+    said: list[str] = []
+    for test in finder.find(value, name, module=False, globs=globs):
+        runner.run(test, out=said.append)
+    assert said == []

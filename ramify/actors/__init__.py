@@ -6,5 +6,6 @@ process_slots.py      the share of a machine that a process takes
 launcher.py           starts processes on their slots; the launcher of this machine
 ray_launcher.py       the launcher of a Ray cluster
 connect_back.py       connections of started processes, which prove that they have a key
+foreground_process.py a process in place of this one, on the same terminal
 restarts.py           when a lost process is restarted, and when it is given up
 """

@@ -26,6 +26,7 @@ from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.stderr_notes import StderrNotes, write
 from ramify.cli.telemetry import exporting
 from ramify.errors import ConfigError
+from ramify.logging import collect_warnings
 
 if TYPE_CHECKING:
     from ramify.engine.mcp_tools import McpTools
@@ -41,6 +42,8 @@ ramify: no model is set. With an API key: OPENAI_API_KEY=… ramify ask --model 
 
 _SMALL_BYTES = 32_000
 """Largest file (bytes) that one direct call is likely to answer."""
+LOCAL_SANDBOXES = ("inprocess", "ipython", "jail", "process")
+"""Sandboxes whose packages are those of this machine."""
 _PATIENCE_S = 1.0
 """Seconds to wait for piped input before saying so."""
 
@@ -129,8 +132,9 @@ def ask(
     settings = fill(given, KINDS)
     notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.take_warnings()
+    collect_warnings()
     for line in unknown_variables(KINDS):
-        notes.say(f"ramify: warning: {line}")
+        notes.warning(line)
     form = form_of(settings.get("progress"), notes)
     if resume is not None:
         from ramify.cli.ask_runner import run_again
@@ -159,13 +163,15 @@ def _ask(
     spec = sandbox_spec(settings)
     _warm_up(settings["model"], spec if _needs_session(paths, settings) else None)
     from ramify.cli import ask_runner
+    from ramify.engine.question import RunOptions
 
     schema = read_schema(answer_schema)
     with mcp_tools(settings) as tools:
         rlm = make_rlm(settings, spec, open_store(settings), tools)
         loaded = load_sources(paths, screen.notes)
         cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
-        asked = ask_runner.AskRequest(question, loaded, paths, schema, cite, cache)
+        options = RunOptions(answer_type=schema, cite=cite, cache=cache)
+        asked = ask_runner.AskRequest(question, loaded, paths, options)
         return ask_runner.run(rlm, asked, screen, as_json=bool(settings.get("json")))
 
 
@@ -213,6 +219,13 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
         **fields,
     )
     check_provider(spec)
+    # A session is opened only if the question needs one, and a wrong value is an error before.
+    if absent := next((path for path, _ in spec.mounts if not os.path.exists(path)), None):
+        raise ConfigError(f"sandbox mounts: there is no '{absent}' on this machine")
+    if spec.packages and spec.provider in LOCAL_SANDBOXES:
+        from ramify.sandbox.packages import locate
+
+        locate(spec.packages)
     return spec
 
 
@@ -242,6 +255,7 @@ def make_rlm(
     tools: Mapping[str, Any] | None = None,
 ) -> RLM:
     from ramify.clients.base import Sampling
+    from ramify.clients.providers import split_name
     from ramify.engine.limits import Limits
     from ramify.engine.rlm import RLM
 
@@ -255,9 +269,12 @@ def make_rlm(
     scaffold = read_scaffold(settings.get("scaffold"), settings["model"])
     if settings.get("direct") is False:
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)
+    sub_models = settings.get("sub_model") or []
+    for name in (settings["model"], *sub_models):
+        split_name(name)
     return RLM(
         settings["model"],
-        sub_model=settings.get("sub_model") or None,
+        sub_model=sub_models or None,
         limits=limits,
         scaffold=scaffold,
         sandbox=spec,

@@ -28,6 +28,7 @@ from ramify.cli.progress_screen import ProgressScreen
 from ramify.cli.stderr_notes import StderrNotes, error_line
 from ramify.cli.stop_signals import on_signal
 from ramify.engine.call import jsonable
+from ramify.engine.question import RunOptions
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle
 from ramify.errors import ModelError, ReplyCut, ReplyFiltered
@@ -43,31 +44,28 @@ Start = Callable[[Callable[[AnyEvent], None]], RunHandle]
 
 
 class AskRequest(msgspec.Struct, frozen=True):
-    """One question with its sources and the form of its answer."""
+    """One question with its sources and options."""
 
     question: str
     loaded: Any
     """The ``LoadedContext`` from ``load``, or None."""
     paths: list[str]
-    schema: dict[str, Any] | None
-    cite: bool
-    cache: bool
+    options: RunOptions
 
     def start(self, rlm: RLM, on_event: Callable[[AnyEvent], None]) -> RunHandle:
-        arguments = (self.question, None) if self.loaded is None else (self.loaded, self.question)
-        return rlm.start(
-            *arguments,
-            answer_type=self.schema,
-            cite=self.cite,
-            cache=self.cache,
-            on_event=on_event,
-            metadata=source_record(self.loaded, self.paths),
-        )
+        prompt = self.question if self.loaded is None else self.loaded
+        query = None if self.loaded is None else self.question
+        metadata = source_record(self.loaded, self.paths)
+        return rlm.start(prompt, query, self.options, on_event=on_event, metadata=metadata)
 
 
 def run(rlm: RLM, asked: AskRequest, screen: ProgressScreen, *, as_json: bool) -> ExitCode:
     return _finish(
-        lambda on_event: asked.start(rlm, on_event), rlm, screen, as_json, bool(asked.schema)
+        lambda on_event: asked.start(rlm, on_event),
+        rlm,
+        screen,
+        as_json,
+        asked.options.answer_type is not None,
     )
 
 
@@ -258,7 +256,7 @@ def summary(trajectory: Trajectory, run_id: str | None, unfinished: str = "runni
         str(trajectory.stop or unfinished),
         f"{terminal_text.many(turns, 'turn')}, {terminal_text.many(usage.calls, 'call')}",
         f"{bound}{terminal_text.count(usage.total_tokens)} tokens",
-        *([bound + terminal_text.dollars(trajectory.cost)] if trajectory.cost is not None else []),
+        bound * (trajectory.cost is not None) + terminal_text.dollars(trajectory.cost),
         terminal_text.seconds(trajectory.seconds),
         *([f"run {run_id}"] if run_id else []),
     ]

@@ -21,8 +21,7 @@ from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parser import CommandSpec
 from ramify.cli.settings import config_path, fill, unknown_variables
 from ramify.cli.terminal_text import clean, size
-from ramify.clients.prices import PriceTable
-from ramify.clients.providers import PROVIDERS
+from ramify.clients.providers import PROVIDERS, PriceTable
 from ramify.errors import RamifyError
 from ramify.sandbox.base import open_sandbox
 

@@ -50,9 +50,9 @@ class LiveView:
         """Rows for a terminal of ``width`` columns and ``height`` lines."""
         elapsed_s = time.monotonic() - self._began
         room = max(height - 1, 4)
-        nodes, hidden = self._tree.shown(max(room // 3, 1))
+        calls, hidden = self._tree.shown(max(room // 3, 1))
         rows = [
-            row for node in nodes for row in self._node_rows(node, elapsed_s, with_code=room >= 12)
+            row for call in calls for row in self._call_rows(call, elapsed_s, with_code=room >= 12)
         ]
         rows = (
             [*rows[: room - 1], Text(f"  … and {hidden:,} more sessions", "dim")]
@@ -65,23 +65,24 @@ class LiveView:
         rows.append(budget_row([*budgets, ("seconds", elapsed_s, self._max_seconds)]))
         return rows
 
-    def _node_rows(self, node: TreeRow, elapsed_s: float, with_code: bool) -> list[Text]:
-        indent = "  " * node.depth
-        is_done = node.state == "done"
+    def _call_rows(self, row: TreeRow, elapsed_s: float, with_code: bool) -> list[Text]:
+        call, state = row.call, row.state
+        indent = "  " * call.depth
+        is_done = state == "done"
         style = "dim" if is_done else "bold"
-        since = (node.ended_s if is_done else elapsed_s) - node.started_s
-        state = str(node.stop) if is_done else node.state
-        name = f"{node.id} " if node.depth or ":" in node.id else ""
-        turn = f" · turn {node.turn}" if node.turn else ""
-        head = f"{indent}{_MARKS[node.state]} {name}{clean(node.model)}{turn}"
-        rows = [Text(f"{head} · {state} · {ticking(max(since, 0))}", style)]
-        if node.depth and not is_done:
-            rows.append(Text(f"{indent}  {one_line(node.question)}", "italic dim"))
-        if with_code and node.code and not is_done:
-            lines = clean(node.code).strip("\n").expandtabs(4).split("\n")
-            shown = lines if len(lines) <= _CODE_LINES else [*lines[: _CODE_LINES - 1], "…"]
-            rows += [Text(f"{indent}  │ {line}", "cyan") for line in shown]
-        tallies = (("llm_query", node.plain), ("rlm_query", node.children))
+        since = (elapsed_s if call.ended_s is None else call.ended_s) - call.started_s
+        name = f"{call.id} " if call.depth or ":" in call.id else ""
+        turn = f" · turn {row.turn}" if row.turn else ""
+        head = f"{indent}{_MARKS[state]} {name}{clean(call.model)}{turn}"
+        shown = str(call.stop) if is_done else state
+        rows = [Text(f"{head} · {shown} · {ticking(max(since, 0))}", style)]
+        if call.depth and not is_done:
+            rows.append(Text(f"{indent}  {one_line(call.question)}", "italic dim"))
+        if with_code and row.code and not is_done:
+            lines = clean(row.code).strip("\n").expandtabs(4).split("\n")
+            lines = lines if len(lines) <= _CODE_LINES else [*lines[: _CODE_LINES - 1], "…"]
+            rows += [Text(f"{indent}  │ {line}", "cyan") for line in lines]
+        tallies = (("llm_query", row.plain), ("rlm_query", row.children))
         return rows + [
             Text(f"{indent}  {tally.text(name)}") for name, tally in tallies if tally.started
         ]

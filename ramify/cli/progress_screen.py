@@ -2,7 +2,7 @@
 
     live     a view on the terminal, redrawn ten times a second:
              the command's own picture, and a bar for each task
-    lines    lines for pipes and logs, without control characters
+    lines    lines for pipes and logs, without control characters (progress_lines.py)
     json     one JSON object per line, for programs:
              {"event": "progress", "at_s": 1.2, "what": "reading", "done": 12000, …}
     none     nothing
@@ -30,6 +30,7 @@ import msgspec
 
 from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parser import OptionSpec, UsageError
+from ramify.cli.progress_lines import ProgressLines
 from ramify.cli.stderr_notes import StderrNotes, write
 from ramify.cli.stop_signals import SignalWatch
 from ramify.cli.terminal_text import clean, count, one_line, seconds, size
@@ -76,9 +77,12 @@ class ProgressScreen:
     block or ``close`` ends it.
     """
 
-    def __init__(self, notes: StderrNotes, form: Form) -> None:
+    def __init__(self, notes: StderrNotes, form: Form, *, has_lines: bool = False) -> None:
+        """``has_lines``: in the form ``lines``, the running tasks are also described whenever the
+        command has been silent for some seconds."""
         self.notes = notes
         self.form = form
+        self._has_lines = has_lines
         self.lock = threading.Lock()
         """Held while a picture is drawn; hold it to change the data behind a picture."""
         self.keeps = False
@@ -98,6 +102,12 @@ class ProgressScreen:
         if self.form == "json":
             self._stack.enter_context(subscribe(self._report_as_json))
             self.notes.above = lambda text: self.event("note", text=text)
+            self._stack.callback(setattr, self.notes, "above", None)
+        elif self.form == "lines" and self._has_lines:
+            lines = ProgressLines(described)
+            self._stack.callback(lines.close)
+            self._stack.enter_context(subscribe(lines))
+            self.notes.above = lines.say
             self._stack.callback(setattr, self.notes, "above", None)
         elif self.form == "live":
             self._stack.enter_context(_clean_exit_on_sigterm())
@@ -305,14 +315,18 @@ def bar(task: ProgressState, since_s: float, width: int) -> str:
 
     ``evaluating   ━━━━━━━━──────── 312 of 1,000 attempts · average 0.81 · 1 min 5 s left``
     """
-    amount = _amount(task)
-    parts = [
-        part
-        for part in (amount, one_line(task.note, max(width // 2, 20)), _time(task, since_s))
-        if part
-    ]
-    text = f"{clean(task.what):<12} {_bar_chars(task, since_s)} {' · '.join(parts)}"
+    text = f"{clean(task.what):<12} {_bar_chars(task, since_s)} {_details(task, since_s, width)}"
     return text[:width]
+
+
+def described(task: ProgressState, since_s: float) -> str:
+    """A task in words: ``sft: 120 of 500 steps · 12 s left``."""
+    return f"{clean(task.what)}: {_details(task, since_s, 120)}".removesuffix(": ")
+
+
+def _details(task: ProgressState, since_s: float, width: int) -> str:
+    note = one_line(task.note, max(width // 2, 20))
+    return " · ".join(filter(None, (_amount(task), note, _time(task, since_s))))
 
 
 def _bar_chars(task: ProgressState, since_s: float) -> str:

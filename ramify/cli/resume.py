@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Price, Request, Sampling
-from ramify.clients.prices import PriceTable
+from ramify.clients.providers import PriceTable
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold

@@ -14,8 +14,7 @@ from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parse_units import parse_age, parse_size
 from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
 from ramify.cli.terminal_text import clean, count, dollars, many, moment, one_line, seconds, size
-from ramify.store.index import RunSummary
-from ramify.store.store import Store
+from ramify.store.store import RunSummary, Store
 
 _SHORT = len("20260301-142501-5gk0x7m")
 """Length of the part of an id that a table shows. It identifies the run; the rest of an id is
@@ -93,7 +92,7 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
         str(summary.stop or state),
         f"{summary.usage.calls:,}",
         count(summary.usage.total_tokens),
-        dollars(summary.cost),
+        "unknown" if summary.cost is None else dollars(summary.cost),
         seconds(summary.seconds),
     ]
 

@@ -90,6 +90,8 @@ def _keys(options: dict[str, Any], root: Path | None) -> ApiKeys:
         raise ConfigError(
             f'the key file {options["keys"]} has no keys: add a table [NAME] with key = "…"'
         )
+    if options["api_key"] == "":
+        raise UsageError("--api-key is empty: give a key, or remove it")
     single = options["api_key"] or os.environ.get(_KEY)
     if single:
         if "default" in keys:

@@ -15,6 +15,7 @@ from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.serving import on_stop
 from ramify.cli.stderr_notes import StderrNotes, write
+from ramify.logging import join_run
 from ramify.progress import report_progress
 
 if TYPE_CHECKING:
@@ -45,9 +46,17 @@ def serve_policy(
         raise UsageError(f"--slots {slots}: give at least 1")
     if weights_root is not None and not Path(weights_root).is_dir():
         raise UsageError(f"--weights-root {weights_root}: no such folder")
+    if api_key == "":
+        raise UsageError("--api-key is empty: give a key, or remove it")
+    if weight_sync:
+        from ramify.inference.weight_sync import WEIGHT_SYNCS
+
+        WEIGHT_SYNCS.of(weight_sync)
     folder = str(TINY) if words[0] == "tiny" else words[0].removeprefix("local:")
 
+    join_run(f"engine at port {8000 if port is None else port}")
     notes = StderrNotes()
+    notes.take_warnings()
     with ProgressScreen(notes, form_of(None, notes)):
         with report_progress("starting"):
             import torch

@@ -11,6 +11,7 @@ ramify/cluster/search_settings.py).
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,6 +62,8 @@ def simulate(
         )
     if grace_steps is not None and grace_steps < 0:
         raise UsageError(f"--grace-steps {grace_steps}: give 0 or more")
+    if scaling is not None and not 0 < scaling < math.inf:
+        raise UsageError(f"--scaling {scaling:g}: give a positive number")
     for name, number in (
         ("engine-devices", engine_devices),
         ("concurrency", concurrency),

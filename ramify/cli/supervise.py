@@ -20,7 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ramify.actors.child_process import ChildProcess, exit_reason
+from ramify.actors.child_process import exit_reason
+from ramify.actors.foreground_process import ForegroundProcess
 from ramify.actors.restarts import RestartCount
 from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parser import UsageError
@@ -50,7 +51,7 @@ def supervise(
     since, furthest = time.time(), -1
     losses = RestartCount(restarts, _log, "trainer")
     command = [sys.executable, "-m", "ramify", "train", *words, "--out", str(folder), *options]
-    with run_log(folder / RUN_LOG, folder.resolve().name) as log, _Trainer() as trainer:
+    with run_log(folder / RUN_LOG, folder.resolve().name) as log, ForegroundProcess() as trainer:
         log.begin()
         while True:
             code = trainer.run([*command, *(("--resume", resume) if resume else ())])
@@ -91,47 +92,6 @@ def supervise(
                 attempt=attempt,
             )
             trainer.pause(losses.pause_s(""))
-
-
-class _Trainer:
-    """Child process that trains. As a context manager, it passes on signals that end this one."""
-
-    def __init__(self) -> None:
-        self.was_stopped = False
-        self._process: ChildProcess | None = None
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> _Trainer:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._stop)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        if self._process is not None:
-            self._process.end(0.0)
-
-    def run(self, command: Sequence[str]) -> int:
-        self._process = ChildProcess(command, files=(0, 1, 2))
-        if self.was_stopped:  # by a signal that came before there was a process
-            self._process.signal(signal.SIGTERM)
-        while (code := self._process.wait(1.0)) is None:
-            pass
-        return code
-
-    def pause(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self.was_stopped and time.monotonic() < until:
-            time.sleep(0.05)
-        if self.was_stopped:
-            raise KeyboardInterrupt
-
-    def _stop(self, number: int, _: object) -> None:
-        """Pass SIGINT or SIGTERM on to the trainer, which has a separate session."""
-        self.was_stopped = True
-        if self._process is not None:
-            self._process.signal(number)
 
 
 def _step(folder: Path, since: float) -> int | None:

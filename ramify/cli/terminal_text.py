@@ -53,9 +53,9 @@ def many(number: int, noun: str) -> str:
 
 
 def dollars(cost: float | None) -> str:
-    """Format a cost: ``$1.23``, ``$0.012``, ``$1.2e-05``; ``-`` if the price is unknown."""
+    """Format a cost: ``$1.23``, ``$0.012``, ``$1.2e-05``; ``cost unknown`` without a price."""
     if cost is None:
-        return "-"
+        return "cost unknown"
     return (
         f"${cost:.2f}"
         if cost >= 1 or cost == 0

@@ -1,6 +1,6 @@
-"""State of the call tree in the live view: takes events, returns the rows to show.
+"""Rows of the live view: the sessions of a run's call tree.
 
-Each call with a session is a node. Plain sub-calls are only counted on the node that made them, so
+Each call with a session is a row. Plain sub-calls are only counted on the row that made them, so
 that five hundred of them cost one line:
 
     0 openai:gpt-5 · turn 3 · running code
@@ -8,7 +8,7 @@ that five hundred of them cost one line:
         llm_query × 500: 312 done, 3 failed
       0.7 openai:gpt-5-mini · turn 1 · asking
 
-Not here: the text of the rows (see live.py).
+Not here: the state of the calls (see types/call_tree.py) and the text of the rows (see live.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from ramify.engine.action import read_action
+from ramify.types.call_tree import CallNode, CallTree
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -27,7 +28,6 @@ from ramify.types.event import (
     NoteAdded,
     ReplyReceived,
     RequestStarted,
-    RunEnded,
     RunStarted,
 )
 from ramify.types.trajectory import Stop
@@ -36,7 +36,7 @@ State = Literal["starting", "asking", "running code", "last word", "done"]
 
 
 class SubcallTally(msgspec.Struct):
-    """Counts of one node's sub-calls of one kind."""
+    """Counts of one row's sub-calls of one kind."""
 
     started: int = 0
     done: int = 0
@@ -48,99 +48,99 @@ class SubcallTally(msgspec.Struct):
 
 
 class TreeRow(msgspec.Struct):
-    """Node of the tree: one call with a session, and its current state."""
+    """One call with a session."""
 
-    id: str
-    model: str
-    depth: int
-    question: str
-    started_s: float
+    call: CallNode
     turn: int = 0
     """Current turn, from 1; 0 before the first request."""
-    state: State = "starting"
-    stop: Stop | None = None
-    ended_s: float = 0.0
     code: str = ""
     """Latest code that the model wrote."""
+    has_code: bool = False
+    """Whether the last reply contains code."""
+    is_last_word: bool = False
+    """Whether the last request asks the model to answer with what it has."""
     plain: SubcallTally = msgspec.field(default_factory=SubcallTally)
     """``llm_query`` calls."""
     children: SubcallTally = msgspec.field(default_factory=SubcallTally)
-    """``rlm_query`` calls; each also has its own node."""
+    """``rlm_query`` calls; each also has its own row."""
+
+    @property
+    def id(self) -> str:
+        return self.call.id
+
+    @property
+    def state(self) -> State:
+        if self.call.stop is not None:
+            return "done"
+        if not self.turn:
+            return "starting"
+        if self.call.asking >= 0:
+            return "last word" if self.is_last_word else "asking"
+        return "running code" if self.has_code else "asking"
 
 
 class TerminalTree:
-    """Call tree of a run, built from its events."""
+    """Rows of a run, from its events."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, TreeRow] = {}
-        """Call id -> node, in order of creation."""
+        """Call id -> row, in order of creation."""
         self.notice = ""
         """Latest note or error."""
-        self.replies = 0
-        self.is_over = False
-        self._parents: dict[str, tuple[TreeRow, SubcallTally]] = {}
+        self._tree = CallTree()
         self._replies_are_code = False
 
     def apply(self, event: AnyEvent) -> None:
+        call = self._tree.apply(event)
+        row = self.nodes.get(call.id) if call is not None else None
         match event:
-            case CallStarted():
-                self._begin(event)
-            case RequestStarted() if node := self.nodes.get(event.call):
-                node.turn, node.state = event.turn + 1, "last word" if event.last_word else "asking"
-            case ReplyReceived():
-                self.replies += 1
-                if node := self.nodes.get(event.call):
-                    message = event.reply.message
-                    codes = (
-                        (message.content,) if self._replies_are_code else read_action(message).codes
-                    )
-                    node.code = codes[-1] if codes else node.code
-                    node.state = "running code" if codes else "asking"
-            case CellRan() if node := self.nodes.get(event.call):
-                node.code = event.result.code
-            case CallEnded():
-                self._end(event)
+            case CallStarted() if call is not None:
+                self._begin(call)
+            case RequestStarted() if row:
+                row.turn, row.is_last_word = event.turn + 1, event.last_word is not None
+            case ReplyReceived() if row:
+                message = event.reply.message
+                raw = self._replies_are_code
+                codes = (message.content,) if raw else read_action(message).codes
+                row.code = codes[-1] if codes else row.code
+                row.has_code = bool(codes)
+            case CellRan() if row:
+                row.code = event.result.code
+            case CallEnded() if call is not None and (tally := self._tally(call)):
+                tally.done += 1
+                tally.failed += event.stop is Stop.ERROR
             case NoteAdded():
                 self.notice = event.text
             case AttemptFailed():
                 self.notice = event.error
             case RunStarted():
                 self._replies_are_code = bool(event.config.get("scaffold", {}).get("raw_code"))
-            case RunEnded():
-                self.is_over = True
             case _:
                 pass
 
-    def _begin(self, event: CallStarted) -> None:
-        parent = self.nodes.get(event.parent.call) if event.parent else None
-        if parent is not None:
-            tally = parent.children if event.kind == "rlm" else parent.plain
+    def _begin(self, call: CallNode) -> None:
+        tally = self._tally(call)
+        if tally is not None:
             tally.started += 1
-            self._parents[event.id] = (parent, tally)
-        if event.kind == "rlm" or parent is None:
-            self.nodes[event.id] = TreeRow(
-                event.id, event.model, event.depth, event.question, event.at_s
-            )
+        if call.kind == "rlm" or tally is None:
+            self.nodes[call.id] = TreeRow(call)
 
-    def _end(self, event: CallEnded) -> None:
-        if entry := self._parents.pop(event.id, None):
-            tally = entry[1]
-            tally.done += 1
-            tally.failed += event.stop is Stop.ERROR
-        if node := self.nodes.get(event.id):
-            node.state = "done"
-            node.stop = event.stop
-            node.ended_s = event.at_s
+    def _tally(self, call: CallNode) -> SubcallTally | None:
+        """Return where the parent's row counts ``call``."""
+        parent = self.nodes.get(call.parent.call) if call.parent else None
+        if parent is None:
+            return None
+        return parent.children if call.kind == "rlm" else parent.plain
 
     def shown(self, max_rows: int) -> tuple[list[TreeRow], int]:
-        """Return at most ``max_rows`` nodes, and the number of nodes that are hidden.
+        """Return at most ``max_rows`` rows, and the number of rows that are hidden.
 
-        Running nodes are preferred to ended ones. The result is in order of creation.
+        Running calls are preferred to ended ones. The result is in order of creation.
         """
-        nodes = list(self.nodes.values())
-        if len(nodes) <= max_rows:
-            return nodes, 0
-        working = [node for node in nodes[1:] if node.state != "done"]
-        ended = [node for node in nodes[1:] if node.state == "done"]
-        visible = {node.id for node in [nodes[0], *working, *reversed(ended)][:max_rows]}
-        return [node for node in nodes if node.id in visible], len(nodes) - len(visible)
+        rows = list(self.nodes.values())
+        if len(rows) <= max_rows:
+            return rows, 0
+        working = [row for row in rows[1:] if row.call.stop is None]
+        ended = [row for row in rows[1:] if row.call.stop is not None]
+        visible = {row.call.id for row in [rows[0], *working, *reversed(ended)][:max_rows]}
+        return [row for row in rows if row.call.id in visible], len(rows) - len(visible)

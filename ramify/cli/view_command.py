@@ -38,6 +38,8 @@ def view(
     export: str | None = None,
     open: bool | None = None,
 ) -> int:
+    if token == "":
+        raise UsageError("--token is empty: give a token, or remove it")
     from ramify.viewer.run_library import RunLibrary
 
     names = [word for word in words if not Path(word).expanduser().exists()]

@@ -8,15 +8,24 @@ A client translates a request and sends it once. Retries, rate limiting and budg
                  limiter slot                            │  held only while a request is in flight
                  client.complete(request)                │  one attempt: a Reply or a ModelError
                  account.settle / forfeit / release ─────┘
+
+The tokens and dollars that a server reports are validated here, so that a budget can rely on them.
+A report that is missing, impossible or inconsistent counts as unknown, and the pool then books the
+most that the request can cost. No report can therefore lower the recorded spending.
+
+    {"prompt_tokens": 9, "completion_tokens": 2}            ->  Usage(9, 2, calls=1)
+    9 prompt tokens, of which 500 were cached; -3; NaN; true  ->  Usage(): unknown
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from ramify.types.message import Message, Reply, Usage
+from ramify.errors import ServerFailed
+from ramify.types.message import Finish, Message, Reply, Usage
 
 ASSUMED_WINDOW = 128_000
 """Context window (tokens) of a model whose window is unknown."""
@@ -42,7 +51,11 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A native tool that a model may call."""
+    """A native tool that a model may call.
+
+    >>> inference.Tool("add", "Add two numbers.", {"type": "object", "properties": {}}).name
+    'add'
+    """
 
     name: str
     description: str
@@ -174,3 +187,102 @@ class RequestBudget(Protocol):
     def release(self, error: str) -> None:
         """Free the reservation, because the attempt cost nothing."""
         ...
+
+
+def counted(
+    given: Any,
+    produced: Any,
+    *,
+    total: Any = None,
+    cached: Any = None,
+    stored: Any = None,
+    reasoning: Any = None,
+) -> Usage:
+    """Return the usage of one request, or ``Usage()`` if the figures are missing or inconsistent.
+
+    ``given`` counts the tokens of the whole prompt, ``produced`` those of the reply and ``total``
+    both; ``cached`` and ``stored`` are parts of the prompt. Some servers count reasoning tokens
+    only in the total, and charge for them.
+    """
+    try:
+        inputs, outputs, both, read, written, thinking = map(
+            _count, (given, produced, total, cached, stored, reasoning)
+        )
+    except ValueError:
+        return Usage()
+    if inputs is None or (outputs is None and (both is None or both < inputs)):
+        return Usage()
+    output = max(outputs or 0, (both or 0) - inputs)
+    thinking = thinking or 0
+    output += thinking if thinking > output else 0
+    usage = Usage(inputs, output, read or 0, thinking, calls=1, cache_write_tokens=written or 0)
+    return usage if _is_consistent(usage) else Usage()
+
+
+def believed(usage: Usage, most: Usage, window: int) -> Usage:
+    """Return ``usage`` of one request, or ``most`` if it was not reported or is impossible: neither
+    prompt nor reply can be longer than the model's ``window`` of tokens."""
+    within = usage.input_tokens <= max(most.input_tokens, window) and usage.output_tokens <= max(
+        most.output_tokens, window
+    )
+    return usage if usage.calls and _is_consistent(usage) and within else most
+
+
+def dollars(reported: Any) -> float | None:
+    """Return the cost that a server reports, or None if it is not a valid amount of money."""
+    if isinstance(reported, bool) or not isinstance(reported, int | float):
+        return None
+    return float(reported) if math.isfinite(reported) and reported >= 0 else None
+
+
+def _count(reported: Any) -> int | None:
+    """Return a number of tokens, or None. Raises ValueError for anything that is not a count."""
+    if reported is None:
+        return None
+    if isinstance(reported, float) and reported.is_integer():  # some gateways write 12.0
+        reported = int(reported)
+    if isinstance(reported, bool) or not isinstance(reported, int) or reported < 0:
+        raise ValueError
+    return int(reported)
+
+
+def _is_consistent(usage: Usage) -> bool:
+    """Return True if every figure is a count and no part exceeds its total."""
+    figures = [getattr(usage, name) for name in Usage.__struct_fields__]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in figures):
+        return False
+    parts = usage.cached_tokens + usage.cache_write_tokens
+    return parts <= usage.input_tokens and usage.reasoning_tokens <= usage.output_tokens
+
+
+_WORDS: dict[Finish, str] = {
+    "stop": "stop end_turn stop_sequence",
+    "length": "length max_tokens max_output_tokens max_length model_length token_limit"
+    " model_context_window_exceeded context_length repetition_truncation",
+    "tool_calls": "tool_calls tool_call tool_use function_call",
+    "content_filter": "content_filter content_filtered refusal safety recitation blocklist"
+    " prohibited_content spii sensitive guardrail_intervened image_safety language error_toxic",
+}
+_FINISHES: dict[str, Finish] = {
+    word: finish for finish, words in _WORDS.items() for word in words.split()
+}
+_BROKEN = {
+    "error",
+    "network_error",
+    "insufficient_system_resource",
+    "abort",
+    "aborted",
+    "cancelled",
+    "canceled",
+}
+
+
+def finish_of(reason: Any, where: str) -> Finish:
+    """Return the ``Finish`` for a finish reason. Raises ServerFailed if the server aborted the
+    reply; ``where`` names the model in the error."""
+    word = str(reason).lower()
+    if word in _BROKEN:
+        failed = ServerFailed(f"{where} broke the reply off (finish reason {word!r})")
+        failed.may_be_paid = True
+        raise failed
+    return _FINISHES.get(word, "other")

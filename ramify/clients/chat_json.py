@@ -7,7 +7,7 @@ Differences in what servers accept are listed per provider in ``providers.py``. 
 what they send, every known form is read: reasoning as ``reasoning``, ``reasoning_content`` or parts
 of the content, vLLM's token ids, and reasoning tokens that are counted only in the total.
 
-Not here: sockets (see ``http_pool.py``).
+Not here: sockets (see ``pool.py``).
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients.base import Request
-from ramify.clients.finish import finish_of
+from ramify.clients.base import Request, counted, dollars, finish_of
 from ramify.clients.providers import Endpoint
-from ramify.clients.usage import counted, dollars
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
 
 

@@ -17,10 +17,9 @@ from typing import Any
 import msgspec
 
 from ramify.clients import chat_json
-from ramify.clients.base import Price, Request
+from ramify.clients.base import Price, Request, dollars
 from ramify.clients.failures import from_status, redacted
 from ramify.clients.providers import Endpoint, ProviderSpec, split_name, split_url
-from ramify.clients.usage import dollars
 from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
 from ramify.types.message import Reply
 

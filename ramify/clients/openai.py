@@ -1,7 +1,7 @@
 """Client for any server that implements OpenAI's chat completions.
 
 It sends each request once and turns bad answers into errors. ``chat_json.py`` translates the JSON,
-``http_pool.py`` sends the bytes, and ``providers.py`` defines addresses and differences between
+``pool.py`` sends the bytes, and ``providers.py`` defines addresses and differences between
 providers. Not here: rate limiting, retries and prices (see ``pool.py``).
 """
 
@@ -15,7 +15,7 @@ from ramify.clients import chat_json
 from ramify.clients.base import Price, Request
 from ramify.clients.failures import from_status, redacted
 from ramify.clients.http1 import HttpResponse
-from ramify.clients.http_pool import HttpConnectionPool, route_to
+from ramify.clients.pool import HttpConnectionPool, route_to
 from ramify.clients.providers import Endpoint
 from ramify.errors import BadReply, ModelError, Refused
 from ramify.types.message import Reply

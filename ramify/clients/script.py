@@ -42,7 +42,11 @@ Kind = Literal[
 
 
 class ScriptedFailure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A failure instead of a good reply. ``fail`` is its kind; see the functions below."""
+    """A failure instead of a good reply. ``fail`` is its kind; see the functions below.
+
+    >>> testing.rate_limited(1.5).fail
+    'rate_limited'
+    """
 
     fail: Kind
     text: str = ""
@@ -53,58 +57,102 @@ class ScriptedFailure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
 
 
 def rate_limited(retry_after_s: float | None = None) -> ScriptedFailure:
-    """429, with the time to wait if it is given."""
+    """429, with the time to wait if it is given.
+
+    Example:
+        testing.ScriptedClient([testing.rate_limited(0.5), "FINAL(2)"])    # wait half a second
+    """
     return ScriptedFailure("rate_limited", retry_after_s=retry_after_s, status=429)
 
 
 def server_error(status: int = 500, text: str = "the engine fell over") -> ScriptedFailure:
-    """A 5xx status."""
+    """A 5xx status.
+
+    Example:
+        testing.ScriptedClient([testing.server_error(503), "FINAL(2)"])
+    """
     return ScriptedFailure("server_error", text, status=status)
 
 
 def refused(status: int = 400, text: str = "the request was refused") -> ScriptedFailure:
-    """A 4xx status, which is not worth retrying."""
+    """A 4xx status, which is not worth retrying.
+
+    Example:
+        testing.ScriptedClient([testing.refused(401, "wrong key")])
+    """
     return ScriptedFailure("refused", text, status=status)
 
 
 def unreachable() -> ScriptedFailure:
     """The server is unreachable. The HTTP server can only close the connection, as for
-    ``dropped``."""
+    ``dropped``.
+
+    Example:
+        testing.ScriptedClient([testing.unreachable(), "FINAL(2)"])
+    """
     return ScriptedFailure("unreachable")
 
 
 def dropped(text: str = "lost") -> ScriptedFailure:
-    """The model worked and is billed, but the connection closed before the reply began."""
+    """The model worked and is billed, but the connection closed before the reply began.
+
+    Example:
+        testing.ScriptedClient([testing.dropped(), "the reply"])
+    """
     return ScriptedFailure("dropped", text)
 
 
 def cut(text: str = "cut in the middle") -> ScriptedFailure:
-    """The same as ``dropped``, but in the middle of the reply's body."""
+    """The same as ``dropped``, but in the middle of the reply's body.
+
+    Example:
+        testing.ScriptedClient([testing.cut(), "the whole reply"])    # a retry gets the second
+    """
     return ScriptedFailure("cut", text)
 
 
 def stalled(text: str = "too late") -> ScriptedFailure:
-    """The model worked, but the reply never arrives and the connection stays open."""
+    """The model worked, but the reply never arrives and the connection stays open.
+
+    Example:
+        testing.ScriptedClient([testing.stalled()])    # until the deadline of the run
+    """
     return ScriptedFailure("stalled", text)
 
 
 def malformed(text: str = "not json") -> ScriptedFailure:
-    """Status 200 with a body that is not JSON. Billed."""
+    """Status 200 with a body that is not JSON. Billed.
+
+    Example:
+        testing.ScriptedServer([testing.malformed("<not json>")])
+    """
     return ScriptedFailure("malformed", text)
 
 
 def html(status: int = 200) -> ScriptedFailure:
-    """A web page instead of the API, as returned for a wrong base URL."""
+    """A web page instead of the API, as returned for a wrong base URL.
+
+    Example:
+        testing.ScriptedServer([testing.html()])
+    """
     return ScriptedFailure("html", "<!doctype html><title>Welcome</title>", status=status)
 
 
 def no_choices(text: str = "nothing") -> ScriptedFailure:
-    """Status 200 and JSON, but without choices. Billed."""
+    """Status 200 and JSON, but without choices. Billed.
+
+    Example:
+        testing.ScriptedServer([testing.no_choices()])
+    """
     return ScriptedFailure("no_choices", text)
 
 
 def no_usage(text: str) -> ScriptedFailure:
-    """A good reply without reported usage."""
+    """A good reply without reported usage.
+
+    Example:
+        testing.ScriptedClient([testing.no_usage("FINAL(2)")])    # booked as an upper bound
+    """
     return ScriptedFailure("no_usage", text)
 
 
@@ -118,7 +166,11 @@ Step = str | Message | Reply | ScriptedFailure
 
 
 class ScriptRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Reply for requests whose last message matches."""
+    """Reply for requests whose last message matches.
+
+    >>> testing.ScriptRule(match="capital of France", reply="Paris").reply
+    'Paris'
+    """
 
     match: str
     """Regular expression that is searched for in the last message; ``.`` also matches newlines."""
@@ -131,7 +183,11 @@ Lines = Sequence[Step | ScriptRule] | ReplyFunction
 
 
 class Script:
-    """Gives the next reply for any request. Concurrent requests take lines in order of arrival."""
+    """Gives the next reply for any request. Concurrent requests take lines in order of arrival.
+
+    Example:
+        testing.ScriptedServer(testing.Script.load("replies.json"))
+    """
 
     def __init__(self, lines: Lines, name: str = "the script") -> None:
         self.tell: ReplyFunction = lines if callable(lines) else _reply_function(tuple(lines), name)

@@ -6,7 +6,11 @@
 Pass it wherever a client is expected; nothing is patched. ``served`` is the usage that a real model
 would have charged, dropped replies included, so a test can compare it with what a run reports. With
 ``ids=ByteTokenIds()`` it returns the exact token ids of prompt and reply, as an inference engine
-does for training.
+does for training: one id per UTF-8 byte, with a marker before and after each message.
+
+    [user "hi"]                  ->  257 104 105 260   258     prompt; 258 starts the reply
+    reply "ok"                   ->  111 107 260               sampled ids, with the end marker
+    [user "hi", "ok", user "?"]  ->  257 104 105 260   258 111 107 260   257 63 260   258
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ from pathlib import Path
 import msgspec
 
 from ramify.clients.base import ASSUMED_WINDOW, Price, Request
-from ramify.clients.byte_ids import ByteTokenIds
 from ramify.clients.script import (
     Lines,
     Script,
@@ -48,7 +51,53 @@ from ramify.errors import (
     ServerFailed,
     Unreachable,
 )
-from ramify.types.message import Message, Reply, Usage
+from ramify.types.message import Message, Reply, Usage, VersionSpan
+
+_BEGINS = {"system": 256, "user": 257, "assistant": 258, "tool": 259}
+END = 260
+NUM_IDS = 261
+
+
+class ByteTokenIds:
+    """Adds byte-level token ids to replies. A trainer increments ``version`` to set the policy
+    version.
+
+    Example:
+        client = testing.ScriptedClient(["FINAL(2)"], ids=testing.ByteTokenIds())
+    """
+
+    def __init__(self, version: int = 0, logprob: float = -0.5, *, keeps_ids: bool = True) -> None:
+        """Without ``keeps_ids``, the whole conversation is tokenized again for each request, with
+        other ids than were sampled. A server that only handles text does the same."""
+        self.version = version
+        self._logprob = logprob
+        self._keeps_ids = keeps_ids
+
+    def added_to(self, reply: Reply, request: Request) -> Reply:
+        """Return ``reply`` with its token ids and those of its prompt."""
+        token_ids = (*_text(reply.message), END)
+        return msgspec.structs.replace(
+            reply,
+            prompt_ids=self._prompt(request),
+            token_ids=token_ids,
+            logprobs=(self._logprob,) * len(token_ids),
+            versions=(VersionSpan(0, len(token_ids), self.version),),
+        )
+
+    def _prompt(self, request: Request) -> tuple[int, ...]:
+        known = request.known if self._keeps_ids else None
+        ids = [] if known is None else [*known.ids]
+        for message in request.messages[0 if known is None else known.num_messages :]:
+            text = _text(message)
+            if message.role == "assistant" and not self._keeps_ids:
+                text = [32, *text]
+            ids += [_BEGINS[message.role], *text, END]
+        return (*ids, _BEGINS["assistant"])
+
+
+def _text(message: Message) -> list[int]:
+    return list(message.content.encode("utf-8", "surrogatepass"))
+
 
 __all__ = [
     "ByteTokenIds",
@@ -71,7 +120,13 @@ __all__ = [
 
 
 class ScriptedClient:
-    """A ``Client`` that answers from a script. See ``script.py`` for the forms of a script."""
+    """A ``Client`` that answers from a script. See ``script.py`` for the forms of a script.
+
+    >>> client = testing.ScriptedClient(["42"])
+    >>> with ramify.RLM(client) as rlm:
+    ...     rlm.completion("What is six times seven?").answer
+    '42'
+    """
 
     def __init__(
         self,

@@ -57,7 +57,11 @@ class _RequestBody(msgspec.Struct):
 
 
 class ReceivedRequest(msgspec.Struct, frozen=True):
-    """One request as it was received."""
+    """One request as it was received.
+
+    Example:
+        server.requests[0].json()["messages"][0]["content"]
+    """
 
     path: str
     headers: Mapping[str, str]
@@ -74,7 +78,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ScriptedServer:
-    """An HTTP server that answers from a script. ``async with`` starts and stops it."""
+    """An HTTP server that answers from a script. ``async with`` starts and stops it.
+
+    Example:
+        async with testing.ScriptedServer(["hello", testing.rate_limited(0.2)]) as server:
+            os.environ["OPENAI_BASE_URL"] = server.url
+    """
 
     def __init__(
         self,

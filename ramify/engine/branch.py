@@ -47,7 +47,8 @@ def vote(answers: Sequence[Any]) -> int:
     """Index of the first answer that is most common among the continuations. Answers are equal if
     their JSON is.
 
-    >>> vote(["a", None, "b", "b"]) 2
+    >>> ramify.vote(["a", None, "b", "b"])
+    2
     """
     keys = [None if answer is None else _key(jsonable(answer)) for answer in answers]
     counts = Counter(key for key in keys if key is not None)
@@ -65,7 +66,8 @@ def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
     """Choose the first answer with the highest ``score``. A continuation without an answer is
     chosen only if none has one.
 
-    >>> by_score(len)(["a", None, "bc", "de"]) 2
+    >>> ramify.by_score(len)(["a", None, "bc", "de"])
+    2
     """
 
     def choose(answers: Sequence[Any]) -> int:
@@ -76,7 +78,11 @@ def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
 
 
 class Branches(msgspec.Struct, frozen=True):
-    """``num`` continuations of one turn."""
+    """``num`` continuations of one turn.
+
+    >>> ramify.Branches(4, turn=2, choose_by=ramify.by_score(len)).num
+    4
+    """
 
     num: int
     turn: int = 0
@@ -98,12 +104,12 @@ class Branches(msgspec.Struct, frozen=True):
         return self.choose_by(answers)
 
 
-def search_of(given: BranchSearch | int | None) -> BranchSearch | None:
+def search_of(given: BranchSearch | int) -> BranchSearch | None:
     """Convert a ``search=`` argument; 1 means no branching. Raises ConfigError if it is not a
     search."""
     if isinstance(given, int):
         return Branches(given) if given != 1 else None
-    if given is not None and not isinstance(given, BranchSearch):
+    if not isinstance(given, BranchSearch):
         raise ConfigError(
             f"search is {given!r}: give a number of continuations, Branches(…), or width() and "
             "choose()"
@@ -124,10 +130,8 @@ def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> Br
     return known
 
 
-def config_of(search: BranchSearch | None) -> dict[str, Any]:
+def config_of(search: BranchSearch) -> dict[str, Any]:
     """Return the journal's record of ``search``."""
-    if search is None:
-        return {}
     if isinstance(search, Branches):
         by = "vote" if search.choose_by is vote else "a function"
         return {"search": {"num": search.num, "turn": search.turn, "choose_by": by}}

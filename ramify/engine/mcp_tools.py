@@ -53,6 +53,10 @@ class McpTools(Mapping[str, Callable[..., Any]]):
 
     The constructor connects and blocks until it has (in an event loop, use ``await
     asyncio.to_thread(McpTools, …)``). The connection lasts until ``close``.
+
+    Example:
+        with ramify.McpTools("uvx mcp-server-git", timeout_s=60) as tools:
+            rlm = ramify.RLM("openai:gpt-5-mini", tools=tools)
     """
 
     def __init__(self, *servers: str, timeout_s: float = 300.0) -> None:

@@ -49,8 +49,10 @@ class ModelRequests:
             stop=tuple(dict.fromkeys([*setup.sampling.stop, *setup.scaffold.stop])),
         )
         _check_prices(setup.limits, clients)
-        has_price = any(client.price is not None for client in clients)
-        self.ledger = Ledger(setup.limits, priced=has_price)
+        has_price = [client.price is not None for client in clients]
+        self.ledger = Ledger(setup.limits, priced=any(has_price))
+        if not all(has_price):
+            self.ledger.cost = None  # until a model with a known price has replied
         self._repeated: set[tuple[str, int]] = set()
         """(call, turn) of the recorded attempts that were repeated."""
 

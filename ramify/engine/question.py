@@ -183,6 +183,8 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         text, context = (prompt, None) if len(prompt) <= MAX_BARE_PROMPT_CHARS else (_BARE, prompt)
     else:
         text, context = query, prompt
+    if isinstance(text, RunOptions):
+        raise ConfigError("the question is a RunOptions: give options=…")
     if not isinstance(text, str) or not text.strip():
         raise ConfigError("the question is empty: say what you want to know")
     if context is not None and _num_chars(context) == 0 and not tools:

@@ -109,7 +109,8 @@ class RLM:
                 else "give 1 for no branching, or more"
             )
             raise ConfigError(f"branches is {branches}: {problem}")
-        search = search_of(branches if options.search is None else options.search)
+        given = options.search if options.search is not None or branches == 1 else branches
+        search = None if given is None else search_of(given)
         check_provider(spec)  # reports an unknown provider before any model is called
         tool_set = ToolSet(tools)
         self.store = store
@@ -269,6 +270,7 @@ class RLM:
         journal is left unchanged. ``cite``, ``cache``, ``metadata`` and ``direct`` are those of the
         record.
         """
+        self._rerun_options(options, changes)  # reports a wrong one even if the run has ended
         if self._recording(run, "resume").ended is not None:
             return self._from_record(run)
         return checked(await self.restart(run, options, **changes))

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.engine.question import Listener
+from ramify.types.call_tree import CallNode, CallTree
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -101,22 +102,23 @@ class SpanListener:
         self._run: Span | None = None
         self._id = ""
         self._parameters: dict[str, Any] = {}
-        self._calls: dict[str, CallStarted] = {}
+        self._tree = CallTree()
         self._sessions: dict[str, Span] = {}
         self._requests: dict[str, Span] = {}
         """Call -> its request in flight."""
         self._cells: dict[tuple[str, int, int], Span] = {}
-        self._latest: dict[str, float] = {}
-        """Call -> time of its last reply or cell end, at which the next cell starts."""
 
     def __call__(self, event: AnyEvent) -> None:
+        if isinstance(event, CellRan):  # its span starts when the call was last active
+            self._cell_ended(event)
+        call = self._tree.apply(event)
         match event:
             case RunStarted():
                 self._begin(event)
-            case CallStarted():
-                self._begin_call(event)
-            case RequestStarted():
-                self._ask(event)
+            case CallStarted() if call is not None and call.kind == "rlm":
+                self._begin_session(call)  # the request spans of other calls contain everything
+            case RequestStarted() if call is not None:
+                self._ask(call, event)
             case AttemptFailed() if event.call in self._requests:
                 self._requests[event.call].add_event(
                     "ramify.attempt_failed", timestamp=self._ns(event.at_s)
@@ -125,10 +127,8 @@ class SpanListener:
                 self._answer(event)
             case ToolAnswered():
                 self._tool(event)
-            case CellRan():
-                self._cell_ended(event)
             case CallEnded():
-                self._end_call(event)
+                self._end_call(event.id, event.at_s, event.stop)
             case RunEnded():
                 self._end(event)
 
@@ -162,36 +162,32 @@ class SpanListener:
                 "gen_ai.input.messages", _messages([Message("user", event.question)])
             )
 
-    def _begin_call(self, event: CallStarted) -> None:
-        self._calls[event.id], self._latest[event.id] = event, event.at_s
-        if event.kind != "rlm":
-            return  # its request spans contain everything
-        self._sessions[event.id] = self._span(
-            f"invoke_agent {event.id}",
-            self._above(event.parent),
-            event.at_s,
+    def _begin_session(self, call: CallNode) -> None:
+        self._sessions[call.id] = self._span(
+            f"invoke_agent {call.id}",
+            self._above(call.parent),
+            call.started_s,
             {
                 "gen_ai.operation.name": "invoke_agent",
                 "gen_ai.agent.name": "ramify session",
-                "gen_ai.agent.id": event.id,
-                "ramify.depth": event.depth,
-                **_model(event.model),
+                "gen_ai.agent.id": call.id,
+                "ramify.depth": call.depth,
+                **_model(call.model),
             },
         )
 
-    def _end_call(self, event: CallEnded) -> None:
-        if request := self._requests.pop(event.id, None):  # cut off, or failed permanently
-            self._close(request, event.at_s, event.stop)
-        for key in [key for key in self._cells if key[0] == event.id]:
-            self._close(self._cells.pop(key), event.at_s, event.stop)
-        if session := self._sessions.pop(event.id, None):
-            self._close(session, event.at_s, event.stop)
-        self._calls.pop(event.id, None)
-        self._latest.pop(event.id, None)
+    def _end_call(self, id: str, at_s: float, stop: Stop) -> None:
+        if request := self._requests.pop(id, None):  # cut off, or failed permanently
+            self._close(request, at_s, stop)
+        for key in [key for key in self._cells if key[0] == id]:
+            self._close(self._cells.pop(key), at_s, stop)
+        if session := self._sessions.pop(id, None):
+            self._close(session, at_s, stop)
 
     def _end(self, event: RunEnded) -> None:
-        for id in [*self._calls]:
-            self._end_call(CallEnded(at_s=event.at_s, id=id, stop=event.stop))
+        for call in self._tree.order:
+            if call.stop is None:
+                self._end_call(call.id, event.at_s, event.stop)
         if self._run is not None:
             self._run.set_attributes(_usage(event.usage, event.cost))
             if self._content and event.answer is not None:
@@ -209,10 +205,9 @@ class SpanListener:
 
     # --- requests, cells, tools -------------------------------------------------------------------
 
-    def _ask(self, event: RequestStarted) -> None:
-        if event.call in self._requests or event.call not in self._calls:
+    def _ask(self, call: CallNode, event: RequestStarted) -> None:
+        if call.id in self._requests:
             return
-        call = self._calls[event.call]
         name = _model(call.model)
         span = self._span(
             f"chat {name['gen_ai.request.model']}",
@@ -233,7 +228,6 @@ class SpanListener:
         self._requests[call.id] = span
 
     def _answer(self, event: ReplyReceived) -> None:
-        self._latest[event.call] = event.at_s
         span, reply = self._requests.pop(event.call, None), event.reply
         if span is None:
             return
@@ -272,7 +266,6 @@ class SpanListener:
                 )
             self._close(span, event.at_s, Stop.ERROR if cell.error is not None else None)
         self._cells.pop((event.call, event.turn, event.cell), None)
-        self._latest[event.call] = event.at_s
 
     # --- spans ------------------------------------------------------------------------------------
 
@@ -282,10 +275,11 @@ class SpanListener:
             return self._run
         key = (parent.call, parent.turn, parent.cell)
         if key not in self._cells:
+            call = self._tree.nodes.get(parent.call)
             self._cells[key] = self._span(
                 f"execute_tool {_PYTHON}",
                 self._sessions.get(parent.call),
-                self._latest.get(parent.call, 0.0),
+                call.active_s if call is not None else 0.0,
                 {
                     **_tool_attributes(_PYTHON),
                     "gen_ai.tool.call.id": f"{parent.call}/{parent.turn + 1}/{parent.cell + 1}",

@@ -226,7 +226,11 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Citation(msgspec.Struct, frozen=True):
-    """One place in the context that supports the answer."""
+    """One place in the context that supports the answer.
+
+    Example:
+        Citation(source="server.log", first_line=3, last_line=3, quote="web-3 ERROR")
+    """
 
     source: str
     """Key of the context; ``"context"`` if the context is a single text."""

@@ -35,7 +35,11 @@ ALL = "all"
 
 
 class ReportRow(msgspec.Struct, frozen=True):
-    """Figures for one kind of item."""
+    """Figures for one kind of item.
+
+    Example:
+        evaluate.report(done).rows[0].average.value    # of all items, from 0 to 1
+    """
 
     kind: str
     items: int
@@ -91,6 +95,9 @@ def report(evaluation: Evaluation, *, k: int | None = None, seed: int = 0) -> Ev
 
     ``k`` applies to pass@k and majority@k, by default all attempts; ``seed`` is that of the
     bootstrap. Raises ConfigError if there are fewer than k attempts per item, or no outcome.
+
+    Example:
+        print(evaluate.table(evaluate.report(done, k=4)))    # pass@4 and majority@4
     """
     plan, outcomes = evaluation.plan, evaluation.outcomes
     k = plan.attempts if k is None else k
@@ -265,7 +272,7 @@ def _closing(evaluation_report: EvaluationReport) -> list[str]:
         _many(f"{spent.calls_mean:.3g}", "call"),
     )
     details = f"{turns} and {calls} below the root in {spent.seconds_mean:.3g} s"
-    dollars = "" if spent.cost is None else f", ${spent.cost:.4g}"
+    dollars = ", cost unknown" if spent.cost is None else f", ${spent.cost:.4g}"
     lines = [
         "ended "
         + ", ".join(f"{count:,} {stop}" for stop, count in evaluation_report.stops.items()),

@@ -90,7 +90,11 @@ class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=T
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """A plan and its outcomes."""
+    """A plan and its outcomes.
+
+    Example:
+        [outcome for outcome in done.outcomes if outcome.error]    # attempts that failed
+    """
 
     plan: EvaluationPlan
     outcomes: tuple[AttemptOutcome, ...]
@@ -127,6 +131,10 @@ async def evaluate(
     attempt as it ends. Failures of an attempt's model, session or score are recorded in its
     outcome. Raises ConfigError for a split that the task does not have; bugs are also raised.
     ``direct``: a single plain call may answer a short context (see ``attempt``).
+
+    Example:
+        plan = evaluate.EvaluationPlan(model="gpt-5-mini", task="needle", items=20, attempts=4)
+        done = await evaluate.evaluate(rlm, tasks.task_of("needle"), plan)
     """
     if concurrency < 1:
         raise ConfigError(f"cannot evaluate with concurrency {concurrency}: give at least 1")

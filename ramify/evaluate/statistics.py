@@ -21,7 +21,11 @@ LEVEL = 0.95
 
 
 class MeanEstimate(msgspec.Struct, frozen=True):
-    """A mean over items and its confidence interval."""
+    """A mean over items and its confidence interval.
+
+    >>> evaluate.MeanEstimate(0.5, low=0.3, high=0.7).high
+    0.7
+    """
 
     value: float
     low: float
@@ -78,6 +82,9 @@ def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
     The interval lies between the 2.5 and 97.5 per cent quantiles of ``DRAWS`` means, each over as
     many items drawn with replacement.
+
+    >>> evaluate.mean_with_interval([1.0, 1.0, 1.0]).low
+    1.0
     """
     if not values:
         raise ConfigError("cannot take a mean over no items")
@@ -96,7 +103,11 @@ def paired_difference(
     ours: Sequence[float], theirs: Sequence[float], seed: int = 0
 ) -> MeanEstimate:
     """The mean of ``ours - theirs`` over the same items, with the interval of resampled items.
-    Items that are hard for both do not widen it."""
+    Items that are hard for both do not widen it.
+
+    >>> evaluate.paired_difference([1.0, 1.0], [0.0, 1.0]).value
+    0.5
+    """
     if len(ours) != len(theirs):
         raise ConfigError(f"{len(ours)} items cannot be paired with {len(theirs)}")
     return mean_with_interval([a - b for a, b in zip(ours, theirs, strict=True)], seed)

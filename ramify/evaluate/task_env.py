@@ -50,7 +50,11 @@ def text_env(
 ) -> type[TaskEnv]:
     """The class of environments over the items of ``split``. ``base`` is the class from which a
     trainer wants its environments to inherit, as ``skyrl_gym.make`` does ``BaseTextEnv``; none of
-    its methods are used."""
+    its methods are used.
+
+    Example:
+        Env = evaluate.text_env(tasks.task_of("ledger"), base=skyrl_gym.BaseTextEnv)
+    """
     items = items_of(task, split)
     model: list[ModelSpec] = [_ExternalClient(), *([sub_model] if sub_model is not None else [])]
     # All environments share one RLM and its sandbox.
@@ -72,7 +76,12 @@ def text_env(
 
 class TaskEnv:
     """One attempt, driven from outside. The engine makes its prompt; the prompt given to ``init``
-    is not used."""
+    is not used.
+
+    Example:
+        env = evaluate.text_env(task)(index=0)
+        prompt, info = env.init()
+    """
 
     def __init__(self, task: Task, item: Item, rlm: RLM) -> None:
         self._task = task

@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients.http_pool import HttpConnectionPool
 from ramify.clients.openai import OpenAIClient
+from ramify.clients.pool import HttpConnectionPool
 from ramify.clients.providers import resolve
 from ramify.engine import observe
 from ramify.engine.limits import Limits
@@ -43,7 +43,11 @@ _KEY = "ramify"
 
 def taskset(name: str, /, *, split: str = "train", num: int | None = None, **options: Any) -> type:
     """The ``Taskset`` class over a split of the task called ``name`` (see ``tasks.base.task_of``):
-    its first ``num`` items, or all of them, which may be infinitely many."""
+    its first ``num`` items, or all of them, which may be infinitely many.
+
+    Example:
+        ledger = evaluate.taskset("ledger", num=100, multi=1.0)
+    """
     vf = verifiers_v1()
     items = items_of(_task(name, msgspec.json.encode(options).decode()), split)
     size = len(items) if num is None else min(num, len(items))

@@ -33,7 +33,11 @@ so that the update can also use its memory."""
 
 class EngineLost(ModelError):
     """The engine that was asked is gone. If it comes back, it has the weights that are current
-    then."""
+    then.
+
+    Example:
+        except inference.EngineLost:    # asked again at another engine of the fleet
+    """
 
 
 class CachePressure(msgspec.Struct, frozen=True):

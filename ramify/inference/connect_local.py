@@ -15,7 +15,11 @@ from ramify.progress import report_progress
 
 def connect(name: str, tiny: Path = TINY, **_connection: object) -> Client:
     """An engine in this process, for ``local:…``, or for ``tiny``, which is stored in the folder
-    ``tiny``. Raises ConfigError if the model or a package that it needs is missing."""
+    ``tiny``. Raises ConfigError if the model or a package that it needs is missing.
+
+    Example:
+        client = inference.connect("local:checkpoints/mine")
+    """
     path = str(tiny) if name == "tiny" else name.removeprefix("local:")
     if name == "tiny" and not (tiny / "config.json").is_file():
         raise ConfigError(

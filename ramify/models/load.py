@@ -104,6 +104,10 @@ def load_policy(
     is one; ``meta`` loads no weights, for callers that only render ids. ``thinking`` switches a
     hybrid model's thinking, if its template supports that. Raises ConfigError for a missing folder,
     weights that do not match the configuration, or a tokenizer that does not match its template.
+
+    Example:
+        policy = inference.load_policy("Qwen/Qwen3-0.6B", torch.bfloat16)
+        policy.num_parameters
     """
     folder = _folder(path_or_name)
     check_model(folder)
@@ -141,6 +145,9 @@ def from_config(
 
     Matrices are normal with standard deviation 1 / sqrt(inputs), half of that if they write into
     the residual stream; embeddings and an untied output matrix have 0.02; biases are 0, norms 1.
+
+    Example:
+        policy = inference.from_config(config, tokenizer, seed=0)
     """
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
@@ -169,7 +176,11 @@ def from_config(
 def save_policy(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -> None:
     """Write ``policy`` in Hugging Face's layout, with weights cast to ``dtype`` if given:
     config.json, generation_config.json, model.safetensors, and the tokenizer with its chat
-    template. The folder may exist."""
+    template. The folder may exist.
+
+    Example:
+        inference.save_policy(policy, "runs/mine/policy", torch.bfloat16)
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     drop(folder)  # these are the checksums of the previous files

@@ -30,7 +30,11 @@ that it raises is raised in the session."""
 class SandboxCapabilities(msgspec.Struct, frozen=True):
     """What a provider supports on this machine. The jail has tested its claims by attacking its own
     walls. The other providers report what Docker, the cloud service or Monty promises;
-    ``run_conformance.py`` tests those claims."""
+    ``run_conformance.py`` tests those claims.
+
+    Example:
+        if not sandbox.caps.fork: ...    # branches then need a new session
+    """
 
     isolates_files: bool = False
     isolates_network: bool = False
@@ -121,7 +125,12 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CellResult(msgspec.Struct, frozen=True):
-    """Result of one cell."""
+    """Result of one cell.
+
+    Example:
+        result = await session.run("1 + 1", answer=answer)
+        result.cell.value    # "2"
+    """
 
     cell: Cell
     """``stdout`` is cut to ``max_output_bytes``; ``stdout_chars`` is its true length."""
@@ -134,7 +143,12 @@ class CellResult(msgspec.Struct, frozen=True):
 
 class Session(Protocol):
     """One live Python namespace. Only one ``run`` at a time; ``interrupt`` and ``close`` may be
-    called at any time."""
+    called at any time.
+
+    Example:
+        await session.set("x", 2)
+        (await session.run("x + 1", answer=answer)).cell.value    # "3"
+    """
 
     caps: SandboxCapabilities
 
@@ -211,7 +225,12 @@ class PreparedContext(Protocol):
 
 
 class Sandbox(Protocol):
-    """A provider on this machine, ready to open sessions. One per RLM and event loop."""
+    """A provider on this machine, ready to open sessions. One per RLM and event loop.
+
+    Example:
+        sandbox = ramify.open_sandbox(ramify.SandboxSpec())
+        session = await sandbox.open()
+    """
 
     caps: SandboxCapabilities
     warning: str | None
@@ -263,6 +282,9 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
 
     Raises ConfigError for an unknown provider or package, or for mounts that the provider does not
     support. Raises SandboxError, with the missing feature, if this machine cannot run the provider.
+
+    Example:
+        sandbox = ramify.open_sandbox(ramify.SandboxSpec(provider="docker"))
     """
     sandbox = _provider_of(spec)(spec)
     # With allow_weaker, "jail" may have opened a process sandbox instead.

@@ -23,7 +23,11 @@ CHECK_S = 60.0
 
 
 class ConformanceResult(msgspec.Struct, frozen=True):
-    """Result of one check."""
+    """Result of one check.
+
+    Example:
+        ConformanceResult("values survive", passed=True, seconds=0.02)
+    """
 
     check: str
     passed: bool | None
@@ -34,14 +38,23 @@ class ConformanceResult(msgspec.Struct, frozen=True):
 
 
 async def check_sandbox(sandbox: Sandbox, spec: SandboxSpec) -> list[ConformanceResult]:
-    """Run every check on ``sandbox``, which ``spec`` describes. The sandbox stays open."""
+    """Run every check on ``sandbox``, which ``spec`` describes. The sandbox stays open.
+
+    Example:
+        results = await testing.check_sandbox(ramify.open_sandbox(spec), spec)
+        assert [each for each in results if each.passed is False] == []
+    """
     return [await check_one(sandbox, spec, check) for check in CHECKS]
 
 
 async def check_one(
     sandbox: Sandbox, spec: SandboxSpec, check: ConformanceCheck
 ) -> ConformanceResult:
-    """Run one check on ``sandbox``, in new sessions."""
+    """Run one check on ``sandbox``, in new sessions.
+
+    Example:
+        result = await testing.check_one(sandbox, spec, testing.CHECKS[0])
+    """
     missing = [name for name in check.needs if not getattr(sandbox.caps, name)]
     if missing:
         return ConformanceResult(check.name, None, f"does not claim {', '.join(missing)}")

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ramify.errors import StoreError
-from ramify.store.flusher import FsyncFlusher
-from ramify.store.private_files import FILE_MODE, Bytes, make_folder, write_all
+from ramify.store.private_files import FILE_MODE, Bytes, FsyncFlusher, make_folder, write_all
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 

@@ -1,29 +1,38 @@
-"""Writing a run's journal: one writer, and one line and one ``write()`` per event.
+"""A run's journal: one writer, and one line and one ``write()`` per event; read complete, cut off,
+still being written, or damaged.
 
 The lock is ``flock`` on the journal itself, so that the system releases it when the writer dies;
 ``RUN_ID.writer`` next to it only names the writer. The store's flusher flushes replies to disk,
 since they are what was paid for.
+
+A line is one call of the codec. A slow path handles values that JSON or UTF-8 cannot represent, and
+secrets: lone surrogates become ``\\udc80`` escapes, an infinite number becomes the largest finite
+one, and a secret becomes ``«redacted NAME»``. A last line without a newline is incomplete and is
+skipped. Anything else that cannot be read is an error that names the file and the line.
 """
 
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import socket
+import sys
 import threading
 import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
 from ramify.errors import RunInUse, StoreError
 from ramify.secrets import SecretRedactor
 from ramify.store.blobs import BlobStore
-from ramify.store.event_line import encode_line
-from ramify.store.flusher import FsyncFlusher
-from ramify.store.private_files import FILE_MODE, Bytes, write_all
+from ramify.store.private_files import FILE_MODE, Bytes, FsyncFlusher, write_all
 from ramify.types.event import AnyEvent, ReplyReceived
+from ramify.types.trajectory import SCHEMA_VERSION
 
 _PATIENCE_S = 0.3
 """How long to try for the lock: a reader that checks for a live writer holds it for an instant."""
@@ -215,3 +224,174 @@ def _not_on_disk(path: Path, error: OSError) -> StoreError:
     return StoreError(
         f"{path} may not be on the disk: {error.strerror}; free some space, or set RAMIFY_HOME"
     )
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode_line(event: AnyEvent, secrets: SecretRedactor) -> bytes:
+    """``event`` as JSON with a newline."""
+    if (
+        type(event) is ReplyReceived
+        and event.reply.logprobs
+        and not math.isfinite(sum(event.reply.logprobs))
+    ):
+        return _plain_line(event, secrets)
+    try:
+        line = _encoder.encode(event)
+    except (UnicodeEncodeError, RecursionError, TypeError) as error:
+        return _plain_line(event, secrets, error)
+    return _plain_line(event, secrets) if secrets.found_in(line) else line + b"\n"
+
+
+def _plain_line(event: AnyEvent, secrets: SecretRedactor, cause: Exception | None = None) -> bytes:
+    try:
+        plain = msgspec.to_builtins(event)
+        # A session may return any value, but log-probabilities must be numbers.
+        may_be_nan = type(event) is not ReplyReceived
+        return (
+            _encoder.encode(
+                {key: _clean(value, secrets, may_be_nan) for key, value in plain.items()}
+            )
+            + b"\n"
+        )
+    except (UnicodeEncodeError, RecursionError, TypeError) as error:
+        raise StoreError(
+            f"a {event.__struct_config__.tag} event cannot be written as JSON: {cause or error}; "
+            "give it plain values"
+        ) from error
+
+
+def _clean(value: Any, secrets: SecretRedactor, may_be_nan: bool) -> Any:
+    match value:
+        case str():
+            return secrets.redact(value.encode("utf-8", "backslashreplace").decode())
+        case float() if math.isnan(value):
+            if may_be_nan:
+                return None
+            raise TypeError("a number in it is NaN")
+        case float() if math.isinf(value):
+            return math.copysign(sys.float_info.max, value)
+        case dict():
+            return {
+                _clean(key, secrets, may_be_nan): _clean(item, secrets, may_be_nan)
+                for key, item in value.items()
+            }
+        case list() | tuple():
+            return [_clean(item, secrets, may_be_nan) for item in value]
+        case _:
+            return value
+
+
+_BLOCK_BYTES = 1 << 20
+_MANY_BYTES = 1 << 18
+_RETRIES = 3
+"""How often in a row a follower retries an unreadable line while the writer lives."""
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+class _Version(msgspec.Struct):
+    schema_version: int = 0
+
+
+def lines(path: Path, offset: int = 0) -> Iterator[bytes]:
+    """The complete lines from ``offset``, without their newlines."""
+    try:
+        with open(path, "rb", buffering=_BLOCK_BYTES) as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                yield line[:-1]
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+
+
+def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
+    """The same lines with their newlines, many at a time, for faster decoding."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            while block := file.read(_MANY_BYTES) + file.readline():
+                complete = block[: block.rfind(b"\n") + 1]
+                if complete:
+                    yield complete
+                if len(complete) < len(block):
+                    return  # the rest of this line is not written yet
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_events(path: Path) -> Iterator[AnyEvent]:
+    """The events of the journal at ``path``, in order."""
+    for number, line in enumerate(lines(path), start=1):
+        yield decode_line(line, path, number)
+
+
+def decode_line(line: bytes, path: Path, number: int) -> AnyEvent:
+    """The event in a line. Raises StoreError, which names the file and the line."""
+    if line.startswith(b'{"type":"RunStarted"'):
+        check_version(line, path)
+    try:
+        return _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StoreError(
+            f"{path}, line {number} is damaged: {error}; the events before it can be read"
+        ) from error
+
+
+def check_version(line: bytes, path: Path) -> None:
+    """Raise StoreError if a newer version of Ramify wrote the run that begins with this line."""
+    try:
+        version = msgspec.json.decode(line, type=_Version).schema_version
+    except (msgspec.DecodeError, RecursionError):
+        return  # decoding the whole line gives a better error
+    if version > SCHEMA_VERSION:
+        raise StoreError(
+            f"{path} was written by a newer Ramify (schema {version}; this one reads up to "
+            f"{SCHEMA_VERSION}): "
+            "pip install -U ramify"
+        )
+
+
+async def follow(path: Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
+    """All events from the first, and new ones as they arrive, until everything is read and the
+    writer has exited.
+
+    Between two questions of a conversation the writer lives, so following continues. An unreadable
+    line is retried a few times, in case the writer was just working on it. Raises StoreError if it
+    stays unreadable, or if the journal was replaced.
+    """
+    import asyncio  # slow to import, and only used here
+
+    offset, number, failures, inode = 0, 0, 0, 0
+    while True:
+        alive = writer(path) is not None  # first: its last lines are still read below
+        try:
+            inode = _same_file(path, inode, offset)
+            for line in lines(path, offset):
+                event = decode_line(line, path, number + 1)
+                offset, number, failures = offset + len(line) + 1, number + 1, 0
+                yield event
+        except StoreError:
+            failures += 1
+            if not alive or failures > _RETRIES:
+                raise
+        else:
+            if not alive:
+                return
+        await asyncio.sleep(poll_s)
+
+
+def _same_file(path: Path, inode: int, offset: int) -> int:
+    """The inode of ``path``. Raises StoreError if it is not ``inode``, or if the file is shorter
+    than what was already read."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    if inode not in (0, stat.st_ino) or stat.st_size < offset:
+        raise StoreError(
+            f"{path} was cut or replaced while it was followed: follow it again from its beginning"
+        )
+    return stat.st_ino

@@ -1,9 +1,16 @@
-"""Private folders and files, and writes that are complete or raise an error that names the file."""
+"""Private folders and files, writes that are complete or raise an error that names the file, and
+one thread per store that flushes written files, so that no event loop waits for the disk.
+
+    append ── flush(file) ──▶ due {file: owner} ──▶ thread: one fsync for all requests so far
+    close  ── settle(owner): runs what is due, and waits for what is in progress
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from typing import Protocol
 
 from ramify.errors import StoreError
 
@@ -55,3 +62,93 @@ def remove_file(path: Path) -> int:
     except OSError as error:
         raise StoreError(f"cannot delete {path}: {error.strerror}") from error
     return size
+
+
+IDLE_S = 2.0
+"""Seconds without work after which the thread ends."""
+
+
+File = int | Path
+"""An open descriptor, or a file to open when it is flushed, so that waiting files hold no
+descriptors."""
+
+
+class FlushTarget(Protocol):
+    """Owner of flushed files, which is notified of errors."""
+
+    def flush_failed(self, error: OSError) -> None:
+        """The bytes may not be on disk."""
+        ...
+
+
+class FsyncFlusher:
+    """``fsync`` in a background thread; several requests for one file become one."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self._due: dict[File, FlushTarget] = {}
+        self._busy: File | None = None
+        self._busy_owner: FlushTarget | None = None
+        self._running = False
+
+    def flush(self, file: File, owner: FlushTarget) -> None:
+        """Queue ``file`` for a flush, and return at once."""
+        with self._turn:
+            self._due[file] = owner
+            if self._running:
+                self._turn.notify_all()
+                return
+            self._running = True
+        try:
+            threading.Thread(target=self._run, name="ramify-flusher", daemon=True).start()
+        except RuntimeError:  # the interpreter is shutting down: ``settle`` does the work
+            self._running = False
+
+    def settle(self, owner: FlushTarget) -> None:
+        """Return once no file of ``owner`` is due or in progress."""
+        with self._turn:
+            mine = [file for file, other in self._due.items() if other is owner]
+            for file in mine:
+                del self._due[file]
+            while self._busy_owner is owner:
+                self._turn.wait()
+        for file in mine:
+            _sync(file, owner)
+
+    def _run(self) -> None:
+        while self._next():
+            file, owner = self._busy, self._busy_owner
+            assert file is not None
+            assert owner is not None
+            _sync(file, owner)
+            with self._turn:
+                self._busy = self._busy_owner = None
+                self._turn.notify_all()
+
+    def _next(self) -> bool:
+        """Take the oldest due file; False after ``IDLE_S`` without one, which ends the thread."""
+        with self._turn:
+            if not self._due:
+                self._turn.wait_for(lambda: bool(self._due), IDLE_S)
+            if not self._due:
+                self._running = False
+                return False
+            self._busy = next(iter(self._due))
+            self._busy_owner = self._due.pop(self._busy)
+            return True
+
+
+def _sync(file: File, owner: FlushTarget) -> None:
+    try:
+        if isinstance(file, int):
+            os.fsync(file)
+            return
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        return  # deleted meanwhile: nothing to flush
+    except OSError as error:
+        owner.flush_failed(error)

@@ -55,7 +55,11 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One question, with its context and its right answer."""
+    """One question, with its context and its right answer.
+
+    >>> tasks.Item("How many hosts failed?", context="web-3 ERROR", gold=1).gold
+    1
+    """
 
     question: str
     context: Any = None
@@ -98,7 +102,11 @@ class TaskStart(msgspec.Struct, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """Rewards and metrics of one trajectory."""
+    """Rewards and metrics of one trajectory.
+
+    >>> tasks.Score({"correct": 1.0, "brief": 0.5}, metrics={"calls": 3}).rewards["brief"]
+    0.5
+    """
 
     rewards: Mapping[str, float]
     """Reward name -> reward of the whole trajectory."""
@@ -111,7 +119,15 @@ class Score(msgspec.Struct, frozen=True):
 @runtime_checkable
 class Task(Protocol):
     """Interface of a task: its items and their score. ``validate`` (``validation.py``) checks that
-    the gold answer scores 1 and a wrong answer does not."""
+    the gold answer scores 1 and a wrong answer does not.
+
+    Example:
+        class Sums:
+            name, weights = "sums", {}
+            splits = tasks.generated("sums", make)
+            async def prepare(self, item): return tasks.TaskStart(context=item.context)
+            def score(self, item, trajectory): return tasks.Score({"correct": 1.0})
+    """
 
     name: str
     splits: Mapping[str, Sequence[Item]]
@@ -136,7 +152,12 @@ class GeneratedSplit(Sequence[Item]):
     """A split whose items are generated on access.
 
     Each item has its own random generator, seeded by the task name, the seed, the split and the
-    index. Splits are therefore disjoint, and any item can be regenerated independently."""
+    index. Splits are therefore disjoint, and any item can be regenerated independently.
+
+    >>> def make(rng): return tasks.Item(f"{rng.randint(1, 9)} + 1?")
+    >>> tasks.GeneratedSplit("sums", "train", make)[17].id
+    'sums/train/17'
+    """
 
     def __init__(
         self,
@@ -197,12 +218,21 @@ class GeneratedSplit(Sequence[Item]):
 def generated(
     task: str, make: Callable[[random.Random], Item], *, seed: int = 0, size: int = ENDLESS
 ) -> dict[str, Sequence[Item]]:
-    """Return train, validation and test splits of a task whose items ``make`` generates."""
+    """Return train, validation and test splits of a task whose items ``make`` generates.
+
+    >>> def make(rng): return tasks.Item(f"{rng.randint(1, 9)} + 1?")
+    >>> list(tasks.generated("sums", make, size=100))
+    ['train', 'validation', 'test']
+    """
     return {split: GeneratedSplit(task, split, make, seed, size) for split in SPLITS}
 
 
 def items_of(task: Task, split: str) -> Sequence[Item]:
-    """Return the items of the named split. Raises ConfigError if the task has no such split."""
+    """Return the items of the named split. Raises ConfigError if the task has no such split.
+
+    >>> len(tasks.items_of(tasks.task_of("needle"), "test")[:3])
+    3
+    """
     if split not in task.splits:
         raise ConfigError(
             f"task '{task.name}' has no split '{split}': {nearest(split, task.splits)}"
@@ -216,7 +246,11 @@ def task_of(name: str, **options: Any) -> Task:
     ``name`` is one of ``TASKS``; ``module:attribute`` or ``file.py:attribute``, which is a task or
     a function that makes one from ``options``; or a file of rows (``.jsonl``, ``.parquet``,
     ``hf:NAME``), with the options of ``data.dataset``. Raises ConfigError for an unknown name, with
-    the nearest known one."""
+    the nearest known one.
+
+    >>> tasks.task_of("ledger", multi=1.0).name
+    'ledger'
+    """
     if name.startswith("hf:") or name.endswith(DATA_SUFFIXES):
         name, options = "ramify.tasks.data:dataset", {"source": name, **options}
     task = TASKS.of(name)

@@ -36,7 +36,11 @@ _HF_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
 
 
 class DatasetColumns(msgspec.Struct, frozen=True):
-    """Names of the columns that make an item."""
+    """Names of the columns that make an item.
+
+    Example:
+        DatasetColumns(question="q", gold="a", context=("log", "notes"))
+    """
 
     question: str = "question"
     gold: str | None = "answer"
@@ -92,7 +96,12 @@ def dataset(
     answer, and ``reward`` must be a function that does not need one.
 
     Raises ConfigError for invalid options and SourceError for an unreadable source. A malformed row
-    raises when it is accessed."""
+    raises when it is accessed.
+
+    >>> rows = [{"q": "Who failed first?", "a": "web-3"}]
+    >>> tasks.dataset({"test": rows}, question="q", gold="a").splits["test"][0].gold
+    'web-3'
+    """
     if gold is None and item is None and isinstance(reward, str):
         raise ConfigError(
             f"dataset with gold=None and reward='{reward}', which compares with a gold answer: "

@@ -31,13 +31,21 @@ AnswerReward = Callable[[Any, Item], Worth]
 
 
 class WholeTrajectoryReward(msgspec.Struct, frozen=True):
-    """Wraps a reward function of the whole trajectory: ``fn(item, trajectory)``."""
+    """Wraps a reward function of the whole trajectory: ``fn(item, trajectory)``.
+
+    Example:
+        tasks.WholeTrajectoryReward(lambda item, run: {"brief": float(len(run.calls) < 10)})
+    """
 
     reward: Callable[[Item, Trajectory], Worth]
 
 
 class SimpleTask(msgspec.Struct, frozen=True):
-    """Task made of splits and a reward function. Implements ``base.Task``."""
+    """Task made of splits and a reward function. Implements ``base.Task``.
+
+    Example:
+        tasks.SimpleTask("logs", tasks.generated("logs", make), tasks.numeric)
+    """
 
     name: str
     splits: Mapping[str, Sequence[Item]]

@@ -49,7 +49,11 @@ def env_task(
     ``make`` creates a fresh environment for an item: an object with ``init(prompt) -> (messages,
     info)`` or ``reset() -> (observation, info)``, and with ``step(action)``, which returns a
     mapping with ``observations``, ``reward`` and ``done``, or Gymnasium's five values. ``close``
-    and ``get_metrics`` are optional."""
+    and ``get_metrics`` are optional.
+
+    Example:
+        tasks.env_task("lake", splits, lambda item: gymnasium.make("FrozenLake-v1"))
+    """
 
     async def begin(item: Item) -> TaskStart:
         episode = EnvEpisode(make(item), item)

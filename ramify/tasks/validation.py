@@ -35,7 +35,11 @@ def validate(
     1, if a wrong answer (or none) scores 1, or if the item is in two splits.
 
     Items without a gold answer are not scored; with ``gold=False`` no item is. The returned
-    sentence says so; it is empty if all were scored."""
+    sentence says so; it is empty if all were scored.
+
+    >>> tasks.validate(tasks.task_of("needle"), num=1)
+    ''
+    """
     if num < 1:
         raise ConfigError(f"validate task '{task.name}': num is {num}; give at least 1")
     seen: dict[bytes, str] = {}

@@ -33,7 +33,11 @@ _LONG = "The task and its data are in `context`. Read it and do what it asks."
 
 
 def verifiers_v1() -> Any:
-    """Import the library. Raises ConfigError if it is not installed or too old."""
+    """Import the library. Raises ConfigError if it is not installed or too old.
+
+    Example:
+        tasks.verifiers_v1().Taskset
+    """
     try:
         return importlib.import_module("verifiers.v1")
     except ImportError as error:
@@ -54,7 +58,11 @@ def from_verifiers(
 
     ``context`` and ``right`` extract the session's context and an answer that must score 1 from a
     row (its ``TaskData``). Without ``right``, ``validate`` skips the check of scores. Raises
-    ConfigError for a taskset that is not supported."""
+    ConfigError for a taskset that is not supported.
+
+    Example:
+        task = tasks.from_verifiers(taskset, split="test")
+    """
     vf = verifiers_v1()
     if isinstance(taskset, str):
         taskset = _installed(taskset)

@@ -2,9 +2,9 @@
 
     >>> import ramify
     >>> from ramify import testing
-    >>> with ramify.RLM(testing.ScriptedClient(["FINAL(6 * 7)"])) as rlm:
+    >>> with ramify.RLM(testing.ScriptedClient(["42"])) as rlm:
     ...     rlm.completion("What is six times seven?").answer
-    42
+    '42'
 
     a model       ScriptedClient, in this process; ScriptedServer, OpenAI's API over real HTTP
     a script      a list, ScriptRule, a function of the messages, or a file (Script)

@@ -1,5 +1,4 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
-from ramify.clients.byte_ids import ByteTokenIds as ByteTokenIds
 from ramify.clients.script import Script as Script
 from ramify.clients.script import ScriptedFailure as ScriptedFailure
 from ramify.clients.script import ScriptRule as ScriptRule
@@ -14,6 +13,7 @@ from ramify.clients.script import refused as refused
 from ramify.clients.script import server_error as server_error
 from ramify.clients.script import stalled as stalled
 from ramify.clients.script import unreachable as unreachable
+from ramify.clients.scripted import ByteTokenIds as ByteTokenIds
 from ramify.clients.scripted import ScriptedClient as ScriptedClient
 from ramify.clients.scripted_server import ReceivedRequest as ReceivedRequest
 from ramify.clients.scripted_server import ScriptedServer as ScriptedServer

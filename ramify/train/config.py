@@ -101,7 +101,11 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The task whose items are asked."""
+    """The task whose items are asked.
+
+    >>> train.TaskSpec(name="my_task.py:logs", options={"lines": 500}).options["lines"]
+    500
+    """
 
     name: str = "ledger"
     """A name in ``tasks.base.TASKS``, or ``module:attribute``."""
@@ -114,7 +118,11 @@ class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class WarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Induction warm-up (``data/sft_data.py``), for a model created from scratch."""
+    """Induction warm-up (``data/sft_data.py``), for a model created from scratch.
+
+    >>> train.WarmUpSpec(steps=100).batch_tokens
+    2048
+    """
 
     steps: int = 150
     batch_tokens: int = 2048
@@ -161,7 +169,11 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class CriticSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The critic, for an algorithm that uses one (``ppo``)."""
+    """The critic, for an algorithm that uses one (``ppo``).
+
+    >>> train.CriticSpec(model="own").model
+    'own'
+    """
 
     model: Literal["shared", "own"] = "shared"
     """``shared``: a value head on the policy's own layers. ``own``: a second model that starts as a
@@ -172,7 +184,11 @@ class CriticSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Reinforcement learning."""
+    """Reinforcement learning.
+
+    >>> train.RlSpec(steps=200, algorithm=train.GRPO()).steps
+    200
+    """
 
     steps: int = 45
     sample: StepSampleSpec = StepSampleSpec()

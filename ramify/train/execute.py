@@ -11,11 +11,13 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ramify.errors import ConfigError
 from ramify.logging import RUN_LOG, LogFile, RoomLogger, run_log
+from ramify.progress import report_progress
 from ramify.train.assemble import RunParts
 from ramify.train.backends import launch
 from ramify.train.checkpoint import FOLDER, CheckpointState, check_config, find, read_state, verify
@@ -28,6 +30,16 @@ from ramify.train.trackers.base import RunTrackers
 from ramify.train.training_loop import TrainingLoop
 
 _log = RoomLogger("train")
+_IN_LOG = (
+    "loss",
+    "reward",
+    "validation/reward",
+    "test/reward",
+    "failed_rollouts",
+    "work_s",
+    "learn_s",
+)
+"""Metrics that run.log repeats; metrics.jsonl has all."""
 FREE = (
     "schedule.",
     "compute.shard.",
@@ -68,6 +80,10 @@ def train(
     for a damaged checkpoint, and TrainError if training cannot continue. ``on_stall`` is called if
     nothing progresses for ``run.stall_s``: an error follows, but a stuck thread may keep this
     function from returning. Records of the ``ramify`` loggers are also written to ``OUT/run.log``.
+
+    Example:
+        state = train.train(train.load_recipe("recipes/tiny.py"), "runs/tiny")
+        state.step
     """
     launch.follow_if_told()
     out = Path(out)
@@ -109,6 +125,11 @@ def _train(
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None
 
     def measured(metrics: StepMetrics) -> None:
+        values: dict[str, Any] = {
+            name: value for name, value in metrics.values.items() if name in _IN_LOG
+        }
+        text = f"{metrics.stage}: step {metrics.step}, after {metrics.at_s:.0f} s"
+        _log.info("step", text, step=metrics.step, stage=metrics.stage, **values)
         trackers(metrics)
         if listener is not None:
             listener(metrics)
@@ -136,7 +157,8 @@ async def building(
     """The training loop of ``run``, with everything that it needs open inside the block. All checks
     are done here, including that it can continue from ``checkpoint``. ``on_start`` is called when
     they have passed."""
-    parts = RunParts(run)
+    with report_progress("preparing", note="task, demonstrations and policy"):
+        parts = RunParts(run)
     interval = sys.getswitchinterval()
     async with closing({part: partial(_close, parts, part) for part in _PARTS}):
         if checkpoint is not None:
@@ -155,7 +177,8 @@ async def building(
         # would cost a tenth of a step.
         gc.freeze()
         try:
-            await parts.start(out)
+            with report_progress("preparing", note="engine and sandbox"):
+                await parts.start(out)
             async with parts.rlm:
                 yield parts.loop(out, listener, on_stall)
         finally:

@@ -142,7 +142,11 @@ def cut(folder: Path, step: int) -> None:
 def read_group_records(folder: Path) -> GroupRecords:
     """The outcomes of all groups up to the last checkpoint of the run in ``folder``; later groups
     will be repeated. Empty before the first checkpoint. Raises ConfigError if the folder does not
-    hold a run, which would otherwise pass as complete."""
+    hold a run, which would otherwise pass as complete.
+
+    Example:
+        train.read_group_records(Path("runs/tiny")).balanced    # every group occurs once
+    """
     checkpoint = CheckpointStore(folder).latest()
     if checkpoint is None:
         if not any((folder / name).exists() for name in (FILE, "metrics.jsonl", "checkpoints")):

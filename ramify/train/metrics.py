@@ -77,7 +77,11 @@ class MetricsFile:
 
 def read_metrics(folder: Path) -> Iterator[StepMetrics]:
     """The lines in a run's folder, in order. Skips a torn line; yields nothing if there is no
-    file."""
+    file.
+
+    Example:
+        [row.values["reward"] for row in train.read_metrics(Path("runs/tiny")) if row.stage == "rl"]
+    """
     path = folder / FILE
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -21,7 +21,11 @@ from ramify.train.renamed_fields import new_name
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """The run of a recipe file, with overrides. Raises ConfigError for a file without ``def run()
-    -> Run``."""
+    -> Run``.
+
+    Example:
+        run = train.load_recipe("recipes/tiny.py", ["rl.steps=10", "seed=3"])
+    """
     path = Path(path)
     if not path.exists():
         raise ConfigError(

@@ -41,6 +41,12 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag_f
 
 
 class RunStarted(Event, frozen=True, tag="RunStarted"):
+    """The run began. The first event of each journal.
+
+    Example:
+        event.id, event.question, event.started_at    # seconds since 1970
+    """
+
     id: str
     question: str
     started_at: float
@@ -55,6 +61,12 @@ class RunStarted(Event, frozen=True, tag="RunStarted"):
 
 
 class CallStarted(Event, frozen=True, tag="CallStarted"):
+    """A call began: the root, a child, or a plain sub-call.
+
+    Example:
+        CallStarted(id="0.1", kind="rlm", model="openai:m", depth=1, question="Which host?")
+    """
+
     id: str
     kind: CallKind
     model: str
@@ -66,7 +78,11 @@ class CallStarted(Event, frozen=True, tag="CallStarted"):
 
 
 class RequestStarted(Event, frozen=True, tag="Requested"):
-    """A request is about to be sent."""
+    """A request is about to be sent.
+
+    Example:
+        event.prompt[-1].content    # the newest message of turn ``event.turn``
+    """
 
     call: str
     turn: int
@@ -80,7 +96,11 @@ class RequestStarted(Event, frozen=True, tag="Requested"):
 
 
 class AttemptFailed(Event, frozen=True, tag="Attempted"):
-    """An attempt to send a request failed."""
+    """An attempt to send a request failed.
+
+    Example:
+        AttemptFailed(call="0", turn=2, error="429, rate limited", cost=0.0)
+    """
 
     call: str
     turn: int
@@ -91,7 +111,11 @@ class AttemptFailed(Event, frozen=True, tag="Attempted"):
 
 
 class ReplyReceived(Event, frozen=True, tag="Replied"):
-    """A reply arrived. Once this is in the journal, the reply is never paid for again."""
+    """A reply arrived. Once this is in the journal, the reply is never paid for again.
+
+    Example:
+        event.reply.message.content, event.reply.usage.output_tokens
+    """
 
     call: str
     turn: int
@@ -104,6 +128,12 @@ class ReplyReceived(Event, frozen=True, tag="Replied"):
 
 
 class CellRan(Event, frozen=True, tag="CellRan"):
+    """A session ran a cell of code.
+
+    Example:
+        CellRan(call="0", turn=2, cell=0, result=Cell("1 + 1", value="2"))
+    """
+
     call: str
     turn: int
     cell: int
@@ -111,7 +141,11 @@ class CellRan(Event, frozen=True, tag="CellRan"):
 
 
 class ToolAnswered(Event, frozen=True, tag="ToolAnswered"):
-    """A user's tool returned to a session."""
+    """A user's tool returned to a session.
+
+    Example:
+        ToolAnswered(call="0", turn=1, cell=0, ordinal=0, name="lookup", …, seconds=0.2)
+    """
 
     call: str
     turn: int
@@ -128,13 +162,25 @@ class ToolAnswered(Event, frozen=True, tag="ToolAnswered"):
 
 
 class NoteAdded(Event, frozen=True, tag="Noted"):
-    """Something a reader should know: a retry, a compaction or a deferred answer."""
+    """Something a reader should know: a retry, a compaction, a deferred answer or a warning.
+
+    Example:
+        NoteAdded(call="0", text="retried after 1.5 s")
+    """
 
     call: str
     text: str
+    is_warning: bool = False
+    """True for a warning about the run as a whole, such as one about a weak sandbox."""
 
 
 class CallEnded(Event, frozen=True, tag="CallEnded"):
+    """A call ended, with its answer.
+
+    Example:
+        CallEnded(id="0.1", stop=Stop.FINAL, answer="web-3")
+    """
+
     id: str
     stop: Stop
     answer: Any = None
@@ -142,6 +188,12 @@ class CallEnded(Event, frozen=True, tag="CallEnded"):
 
 
 class RunEnded(Event, frozen=True, tag="RunEnded"):
+    """The run ended. Its usage and cost are those of the whole tree.
+
+    Example:
+        event.stop, event.answer, event.cost    # dollars; None if a model has no price
+    """
+
     stop: Stop
     answer: Any = None
     error: str | None = None
@@ -269,6 +321,8 @@ class TrajectoryFold:
                     self.trajectory.cost = event.cost
             case ScoreAdded():
                 note_score(self.trajectory, event)
+            case NoteAdded(is_warning=True):
+                self.trajectory.warnings.append(event.text.removeprefix("warning: "))
             case _:
                 pass
 

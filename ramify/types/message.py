@@ -14,7 +14,11 @@ Finish = Literal["stop", "length", "tool_calls", "content_filter", "other"]
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One native tool call that a model requested."""
+    """One native tool call that a model requested.
+
+    >>> inference.ToolCall("call_1", "lookup", '{"host": "web-3"}').name
+    'lookup'
+    """
 
     id: str
     name: str
@@ -23,7 +27,11 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of a conversation."""
+    """One message of a conversation.
+
+    >>> ramify.Message("user", "Which host failed first?").role
+    'user'
+    """
 
     role: Role
     content: str = ""

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.token_path import TokenPath, TokenPathBuilder
+from ramify.types.sequence import TokenPath, TokenPathBuilder
 
 SCHEMA_VERSION = 2
 """Version of events and trajectories on disk. Readers reject newer versions and accept older ones.
@@ -32,7 +32,11 @@ CallKind = Literal["rlm", "lm", "leaf", "judge"]
 
 
 class Stop(enum.StrEnum):
-    """Reason a call ended."""
+    """Reason a call ended.
+
+    >>> ramify.Stop.MAX_TURNS.is_truncated(), ramify.Stop.FINAL.is_truncated()
+    (True, False)
+    """
 
     FINAL = "final"
     MAX_TURNS = "max_turns"
@@ -70,7 +74,11 @@ class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Cell(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One execution of code in a session."""
+    """One execution of code in a session.
+
+    >>> ramify.Cell("1 + 1", value="2", seconds=0.01).value
+    '2'
+    """
 
     code: str
     stdout: str = ""
@@ -208,6 +216,8 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     started_at: float = 0.0
     """Unix time."""
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+    warnings: list[str] = msgspec.field(default_factory=list)
+    """Warnings about the run as a whole, such as one about a weak sandbox."""
 
     @property
     def root(self) -> Call:

@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.store.journal_reader import decode_line
+from ramify.store.journal import decode_line
+from ramify.types.call_tree import CallNode
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -30,7 +31,7 @@ from ramify.types.event import (
 )
 from ramify.types.message import Message
 from ramify.types.trajectory import Call, Stop
-from ramify.viewer.run_tree import CallNode, RunTree
+from ramify.viewer.run_tree import RunTree
 
 MAX_CACHED = 8
 

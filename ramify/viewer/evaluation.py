@@ -17,8 +17,8 @@ from ramify.evaluate.evaluation_report import RIGHT, EvaluationReport, differenc
 from ramify.evaluate.record import read
 from ramify.evaluate.run import AttemptOutcome, Evaluation
 from ramify.evaluate.statistics import pass_at_k
+from ramify.types.call_tree import cut
 from ramify.viewer.run_library import RunLibrary
-from ramify.viewer.run_tree import cut
 
 MAX_ATTEMPTS = 20_000
 """Maximum number of attempts that a page receives."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.store.journal_reader import check_version
+from ramify.store.journal import check_version
 from ramify.types.event import (
     AttemptFailed,
     CallEnded,

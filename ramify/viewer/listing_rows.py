@@ -11,7 +11,7 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.evaluate.record import read
-from ramify.store.index import RunSummary
+from ramify.store.store import RunSummary
 from ramify.types.message import Usage
 from ramify.types.trajectory import SCHEMA_VERSION, Stop
 from ramify.viewer.run_kinds import newer

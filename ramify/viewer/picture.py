@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.viewer.run_tree import CallNode, as_text, cut
+from ramify.types.call_tree import CallNode, as_text, cut
 from ramify.viewer.watched_run import WatchedRun
 
 COLUMNS: dict[str, Callable[[CallNode], Any]] = {

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ramify.errors import StoreError
-from ramify.store.index import summarise
 from ramify.store.journal import writer
 from ramify.store.private_files import EVALUATIONS as EVALUATIONS
+from ramify.store.store import summarise
 from ramify.train.metrics import FILE as METRICS
 from ramify.viewer.listing_rows import (
     EvaluationRow,

@@ -11,7 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from ramify.errors import StoreError
-from ramify.store.journal_reader import decode_line, lines
+from ramify.store.journal import decode_line, lines
+from ramify.types.call_tree import as_text
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -26,7 +27,6 @@ from ramify.types.event import (
 )
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell, Trajectory
-from ramify.viewer.run_tree import as_text
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_HITS = 200

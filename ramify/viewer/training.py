@@ -15,8 +15,8 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.train.metrics import FILE, StepMetrics, layers
+from ramify.types.call_tree import as_text, cut
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
-from ramify.viewer.run_tree import as_text, cut
 
 FINAL = ("first", "last", "best")
 """Stages of the evaluations before and after training, which are shown apart from the curves."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ramify.types.call_tree import as_text
 from ramify.types.event import ToolAnswered
 from ramify.types.message import Message
 from ramify.types.trajectory import Annotation, Cell, Turn
 from ramify.viewer.call_detail import PendingRequest
 from ramify.viewer.picture import fields, rewards_of, state
-from ramify.viewer.run_tree import as_text
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_TEXT = 20_000

@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.store.journal import writer
-from ramify.store.journal_reader import blocks
+from ramify.store.journal import blocks, writer
 from ramify.types.event import RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
 from ramify.viewer.call_detail import CallDetail, CallDetails

@@ -54,4 +54,4 @@ def test_a_weak_sandbox_that_was_chosen(shell: Shell) -> None:
 
 def test_every_extra_is_looked_for() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "serve-test"}
+    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs", "serve-test"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.exit_codes import ExitCode
-from ramify.cli.main import COMMANDS, run, split
+from ramify.cli.main import COMMANDS, command, run, split
 
 M = ["-m", "scripted:script.json"]
 R = str(Path(__file__).parents[2] / "recipes" / "tiny.py")
@@ -114,6 +114,10 @@ WRONG = {
     ),
     "show": ((["x"], "has no runs"), (["x.jsonl"], "the journal x.jsonl does not exist")),
     "replay": ((["x"], "has no runs"),),
+    "plugins": (
+        (["taks"], "unknown kind 'taks': did you mean 'task'? known: algorithm, "),
+        (["task", "x"], "unexpected argument 'x'"),
+    ),
     "doctor": ((["x"], "unexpected argument 'x'"),),
 }
 
@@ -150,3 +154,72 @@ def test_wrong_command_lines(
     assert not list(tmp_path.glob("store/runs/*.jsonl")) + list(
         tmp_path.glob("store/evaluations/*.jsonl")
     )
+
+
+OTHERWISE_RIGHT = {
+    "ask": [*M, "q"],
+    "eval": [*M, "needle"],
+    "train": [R],
+    "cluster plan": [R],
+    "cluster simulate": ["nowhere"],
+    "serve": M,
+    "mcp": M,
+    "serve-policy": ["tiny"],
+    "show": ["x"],
+}
+"""Command -> arguments to which one option with a wrong value is added."""
+WRONG_VALUES = {
+    **dict.fromkeys(("max_cost", "max_calls", "max_depth", "patience", "temperature"), "-1"),
+    **dict.fromkeys(("max_seconds", "max_turns", "max_tokens", "max_reply_tokens"), "0"),
+    **dict.fromkeys(("max_concurrency", "branches", "items", "n", "k", "concurrency"), "0"),
+    **dict.fromkeys(("restarts", "nodes", "devices", "engine_devices", "engines", "slots"), "0"),
+    **dict.fromkeys(("ranks", "group", "last", "steps", "max_runs"), "0"),
+    **dict.fromkeys(("staleness", "grace_steps", "straggler_factor", "scaling", "mfu"), "-1"),
+    **dict.fromkeys(("grace", "limit", "keep"), "-1"),
+    **dict.fromkeys(("memory", "max_body", "max_size", "older_than", "split", "track"), "lots"),
+    **dict.fromkeys(("measured", "calibrate", "keys", "weights_root", "against"), "nowhere"),
+    **dict.fromkeys(("api_key", "token"), ""),
+    **dict.fromkeys(("answer_schema", "resume", "mount"), "nowhere.json"),
+    **dict.fromkeys(("model", "sub_model"), "opnai:x"),
+    "scaffold": "minimum",
+    "sandbox": "jial",
+    "tier": "Z",
+    "package": "no_such_package",
+    "mcp": "no_such_command",
+    "progress": "loud",
+    "out": "log.txt",
+    "placement": "moon",
+    "device": "abacus",
+    "host": "no.such.host.invalid",
+    "port": "99999",
+    "dtype": "float7",
+    "weight_sync": "nowhere:Sync",
+    "call": "9.9",
+}
+ANY_VALUE = {("eval", "seed"), ("cluster simulate", "seed"), ("view", "export")}
+ANY_VALUE |= {(each, "name") for each in ("serve", "serve-policy")}
+ANY_VALUE |= {("train", "resume")}  # WRONG has it: it replaces the recipe
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_wrong_value_of_each_option(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for variable in [each for each in os.environ if each.startswith("RAMIFY_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("RAMIFY_HOME", str(tmp_path / "store"))
+    monkeypatch.chdir(tmp_path)
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    for option in command(name).options:
+        if option.kind is bool:
+            continue
+        values = [] if (name, option.name) in ANY_VALUE else [WRONG_VALUES[option.name]]
+        values += ["x"] * (option.kind in (int, float)) + ["nan"] * (option.kind is float)
+        for value in values:
+            others = OTHERWISE_RIGHT.get(name, [])
+            others = others[2:] if option.name == "model" else others
+            code = run([*name.split(), *others, option.long, value])
+            out, err = capfd.readouterr()
+            assert (code, err.count("\n"), out) == (ExitCode.USAGE, 1, ""), (option, value, err)

@@ -78,6 +78,7 @@ def test_where_replies_are_code_they_are_shown_whole() -> None:
         RunStarted(id="r", question="q", started_at=0.0, config={"scaffold": {"raw_code": True}}),
         started("0", parent=None),
         started("0:1", parent=None),
+        RequestStarted(call="0", turn=0, reused=0, prompt=(), prompt_hash=""),
         ReplyReceived(call="0", turn=0, reply=Reply(Message("assistant", "x = 1"))),
     )
     assert [(node.id, node.code, node.state) for node in watched.nodes.values()] == [

@@ -11,13 +11,15 @@ import re
 import signal
 import struct
 import termios
+import time
 from typing import Any
 
 import pytest
 
 from ramify.cli.exit_codes import ExitCode
-from ramify.cli.progress_screen import bar
-from ramify.progress import ProgressState
+from ramify.cli.progress_screen import ProgressScreen, bar
+from ramify.cli.stderr_notes import StderrNotes
+from ramify.progress import ProgressState, report_progress
 from tests.cli.helpers import SESSION_SCRIPT, Shell
 from tests.cli.test_eval import MINE, RIGHT
 
@@ -138,3 +140,20 @@ def test_the_terminal_is_left_as_it_was(shell: Shell, number: int, code: ExitCod
     assert written.count(HIDDEN) == 1
     assert written.index(HIDDEN) < written.rindex(SHOWN)
     assert b"Traceback" not in written
+
+
+def test_a_silent_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = StderrNotes()
+    err = ""
+    with (
+        ProgressScreen(notes, "lines", has_lines=True),
+        report_progress("sft", 500, "steps") as task,
+    ):
+        task.at(120, "loss 0.1")
+        with report_progress("saving"):
+            while "sft" not in err:
+                time.sleep(0.05)
+                err += capsys.readouterr().err
+    assert re.sub(r"\d+ s\b( left)?", "", err) == (
+        "sft: 120 of 500 steps · loss 0.1 ·  · saving: \n"
+    )

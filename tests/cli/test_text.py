@@ -44,7 +44,7 @@ def test_numbers() -> None:
         "1.23M",
     ]
     assert [terminal_text.dollars(d) for d in (None, 0.0, 0.00004, 0.0123, 2.5)] == [
-        "-",
+        "cost unknown",
         "$0.00",
         "$4.0e-05",
         "$0.012",

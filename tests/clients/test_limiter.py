@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ramify.clients.limiter import Limiter
+from ramify.clients.pool import Limiter
 from tests.clients.helpers import run
 
 

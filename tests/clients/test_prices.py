@@ -4,7 +4,7 @@ import pytest
 
 from ramify.clients.base import Price
 from ramify.clients.pool import ClientPool
-from ramify.clients.prices import PriceEntry, PriceTable
+from ramify.clients.providers import PriceEntry, PriceTable
 from ramify.errors import ConfigError
 from ramify.types.message import Usage
 

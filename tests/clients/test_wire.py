@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from ramify.clients.http_pool import proxy_for
 from ramify.clients.loopback import LoopbackServer
-from ramify.clients.pool import ClientPool
+from ramify.clients.pool import ClientPool, proxy_for
 from ramify.errors import ConfigError, Unreachable
 from tests.clients.helpers import Books, Says, request, run
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.secrets import SecretRedactor
-from ramify.store.event_line import encode_line
+from ramify.store.journal import encode_line
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,

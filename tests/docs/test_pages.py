@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import ramify
-from ramify.clients.prices import PriceTable
+from ramify.clients.providers import PriceTable
 from ramify.clients.scripted import ScriptedClient
 from tests.docs import world
 from tests.docs.pages import ALL, PAGES, ROOT, Block, prose

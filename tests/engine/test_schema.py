@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ramify.engine.regex import RegexPattern, UnsupportedRegex
+from ramify.engine.schema import RegexPattern, UnsupportedRegex
 from ramify.engine.typed import TypeMismatch, answer_type
 from ramify.errors import ConfigError
 

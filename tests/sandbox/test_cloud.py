@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import os
 import sys
 import tomllib
 from collections.abc import Callable
@@ -261,6 +262,8 @@ def sdk_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
+        if name == os.environ.get("RAMIFY_SDK"):
+            raise
         pytest.skip(f"the SDK is not installed: {error}")
 
 

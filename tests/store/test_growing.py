@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import StoreError
-from ramify.store.journal_reader import blocks
+from ramify.store.journal import blocks
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent
 from tests.store.helpers import append_all, short_run

@@ -15,8 +15,7 @@ import pytest
 from ramify.errors import ConfigError, StoreError
 from ramify.evaluate.record import EvaluationRecords
 from ramify.evaluate.run import EvaluationPlan
-from ramify.store.index import RunSummary
-from ramify.store.store import Store
+from ramify.store.store import RunSummary, Store
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 from tests.data.golden import JOURNAL
@@ -101,7 +100,7 @@ def test_an_index_that_somebody_else_has_locked_does_not_stop_a_listing(
     write_run(store, IDS[0])
     store.runs()
     write_run(store, IDS[1])
-    monkeypatch.setattr("ramify.store.index.PATIENCE_S", 0.05)
+    monkeypatch.setattr("ramify.store.store.PATIENCE_S", 0.05)
     other = sqlite3.connect(store.root / "index.sqlite")
     try:
         other.execute("BEGIN EXCLUSIVE")

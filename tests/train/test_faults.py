@@ -7,11 +7,9 @@ waits while ``hold-K`` exists.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_loop import Schedule
 from ramify.types.trajectory import Trajectory
+from tests.processes import kill
 from tests.shown import train
 from tests.train.small import _even, _make, small, weights_of
 
@@ -69,27 +68,6 @@ def _gated(item: Item, trajectory: Trajectory) -> float:
 
 
 gated = SimpleTask("gated", generated("gated", _make), WholeTrajectoryReward(_gated))
-
-
-def below(pid: int) -> Iterator[tuple[int, str]]:
-    """(process, command line) of all that ``pid`` started, and those started."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            command = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if parent == pid:
-            yield int(path.parent.name), command
-            yield from below(int(path.parent.name))
-
-
-def kill(pid: int, what: str) -> None:
-    for each, command in below(pid):
-        if what in command:
-            os.kill(each, signal.SIGKILL)
-            return
-    raise AssertionError(f"{what} is not there: {list(below(pid))}")
 
 
 @pytest.fixture(scope="module")

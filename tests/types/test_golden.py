@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from ramify.secrets import SecretRedactor
-from ramify.store.event_line import encode_line
-from ramify.store.journal_reader import decode_line, read_events
+from ramify.store.journal import decode_line, encode_line, read_events
 from ramify.types.event import (
     CallStarted,
     RunEnded,

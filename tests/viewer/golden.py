@@ -308,7 +308,7 @@ def journal_of(num_calls: int, path: Path) -> Path:
     """A journal of one session with ``num_calls`` plain sub-calls, 64 at once, as the engine writes
     it."""
     from ramify.secrets import SecretRedactor
-    from ramify.store.event_line import encode_line
+    from ramify.store.journal import encode_line
     from ramify.types.event import (
         AnyEvent,
         CallEnded,

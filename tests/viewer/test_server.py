@@ -622,7 +622,7 @@ def test_what_is_written_is_told_to_every_page_and_scores_after_the_end_too(tmp_
     store = Store(tmp_path)
 
     async def main() -> None:
-        from ramify.store.journal_reader import decode_line
+        from ramify.store.journal import decode_line
 
         events = [decode_line(line[:-1], JOURNAL, 1) for line in lines]
         journal = store.create(GOLDEN_ID)

@@ -59,7 +59,11 @@ def added(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 class WeightSource(NamedTuple):
     """One tensor of the trained policy, in the form that an engine needs. Nothing is gathered or
-    cast until ``full`` is called."""
+    cast until ``full`` is called.
+
+    Example:
+        WeightSource("norm.weight", (128,), torch.float32, stamp=3, full=lambda: tensor)
+    """
 
     name: str
     """Its name in a checkpoint in Hugging Face's layout."""
@@ -79,7 +83,12 @@ class WeightSource(NamedTuple):
 
 
 class WeightPiece(NamedTuple):
-    """What an engine receives: a whole tensor, or new values for some positions of one."""
+    """What an engine receives: a whole tensor, or new values for some positions of one.
+
+    Example:
+        WeightPiece("norm.weight", tensor)                       # a whole tensor, [hidden size]
+        WeightPiece("norm.weight", tensor[places], places)       # new values at some positions
+    """
 
     name: str
     tensor: Tensor
@@ -94,7 +103,11 @@ class WeightPiece(NamedTuple):
 
 
 class WeightChunk(msgspec.Struct, eq=False):
-    """One part of a sync."""
+    """One part of a sync.
+
+    Example:
+        WeightChunk(info={"names": ["embed"]}, is_last=False)    # what every engine receives
+    """
 
     info: dict[str, Any]
     """Sent to the engines: plain data."""
@@ -131,7 +144,12 @@ class WeightSync(Protocol):
 
 class WeightReceiver(Protocol):
     """The engine's half of a weight sync, made by ``WeightSync.receiver`` from the setup
-    information."""
+    information.
+
+    Example:
+        for piece in receiver.take(chunk.info):
+            parameters[piece.name].copy_(piece.tensor)
+    """
 
     def take(self, info: Info) -> Iterator[WeightPiece]:
         """The pieces of one chunk; a tensor is valid until the next one is requested. Raises

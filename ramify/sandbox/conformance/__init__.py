@@ -27,5 +27,10 @@ CHECKS = [
     )
     for check in checks_by_module[part.__name__]
 ]
+"""Every check of the conformance suite, in the order in which they run.
+
+>>> any(check.name.startswith("a closed session") for check in testing.CHECKS)
+True
+"""
 
 __all__ = ["CHECKS", "ConformanceCheck", "SandboxProbe", "echo"]

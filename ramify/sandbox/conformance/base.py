@@ -20,7 +20,12 @@ from ramify.types.trajectory import Cell
 
 
 class SandboxProbe:
-    """A sandbox under test. It closes the sessions that a check has opened."""
+    """A sandbox under test. It closes the sessions that a check has opened.
+
+    Example:
+        probe = testing.SandboxProbe(sandbox, spec)
+        (cell,) = await probe.cells("1 + 1")    # in a new session
+    """
 
     def __init__(self, sandbox: Sandbox, spec: SandboxSpec) -> None:
         self.sandbox = sandbox
@@ -43,7 +48,11 @@ class SandboxProbe:
 
 
 class ConformanceCheck(msgspec.Struct, frozen=True):
-    """A named test of one guarantee."""
+    """A named test of one guarantee.
+
+    Example:
+        ConformanceCheck("a branch sees its parent's names", test, needs=("fork",))
+    """
 
     name: str
     test: Callable[[SandboxProbe], Awaitable[None]]
@@ -72,7 +81,11 @@ def check(
 
 
 class ConformanceError(AssertionError):
-    """A conformance check failed."""
+    """A conformance check failed.
+
+    Example:
+        ConformanceError("value: expected '2', got '3'")
+    """
 
 
 def same(got: Any, expected: Any, what: str = "") -> None:

@@ -10,7 +10,11 @@ from __future__ import annotations
 from ramify.tasks.programs.program_library import IMPORTED, MAX_OPERAND, MODULUS, NUM_WORDS
 
 PROGRAM_HINT = "\nhint: "
-"""Separator between a problem and its hint, within the same message."""
+"""Separator between a problem and its hint, within the same message.
+
+Example:
+    "50 @w3 @5" + PROGRAM_HINT + "use @w3 @f12"
+"""
 USE = "use "
 """First token of a hint."""
 NO_PROGRAM = "SyntaxError: no program"
@@ -29,6 +33,11 @@ PROGRAM_WORDS = (
     "ImportError: ",
     NO_PROGRAM,
 )
+"""Every token of the task, for a policy made from scratch.
+
+Example:
+    train.PolicySpec(shape=SHAPE, words=tasks.PROGRAM_WORDS)
+"""
 
 
 def answer(number: int) -> str:

@@ -50,4 +50,8 @@ SCORERS = Registry(
     },
     others="module:name or file.py:name of a function of (answer, item)",
 )
-"""Score name -> function of (answer, item)."""
+"""Score name -> function of (answer, item).
+
+Example:
+    SCORERS["f1"]("the web host", tasks.Item("?", gold="web host"))    # 1.0
+"""

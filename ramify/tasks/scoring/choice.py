@@ -22,7 +22,12 @@ MAX_CHARS = 2000
 
 def choice(answer: Any, item: Item) -> float:
     """Return 1 if the answer names the right option: ``"B"``, ``"(b)"``, ``2``, ``"The answer is
-    B."`` or the option's text."""
+    B."`` or the option's text.
+
+    >>> item = tasks.Item("?", gold="B", metadata={"choices": ["tea", "jam"]})
+    >>> tasks.choice("The answer is B.", item)
+    1.0
+    """
     choices = item.metadata.get("choices")
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= 26:
         raise ConfigError(

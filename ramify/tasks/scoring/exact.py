@@ -12,14 +12,22 @@ from ramify.tasks.scoring.answer_text import accepted, as_text, words
 
 def exact(answer: Any, item: Item) -> float:
     """Return 1 if the answer has the same text as a gold. ``7``, ``"7"`` and ``" 7 "`` are equal;
-    ``7.0`` differs."""
+    ``7.0`` differs.
+
+    >>> tasks.exact(" 7 ", tasks.Item("?", gold=7))
+    1.0
+    """
     text = as_text(answer)
     return float(text is not None and text in {as_text(gold) for gold in accepted(item.gold)})
 
 
 def normalised(answer: Any, item: Item) -> float:
     """Return 1 if answer and gold have the same words in the same order: ``"the Louvre!"`` equals
-    ``"Louvre"``."""
+    ``"Louvre"``.
+
+    >>> tasks.normalised("the Louvre!", tasks.Item("?", gold="Louvre"))
+    1.0
+    """
     text = as_text(answer)
     if text is None or not words(text):
         return 0.0

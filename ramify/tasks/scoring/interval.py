@@ -106,4 +106,8 @@ def _overlap(one: Sequence[Span], other: Sequence[Span]) -> float:
 interval_f1 = IntervalF1Score()
 """F1 of spans of time or characters; an interval excludes its end."""
 line_f1 = IntervalF1Score(inclusive=True)
-"""F1 of ranges of lines; a range includes its end."""
+"""F1 of ranges of lines; a range includes its end.
+
+Example:
+    line_f1("3-5", tasks.Item("?", gold="3-4"))    # 0.8
+"""

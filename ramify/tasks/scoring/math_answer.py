@@ -173,6 +173,14 @@ def _end(worker: subprocess.Popen[str]) -> None:
 _workers = _Workers()
 atexit.register(_workers.close)
 math_answer = MathScore()
-"""Compares a box near the end, or the whole answer."""
+"""Compares a box near the end, or the whole answer.
+
+Example:
+    math_answer("1/2", tasks.Item("?", gold="0.5"))    # 1.0
+"""
 boxed_math = MathScore(boxed=True, tail_chars=TAIL_CHARS)
-"""Like ``math_answer``, but an answer without a box is wrong."""
+"""Like ``math_answer``, but an answer without a box is wrong.
+
+Example:
+    boxed_math("so it is \\boxed{1/2}", tasks.Item("?", gold="0.5"))    # 1.0
+"""

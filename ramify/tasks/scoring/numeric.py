@@ -71,6 +71,10 @@ def _number(text: str) -> int | float | None:
 
 
 numeric = NumericScore()
-"""Exactly one number, with a relative tolerance of 1e-6; integers must match exactly."""
+"""Exactly one number, with a relative tolerance of 1e-6; integers must match exactly.
+
+Example:
+    numeric("7.0 hosts", tasks.Item("?", gold=7))    # 1.0
+"""
 last_number = NumericScore(last=True)
 """Like ``numeric``, but uses the last number of an answer that reasons first."""

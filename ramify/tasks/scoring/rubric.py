@@ -100,7 +100,12 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RubricScore(msgspec.Struct, frozen=True):
-    """Score of a task by a rubric. Each answer gets a new event loop and a new client."""
+    """Score of a task by a rubric. Each answer gets a new event loop and a new client.
+
+    Example:
+        rubric = tasks.Rubric(("names the host", "gives the time"))
+        reward = tasks.RubricScore(rubric, lambda: ramify.ScriptedClient([r"\boxed{1, 1}"]))
+    """
 
     rubric: Rubric
     connect: Callable[[], Client]

@@ -34,7 +34,11 @@ _MAX_OUTPUT = 200_000
 
 
 class UnitTestScore(msgspec.Struct, frozen=True):
-    """Score 1 if the program passes all tests; with ``share``, the share that it passes."""
+    """Score 1 if the program passes all tests; with ``share``, the share that it passes.
+
+    Example:
+        tasks.UnitTestScore(share=True)    # half of the tests pass: 0.5
+    """
 
     timeout_s: float = 10.0
     """Time limit of one test, including the run of the program."""

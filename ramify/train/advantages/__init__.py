@@ -32,4 +32,9 @@ ALGORITHMS = Registry(
     },
     structs=True,
 )
-"""Name -> the class that implements ``base.Algorithm``, or its import path."""
+"""Name -> the class that implements ``base.Algorithm``, or its import path.
+
+Example:
+    rl.algorithm=grpo                       # in a recipe, by name
+    rl.algorithm=my_module:MyAlgorithm      # your own
+"""

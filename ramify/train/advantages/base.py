@@ -76,7 +76,12 @@ class AssignedRollout(msgspec.Struct):
 
 
 class AssignedStep(msgspec.Struct):
-    """The result of ``assign_advantages`` for one optimizer step."""
+    """The result of ``assign_advantages`` for one optimizer step.
+
+    Example:
+        assigned = train.GRPO().assign_advantages(groups, task.weights)
+        assigned.metrics["reward"], assigned.no_signal
+    """
 
     rollouts: list[AssignedRollout]
     """Rollouts with a training signal, in the order of the groups."""

@@ -128,7 +128,11 @@ CREDITS = Registry(
     },
 )
 """Name -> credit function. ``@CREDITS.register("mine")`` adds one; a dotted path to a function also
-works."""
+works.
+
+Example:
+    rl.algorithm.credit=per_role            # in a recipe, by name
+"""
 
 
 def _less_others(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:

@@ -20,7 +20,11 @@ from ramify.types.trajectory import Group
 
 
 class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
-    """GDPO estimator; implements ``Algorithm``. The task's weights apply to the sum."""
+    """GDPO estimator; implements ``Algorithm``. The task's weights apply to the sum.
+
+    Example:
+        train.RlSpec(algorithm=train.GDPO())
+    """
 
     normalise: bool = True
 

@@ -125,7 +125,11 @@ class Hierarchical(DrGRPO, frozen=True, kw_only=True, tag_field="name", tag="hie
 
     roots 1 and 0; both ask "north", which is answered with rewards 1 and 0 (γ of the tree 0):
     advantages 0.5, -0.5 for both pairs. A sub-task that only one call attempted gives that call no
-    signal."""
+    signal.
+
+    Example:
+        train.RlSpec(algorithm=train.Hierarchical())
+    """
 
     credit: str = "hierarchical"
 
@@ -138,7 +142,11 @@ class ReinforcePPBaseline(
 
     rewards 1, 0 | 1, 1, one token each: 0.5, -0.5 | 0, 0, then divided by their standard deviation
     0.408: ±1.225 | 0, 0. Zero-variance groups stay in the step, because they are part of what is
-    normalised."""
+    normalised.
+
+    Example:
+        train.RlSpec(algorithm=train.ReinforcePPBaseline())
+    """
 
     normalise: bool = True
     drop_zero_variance: bool = False

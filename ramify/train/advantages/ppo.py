@@ -32,7 +32,11 @@ from ramify.types.trajectory import Group
 class PPO(
     GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ppo"
 ):
-    """PPO estimator; implements ``Algorithm``."""
+    """PPO estimator; implements ``Algorithm``.
+
+    Example:
+        train.RlSpec(algorithm=train.PPO(lam=0.95), critic=train.CriticSpec(model="own"))
+    """
 
     gamma: float = 1.0
     lam: float = 1.0

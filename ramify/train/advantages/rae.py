@@ -26,7 +26,11 @@ from ramify.types.trajectory import Group
 class RAE(
     GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="rae"
 ):
-    """RAE estimator; implements ``Algorithm``."""
+    """RAE estimator; implements ``Algorithm``.
+
+    Example:
+        train.RlSpec(algorithm=train.RAE(decay=0.9))
+    """
 
     decay: float = 0.95
     memory: dict[str, float] = msgspec.field(default_factory=dict)

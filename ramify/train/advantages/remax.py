@@ -29,7 +29,11 @@ class ReMax(
     """ReMax estimator; implements ``Algorithm``.
 
     Every call gets its root's advantage, since the children of the greedy rollout cannot be matched
-    with those of another."""
+    with those of another.
+
+    Example:
+        train.RlSpec(algorithm=train.ReMax())    # one more rollout per group, at temperature 0
+    """
 
     @property
     def has_group_baseline(self) -> bool:

@@ -29,7 +29,11 @@ class SFT(
     tag_field="name",
     tag="sft",
 ):
-    """Supervised fine-tuning or rejection sampling; implements ``Algorithm``."""
+    """Supervised fine-tuning or rejection sampling; implements ``Algorithm``.
+
+    Example:
+        train.SFT(min_reward=1.0)    # imitate only rollouts with a reward of at least 1
+    """
 
     min_reward: float | None = None
     """Minimum total reward of a trajectory to train on it; None: train on all, scored or not."""

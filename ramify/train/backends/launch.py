@@ -28,6 +28,7 @@ from ramify.actors.connect_back import Listener, connect
 from ramify.actors.launcher import Launcher
 from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError, TrainError
+from ramify.logging import join_run
 from ramify.train.backends.base import ShardSpec
 from ramify.train.backends.rendezvous import began, come, gather
 
@@ -205,6 +206,7 @@ def follow(world: RankInfo) -> NoReturn:
     from ramify.actors.rank_group import RankHeartbeat, follow
     from ramify.train.backends.rank import RankModels
 
+    join_run(f"rank {world.rank}")
     device, timeout_s = (
         os.environ.get(_DEVICE, ""),
         float(os.environ.get(_TIMEOUT, ShardSpec().timeout_s)),

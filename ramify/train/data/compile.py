@@ -20,8 +20,7 @@ from itertools import accumulate, chain
 import numpy as np
 
 from ramify.train.advantages.base import AssignedRollout, TokenCredit
-from ramify.types.sequence import Floats, SamplingSupport, TokenSequence
-from ramify.types.token_path import TokenPath, TokenSpan
+from ramify.types.sequence import Floats, SamplingSupport, TokenPath, TokenSequence, TokenSpan
 
 _WEIGHTS = ("rl", "ce", "kd")
 

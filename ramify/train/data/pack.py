@@ -74,6 +74,9 @@ def pack(
     ``denominators``: the divisor of each component's sum; by default the sum of its weights over
     all sequences. Raises ValueError if a component has weights but no positive denominator, if a
     first token has a weight, or if some but not all sequences have a named stream.
+
+    Example:
+        batches = train.pack(sequences, backend.packing, assigned.denominators)
     """
     packing = packing or PackingSpec()
     learning = [index for index, sequence in enumerate(sequences) if len(entries(sequence))]

@@ -66,4 +66,8 @@ POLICY_LOSSES = Registry(
     },
     structs=True,
 )
-"""Name -> class. In a configuration: ``{"name": "ppo_clip", "clip_high": 0.3}``."""
+"""Name -> class. In a configuration: ``{"name": "ppo_clip", "clip_high": 0.3}``.
+
+Example:
+    rl.loss.policy=gspo                     # in a recipe, by name
+"""

@@ -38,7 +38,12 @@ _MAX_LOG_RATIO = 20.0
 class LossFormula(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name"
 ):
-    """Base of all formulas: how they are stored, and how far they look. The tag is the name."""
+    """Base of all formulas: how they are stored, and how far they look. The tag is the name.
+
+    Example:
+        class Bounded(train.LossFormula, frozen=True, kw_only=True, tag="bounded"):
+            most: float = 2.0
+    """
 
     reads: ClassVar[frozenset[str]] = frozenset()
     """Streams that it needs in addition to those of every batch: ``old_logprobs``,
@@ -127,7 +132,11 @@ class TokenSelectingLoss(Protocol):
 
 
 def ratio(now: Tensor, then: Tensor) -> Tensor:
-    """exp(now - then), the difference clamped to ±20."""
+    """exp(now - then), the difference clamped to ±20.
+
+    Example:
+        train.ratio(tokens.now, tokens.sampler)    # [E], 1 where the policy has not moved
+    """
     return (now - then).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 class Cispo(LossFormula, frozen=True, kw_only=True, tag="cispo"):
     """-sg(clip(r, 1 - low, 1 + high)) A l   (2506.13585): every token keeps a gradient, with a
-    bounded weight."""
+    bounded weight.
+
+    Example:
+        train.LossSpec(policy=train.Cispo(clip_high=0.3))
+    """
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     clip_low: float = 0.2

@@ -50,7 +50,11 @@ class TokenTis(LossFormula, frozen=True, kw_only=True, tag="token_tis"):
 
 
 class SequenceTis(LossFormula, frozen=True, kw_only=True, tag="sequence_tis"):
-    """Truncated importance sampling per sequence: min(exp(sum of gap), cap)."""
+    """Truncated importance sampling per sequence: min(exp(sum of gap), cap).
+
+    Example:
+        train.LossSpec(corrections=(train.SequenceTis(cap=2.0),))
+    """
 
     reads: ClassVar[frozenset[str]] = _OLD
     whole: ClassVar[bool] = True
@@ -77,7 +81,11 @@ class IcePop(LossFormula, frozen=True, kw_only=True, tag="icepop"):
 
 
 class GeometricMask(LossFormula, frozen=True, kw_only=True, tag="geometric_mask"):
-    """Masks sequences whose exp(mean of gap) is out of bounds."""
+    """Masks sequences whose exp(mean of gap) is out of bounds.
+
+    Example:
+        train.LossSpec(corrections=(train.GeometricMask(low=0.98, high=1.02),))
+    """
 
     reads: ClassVar[frozenset[str]] = _OLD
     whole: ClassVar[bool] = True
@@ -90,7 +98,11 @@ class GeometricMask(LossFormula, frozen=True, kw_only=True, tag="geometric_mask"
 
 
 class WorstTokenMask(LossFormula, frozen=True, kw_only=True, tag="worst_token_mask"):
-    """Masks sequences with any token whose exp(gap) is out of bounds."""
+    """Masks sequences with any token whose exp(gap) is out of bounds.
+
+    Example:
+        train.LossSpec(corrections=(train.WorstTokenMask(low=1e-3),))
+    """
 
     reads: ClassVar[frozenset[str]] = _OLD
     whole: ClassVar[bool] = True
@@ -131,4 +143,8 @@ CORRECTIONS = Registry(
     },
     structs=True,
 )
-"""Name -> correction; in a configuration ``{"name": "token_tis", "cap": 4}``."""
+"""Name -> correction; in a configuration ``{"name": "token_tis", "cap": 4}``.
+
+Example:
+    rl.loss.corrections=["icepop"]          # in a recipe, by name
+"""

@@ -47,7 +47,11 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class CriticOnlyLoss(LossFormula, frozen=True, kw_only=True, tag="critic"):
-    """0: trains only the critic (``loss.value``) and not the policy."""
+    """0: trains only the critic (``loss.value``) and not the policy.
+
+    Example:
+        train.LossSpec(policy=train.CriticOnlyLoss())
+    """
 
     def per_token(self, tokens: LossTokens) -> Tensor:
         return tokens.now * 0.0

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 
 class Decoupled(LossFormula, frozen=True, kw_only=True, tag="decoupled"):
-    """min(exp(o - m), cap) · ppo_clip(r against o)   (AReaL, 2505.24298)"""
+    """min(exp(o - m), cap) · ppo_clip(r against o)   (AReaL, 2505.24298)
+
+    Example:
+        train.LossSpec(policy=train.Decoupled(cap=2.0))
+    """
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs", "fresh_old"})
     clip_low: float = 0.2

@@ -38,7 +38,11 @@ class DppoTv(LossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
 
 class DppoKl(LossFormula, frozen=True, kw_only=True, tag="dppo_kl"):
     """``dppo_tv`` with the binary KL q log(q/p) + (1-q) log((1-q)/(1-p)) > delta, and the sign of
-    p - q, as the bound."""
+    p - q, as the bound.
+
+    Example:
+        train.LossSpec(policy=train.DppoKl(delta=0.1))
+    """
 
     delta: float = 0.05
 

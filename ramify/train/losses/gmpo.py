@@ -14,7 +14,11 @@ class Gmpo(LossFormula, frozen=True, kw_only=True, tag="gmpo"):
     """-Ā exp(mean over the sequence of c), c = min(l - o, high) if Ā > 0, else max(l - o, -low)
     (2507.20673)
 
-    Ā is the mean advantage of the sequence. Every token of the sequence gets this value."""
+    Ā is the mean advantage of the sequence. Every token of the sequence gets this value.
+
+    Example:
+        train.LossSpec(policy=train.Gmpo())
+    """
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     whole: ClassVar[bool] = True

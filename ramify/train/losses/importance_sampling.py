@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 class ImportanceSampling(LossFormula, frozen=True, kw_only=True, tag="importance_sampling"):
     """-rho A, without bounds; with one optimizer step per rollout it is the plain policy
-    gradient."""
+    gradient.
+
+    Example:
+        train.LossSpec(policy=train.ImportanceSampling())
+    """
 
     def per_token(self, tokens: LossTokens) -> Tensor:
         return -ratio(tokens.now, tokens.sampler) * tokens.advantages

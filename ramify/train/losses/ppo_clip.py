@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 class PpoClip(LossFormula, frozen=True, kw_only=True, tag="ppo_clip"):
     """-min(r A, clip(r, 1 - low, 1 + high) A)   (1707.06347; a higher upper bound: DAPO,
-    2503.14476)"""
+    2503.14476)
+
+    Example:
+        train.LossSpec(policy=train.PpoClip(clip_low=0.2, clip_high=0.28))
+    """
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     clip_low: float = 0.2
@@ -37,7 +41,11 @@ class PpoClip(LossFormula, frozen=True, kw_only=True, tag="ppo_clip"):
 
 class DualClip(LossFormula, frozen=True, kw_only=True, tag="dual_clip"):
     """``ppo_clip``, in which a token with A < 0 adds at most -bound A, however large r is
-    (1912.09729)"""
+    (1912.09729)
+
+    Example:
+        train.LossSpec(policy=train.DualClip(bound=3.0))
+    """
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     clip_low: float = 0.2

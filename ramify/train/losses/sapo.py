@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 
 class Sapo(LossFormula, frozen=True, kw_only=True, tag="sapo"):
-    """-(4/tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A   (2511.20347)"""
+    """-(4/tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A   (2511.20347)
+
+    Example:
+        train.LossSpec(policy=train.Sapo(tau_negative=1.1))
+    """
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     tau_positive: float = 1.0

@@ -73,7 +73,11 @@ class SignalScore(msgspec.Struct, eq=False):
 
 
 class JudgedTurn(msgspec.Struct, frozen=True):
-    """One turn as a judge sees it."""
+    """One turn as a judge sees it.
+
+    Example:
+        JudgedTurn(("0", 1), reply="FINAL(2)", observed="", error="")    # call 0, its second turn
+    """
 
     place: TurnId
     reply: str
@@ -86,7 +90,11 @@ class JudgedTurn(msgspec.Struct, frozen=True):
 
 class ModelCaller(Protocol):
     """Asks a model through the run's own client pool, cache and ledger, and records the call for
-    the tree."""
+    the tree.
+
+    Example:
+        reply = await view.ask("policy", messages, sampling, view.place)
+    """
 
     async def __call__(
         self, model: str, messages: Sequence[Message], sampling: Sampling, about: TurnId

@@ -45,7 +45,11 @@ LONG_NUMBER = 4
 
 
 class TrajectoryHints(msgspec.Struct, eq=False):
-    """The hints found for one trajectory."""
+    """The hints found for one trajectory.
+
+    Example:
+        TrajectoryHints(SignalScore(), {("0", 1): ["The list is sorted."]})
+    """
 
     reading: SignalScore
     """Notes, counts and the judges' calls; ``abstained`` is set if no hint was found."""
@@ -321,7 +325,11 @@ class FeedbackHints(
     tag="feedback",
 ):
     """Self-distillation from environment feedback: the hint is the last error of the trajectory
-    (SDPO); implements ``HintSource``."""
+    (SDPO); implements ``HintSource``.
+
+    Example:
+        train.TeacherSignal(hints=train.FeedbackHints(max_chars=500))
+    """
 
     max_chars: int = 1000
 

@@ -136,7 +136,11 @@ class StepJudge(
     tag_field="name",
     tag="step_judge",
 ):
-    """Model judge that votes on one turn; implements ``Judge``."""
+    """Model judge that votes on one turn; implements ``Judge``.
+
+    Example:
+        train.ProcessRewardSignal(judge=train.StepJudge(model="openai:gpt-5-mini", votes=3))
+    """
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
         place = view.place
@@ -160,7 +164,11 @@ class HintJudge(
     tag="hint_judge",
 ):
     """Model judge that suggests a hint for the finished trajectory or for one turn; implements
-    ``Judge``."""
+    ``Judge``.
+
+    Example:
+        train.Hindsight(judge=train.HintJudge(model="openai:gpt-5-mini"))
+    """
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
         texts = await _replies(self, view, _FINISHED, transcript(view, max_chars=self.max_chars))

@@ -52,6 +52,7 @@ class JudgeCallers:
         self._own = dict(own or {})
         self._cache = cache
         self.ledger = Ledger(limits, priced=True)
+        self.ledger.cost = None  # until a judge with a known price has replied
 
     def of(self, trajectory: Trajectory, signal: str, reading: SignalScore) -> ModelCaller:
         return _TrajectoryCaller(self, trajectory, signal, reading)

@@ -41,7 +41,11 @@ class OutcomeSignal(
     tag_field="name",
     tag="outcome",
 ):
-    """Verifier or judge that sets ``SignalScore.outcome``; implements ``Signal``."""
+    """Verifier or judge that sets ``SignalScore.outcome``; implements ``Signal``.
+
+    Example:
+        train.RlSpec(signals={"outcome": train.OutcomeSignal(verifier="math")})
+    """
 
     verifier: str = ""
     """A name from ``tasks.scoring.SCORERS``, or ``module:attribute``, called with (answer, item);

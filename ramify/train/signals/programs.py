@@ -35,7 +35,11 @@ class RuleJudge(
     tag_field="name",
     tag="ramify.train.signals.programs:RuleJudge",
 ):
-    """Pure tool feedback: reads only what the policy itself was shown; implements ``Judge``."""
+    """Pure tool feedback: reads only what the policy itself was shown; implements ``Judge``.
+
+    Example:
+        train.Hindsight(judge=train.RuleJudge())    # for the task programs
+    """
 
     several: bool = False
     """Also offer each rule separately, for a teacher that chooses among hints."""
@@ -59,7 +63,11 @@ class OracleJudge(
     tag="ramify.train.signals.programs:OracleJudge",
 ):
     """Privileged judge that knows the library's secret, which the policy cannot know; implements
-    ``Judge``."""
+    ``Judge``.
+
+    Example:
+        train.Hindsight(judge=train.OracleJudge())    # for the task programs
+    """
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
         problem = ProgramProblem.read(view.item.question)
@@ -78,7 +86,11 @@ class StepRules(
     tag="ramify.train.signals.programs:StepRules",
 ):
     """One vote on the view's turn: did its program run? Implements ``Judge``. "It ran" is not "it
-    was right": a wrong program that raises no error gets +1, so this signal alone helps little."""
+    was right": a wrong program that raises no error gets +1, so this signal alone helps little.
+
+    Example:
+        train.ProcessRewardSignal(judge=train.StepRules())    # for the task programs
+    """
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
         before = [step for step in view.steps if step.place[1] < view.place[1]]
@@ -100,7 +112,11 @@ class ShuffledHints(
 ):
     """Control experiment: replace each hint of ``source`` by one about another problem of the same
     step, with as many rules. Hints are as many and as long, and true, but irrelevant. Implements
-    ``HintSource``."""
+    ``HintSource``.
+
+    Example:
+        train.TeacherSignal(hints=train.ShuffledHints(source=hints))
+    """
 
     source: Any
 

@@ -240,7 +240,8 @@ class SignalReader:
         totals = dict(self._teachers.measured()) if self._teachers is not None else {}
         if self._judges is not None:
             totals["judge_calls"] = float(self._judges.ledger.spent.calls)
-            totals["judge_cost"] = self._judges.ledger.cost or 0.0
+            if self._judges.ledger.cost is not None:
+                totals["judge_cost"] = self._judges.ledger.cost
         return totals
 
     async def _read(self, name: str, signal: Signal, group: Group) -> None:

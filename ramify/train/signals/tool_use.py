@@ -45,7 +45,11 @@ class ToolUseSignal(
     tag_field="name",
     tag="tools",
 ):
-    """Tool-use score for each turn that used a tool; implements ``Signal``."""
+    """Tool-use score for each turn that used a tool; implements ``Signal``.
+
+    Example:
+        train.RlSpec(signals={"tools": train.ToolUseSignal(raised=-0.5)})
+    """
 
     ran: float = 1.0
     raised: float = -1.0

@@ -17,7 +17,7 @@ function trim(number) {
 }
 
 export function dollars(cost) {
-  if (cost === null || cost === undefined) return "–";
+  if (cost === null || cost === undefined) return "unknown";
   if (cost === 0 || cost >= 0.1) return `$${cost.toFixed(2)}`;
   return cost >= 0.001 ? `$${trim(Number(cost.toPrecision(2)))}` : `$${cost.toExponential(1)}`;
 }

@@ -32,9 +32,10 @@ from ramify.train.losses import ImportanceSampling, LossTokens
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import read_metrics
 from ramify.train.training_loop import Schedule
+from tests.processes import below, kill
 from tests.shown import heard
 from tests.train.small import small, weights_of
-from tests.train.test_faults import GATE, LINUX, below, kill
+from tests.train.test_faults import GATE, LINUX
 
 STEADY = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward", "ref_kl")
 RANKS = ComputeSpec(precision="fp32", backend="fsdp", shard=ShardSpec(ranks=2, timeout_s=200))

@@ -82,7 +82,7 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
     run = short(inference=InferenceSpec(), placement=RUNNERS)
     os.environ["RAMIFY_TEST_PLACE"] = str(tmp_path)
     try:
-        train(run, tmp_path / "two", listener=kill, say=said.append)
+        train(run, tmp_path / "two", listener=kill, say=said.append, inform=said.append)
     finally:
         del os.environ["RAMIFY_TEST_PLACE"]
     ours, theirs = sampled(tmp_path / "two"), sampled(tmp_path / "one")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.clients.byte_ids import ByteTokenIds
+from ramify.clients.scripted import ByteTokenIds
 from ramify.errors import ConfigError
 from ramify.progress import ProgressState, subscribe
 from ramify.tasks.base import Item

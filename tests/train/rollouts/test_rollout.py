@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.clients.byte_ids import ByteTokenIds
-from ramify.clients.scripted import ScriptedFailure, refused
+from ramify.clients.scripted import ByteTokenIds, ScriptedFailure, refused
 from ramify.errors import ConfigError, Refused
 from ramify.tasks.base import Item, Score, TaskStart
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward

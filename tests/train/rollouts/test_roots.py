@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.clients.byte_ids import ByteTokenIds
+from ramify.clients.scripted import ByteTokenIds
 from ramify.evaluate.run import evaluate
 from ramify.store.store import Store
 from ramify.tasks.base import Item, items_of, task_of

@@ -1,0 +1,270 @@
+"""Fold of a run's events into its tree of calls: what a view shows while the run is in progress.
+
+    events ──> CallTree ──┬─> rows of the terminal   (cli/terminal_tree.py)
+                          ├─> the page of the run    (viewer/run_tree.py)
+                          └─> OpenTelemetry spans    (engine/spans.py)
+
+Each call is a node with its state, times and costs, but without its texts. The run as a whole is a
+``Trajectory`` without calls. The events may be reduced ones that have the tags of events, and of
+their fields only those that are read here (see ``viewer/event_glances.py``). Not here: complete
+calls with their texts, which ``TrajectoryFold`` of event.py collects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ramify.types.event import (
+    AttemptFailed,
+    CallEnded,
+    CallStarted,
+    CellRan,
+    Event,
+    NoteAdded,
+    ReplyReceived,
+    RequestStarted,
+    RunEnded,
+    RunStarted,
+    ScoreAdded,
+    ToolAnswered,
+    TrajectoryFold,
+)
+from ramify.types.message import Usage
+from ramify.types.trajectory import Annotation, Call, Fork, Parent, Stop, Trajectory
+
+GLANCE = 120
+"""Maximum characters of a text in a row."""
+
+
+class CallNode(msgspec.Struct, gc=False):
+    """One call of the tree.
+
+    There may be many thousands, most of them plain calls, so fields that those lack default to a
+    shared empty tuple.
+    """
+
+    index: int
+    """Position in order of creation."""
+    id: str
+    kind: str
+    model: str
+    depth: int
+    question: str
+    """Shortened, as are ``answer`` and ``error``."""
+    parent: Parent | None = None
+    fork: Fork | None = None
+    started_s: float = 0.0
+    ended_s: float | None = None
+    stop: Stop | None = None
+    answer: str = ""
+    error: str = ""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cost: float | None = None
+    num_turns: int = 0
+    """Number of turns that have a reply."""
+    asking: int = -1
+    """Turn with a pending request; -1 for none."""
+    is_running: bool = False
+    """Whether the code of the last reply is running."""
+    spans: tuple[float, ...] = ()
+    """Times of each request and reply of a session in turn, in seconds since the run began. The
+    number is odd while a request is pending."""
+    tools: tuple[tuple[float, bool], ...] = ()
+    """(time, whether it failed) of each answer of a user's tool."""
+    marks: tuple[Annotation, ...] = ()
+    version: int = 0
+    """Version of the run at the last change of this call."""
+    last_line: int = -1
+    """Its last line in the journal, from 0. ``RunTree.lines_of`` follows the lines back from it."""
+    active_s: float = 0.0
+    """Time of its start, last reply or last cell, whichever came last."""
+
+
+_ACTS = {
+    "RunStarted": "_run",
+    "CallStarted": "_begin",
+    "Requested": "_ask",
+    "Attempted": "_attempt",
+    "Replied": "_answer",
+    "CellRan": "_ran",
+    "ToolAnswered": "_use",
+    "Noted": "_note",
+    "CallEnded": "_end",
+    "RunEnded": "_run",
+    "Scored": "_score",
+}
+"""Tag of an event -> method that applies it."""
+
+
+class CallTree:
+    """Tree of a run's calls so far. It is valid after every event, also for an interrupted run."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, CallNode] = {}
+        """Call id -> node, in order of creation."""
+        self.order: list[CallNode] = []
+        self.at_s = 0.0
+        """Time of the last event, in seconds since the run began."""
+        self._fold = TrajectoryFold()
+        self._acts: dict[type[Event], Callable[[Any], CallNode | None]] = {}
+
+    @property
+    def run(self) -> Trajectory:
+        """The run as a whole, without its calls."""
+        return self._fold.trajectory
+
+    def apply(self, event: Event) -> CallNode | None:
+        """Apply ``event`` and return its call's node.
+
+        Raises KeyError or IndexError if the event is inconsistent with the earlier ones.
+        """
+        kind = type(event)
+        act = self._acts.get(kind)
+        if act is None:
+            act = self._acts[kind] = getattr(self, _ACTS[str(kind.__struct_config__.tag)])
+        node = act(event)
+        if event.at_s > self.at_s and kind is not ScoreAdded:
+            self.at_s = event.at_s
+        return node
+
+    def _begin(self, event: CallStarted) -> CallNode:
+        node = self.nodes[event.id] = CallNode(
+            len(self.order),
+            event.id,
+            event.kind,
+            event.model,
+            event.depth,
+            cut(event.question),
+            event.parent,
+            event.fork,
+            event.at_s,
+            active_s=event.at_s,
+        )
+        self.order.append(node)
+        return node
+
+    def _ask(self, event: RequestStarted) -> CallNode:
+        node = self.nodes[event.call]
+        node.asking, node.is_running = event.turn, False
+        if node.kind == "rlm":
+            node.spans += (event.at_s,)
+        return node
+
+    def _answer(self, event: ReplyReceived) -> CallNode:
+        node = self.nodes[event.call]
+        if node.asking < 0:
+            raise KeyError(f"request of call {event.call}, turn {event.turn}")
+        node.asking, node.is_running = -1, True
+        node.num_turns += 1
+        node.active_s = event.at_s
+        if node.kind == "rlm":
+            node.spans += (event.at_s,)
+        self._charge(node, event.reply.usage, event.reply.cost)
+        return node
+
+    def _ran(self, event: CellRan) -> CallNode:
+        node = self.nodes[event.call]
+        if event.turn >= node.num_turns:
+            raise IndexError(f"turn {event.turn} of call {event.call}")
+        node.active_s = event.at_s
+        return node
+
+    def _use(self, event: ToolAnswered) -> CallNode:
+        node = self.nodes[event.call]
+        node.tools += ((event.at_s, event.error is not None),)
+        return node
+
+    def _note(self, event: NoteAdded) -> CallNode | None:
+        return self.nodes.get(event.call)
+
+    def _run(self, event: RunStarted | RunEnded) -> None:
+        self._fold.apply(event)
+
+    def _attempt(self, event: AttemptFailed) -> CallNode:
+        node = self.nodes[event.call]
+        self._charge(node, event.usage, event.cost)
+        self.run.errors.append(f"call {event.call}, turn {event.turn}: {event.error}")
+        return node
+
+    def _end(self, event: CallEnded) -> CallNode:
+        node = self.nodes[event.id]
+        node.asking, node.is_running = -1, False
+        node.stop, node.ended_s = event.stop, event.at_s
+        node.answer, node.error = cut(as_text(event.answer)), cut(event.error or "")
+        if len(node.spans) % 2:
+            node.spans += (event.at_s,)
+        if event.error:
+            self.run.errors.append(f"call {event.id}: {event.error}")
+        return node
+
+    def _score(self, event: ScoreAdded) -> CallNode | None:
+        node = self.nodes[event.call] if event.call else None
+        before = len(self.run.marks)
+        self._fold.apply(event)
+        if node is not None:
+            node.marks += tuple(self.run.marks[before:])
+        elif self.order and not event.call:
+            return self.order[0]  # its row shows the rewards of the run
+        return node
+
+    def _charge(self, node: CallNode, usage: Usage, cost: float | None) -> None:
+        run = self.run
+        node.input_tokens += usage.input_tokens
+        node.output_tokens += usage.output_tokens
+        run.usage += usage
+        if cost is not None:
+            node.cost = (node.cost or 0.0) + cost
+            run.cost = (run.cost or 0.0) + cost
+
+    def take(self, trajectory: Trajectory) -> None:
+        """Build the tree from a complete trajectory instead of events."""
+        self._fold.trajectory = trajectory
+        for call in trajectory.calls:
+            self.order.append(_node_of(call, len(self.order)))
+        self.nodes.update({node.id: node for node in self.order})
+        for mark in trajectory.marks:
+            if mark.call in self.nodes:
+                self.nodes[mark.call].marks += (mark,)
+        self.at_s = max([trajectory.seconds, *(call.ended_s or 0.0 for call in trajectory.calls)])
+
+
+def _node_of(call: Call, index: int) -> CallNode:
+    return CallNode(
+        index,
+        call.id,
+        call.kind,
+        call.model,
+        call.depth,
+        cut(call.question),
+        call.parent,
+        call.fork,
+        call.started_s,
+        call.ended_s,
+        call.stop,
+        cut(as_text(call.answer)),
+        cut(call.error or ""),
+        call.usage.input_tokens,
+        call.usage.output_tokens,
+        call.cost,
+        len(call.turns),
+    )
+
+
+def cut(text: str, width: int = GLANCE) -> str:
+    """Shorten ``text`` to ``width`` characters."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def as_text(value: Any) -> str:
+    """Convert an answer to text; empty for None."""
+    return (
+        value
+        if isinstance(value, str)
+        else ""
+        if value is None
+        else msgspec.json.encode(value).decode()
+    )

@@ -1,0 +1,117 @@
+"""The processes of a small run, each with two processes below it: ``python -m tests.actors.members
+ROLE FOLDER …``. They are started and watched as those of a real run, and compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ramify.actors.child_process import import_path
+from ramify.actors.connect_back import Listener, connect, connect_back
+from ramify.actors.foreground_process import ForegroundProcess
+from ramify.actors.launcher import LocalLauncher
+from ramify.actors.process_slots import SlotMember
+from ramify.actors.rank_group import RankConnection, RankGroup, RankHeartbeat, follow
+
+ROLES = ("trainer", "rank", "engine", "worker", "service", "supervisor")
+BELOW = "sleep 1000 & setsid sleep 1000 &"
+ENGINE = 'echo $$ > "$0/engine"; ' + BELOW + " wait"
+SERVICE = """
+import os, socket, subprocess, sys, time
+subprocess.Popen(["sh", "-c", sys.argv[4]])
+server = socket.create_server((sys.argv[1], int(sys.argv[2])))
+open(os.path.join(sys.argv[3], "service"), "w").write(str(os.getpid()))
+time.sleep(1000)
+"""
+
+
+class Verbs:
+    """What the ranks do together."""
+
+    def add(self, number: int) -> int:
+        return number + 1
+
+
+def here(role: str, folder: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "tests.actors.members", role, str(folder), *arguments]
+
+
+def begin(role: str, folder: Path) -> None:
+    """Start the processes below this one, and say that it is up."""
+    if role not in ("supervisor", "trainer"):
+        subprocess.Popen(["sh", "-c", BELOW])
+    (folder / role).write_text(str(os.getpid()))
+
+
+def supervisor(folder: Path) -> int:
+    with ForegroundProcess() as process:
+        begin("supervisor", folder)
+        return process.run(here("trainer", folder)) and 1
+
+
+def rank(folder: Path, port: str, key: str) -> None:
+    address = "127.0.0.1", int(port)
+    talk, watch = (connect(address, bytes.fromhex(key), None) for _ in range(2))
+    begin("rank", folder)
+    follow(Verbs(), RankHeartbeat(), talk, watch, 1, 60.0)
+
+
+def worker(folder: Path) -> None:
+    connection = connect_back()
+    begin("worker", folder)
+    connection.recv()
+
+
+async def trainer(folder: Path) -> None:
+    """Work until a rank, the engine or the worker is lost."""
+    from ramify.inference.http.engine_process import EngineProcess
+    from ramify.inference.http.inference_spec import InferenceSpec
+    from ramify.train.placement.placement_spec import ServiceSpec
+    from ramify.train.placement.services import RunServices
+
+    launcher, log = LocalLauncher(), folder / "log"
+    command = (sys.executable, "-S", "-c", SERVICE, "{host}", "{port}", str(folder), BELOW)
+    judge = ServiceSpec(command=command, variable="RAMIFY_TEST_JUDGE")
+    services = RunServices(launcher, {"judge": judge}, folder, restarts=0)
+    await services.start()
+    spec = InferenceSpec(command=("sh", "-c", ENGINE, str(folder)))
+    engine = EngineProcess(launcher, spec, 0, folder, "float32", 64, folder / "engine.log")
+    with Listener() as listener:
+        reach = str(listener.address[1]), listener.key.hex()
+        one = launcher.start(SlotMember("trainer", 1), here("rank", folder, *reach), {}, log)
+        talk, watch = (listener.accept(60.0)[0] for _ in range(2))
+        environment = {**import_path(), **listener.environment("0")}
+        other = launcher.start(SlotMember("rollouts", 0), here("worker", folder), environment, log)
+        connection, _ = listener.accept(60.0)
+    link = RankConnection(1, talk, watch, one.where)
+    ranks = RankGroup(Verbs(), RankHeartbeat(), [link], [one], 60.0, folder)
+    begin("trainer", folder)
+    try:
+        while engine.ended is None and other.poll() is None:
+            assert ranks.call("add", 1) == [2, 2]
+            await asyncio.sleep(0.05)
+    finally:
+        connection.close()
+        ranks.close()
+        await services.close()
+        launcher.close()
+
+
+def main(role: str, folder: str, *arguments: str) -> None:
+    at = Path(folder)
+    match role:
+        case "supervisor":
+            sys.exit(supervisor(at))
+        case "trainer":
+            asyncio.run(trainer(at))
+        case "rank":
+            rank(at, *arguments)
+        case "worker":
+            worker(at)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,91 @@
+"""Options of a question: keywords, one object, and defaults of the RLM or the conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ramify import Limits, RunOptions, Sampling, ScriptedClient, Stop, Store
+from ramify.engine.question import RunKeywords
+from ramify.errors import ConfigError, ReplayDiverged
+from tests.engine.helpers import client, rlm
+
+
+def test_every_option_can_be_given_as_a_keyword() -> None:
+    assert set(RunKeywords.__annotations__) == set(RunOptions.__struct_fields__)
+
+
+def test_a_keyword_replaces_a_field_of_the_object() -> None:
+    options = RunOptions(answer_type=int, sampling=Sampling(seed=1))
+    with rlm(["[1]", "2"]) as asking:
+        both = asking.completion("A list?", None, options, answer_type=list[int])
+        one = asking.completion("A number?", options=options)
+    assert (both.answer, one.answer) == ([1], 2)
+
+
+def test_options_of_the_rlm_are_defaults() -> None:
+    seen: list[Any] = []
+    defaults = RunOptions(answer_type=int, sampling=Sampling(seed=7))
+    model = client(["3", "four", "5"])
+    with rlm(model, options=defaults, on_event=seen.append) as asking:
+        number = asking.completion("How many?", limits=Limits(max_calls=9))
+        text = asking.completion("In words?", answer_type=str)
+        asking.completion("How many?", sampling=Sampling(seed=8), on_event=None)
+    assert (number.answer, text.answer) == (3, "four")
+    assert [request.sampling.seed for request in model.requests] == [7, 7, 8]
+    starts = [event.config["limits"]["max_calls"] for event in seen if hasattr(event, "config")]
+    assert starts == [9, 1000]
+
+
+def test_a_question_can_have_its_own_model() -> None:
+    usual, other = client(["usual"]), ScriptedClient(["other", "again"], name="scripted:other")
+    with rlm(usual) as asking:
+        answers = [
+            asking.completion("Who?").response,
+            asking.completion("Who?", model=other).response,
+        ]
+        result = asking.completion("Who?", options=RunOptions(model=other))
+    assert (*answers, result.response) == ("usual", "other", "again")
+    assert result.trajectory.metadata["model"] == ["scripted:other"]
+
+
+def test_options_of_a_conversation_are_those_of_its_questions() -> None:
+    script = ["```repl\nFINAL(1)\n```", "```repl\nFINAL('2')\n```"]
+    with rlm(script) as asking, asking.conversation("text", answer_type=int) as talk:
+        first = talk.ask("First?", limits=Limits(max_turns=1))
+        second = talk.ask("Second?", answer_type=str)
+    assert (first.answer, second.answer) == (1, "2")
+
+
+@pytest.mark.parametrize("method", ["completion", "start", "conversation", "resume", "replay"])
+def test_an_unknown_option_is_answered_with_the_nearest_name(method: str) -> None:
+    with rlm([]) as asking, pytest.raises(ConfigError) as caught:
+        getattr(asking, method)("Who?", anser_type=int)
+    assert str(caught.value).startswith(
+        "unknown option 'anser_type': did you mean 'answer_type'? known: answer_type, cache, cite"
+    )
+
+
+def test_an_object_of_another_kind_is_refused() -> None:
+    with rlm([]) as asking:
+        with pytest.raises(ConfigError, match=r"^options is a Limits: give a ramify.RunOptions"):
+            asking.completion("Who?", None, Limits())  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"^the question is a RunOptions: give options=…$"):
+            asking.completion("Who?", RunOptions())  # type: ignore[arg-type]
+
+
+def test_a_repeated_run_takes_some_options_from_its_record(tmp_path: Any) -> None:
+    store = Store(tmp_path)
+    with rlm(["one"], store=store) as asking:
+        run = asking.completion("Who?").run_id
+    other = ScriptedClient(["two"], name="scripted:other")
+    with rlm([], store=store) as asking:
+        assert asking.replay(run).response == "one"
+        with pytest.raises(ConfigError, match=r"takes cite from its record: omit it$"):
+            asking.replay(run, cite=True)
+    with rlm(["```repl\nwhile True: pass\n```"], store=store) as asking:
+        cut = asking.completion("c" * 40_000, "Who?", limits=Limits(max_seconds=1))
+        assert cut.stop is Stop.DEADLINE
+    with rlm(other, store=store) as asking, pytest.raises(ReplayDiverged):
+        asking.replay(cut.run_id)
