@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ramify.actors.child_process import ChildProcess, Process, import_path
 from ramify.actors.connect_back import Listener, connect
-from ramify.actors.launcher import Launcher
+from ramify.actors.launcher import STOPPED_S, Launcher
 from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError, TrainError
 from ramify.logging import join_run
@@ -175,7 +175,7 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
             for other in range(1, size):
                 environment = _environment(other, world, shard.timeout_s, device)
                 processes.append(
-                    ChildProcess(_COMMAND, environment=environment)
+                    ChildProcess(_COMMAND, environment=environment, stopped_s=STOPPED_S)
                     if hosts is None
                     else _placed(hosts, environment, other, stacks)
                 )
