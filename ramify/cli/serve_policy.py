@@ -15,6 +15,7 @@ from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.serving import on_stop
 from ramify.cli.stderr_notes import StderrNotes, write
+from ramify.logging import join_run
 from ramify.progress import report_progress
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ def serve_policy(
         WEIGHT_SYNCS.of(weight_sync)
     folder = str(TINY) if words[0] == "tiny" else words[0].removeprefix("local:")
 
+    join_run(f"engine at port {8000 if port is None else port}")
     notes = StderrNotes()
+    notes.take_warnings()
     with ProgressScreen(notes, form_of(None, notes)):
         with report_progress("starting"):
             import torch

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable
 
 from ramify.cli.terminal_text import clean
 from ramify.errors import OldNameWarning
-from ramify.logging import current_console
+from ramify.logging import RoomLogger, current_console
+
+_log = RoomLogger("cli")
 
 
 class StderrNotes:
@@ -26,7 +29,14 @@ class StderrNotes:
     def say(self, text: str) -> None:
         """Print a note, unless ``quiet``."""
         if not self.quiet:
-            (self.above or write)(text)
+            # A terminal that was closed must not end the work that reports to it.
+            with contextlib.suppress(OSError, ValueError):
+                (self.above or write)(text)
+
+    def warning(self, text: str) -> None:
+        """Print a warning, which the next run's journal keeps too."""
+        self.say(f"ramify: warning: {text}")
+        _log.warning("warning", text)
 
     def detail(self, text: str) -> None:
         """Print a note only if ``verbose``."""

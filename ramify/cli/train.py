@@ -6,6 +6,7 @@ Not here: the fields of a recipe (see train/config.py) and training itself (see 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,14 @@ from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
 from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
 from ramify.cli.stderr_notes import StderrNotes, error_line, write
 from ramify.cli.telemetry import exporting
+from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.train.metrics import StepMetrics, read_metrics
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+_log = RoomLogger("cli")
 TRACKERS = "tensorboard, wandb, mlflow, trackio"
 EVERY = 50
 """Steps between log lines in the stages without sampling, when the live view is off."""
@@ -84,6 +87,7 @@ def train(
             raise UsageError(f"--out {folder} is a file: give a folder")
         if is_restarted() and any(folder.glob("checkpoints/step-*")):
             resume = str(folder)
+        _end_with_a_record(folder)
         listener = _listener(run.name, folder, screen, resume is not None)
         try:
             train(
@@ -99,6 +103,22 @@ def train(
             return ExitCode.STOPPED
     print(f"trained policy in {folder}/policy: ramify ask --model local:{folder}/policy …")
     return ExitCode.ANSWERED
+
+
+def _end_with_a_record(folder: Path) -> None:
+    """Log the signals that end a run: SIGTERM, and SIGHUP when the terminal is closed. Under nohup,
+    SIGHUP stays ignored."""
+
+    def end(number: int, _: object) -> None:
+        name = signal.Signals(number).name
+        text = f"the run was ended by {name}; continue with: ramify train --resume {folder}"
+        _log.error("run_ended", text, signal=name)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, end)
 
 
 def _end_soon(why: str) -> None:
