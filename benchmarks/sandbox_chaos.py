@@ -106,7 +106,7 @@ class Chaos:
             await asyncio.sleep(self.random.random() * 0.2)
             chance = self.random.random()
             if chance < 0.05:
-                self._kill("server", [pid for pid in _below(os.getpid()) if _is_server(pid)])
+                self._kill("server", await asyncio.to_thread(_servers))
             elif self.live:
                 session = self.random.choice(sorted(self.live, key=id))
                 pid = pid_of(session.process) if session.process >= 0 else -1
@@ -127,6 +127,7 @@ class Chaos:
             await asyncio.sleep(0.001)
 
     async def run(self, minutes: float, at_once: int) -> dict[str, Any]:
+        await self.sandbox.open(context=self.context)  # creates the context's memory file
         await self.sandbox.close()
         before = _left()
         self.sandbox = open_sandbox(self.sandbox.spec)
@@ -152,6 +153,10 @@ class Chaos:
             "longest block, ms of CPU": round(self.longest_block_s * 1e3, 1),
             "errors": dict(self.errors.most_common(12)),
         }
+
+
+def _servers() -> list[int]:
+    return [pid for pid in _below(os.getpid()) if _is_server(pid)]
 
 
 def _is_server(pid: int) -> bool:

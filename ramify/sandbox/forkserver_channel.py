@@ -40,6 +40,7 @@ ENVIRONMENT = {
 fast (huge pages). Threads do not each reserve address space. No library starts threads before the
 fork."""
 START_S = 60.0
+MODULES = ("shared_buffers", "guest", "process_setup", "forkserver")
 
 
 class StartedForkServer(NamedTuple):
@@ -209,7 +210,8 @@ class ForkServerChannel:
 
 
 def start_server(
-    config: dict[str, Any], modules: Sequence[str] = ("shared_buffers", "guest", "forkserver")
+    config: dict[str, Any],
+    modules: Sequence[str] = ("shared_buffers", "guest", "process_setup", "forkserver"),
 ) -> StartedForkServer:
     """Start a fork server in a separate process, which inherits one descriptor of the host. Needs
     no event loop.

@@ -277,6 +277,8 @@ class ProcessSandbox:
             await channel.close()
         while self._processes:
             await self._reap(self._processes.pop())
+        if self.buffers.endings:
+            await asyncio.wait(self.buffers.endings)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 

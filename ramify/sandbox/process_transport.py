@@ -241,6 +241,11 @@ class ProcessTransport:
         self.kill()
         self.stream.close()
         self._files.close()
+        ending = asyncio.ensure_future(self._wait_for_exit())
+        self.buffers.endings.add(ending)
+        ending.add_done_callback(self.buffers.endings.discard)
+
+    async def _wait_for_exit(self) -> None:
         await asyncio.wait((self._exited,), timeout=5.0)
         if self.pidfd >= 0:
             os.close(self.pidfd)

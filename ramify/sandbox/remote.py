@@ -55,7 +55,7 @@ _MAX_GREETING_BYTES = 1 << 16
 _MAX_PACKET_BYTES = 2 << 20
 """Maximum size of a packet from the other end, which a hostile guest may have taken over."""
 _MARK = b"ramify-guest-1\n"
-_MODULES = ("shared_buffers", "guest", "forkserver", "session_supervisor")
+_MODULES = ("shared_buffers", "guest", "process_setup", "forkserver", "session_supervisor")
 _BOOT = f"""{LOADER}
 os.dup2(1, 2)
 if sys.argv[1] == "terminal":

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from typing import Any
 
 from ramify.errors import HostCallError, SandboxError, SessionDied
 from ramify.sandbox import host_frames
 from ramify.sandbox.base import Answer, CellResult, SandboxCapabilities
-from ramify.sandbox.guest.source import marshalled
 from ramify.sandbox.guest.tails import HeadTailBuffer
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder
 from ramify.sandbox.running_cell import RunningCell
@@ -31,6 +29,7 @@ from ramify.sandbox.session_state import (
     SessionHooks,
     SessionLimits,
     SessionState,
+    compiled_module,
     result_of,
 )
 from ramify.sandbox.session_wire import SessionWire
@@ -122,7 +121,7 @@ class GuestSession:
             wire=self._wire,
             limit_s=self._limits.cell_s if timeout_s is None else timeout_s,
             output=HeadTailBuffer(self._limits.max_output_bytes),
-            on_bug=self._stop_for_bug,
+            on_bug=self._stop,
         )
         cell.clock.start()
         return await self._finish(cell, {"op": "run", "id": id, "code": code})
@@ -205,7 +204,7 @@ class GuestSession:
     async def install(self, module: str, source: str) -> None:
         encoder = ValueEncoder()
         if getattr(self._wire.transport, "has_same_python", False):
-            encoder.blobs += filter(None, [_compiled(source, f"<{module}>")])
+            encoder.blobs += filter(None, [compiled_module(source, f"<{module}>")])
         try:
             await self._ask({"op": "install", "module": module, "source": source}, encoder)
         except GuestRefused as error:
@@ -338,7 +337,7 @@ class GuestSession:
             self._wire.send_held()
         branch.tree, branch._wire.last_id = self.tree, self._wire.last_id
         if cell is not None and self._cell is cell and cell.end is None:
-            branch._cell = cell.copy(pending, branch._wire, branch._stop_for_bug)
+            branch._cell = cell.copy(pending, branch._wire, branch._stop)
             branch._state = SessionState.SUSPENDED
         self.tree.add(branch)
         self._hooks.on_fork(branch)
@@ -391,10 +390,7 @@ class GuestSession:
         else:  # the clock was paused for a while, or still is
             cell.timer = asyncio.get_running_loop().call_later(left, self._time_up, cell)
 
-    def _stop_for_bug(self, cell: RunningCell) -> None:
-        self._stop(cell, "error")
-
-    def _stop(self, cell: RunningCell, reason: str) -> None:
+    def _stop(self, cell: RunningCell, reason: str = "error") -> None:
         if cell.stopped is not None or cell.end is not None:
             return
         cell.stopped = reason
@@ -499,6 +495,3 @@ class GuestSession:
         else:
             reply.set_result(value)
         return True
-
-
-_compiled = functools.lru_cache(64)(marshalled)

@@ -6,11 +6,13 @@ Decides the states of a session. Not here: its requests and frames (see ``sessio
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ramify.sandbox import host_frames
 from ramify.sandbox.base import CellResult, SandboxSpec
+from ramify.sandbox.guest.source import marshalled
 from ramify.sandbox.running_cell import RunningCell
 from ramify.types.trajectory import Cell
 
@@ -38,6 +40,8 @@ class SessionHooks(NamedTuple):
     """Called with each new branch."""
 
 
+compiled_module = functools.lru_cache(64)(marshalled)
+"""Compiles a module once for all sessions."""
 NO_HOOKS = SessionHooks()
 
 

@@ -20,7 +20,6 @@ from .notebook import GuestNotebook
 from .output import CellOutput
 from .packed import portable_to_host, unpack_value
 from .shown import cut, show_error, text_of
-from .source import CellCode
 from .spools import FileOutputSpool, MemoryOutputSpool
 from .values import CodecError, ProtocolError, ValueEncoder
 
@@ -100,8 +99,16 @@ class Guest:
         self.notebook.end_loop()
 
     def _rehearse(self) -> None:
-        """Write now to the memory pages that the first cell would otherwise have to copy."""
-        eval(CellCode("x = 1\nx", "<cell 0>", 0).body, {})
+        """Write now to the memory pages that the first cell would otherwise have to copy: run a
+        cell that leaves nothing and is not reported."""
+        self.output.begin()
+        self.interrupts.reset()
+        self._memory.allow_cell()
+        self.notebook.execute("None", "<cell 0>")
+        self._memory.allow_guest()
+        self._mend()
+        done = {"op": "done", "id": 0, "value": None, "restored": [], "chars": 0}
+        self._channel.frame({**done, "error": None, "note": None}, ValueEncoder(bounded=True))
 
     def _handle(self, header: dict[str, Any], blobs: list[memoryview]) -> None:
         op, id = header["op"], header["id"]

@@ -24,6 +24,7 @@ MODULES = (
     "jail/hooks",
     "shared_buffers",
     "guest",
+    "process_setup",
     "forkserver",
     "jail/primitives",
     "jail/seccomp",

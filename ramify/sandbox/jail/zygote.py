@@ -20,13 +20,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ramify.sandbox import forkserver
+    from ramify.sandbox import forkserver, process_setup
     from ramify.sandbox.guest import branches
     from ramify.sandbox.jail import confine, hooks, primitives, seccomp, walls
 else:
     from ramify_guest import branches
 
     forkserver = sys.modules["ramify_forkserver"]
+    process_setup = sys.modules["ramify_process_setup"]
     confine = sys.modules["ramify_jail_confine"]
     hooks = sys.modules["ramify_jail_hooks"]
     primitives = sys.modules["ramify_jail_primitives"]
@@ -129,14 +130,14 @@ class Zygote(forkserver.ForkServer):
     ) -> tuple[list[int], tuple[int, int]]:
         os.setsid()
         confinement, proc = self._walls.confinement, self._walls.proc
-        mapped = forkserver.mapped_bytes(proc if proc >= 0 else None)
+        mapped = process_setup.mapped_bytes(proc if proc >= 0 else None)
         confinement.enter(prepared)
-        fds = forkserver.keep_only(fds)
-        forkserver.tie_to_parent(self.pid)
-        memory = forkserver.set_limits(self.config["memory_bytes"], mapped)
+        fds = process_setup.keep_only(fds)
+        process_setup.tie_to_parent(self.pid)
+        memory = process_setup.set_limits(self.config["memory_bytes"], mapped)
         confinement.limit()
         confinement.finish(fds[0])
-        forkserver.limit_files()
+        process_setup.limit_files()
         return fds, memory
 
     def clear(self, prepared: confine.PreparedSession) -> None:
