@@ -11,8 +11,8 @@ host's end is ``process.py``. Standard library only.
                                              (has decoded a large context once)
 
     host:    config, then
-             open{id,seed,early} + [wire, spool, buffers]   template{id} + [control, context]
-             compile{module,source}  signal{pid,signal}  adopt{pid}  disown{pid}  retire
+             open{id,early} + [wire, spool, buffers]   template{id} + [control, context]
+             signal{pid,signal}  adopt{pid}  disown{pid}  retire
     server:  ready | failed{message}, then
              opened{id,pid} + [pidfd]  failed{id,message}  exited{pid,status}
 """
@@ -27,7 +27,6 @@ import importlib
 import json
 import mmap
 import os
-import random
 import resource
 import select
 import shutil
@@ -47,13 +46,12 @@ if TYPE_CHECKING:
         interpreter,
         packed,
         shown,
-        source,
         spools,
         values,
     )
 else:
     import ramify_shared_buffers as shared_buffers
-    from ramify_guest import frames, guest, interpreter, packed, shown, source, spools, values
+    from ramify_guest import frames, guest, interpreter, packed, shown, spools, values
 
 PRELOAD = (
     "bisect",
@@ -193,10 +191,6 @@ class ForkServer:
             self._open(header, fds)
         elif op == "template":
             self._template(header, fds)
-        elif op == "compile":
-            # The session that installs the module reports its errors.
-            with contextlib.suppress(SyntaxError, ValueError):
-                source.precompile(header["source"], f"<{header['module']}>")
         elif op == "signal":
             if header["pid"] in self.children:
                 os.kill(header["pid"], header["signal"])
@@ -300,7 +294,6 @@ class ForkServer:
         """Run the session in its process, until it ends."""
         quiet_signals()
         (wire, spool, *buffers), memory = self.enter(prepared, fds)
-        random.seed(header["seed"])
         session = guest.Guest(
             wire,
             wire,

@@ -167,6 +167,7 @@ class ForkServerChannel:
                 os.close(fd)
         elif header["op"] == "failed":
             reply.set_exception(SandboxError(header["message"]))
+            reply.exception()  # its caller may have been cancelled
         elif "id" in header:
             reply.set_result((header, fds))
         else:
@@ -180,6 +181,7 @@ class ForkServerChannel:
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(SandboxError("the fork server ended"))
+                reply.exception()  # its caller may have been cancelled
         for call in [*self._exits.values()]:
             call(-9)
         self._exits.clear()

@@ -28,6 +28,7 @@ from ramify.sandbox.forkserver_channel import ENVIRONMENT
 from ramify.sandbox.guest.values import ProtocolError
 from ramify.sandbox.guest_files import LOADER, texts
 from ramify.sandbox.session import GuestSession
+from ramify.sandbox.session_state import SessionHooks, limits_of
 from ramify.sandbox.session_supervisor import (
     DATA,
     END,
@@ -183,11 +184,7 @@ class RemoteSandbox:
 
     def _session(self, transport: RemoteTransport) -> GuestSession:
         session = GuestSession(
-            transport,
-            cell_s=self._spec.cell_s,
-            grace_s=self._spec.grace_s,
-            max_output_bytes=self._spec.max_output_bytes,
-            on_close=self._sessions.discard,
+            transport, limits_of(self._spec), SessionHooks(self._sessions.discard)
         )
         self._sessions.add(session)
         return session

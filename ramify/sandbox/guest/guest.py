@@ -121,7 +121,7 @@ class Guest:
             elif op == "context":
                 self.notebook.bind("context", unpack_value(blobs[0])[0], True)
             elif op == "install":
-                self._install(header["module"], header["source"])
+                self._install(header["module"], header["source"], blobs[0] if blobs else None)
             elif op == "get":
                 self._send_value(id, self.notebook.get(header["name"]))
                 return
@@ -148,14 +148,14 @@ class Guest:
             {"op": "failed", "id": id, "kind": kind, "message": cut(message, 20_000)}
         )
 
-    def _install(self, module: str, source: str) -> None:
+    def _install(self, module: str, source: str, code: Any) -> None:
         host_names = {
             "call_host": self._calls.call_host,
             "HostError": HostError,
             "last_output": self.output.last_output,
             "portable": portable_to_host,
         }
-        self.notebook.install(module, source, host_names)
+        self.notebook.install(module, source, host_names, code)
 
     # -- a cell
 
@@ -194,7 +194,8 @@ class Guest:
         note, error = self.notebook.after_cell(encoder, error)
         restored = self.notebook.restore_names()
         with channel.sending:
-            parts += output.take(final=True)
+            if self.notebook.has_hooks:
+                parts += output.take(final=True)
             channel.is_open = False
             self._inbox.drop_calls()
             done = {

@@ -6,7 +6,7 @@ prepares for a session. Not here: the fork server in general (see ``forkserver.p
 themselves (see ``walls.py``). Runs in a separate process with an empty environment. Standard
 library only.
 
-    host:    config{tiers,…}  freeze{id,pid}  and the messages of ``forkserver.py``
+    host:    config{tiers,…}  freeze{id,pid}  folders{id}  and the messages of ``forkserver.py``
     zygote:  walls{tier,missing,landlock} | failed{message}, then ready | failed{message}
 """
 
@@ -145,6 +145,8 @@ class Zygote(forkserver.ForkServer):
     def handle(self, header: dict[str, Any], fds: list[int]) -> None:
         if header["op"] == "freeze":
             self._freeze(header["id"], header["pid"])
+        elif header["op"] == "folders":
+            self.control.send({"op": "folders", "id": header["id"], "bytes": self._folders()})
         elif header["op"] != "adopt" or self._walls.outer:  # else it has another number here
             super().handle(header, fds)
 
@@ -158,6 +160,15 @@ class Zygote(forkserver.ForkServer):
             self.control.send({"op": "failed", "id": id, "message": str(error.strerror)})
             return
         self.control.send({"op": "frozen", "id": id})
+
+    def _folders(self) -> list[tuple[int, int]]:
+        """Return (process id, size of its folder in bytes) for each session with a folder."""
+        found = []
+        for pid, prepared in self.children.items():
+            if isinstance(prepared, confine.PreparedSession) and prepared.scratch >= 0:
+                space = os.fstatvfs(prepared.scratch)
+                found.append((pid, (space.f_blocks - space.f_bfree) * space.f_frsize))
+        return found
 
     def kill_orphans(self) -> None:
         """Do nothing unless the zygote is ending: a session can start only branches, and the host
