@@ -68,9 +68,9 @@ class ConversationState:
     """State that persists between the questions of a conversation: the session, its history and the
     record."""
 
-    def __init__(self, recorder: EventRecorder, context: SharedContext | None = None) -> None:
+    def __init__(self, recorder: EventRecorder) -> None:
         self.recorder = recorder
-        self.context = context
+        self.context: SharedContext | None = None
         self.loop: RlmLoop | None = None
         self.num_questions = 0
 

@@ -123,9 +123,9 @@ class LoadedContext(msgspec.Struct, frozen=True):
             f"not loaded ({len(names):,}), {reason}: {listing(names)}"
             for reason, names in reasons.items()
         ]
-        lines += [
-            f"{item.name}: {item.detail}" for item in self.items if NOT_UTF8 in item.detail
-        ][:_SHOWN]
+        lines += [f"{item.name}: {item.detail}" for item in self.items if NOT_UTF8 in item.detail][
+            :_SHOWN
+        ]
         lines += [
             f"left out ({len(names):,}), {reason}: {listing(names)}"
             for reason, names in self.left_out.items()

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ramify.actors.child_process import ChildProcess, Process, import_path
 from ramify.actors.connect_back import Listener, connect
-from ramify.actors.launcher import Launcher
+from ramify.actors.launcher import STOPPED_S, Launcher
 from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError, TrainError
 from ramify.logging import RoomLogger, join_run
@@ -154,7 +154,8 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
     Raises ConfigError like ``check``, and TrainError if a rank does not start."""
     from torch._C._distributed_c10d import TCPStore
 
-    from ramify.actors.rank_group import RankConnection, RankGroup, RankHeartbeat
+    from ramify.actors.rank_group import RankGroup
+    from ramify.actors.rank_watch import RankConnection, RankHeartbeat
     from ramify.train.backends.rank import RankModels
 
     size = check(shard, device, elsewhere=hosts is not None)
@@ -176,7 +177,7 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
             for other in range(1, size):
                 environment = _environment(other, world, shard.timeout_s, device)
                 processes.append(
-                    ChildProcess(_COMMAND, environment=environment)
+                    ChildProcess(_COMMAND, environment=environment, stopped_s=STOPPED_S)
                     if hosts is None
                     else _placed(hosts, environment, other, stacks)
                 )
@@ -204,7 +205,8 @@ def follow(world: RankInfo) -> NoReturn:
     """Run as rank ``world.rank`` until rank 0 ends, and then exit."""
     import torch.distributed as dist
 
-    from ramify.actors.rank_group import RankHeartbeat, follow
+    from ramify.actors.rank_group import follow
+    from ramify.actors.rank_watch import RankHeartbeat
     from ramify.train.backends.rank import RankModels
 
     join_run(f"rank {world.rank}")
