@@ -68,12 +68,12 @@ class StepLines:
         """Print a step, but not a failure that the note about its retry repeats, nor a warning,
         which is already printed."""
         failed, self._failed = self._failed, None
-        is_note = isinstance(event, NoteAdded)
-        if failed is not None and not (is_note and event.text.startswith(failed.error)):
+        note = event if isinstance(event, NoteAdded) else None
+        if failed is not None and not (note and note.text.startswith(failed.error)):
             self._notes.say(f"{failed.at_s:7.2f} s  {line_of(failed)}")
         if isinstance(event, AttemptFailed):
             self._failed = event
-        elif not (is_note and event.is_warning) and (line := line_of(event)):
+        elif not (note and note.is_warning) and (line := line_of(event)):
             self._notes.say(f"{event.at_s:7.2f} s  {line}")
 
     @contextlib.contextmanager
