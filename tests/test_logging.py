@@ -327,7 +327,7 @@ def test_a_key_of_any_shape_that_was_given_in_code(
         with attached(LogFile(tmp_path / RUN_LOG)):
             replies = [(500, body, {"x-key": ODD_KEY}), (400, body, {})]
             async with Says(lambda _: replies.pop(0)) as server:
-                pool = {"keys": {"openai": ODD_KEY}, "base_urls": {"openai": server.url}}
+                pool = {"keys": {"openai": ODD_KEY}, "base_urls": {"openai": server.root}}
                 client = ClientPool(**pool).client("openai:m")
                 async with RLM(client, sandbox=SANDBOX, store=store) as rlm:
                     result = await rlm.acompletion(f"say {ODD_KEY}", "?")
@@ -371,7 +371,9 @@ def test_progress_is_recorded_if_its_room_is_named(
             for _ in range(3):
                 task.more()
     assert not (tmp_path / "debug").exists()
-    lines = [line.split(" ", 3)[3] for line in (tmp_path / "progress=info").open()]
+    lines = [
+        line.split(" ", 3)[3] for line in (tmp_path / "progress=info").read_text().splitlines()
+    ]
     assert [line.partition("  ")[0] for line in lines] == [
         "mine progress: reading: 0 of 3 files",
         "mine progress: reading: 3 of 3 files",
@@ -410,7 +412,7 @@ def test_an_evaluation_keeps_a_log_beside_its_results(tmp_path: Path) -> None:
     done = run_cli(*words, "--allow-weaker", "--sandbox", "inprocess", RAMIFY_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     (results,) = (tmp_path / "evaluations").glob("*.jsonl")
-    events = [line.split()[3:5] for line in results.with_suffix(".log").open()]
+    events = [line.split()[3:5] for line in results.with_suffix(".log").read_text().splitlines()]
     assert [events[0], events[-1]] == [
         [results.stem, "run_started:"],
         [results.stem, "run_ended:"],
