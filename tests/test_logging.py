@@ -323,24 +323,25 @@ def test_a_key_of_any_shape_that_was_given_in_code(
     echo = f"{'x' * 270} {ODD_KEY} https://host/{quote(ODD_KEY, safe='')}?a={ODD_KEY} {ODD_KEY!r}"
     body = json.dumps({"error": {"message": echo}}).encode()
 
-    async def main() -> Any:
+    async def main() -> BaseException:
         with attached(LogFile(tmp_path / RUN_LOG)):
             replies = [(500, body, {"x-key": ODD_KEY}), (400, body, {})]
             async with Says(lambda _: replies.pop(0)) as server:
                 pool = {"keys": {"openai": ODD_KEY}, "base_urls": {"openai": server.root}}
                 client = ClientPool(**pool).client("openai:m")
                 async with RLM(client, sandbox=SANDBOX, store=store) as rlm:
-                    result = await rlm.acompletion(f"say {ODD_KEY}", "?")
+                    with pytest.raises(ramify.ModelError) as caught:
+                        await rlm.acompletion(f"say {ODD_KEY}", "?")
                 try:
-                    raise OSError(f"{ODD_KEY!r}") from result.failure
+                    raise OSError(f"{ODD_KEY!r}") from caught.value
                 except OSError as error:
                     RoomLogger("engine").error("failed", f"no {ODD_KEY}", error=error)
                 await client.close()
-            return result
+            return caught.value
 
-    result = asyncio.run(main())
-    journal = next(tmp_path.rglob(f"{result.run_id}*.jsonl")).read_text()
-    texts = [(tmp_path / RUN_LOG).read_text(), journal, str(result.failure)]
+    failure = asyncio.run(main())
+    journal = next(tmp_path.rglob("*.jsonl")).read_text()
+    texts = [(tmp_path / RUN_LOG).read_text(), journal, str(failure)]
     texts += [f"{logging.Formatter().format(record)} {vars(record)}" for record in records]
     assert "500" in texts[0]
     assert [form for form in forms(ODD_KEY) if any(form in text for text in texts)] == []
