@@ -39,9 +39,8 @@ from ramify.inference.local.sampling import SamplingSettings
 from ramify.inference.local.sleeping_weights import SleepingWeights
 from ramify.inference.prompts import prompt_ids, spoken, too_long
 from ramify.inference.weight_sync.base import StaleWeights, WeightPiece
-from ramify.models.fingerprint import fingerprint
 from ramify.models.load import Policy
-from ramify.models.weights import load_weights
+from ramify.models.weights import fingerprint, load_weights
 from ramify.types.message import Finish, Message, Reply, Usage
 
 Result = TypeVar("Result")

@@ -29,8 +29,8 @@ from ramify.inference.http.inference_spec import InferenceSpec, check_version
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync.base import WeightPiece, WeightSource
 from ramify.inference.weight_sync.layout import source, sources
-from ramify.models.fingerprint import fingerprint, fingerprint_of
 from ramify.models.load import Policy, from_config
+from ramify.models.weights import fingerprint, fingerprint_of
 from ramify.serve.policy import PolicyServer
 from ramify.train.backends.lora import attach, merged, unmerged
 from ramify.types.message import Message, VersionSpan
