@@ -1,12 +1,13 @@
-"""Formats whose messages are each enclosed by fixed marks, by role, and their renderer: it writes the same tokens as the tokenizer's template,
-and never changes them later.
+"""Formats whose messages are each enclosed by fixed marks, by role, and their renderer: it writes
+the same tokens as the tokenizer's template, and never changes them later.
 
     ChatML, Qwen   <|im_start|>user¶hello<|im_end|>¶<|im_start|>assistant¶
     Llama 3        <|start_header_id|>user<|end_header_id|>¶¶hello<|eot_id|>
                    <|start_header_id|>assistant<|end_header_id|>¶¶
     tiny           <|u|>hello<|a|>
 
-To add a format, add an entry to ``FORMATS``. What a template adds to the format is detected by calling it once when a policy is loaded:
+To add a format, add an entry to ``FORMATS``. What a template adds to the format is detected
+by calling it once when a policy is loaded:
 
     prelude     the text before the first message: a default system message, the date, the tools
     opening     what begins a reply after its mark: an empty thinking block if thinking is off

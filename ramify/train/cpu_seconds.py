@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.inference.local.step_timing import StepTiming
+from ramify.inference.local.step import StepTiming
 from ramify.train.run_lines import RunLines
 
 FILE = "processors.jsonl"

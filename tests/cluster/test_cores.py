@@ -14,7 +14,7 @@ from ramify.cluster.cores import SimulatedCores
 from ramify.cluster.rate import EngineRate
 from ramify.cluster.simulated_cache import SimulatedCache
 from ramify.cluster.simulated_engine import SimulatedEngine
-from ramify.inference.local.step_timing import StepTimings
+from ramify.inference.local.step import StepTimings
 from ramify.train import cpu_seconds
 from ramify.train.cpu_seconds import CpuMeter, CpuSeconds
 
