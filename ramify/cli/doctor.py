@@ -17,8 +17,7 @@ import msgspec
 
 from ramify import __version__
 from ramify.cli.ask import KINDS, sandbox_spec
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parser import CommandSpec
+from ramify.cli.parser import CommandSpec, ExitCode
 from ramify.cli.settings import config_path, fill, unknown_variables
 from ramify.cli.terminal_text import clean, size
 from ramify.clients.providers import PROVIDERS, PriceTable

@@ -20,13 +20,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
-from ramify.cli.stderr_notes import StderrNotes, error_line, write
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import dollars
+from ramify.cli.terminal_text import StderrNotes, dollars, error_line, write
 from ramify.progress import ProgressTask, report_progress
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
-from ramify.cli.serving import on_stop
-from ramify.cli.stderr_notes import write
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.cli.stop_signals import on_stop
+from ramify.cli.terminal_text import write
 from ramify.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Fold of a run's events into its tree of calls: what a view shows while the run is in progress.
 
-    events ──> CallTree ──┬─> rows of the terminal   (cli/terminal_tree.py)
+    events ──> CallTree ──┬─> rows of the terminal   (cli/live.py)
                           ├─> the page of the run    (viewer/run_tree.py)
                           └─> OpenTelemetry spans    (engine/spans.py)
 

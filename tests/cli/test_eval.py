@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from ramify.cli.exit_codes import ExitCode
+from ramify.cli.parser import ExitCode
 from ramify.evaluate.record import EvaluationRecords
 from tests.cli.helpers import Shell
 
