@@ -6,7 +6,7 @@
     engines  slots  ranks  stale ≤  step s  90 % ≤  steps/h  engines busy  at once  trainer busy  …
 
 Nothing is started. Not here: the estimate (see ramify/cluster/plan.py), the simulation (see
-ramify/cluster/simulate.py) and the settings to try (see ramify/cluster/search_settings.py).
+ramify/cluster/simulate.py) and the settings to try (see ramify/cluster/simulate.py).
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def simulate(
             raise ConfigError(
                 f"ramify cluster simulate needs {package}: pip install 'ramify[cluster]'"
             )
-    from ramify.cluster.search_settings import DeviceSplit, best, choices, predict, splits
+    from ramify.cluster.simulate import DeviceSplit, best, choices, predict, splits
     from ramify.cluster.simulation_inputs import measured
 
     rate = _calibrated(calibrate, max(choices_of["slots"] or [64])) if calibrate else None
@@ -224,7 +224,7 @@ def _numbers(name: str, text: str | None) -> list[int]:
 
 def _calibrated(model: str, slots: int) -> EngineRate:
     from ramify.clients.pool import ClientPool
-    from ramify.cluster.calibrate import calibrate
+    from ramify.cluster.rate import calibrate
 
     async def run() -> EngineRate:
         pool = ClientPool()

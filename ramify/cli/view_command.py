@@ -83,7 +83,7 @@ def _key_of_name(library: RunLibrary, name: str) -> str:
 
 def _key_of_file(library: RunLibrary, path: str) -> str:
     """Key of the only run in the file ``path``; empty if it holds several runs or none."""
-    from ramify.viewer.run_kinds import kind_of
+    from ramify.viewer.run_locations import kind_of
 
     file = Path(path).expanduser().resolve()
     if not file.is_file():

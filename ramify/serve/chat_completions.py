@@ -14,16 +14,18 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.serve import completions
-from ramify.serve.answer import ServedAnswer
 from ramify.serve.answer_request import (
     AnswerRequest,
+    Content,
     RamifyRequestFields,
+    Role,
+    chat_message,
     decode,
     refuse_unsupported,
     schema_of,
 )
 from ramify.serve.caller_tools import OfferedFunction, offer_of
-from ramify.serve.content_parts import Content, Role, chat_message
+from ramify.serve.questions import ServedAnswer
 from ramify.serve.web import RequestRejected
 
 PATH = "/v1/chat/completions"

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from simpy import Environment, Event
 
-from ramify.cluster.cores import SimulatedCores
 from ramify.cluster.rate import EngineRate
-from ramify.cluster.simulated_cache import SimulatedCache
-from ramify.cluster.simulated_engine import SimulatedEngine
+from ramify.cluster.simulated_engine import SimulatedCache, SimulatedEngine
+from ramify.cluster.simulated_rollout import SimulatedCores
 from ramify.inference.local.step_timing import StepTimings
 from ramify.train import cpu_seconds
 from ramify.train.cpu_seconds import CpuMeter, CpuSeconds

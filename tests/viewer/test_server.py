@@ -19,13 +19,12 @@ from ramify import Store
 from ramify.errors import ConfigError
 from ramify.types.event import AnyEvent, ScoreAdded
 from ramify.types.message import Reply
-from ramify.viewer.answers import STATIC
-from ramify.viewer.event_glances import AnyGlance, UsageGlance
 from ramify.viewer.guard import POLICY
 from ramify.viewer.picture import COLUMNS
-from ramify.viewer.run_kinds import kind_of
 from ramify.viewer.run_library import RunLibrary
-from ramify.viewer.view_server import ViewServer
+from ramify.viewer.run_locations import kind_of
+from ramify.viewer.run_tree import AnyGlance, UsageGlance
+from ramify.viewer.view_server import STATIC, ViewServer
 from tests.data.golden import JOURNAL
 from tests.viewer import golden
 from tests.viewer.conftest import World

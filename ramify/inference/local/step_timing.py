@@ -5,7 +5,7 @@
                                       read=0, cpu_s=1.42), …]
 
 CPU time is the same whether or not other processes use the machine; wall-clock time is not. A
-simulation of a run whose engine shares its cores needs CPU time (``cluster/cores.py``).
+simulation of a run whose engine shares its cores needs CPU time (``cluster/simulated_rollout.py``).
 """
 
 from __future__ import annotations
