@@ -41,7 +41,7 @@ from ramify.train import group_records
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
-from ramify.train.config import PolicySpec, Run
+from ramify.train.config import PolicySpec, Run, Schedule
 from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import StepMetrics, read_metrics
@@ -49,8 +49,8 @@ from ramify.train.recipe import load_recipe
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.stages import RlStage
-from ramify.train.training_loop import Schedule, TrainingLoop
 from ramify.types.message import Reply
+from tests.train.trainers import trainer_over
 
 STEPS, WARM = 20, 4
 FAST_S, SLOW_S, SLOW = 0.05, 0.5, 0.1
@@ -173,7 +173,7 @@ async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetr
             sample=sample,
             temperature=1.0,
         )
-        loop = TrainingLoop(
+        loop = trainer_over(
             out,
             [stage],
             lambda _: backend,

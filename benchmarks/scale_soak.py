@@ -40,10 +40,9 @@ from typing import NamedTuple
 from ramify.engine.limits import Limits
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, TaskSpec
+from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.training_loop import Schedule
 
 NOISE = 0.15
 """Standard deviation of the added noise, relative to that of each matrix."""

@@ -30,13 +30,14 @@ from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
+from ramify.train.config import Schedule
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.loss import LossSpec
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.stages import RlStage
-from ramify.train.training_loop import Schedule, TrainingLoop
 from ramify.types.message import Message, Reply, Usage, VersionSpan
+from tests.train.trainers import trainer_over
 
 BASE_S, EACH_S, PROMPT_TOKEN_S = 8e-3, 5e-4, 5e-5
 """Seconds of an engine's step: fixed, per sequence, per prompt token."""
@@ -284,7 +285,7 @@ async def _run(out: Path, shape: Shape, seed: int) -> None:
             temperature=1.0,
         )
         backend: Any = Sleeper()
-        loop = TrainingLoop(
+        loop = trainer_over(
             out,
             [stage],
             lambda _: backend,

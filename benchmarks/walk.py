@@ -126,8 +126,8 @@ def ask() -> Walk:
 
 def training_step() -> Walk:
     """Train for two steps of reinforcement learning and trace the second."""
+    from ramify.train.config import Schedule
     from ramify.train.execute import train
-    from ramify.train.training_loop import Schedule
     from tests.train.small import small
 
     walk, steps = Walk(), []

@@ -81,6 +81,7 @@ _process_runs: tuple[str, ...] = ()
 _on_warning: ContextVar[Callable[[str], None] | None] = ContextVar(
     "ramify_on_warning", default=None
 )
+_collected: ContextVar[list[str] | None] = ContextVar("ramify_collected", default=None)
 
 
 class RoomLogger:
@@ -103,8 +104,12 @@ class RoomLogger:
             self._emit(INFO, event, message, fields, shown)
 
     def warning(self, event: str, message: str, /, *, shown: bool = False, **fields: Any) -> None:
-        if event == "warning" and (listener := _on_warning.get()) is not None:
-            listener(_cut(without_secrets(message)))
+        if event == "warning":
+            listener, collected = _on_warning.get(), _collected.get()
+            if listener is not None:
+                listener(_cut(without_secrets(message)))
+            elif collected is not None:
+                collected.append(_cut(without_secrets(message)))
         self._emit(WARNING, event, message, fields, shown)
 
     def error(
@@ -120,7 +125,9 @@ class RoomLogger:
         """``error`` adds its traceback to the record."""
         self._emit(ERROR, event, message, fields, shown, error)
 
-    def warn(self, message: str, category: type[Warning], stacklevel: int = 1) -> None:
+    def warn(
+        self, message: str, category: type[Warning] = UserWarning, stacklevel: int = 1
+    ) -> None:
         """``warnings.warn``, and a record of the event ``warning``, which the current run's journal
         keeps."""
         self.warning("warning", message, category=category.__name__)
@@ -230,9 +237,18 @@ def _as_runs(runs: tuple[str, ...]) -> Iterator[None]:
         _runs.reset(token)
 
 
-def current_listener() -> Callable[[str], None] | None:
-    """The receiver of warnings in this context."""
-    return _on_warning.get()
+def collect_warnings() -> None:
+    """Keep the texts of records of the event ``warning`` for the next run of this context."""
+    _collected.set([])
+
+
+def take_collected() -> list[str]:
+    """The texts that were collected, once."""
+    collected = _collected.get()
+    texts = list(collected or ())
+    if collected is not None:
+        collected.clear()
+    return texts
 
 
 # --- outputs
@@ -483,14 +499,15 @@ def run_log(path: Path, id: str) -> Iterator[LogFile]:
                 os.environ[name] = value
 
 
-def join_run(process: str, path: Path | None = None, id: str = "") -> None:
+def join_run(process: str) -> None:
     """Call this process ``process`` in its records, and write them to the log of the run that
-    started it (or ``path``, of the run ``id``) if that is on this machine."""
+    started it, if one did and its folder is on this machine."""
     global _process, _process_runs
-    _process = process
-    file = path or Path(os.environ.get(_FILE_VARIABLE, ""))
-    _process_runs = tuple(filter(None, [id or os.environ.get(_RUN_VARIABLE, "")]))
-    if file.name and file.parent.is_dir():
+    file = Path(os.environ.get(_FILE_VARIABLE, ""))
+    if not file.name:
+        return
+    _process, _process_runs = process, (os.environ[_RUN_VARIABLE],)
+    if file.parent.is_dir():
         attach(LogFile(file))
 
 

@@ -6,7 +6,7 @@ training loop.
 CHECKPOINT is a Hugging Face folder, such as the last one of ``ramify train recipes/tiny.py
 rl=null``.
 
-``ramify/train/training_loop.py`` has what ``ramify train`` does in addition: checkpoints and
+``ramify/train/trainer.py`` has what ``ramify train`` does in addition: checkpoints and
 resuming, validation, self-checks, and rollouts that begin before the previous step has ended.
 """
 

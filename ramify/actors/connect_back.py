@@ -7,7 +7,8 @@ time limit.
     process  connection = connect_back()
 
 A peer that is silent or has another key is rejected, and the next one is accepted: a port scanner
-can neither block a start nor end it.
+can neither block a start nor end it. A connected process sends heartbeats (``beat``); without them
+it counts as lost, whatever holds it up (``HeartbeatDeadline``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
@@ -23,6 +25,8 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 from typing import Any
 
 _AT, _KEY, _NAME = "RAMIFY_CONNECT_TO", "RAMIFY_CONNECT_KEY", "RAMIFY_CONNECT_NAME"
+BEAT_S = 1.0
+"""Seconds between heartbeats."""
 PROOF_S = 10.0
 """Time limit for each message of the handshake, in seconds."""
 _LOOK_S = 0.5
@@ -107,3 +111,33 @@ def _limit(connection: Connection, seconds: float) -> None:
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
         same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+
+def beat(send: Callable[[], None], stop: threading.Event) -> None:
+    """Call ``send`` every second, in a separate thread, until ``stop`` is set."""
+
+    def run() -> None:
+        while not stop.wait(BEAT_S):
+            send()
+
+    threading.Thread(target=run, daemon=True, name="ramify heartbeats").start()
+
+
+class HeartbeatDeadline:
+    """Whether a process has sent no heartbeat for too long. Counts looks, not time, so that no
+    process is overdue after this one was stopped, or its machine suspended."""
+
+    def __init__(self, limit_s: float, look_s: float) -> None:
+        """``look_s``: seconds between calls of ``is_overdue``."""
+        self.limit_s = limit_s
+        self._look_s = look_s
+        self._quiet_s = 0.0
+
+    def heard(self) -> None:
+        """Record a message of the process. May be called in any thread."""
+        self._quiet_s = 0.0
+
+    def is_overdue(self) -> bool:
+        """Count a look; returns whether none was heard in the last ``limit_s``."""
+        self._quiet_s += self._look_s
+        return self._quiet_s > self.limit_s

@@ -17,7 +17,7 @@ from ramify.actors.child_process import ChildProcess
 
 
 class ForegroundProcess:
-    """Context manager that runs commands, one after another, and passes on SIGINT and SIGTERM."""
+    """Context manager that runs commands in turn, and passes on SIGINT, SIGTERM and SIGHUP."""
 
     def __init__(self) -> None:
         self.was_stopped = False
@@ -25,7 +25,7 @@ class ForegroundProcess:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> ForegroundProcess:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._before[number] = signal.signal(number, self._stop)
         return self
 
@@ -54,7 +54,7 @@ class ForegroundProcess:
             raise KeyboardInterrupt
 
     def _stop(self, number: int, _: object) -> None:
-        """Pass SIGINT or SIGTERM on to the process, which has a separate session."""
+        """Pass the signal on to the process, which has a separate session."""
         self.was_stopped = True
         if self._process is not None:
             self._process.signal(number)

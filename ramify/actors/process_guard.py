@@ -34,6 +34,7 @@ _LEFT_S = 1.0
 """The same for processes that the command left behind."""
 _SWEEP_S = 10.0
 """Seconds that killed processes may take to disappear."""
+_TICK_S = 1.0
 _SOCKET = 0
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -50,7 +51,8 @@ class ProcessGuard:
         self._status: int | None = None
         self._reason = ""
         self._kill_at: float | None = None
-        self._stop_limit: float | None = None
+        self._stopped_for_s: float | None = None
+        """Seconds for which the command has been stopped; None while it runs."""
         self._is_ending = False
         self._prctl = _prctl()
         self._prctl(_SET_CHILD_SUBREAPER, 1)
@@ -74,6 +76,7 @@ class ProcessGuard:
         _report(f"ended {self._status} {self._reason}")
 
     def _step(self) -> None:
+        began = time.monotonic()
         for descriptor, _ in self._poll.poll(self._wait_ms()):
             if descriptor == self._wake:
                 self._pass_on_signals()
@@ -81,6 +84,9 @@ class ProcessGuard:
                 self._take_requests()
             else:
                 self._end_as_orphan()
+        if self._stopped_for_s is not None:
+            # At most a tick: the guard may have been stopped, too, with its machine or its job.
+            self._stopped_for_s += min(_TICK_S, time.monotonic() - began)
         self._reap()
         self._kill_if_due()
 
@@ -146,8 +152,10 @@ class ProcessGuard:
     # --- while it runs
 
     def _wait_ms(self) -> int | None:
-        times = [each for each in (self._kill_at, self._stop_limit) if each is not None]
-        return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
+        waits = [] if self._kill_at is None else [self._kill_at - time.monotonic()]
+        if self._stopped_for_s is not None and self._stopped_s is not None:
+            waits.append(min(_TICK_S, self._stopped_s - self._stopped_for_s))
+        return max(0, int(min(waits) * 1000) + 1) if waits else None
 
     def _pass_on_signals(self) -> None:
         for number in os.read(self._wake, 1000):
@@ -189,9 +197,10 @@ class ProcessGuard:
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = now + _SWEEP_S
             self._signal(signal.SIGKILL)
-        if self._stop_limit is not None and now >= self._stop_limit:
-            self._stop_limit = None
-            self._reason = f"it was stopped for {self._stopped_s:g} s"
+        limit_s, stopped_for_s = self._stopped_s, self._stopped_for_s
+        if limit_s is not None and stopped_for_s is not None and stopped_for_s >= limit_s:
+            self._stopped_for_s = None
+            self._reason = f"it was stopped for {limit_s:g} s"
             self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
@@ -208,11 +217,10 @@ class ProcessGuard:
                     return
                 if pid != self._pid:
                     continue
-                self._stop_limit = None
-                if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
+                was_stopped = os.WIFSTOPPED(status)
+                self._stopped_for_s = 0.0 if was_stopped else None
+                if not was_stopped and not os.WIFCONTINUED(status):
                     self._status = os.waitstatus_to_exitcode(status)
-                elif os.WIFSTOPPED(status) and self._stopped_s is not None:
-                    self._stop_limit = time.monotonic() + self._stopped_s
 
     # --- end
 

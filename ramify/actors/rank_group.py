@@ -36,8 +36,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from ramify.actors.child_process import Process, end_when_done
 from ramify.errors import RamifyError, TrainError
+from ramify.logging import RoomLogger
 from ramify.progress import heartbeat
 
+_log = RoomLogger("train")
 _GRACE_S = 5.0
 """How long in seconds to wait for other ranks after an error."""
 _DISTRIBUTED = os.path.join("torch", "distributed")
@@ -466,7 +468,9 @@ def _answer(
 
 def _end(rank: int, why: str) -> NoReturn:
     """End the process, whatever its other threads are doing."""
-    print(f"ramify: rank {rank} ends: {why}", file=sys.stderr, flush=True)
+    text = f"rank {rank} ends: {why}"
+    _log.error("rank_ended", text, rank=rank)
+    print(f"ramify: {text}", file=sys.stderr, flush=True)
     os._exit(1)
 
 

@@ -24,6 +24,7 @@ from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, write
 from ramify.errors import ConfigError
+from ramify.logging import collect_warnings
 
 if TYPE_CHECKING:
     from ramify.engine.mcp_tools import McpTools
@@ -129,8 +130,9 @@ def ask(
     settings = fill(given, KINDS)
     notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.take_warnings()
+    collect_warnings()
     for line in unknown_variables(KINDS):
-        notes.say(f"ramify: warning: {line}")
+        notes.warning(line)
     form = form_of(settings.get("progress"), notes)
     if resume is not None:
         from ramify.cli.ask_runner import run_again

@@ -103,7 +103,7 @@ def evaluate(
     notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.take_warnings()
     for line in unknown_variables(KINDS):
-        notes.say(f"ramify: warning: {line}")
+        notes.warning(line)
     if resume is None and not words:
         raise UsageError("no task: ramify eval TASK [OPTION=VALUE…]")
     if resume is None and not settings.get("model"):

@@ -42,7 +42,7 @@ def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, S
     notes = StderrNotes(bool(settings.get("quiet")))
     notes.take_warnings()
     for line in unknown_variables(KINDS):
-        notes.say(f"ramify: warning: {line}")
+        notes.warning(line)
     if not settings.get("model"):
         write(NO_MODEL.replace("ramify ask", f"ramify {command}"))
         return None, notes

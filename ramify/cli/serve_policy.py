@@ -14,6 +14,7 @@ from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.stop_signals import on_stop
 from ramify.cli.terminal_text import StderrNotes, write
+from ramify.logging import join_run
 from ramify.progress import report_progress
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ def serve_policy(
         WEIGHT_SYNCS.of(weight_sync)
     folder = str(TINY) if words[0] == "tiny" else words[0].removeprefix("local:")
 
+    join_run(f"engine at port {8000 if port is None else port}")
     notes = StderrNotes()
+    notes.take_warnings()
     with ProgressScreen(notes, form_of(None, notes)):
         with report_progress("starting"):
             import torch

@@ -67,6 +67,8 @@ def _run_lines(trajectory: Trajectory, full: bool, is_alive: bool) -> Iterator[s
             yield from _call_lines(trajectory, root, "", full)
     if trajectory.answered_by:
         yield from ("", f"the answer of {trajectory.answered_by} was chosen")
+    for warning in trajectory.warnings:
+        yield f"warning: {warning}"
     for error in trajectory.errors:
         yield f"error: {error}"
 

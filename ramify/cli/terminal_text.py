@@ -11,6 +11,7 @@ stays unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
@@ -18,7 +19,9 @@ import warnings
 from collections.abc import Callable
 
 from ramify.errors import OldNameWarning
-from ramify.logging import current_console
+from ramify.logging import RoomLogger, current_console
+
+_log = RoomLogger("cli")
 
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colors and cursor movement
@@ -115,7 +118,14 @@ class StderrNotes:
     def say(self, text: str) -> None:
         """Print a note, unless ``quiet``."""
         if not self.quiet:
-            (self.above or write)(text)
+            # A terminal that was closed must not end the work that reports to it.
+            with contextlib.suppress(OSError, ValueError):
+                (self.above or write)(text)
+
+    def warning(self, text: str) -> None:
+        """Print a warning, which the next run's journal keeps too."""
+        self.say(f"ramify: warning: {text}")
+        _log.warning("warning", text)
 
     def detail(self, text: str) -> None:
         """Print a note only if ``verbose``."""

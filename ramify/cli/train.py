@@ -11,6 +11,7 @@ Not here: the fields of a recipe (see train/config.py) and training itself (see 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -23,12 +24,14 @@ from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, error_line, write
+from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.train.metrics import StepMetrics, read_metrics
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+_log = RoomLogger("cli")
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = ("reward", "child_reward", "loss", "grad_norm", "tokens_per_s")
@@ -180,6 +183,7 @@ def train(
             raise UsageError(f"--out {folder} is a file: give a folder")
         if is_restarted() and any(folder.glob("checkpoints/step-*")):
             resume = str(folder)
+        _end_with_a_record(folder)
         listener = _listener(run.name, folder, screen, resume is not None)
         try:
             train(
@@ -195,6 +199,22 @@ def train(
             return ExitCode.STOPPED
     print(f"trained policy in {folder}/policy: ramify ask --model local:{folder}/policy …")
     return ExitCode.ANSWERED
+
+
+def _end_with_a_record(folder: Path) -> None:
+    """Log the signals that end a run: SIGTERM, and SIGHUP when the terminal is closed. Under nohup,
+    SIGHUP stays ignored."""
+
+    def end(number: int, _: object) -> None:
+        name = signal.Signals(number).name
+        text = f"the run was ended by {name}; continue with: ramify train --resume {folder}"
+        _log.error("run_ended", text, signal=name)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, end)
 
 
 def _end_soon(why: str) -> None:

@@ -37,10 +37,13 @@ from ramify.clients.base import ASSUMED_WINDOW, Client, Request, RequestBudget, 
 from ramify.clients.http1 import Http1Client, HttpOrigin, RequestRoute
 from ramify.clients.providers import CLIENTS, PriceTable, ProviderSpec, resolve, split_name
 from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost, Unreachable
+from ramify.logging import RoomLogger
 from ramify.types.message import Reply
 
 if TYPE_CHECKING:
     from ramify.clients.https import HttpsClient
+
+_log = RoomLogger("clients")
 
 
 class Limiter:
@@ -335,14 +338,23 @@ class ClientPool:
                     raise
                 wait_s = gate.opens_in_s() if limited else self._wait_s(error, failed)
                 wait_s = min(wait_s, left_s) if most == math.inf else wait_s
+                tried = (
+                    f"attempt {failed} of {most}"
+                    if most < math.inf
+                    else f"for {left_s:.0f} s at most"
+                )
+                tried = tried if failed else "others got through"
+                text = f"{error}; trying again in {wait_s:.1f} s ({tried})"
+                _log.warning(
+                    "retry",
+                    text,
+                    model=client.name,
+                    reason=type(error).__name__,
+                    attempt=failed,
+                    wait_s=wait_s,
+                )
                 if on_retry is not None:
-                    tried = (
-                        f"attempt {failed} of {most}"
-                        if most < math.inf
-                        else f"for {left_s:.0f} s at most"
-                    )
-                    tried = tried if failed else "others got through"
-                    on_retry(f"{error}; trying again in {wait_s:.1f} s ({tried})")
+                    on_retry(text)
             if not limited:  # after a rate limit, the limiter pauses all requests instead
                 waited_s += wait_s
                 await self._sleep(wait_s)

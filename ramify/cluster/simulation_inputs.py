@@ -178,7 +178,9 @@ def measured(
     trees = [tree for step in steps for group in groups[step] for tree in group]
     hidden = max(1.0, tried / sizes.items)
     spent = (
-        [each for each in processor_file.read(run) if each.step in steps] if sizes.embedded else []
+        [each for each in processor_file.CPU_SECONDS.read(run) if each.step in steps]
+        if sizes.embedded
+        else []
     )
     host = _host(
         spent,
@@ -362,7 +364,7 @@ def _zero_variance(run: Path, otherwise: float) -> float:
     """Return the share of groups without signal among those completed until a step had enough."""
     if not otherwise:
         return 0.0
-    outcomes = [each.outcome for each in group_file.read(run)]
+    outcomes = [each.outcome for each in group_file.GROUPS.read(run)]
     tried = sum(each in ("learnt", "silent", "spare") for each in outcomes)
     return outcomes.count("silent") / tried if tried else otherwise
 

@@ -34,12 +34,14 @@ from ramify.engine import observe
 from ramify.engine.call import LiveCall
 from ramify.engine.run_state import RunState
 from ramify.errors import HostCallError, SessionDied
+from ramify.logging import RoomLogger
 from ramify.sandbox.base import CellResult, Session
 from ramify.types.trajectory import Cell
 
 if TYPE_CHECKING:
     from ramify.engine.host import CellHost
 
+_log = RoomLogger("engine")
 MAX_DEATHS = 3
 """Number of sessions that one call may lose before it ends with an error."""
 _LEAST_S = 2.0
@@ -117,6 +119,14 @@ class Notebook:
             self._cell_history.add(ran, host.answered)
             return ran
         self.num_deaths += 1
+        died_of = reason or ("it was rolled back" if was_rolled_back else "as when it was recorded")
+        _log.warning(
+            "session_died",
+            f"call {self.call.id}: the session died: {died_of}",
+            call=self.call.id,
+            turn=self.call.turn,
+            deaths=self.num_deaths,
+        )
         error = (
             ran.cell.error
             if was_rolled_back

@@ -148,7 +148,7 @@ class ModelRequests:
             self.run.recorder.emit(attempt)
             self.ledger.charge(attempt.usage, attempt.cost)
         if recording.in_flight(*place):
-            turn.charge_unknown("in flight when the run was cut off; sent again")
+            turn.charge_in_flight()
 
     def _check_open(self, turn: TurnRequest) -> None:
         """Raise LimitReached if nothing may be sent any more, and release what was held back for a
@@ -256,12 +256,12 @@ class TurnRequest:
         self._requests.ledger.settle(self._amount, usage, cost)
         self._attempted(error, usage, cost)
 
-    def charge_unknown(self, error: str) -> None:
-        """Charge the upper bound of an attempt that was not reserved here and may have been
-        billed."""
+    def charge_in_flight(self) -> None:
+        """Charge the upper bound of the recorded attempt that was in flight when the run was cut
+        off: it was not reserved here, and may have been billed."""
         usage, cost = self.most()
         self._requests.ledger.charge(usage, cost)
-        self._attempted(error, usage, cost)
+        self._attempted("in flight when the run was cut off; sent again", usage, cost)
 
     def most(self) -> tuple[Usage, float | None]:
         """Return everything that was reserved, as an upper bound."""

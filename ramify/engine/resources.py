@@ -9,7 +9,6 @@ unless they are pinned by ``async with`` or by the synchronous API, which keeps 
 from __future__ import annotations
 
 import asyncio
-import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from ramify.engine.question import ModelSpec, RunOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError, WeakSandboxWarning
+from ramify.logging import RoomLogger
 from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warning_of
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ramify.store.call_cache import CallCache
     from ramify.store.store import Store
 
+_log = RoomLogger("engine")
 _opened: set[str] = set()
 """Providers whose sandbox this process has already opened."""
 
@@ -111,7 +112,7 @@ class LoopResources:
                 launch(self._spec)
             self._sandbox = open_sandbox(self._spec)
             if warning := warning_of(self._sandbox, self._spec):
-                warnings.warn(warning, WeakSandboxWarning, stacklevel=2)
+                _log.warn(warning, WeakSandboxWarning, stacklevel=2)
         return self._sandbox
 
     def prepare(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Generator
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from ramify.engine.rlm_loop import RlmLoop
 from ramify.engine.run_state import EventRecorder, RunState
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import ConfigError, RamifyError, SandboxError
+from ramify.logging import in_run, take_collected
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
@@ -63,9 +65,9 @@ class ConversationState:
     """State that persists between the questions of a conversation: the session, its history and the
     record."""
 
-    def __init__(self, recorder: EventRecorder, context: SharedContext | None = None) -> None:
+    def __init__(self, recorder: EventRecorder) -> None:
         self.recorder = recorder
-        self.context = context
+        self.context: SharedContext | None = None
         self.loop: RlmLoop | None = None
         self.num_questions = 0
 
@@ -98,6 +100,7 @@ class RunHandle:
         self._run: RunState | None = None
         self._answered_by = ""
         self._requested_stop: Stop | None = None
+        self._thread = threading.get_ident()
         self._task = asyncio.get_running_loop().create_task(self._drive())
 
     # --- for the caller ---------------------------------------------------------------------------
@@ -139,6 +142,20 @@ class RunHandle:
     # --- the run itself ---------------------------------------------------------------------------
 
     async def _drive(self) -> Result:
+        with in_run(self.id, self._warn):
+            for text in take_collected():
+                self._warn(text)
+            return await self._drive_in_run()
+
+    def _warn(self, text: str) -> None:
+        """Put a warning, from any thread, into the record."""
+        loop = self._task.get_loop()
+        if threading.get_ident() == self._thread:
+            self.recorder.warn(text)
+        else:
+            loop.call_soon_threadsafe(self.recorder.warn, text)
+
+    async def _drive_in_run(self) -> Result:
         outcome = CallOutcome(Stop.ERROR, error="the run did not start")
         run: RunState | None = None
         try:

@@ -20,8 +20,8 @@ import contextlib
 import inspect
 import sys
 import time
-import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from logging import DEBUG
 from typing import TYPE_CHECKING, Any
 
 from ramify.engine import observe
@@ -30,6 +30,7 @@ from ramify.engine.model_requests import ModelRequests, closed
 from ramify.engine.question import Listener, Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.errors import ConfigError
+from ramify.logging import RoomLogger
 from ramify.sandbox.base import Session
 from ramify.types.event import (
     AnyEvent,
@@ -50,7 +51,9 @@ if TYPE_CHECKING:
     from ramify.store.journal import Journal
     from ramify.store.recorded_replies import RecordedReplies
 
+_log = RoomLogger("engine")
 _CUT = "cut by close_in"
+_LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE)
 
 
 def checked_listener(listener: Listener | None) -> tuple[Listener, ...]:
@@ -97,6 +100,10 @@ class EventRecorder:
         self._held = held
         self._notes: list[AnyEvent] = []
         """Notes of a resumed run that have not been written yet."""
+        self._root: str | None = None
+        """Id of the root call in progress."""
+        self._warnings: list[str] = []
+        """Warnings from before the root call began."""
         self._fold = TrajectoryFold()
         self._began = time.perf_counter() - since_s
 
@@ -112,14 +119,32 @@ class EventRecorder:
         if self._journal is not None:
             self._write(self._journal, event)
         self._fold.apply(event)
+        if _log.wants(DEBUG):
+            _log.debug(str(event.__struct_config__.tag), _place(event), at_s=event.at_s)
         for listener in tuple(self._listeners):
             try:
                 listener(event)
             except Exception as error:  # noqa: BLE001 -- a user's listener must not end a paid run
                 self._listeners.remove(listener)
-                warnings.warn(
+                _log.warn(
                     f"an event listener failed and is not called again: {error!r}", stacklevel=2
                 )
+
+        if isinstance(event, CallStarted) and event.parent is None:
+            self._root = event.id
+            warnings, self._warnings = self._warnings, []
+            for text in warnings:
+                self.warn(text)
+        elif isinstance(event, RunEnded):
+            self._root = None
+
+    def warn(self, text: str) -> None:
+        """Record a warning about the run, as a note on its root call once that has begun."""
+        if self._root is None:
+            self._warnings.append(text)
+        else:
+            note = f"warning: {text}"
+            self.emit(NoteAdded(at_s=self.now(), call=self._root, text=note, is_warning=True))
 
     def _write(self, journal: Journal, event: AnyEvent) -> None:
         """Write ``event`` unless the journal contains it. In a resumed run, a note is only written
@@ -165,6 +190,14 @@ class EventRecorder:
             self.ignore(queue.put_nowait)
 
 
+def _place(event: AnyEvent) -> str:
+    """``call 0, turn 2, cell 1``, as far as the event has them; no text of the run."""
+    id = getattr(event, "call", getattr(event, "id", ""))
+    parts = [f"call {id}" if id else ""]
+    parts += [f"{name} {getattr(event, name)}" for name in ("turn", "cell") if hasattr(event, name)]
+    return ", ".join(filter(None, parts)) or "the run"
+
+
 class RunState:
     """State that the calls of one question share. Lives on one event loop."""
 
@@ -194,6 +227,7 @@ class RunState:
         self._in_flight: set[asyncio.Task[Any]] = set()
         """Tasks that wait for a model, except those of final requests."""
         self._sessions: set[Session] = set()
+        self._limits_reported: set[tuple[Stop, str]] = set()
         self._descriptions: dict[str, str] = {}
         loop, limits = asyncio.get_running_loop(), setup.limits
         self._deadline = loop.time() + limits.max_seconds
@@ -286,6 +320,7 @@ class RunState:
         )
 
     def end(self, call: LiveCall, outcome: CallOutcome) -> None:
+        self._report_limit(call, outcome.stop)
         self.recorder.emit(
             CallEnded(
                 at_s=self.recorder.now(),
@@ -295,6 +330,16 @@ class RunState:
                 error=outcome.error,
             )
         )
+
+    def _report_limit(self, call: LiveCall, stop: Stop) -> None:
+        """Log a limit once: each call has its own turns, and all calls share the other limits."""
+        limit = (stop, call.id if stop is Stop.MAX_TURNS else "")
+        if stop not in _LIMITS or limit in self._limits_reported:
+            return
+        self._limits_reported.add(limit)
+        spent: dict[str, Any] = {name: num for name, num, _ in self.requests.ledger.state()}
+        text = f"call {call.id} ends at the limit {stop}"
+        _log.warning("limit", text, limit=str(stop), call=call.id, **spent)
 
     def note(self, call: LiveCall, text: str) -> None:
         self.recorder.emit(NoteAdded(at_s=self.recorder.now(), call=call.id, text=text))

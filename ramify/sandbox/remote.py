@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from ramify.errors import ConfigError, SandboxError
+from ramify.logging import RoomLogger
 from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec
 from ramify.sandbox.context import SharedContext
 from ramify.sandbox.forkserver_channel import ENVIRONMENT
@@ -42,6 +42,7 @@ from ramify.sandbox.session_supervisor import (
 from ramify.sandbox.shared_buffers import SharedMemoryBuffers
 from ramify.sandbox.transport import how_it_ended
 
+_log = RoomLogger("sandbox")
 Carries = Literal["bytes", "text", "terminal"]
 START_S = 120.0
 """Seconds from starting the command to the guest's first frame."""
@@ -309,7 +310,7 @@ class RemoteTransport:
                 f"sandbox '{self._service.name}': a session's box may still be running: "
                 f"{_brief(error)}"
             )
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            _log.warn(message, RuntimeWarning, stacklevel=2)
 
     # -- bytes
 

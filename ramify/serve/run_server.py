@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,6 +29,7 @@ from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.engine.spans import continued
 from ramify.errors import RamifyError
+from ramify.logging import RoomLogger
 from ramify.serve import chat_completions, responses
 from ramify.serve.answer_request import AnswerRequest
 from ramify.serve.completions import encode
@@ -46,8 +46,7 @@ from ramify.serve.web import (
     refuse_open,
 )
 
-_log = logging.getLogger(__name__)
-
+_log = RoomLogger("serve")
 _GONE = 499
 """Status that the metrics use for a client that disconnected."""
 PING = b": waiting\n\n"
@@ -222,7 +221,8 @@ class RunServer:
         except ConnectionResetError:  # the client disconnected in the middle of an event
             return web.Response(status=_GONE)
         except Exception as error:  # noqa: BLE001 -- a bug; the operator gets the full traceback
-            _log.exception("%s %s", http.method, http.path)
+            text = f"{http.method} {http.path} failed: {type(error).__name__}"
+            _log.error("internal_error", text, shown=True, error=error)
             return RequestRejected(f"internal error: {type(error).__name__}", status=500).response()
         return response
 

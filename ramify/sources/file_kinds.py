@@ -1,13 +1,12 @@
 """Detection of a file's kind, by its first bytes and then by its name, and the reader of each kind.
 
-A reader is a function ``(file, loading) -> None`` in its own module, which is imported on first
-use.
+A reader is a function ``(file, loading) -> None``, whose module is imported on first use.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -34,14 +33,14 @@ class SourceFile(msgspec.Struct):
 Reader = Callable[[SourceFile, SourceLoader], None]
 
 READERS: dict[str, str] = {
-    "text": "ramify.sources.decode_text",
-    "pdf": "ramify.sources.pdf",
-    "sqlite": "ramify.sources.sqlite",
-    "zip": "ramify.sources.zip",
-    "tar": "ramify.sources.tar",
-    "packed": "ramify.sources.tar",  # gzip, bzip2, xz: a tar or a single file
+    "text": "ramify.sources.decode_text:read",
+    "pdf": "ramify.sources.pdf:read",
+    "sqlite": "ramify.sources.sqlite:read",
+    "zip": "ramify.sources.archives:read_zip",
+    "tar": "ramify.sources.archives:read_tar",
+    "packed": "ramify.sources.archives:read_tar",  # gzip, bzip2, xz: a tar or a single file
 }
-"""Kind -> module whose ``read`` function reads it."""
+"""Kind -> place of its reader."""
 
 _MAGIC = {
     b"SQLite format 3\0": "sqlite",
@@ -80,7 +79,7 @@ def read_file(file: SourceFile, loading: SourceLoader) -> None:
     kind = kind_of(file.name, file.data[:HEAD_BYTES])
     if file.inside and kind in ("zip", "tar", "packed"):
         raise UnreadableSource("is an archive within an archive", "unpack the outer one first")
-    reader: Reader = importlib.import_module(READERS[kind]).read
+    reader: Reader = pkgutil.resolve_name(READERS[kind])
     reader(file, loading)
 
 

@@ -52,10 +52,8 @@ def load(
     max_bytes: int = MAX_BYTES,
     max_file_s: float = MAX_FILE_S,
 ) -> LoadedContext:
-    """Read everything that ``paths`` name.
-
-        raise SourceError("no sources: name a file, a folder, or '-' for standard input")
-    the time limit for parsing one PDF."""
+    """Read everything that ``paths`` name, at most ``max_bytes``. ``max_file_s`` is the time limit
+    for parsing one PDF, in seconds. Raises SourceError with a remedy."""
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     if not names:
         raise SourceError("nothing to read: name a file, a folder, or '-' for standard input")

@@ -13,17 +13,18 @@ import mmap
 import os
 import re
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from ramify.errors import ConfigError, StoreError
+from ramify.logging import RoomLogger
 from ramify.store.blobs import BlobStore
 from ramify.store.journal import open_locked, writer, writer_file
 from ramify.store.private_files import EVALUATIONS, FILE_MODE, remove_file
 
+_log = RoomLogger("store")
 DEFAULT_MAX_BYTES = 20 << 30
 """Size above which a store warns; ``$RAMIFY_STORE_MAX_BYTES`` sets another limit."""
 GRACE_S = 3600.0
@@ -123,7 +124,7 @@ class StorePruner:
         cap = max_store_bytes()
         if size > cap:
             self._warned = True
-            warnings.warn(
+            _log.warn(
                 f"the store {self._root} holds {size / 1e9:.1f} GB, more than its limit of "
                 f"{cap / 1e9:.1f} GB: prune old runs, or set RAMIFY_STORE_MAX_BYTES",
                 stacklevel=4,

@@ -35,6 +35,7 @@ from ramify.train.config import LoraSpec as LoraSpec
 from ramify.train.config import PolicySpec as PolicySpec
 from ramify.train.config import RlSpec as RlSpec
 from ramify.train.config import Run as Run
+from ramify.train.config import Schedule as Schedule
 from ramify.train.config import SftSpec as SftSpec
 from ramify.train.config import TaskSpec as TaskSpec
 from ramify.train.config import WarmUpSpec as WarmUpSpec
@@ -119,7 +120,6 @@ from ramify.train.signals.teacher import TeacherSignal as TeacherSignal
 from ramify.train.signals.tool_use import ToolUseSignal as ToolUseSignal
 from ramify.train.trackers.base import RunInfo as RunInfo
 from ramify.train.trackers.base import Tracker as Tracker
-from ramify.train.training_loop import Schedule as Schedule
 from ramify.types.sequence import Batch as Batch
 from ramify.types.sequence import TokenSequence as TokenSequence
 from ramify.types.trajectory import Group as Group

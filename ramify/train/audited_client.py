@@ -5,10 +5,11 @@ exactly those (``selfcheck.py``). Rollout workers send what theirs remember to t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from ramify.clients.base import Request
 from ramify.inference.base import InferenceClient
+from ramify.progress import heartbeat
 from ramify.types.message import Reply
 
 
@@ -23,14 +24,11 @@ class AuditedClient:
         self.window = client.window
         self.price = client.price
         self.client = client
-        self.on_reply: Callable[[], None] | None = None
-        """Called after each reply."""
         self._paths: deque[set[int]] = deque([set()], maxlen=max_token_staleness + 1)
 
     async def complete(self, request: Request) -> Reply:
         reply = await self.client.complete(request)
-        if self.on_reply is not None:
-            self.on_reply()
+        heartbeat()
         if reply.prompt_ids is not None and reply.token_ids is not None:
             self._paths[-1].add(hash((*reply.prompt_ids, *reply.token_ids)))
         return reply

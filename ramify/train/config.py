@@ -42,7 +42,30 @@ from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import BUDGET
 from ramify.train.signals.signal_reader import signals_of
-from ramify.train.training_loop import Schedule
+
+STALL_S = 1800.0
+"""Default of ``Run.stall_s``: the longest time in seconds without progress."""
+
+
+class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How often a run evaluates and saves. Steps are counted within a stage."""
+
+    evaluate_every: int | None = 5
+    """Steps between evaluations on the validation stream, in a stage with rollouts; None: only at
+    the end of the stage."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints, in addition to those after each evaluation (including the first)
+    and at the end of each stage; None: no others."""
+    save_rollouts_every: int | None = None
+    """Steps between complete saves of a step's rollouts in OUT/rollouts, to look at or learn from
+    (``sft.trajectories``); None: no saves."""
+    keep_last: int = 2
+    keep_best: int = 1
+
+    def __post_init__(self) -> None:
+        check_optional("schedule", "never", checkpoint_every=self.checkpoint_every)
+        check_optional("schedule", "never", save_rollouts_every=self.save_rollouts_every)
+        check_optional("schedule", "only at the stage's end", evaluate_every=self.evaluate_every)
 
 
 class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -293,7 +316,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     inference: InferenceSpec | None = None
     """Inference engines in separate processes; None: the engine in the trainer's process, which
     shares the trainer's weights."""
-    stall_s: float = 1800.0
+    stall_s: float = STALL_S
     """Longest time in seconds without any progress (no reply, rollout or step completes) before the
     run ends with all stacks in OUT/stalled.txt."""
     placement: PlacementSpec | None = None

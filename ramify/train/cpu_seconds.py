@@ -15,12 +15,13 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from ramify.inference.local.step_timing import StepTiming
+from ramify.train.run_lines import RunLines
 
 FILE = "processors.jsonl"
 
@@ -37,6 +38,9 @@ class CpuSeconds(msgspec.Struct, frozen=True, kw_only=True):
     sessions_s: float
     """CPU time of all child processes, where sessions run."""
     engine: list[StepTiming]
+
+
+CPU_SECONDS = RunLines(FILE, CpuSeconds)
 
 
 class CpuMeter:
@@ -88,39 +92,3 @@ def below_s() -> float:
             total += ticks[number]
             remaining.append(number)
     return total / os.sysconf("SC_CLK_TCK") if total else 0.0
-
-
-# --- the file
-
-
-def write(folder: Path, spent: CpuSeconds) -> None:
-    """Append a line with a single write."""
-    line = msgspec.json.encode(spent) + b"\n"
-    with (folder / FILE).open("ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":  # a line torn by a kill must not swallow this one
-                line = b"\n" + line
-        file.write(line)
-
-
-def read(folder: Path) -> Iterator[CpuSeconds]:
-    """The lines in a run's folder, in order. Skips a torn line; yields nothing if there is no
-    file."""
-    path = folder / FILE
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            yield msgspec.json.decode(line, type=CpuSeconds)
-
-
-def cut(folder: Path, step: int) -> None:
-    """Drop lines after ``step``; atomic."""
-    path = folder / FILE
-    if path.exists():
-        fresh = path.with_suffix(".tmp")
-        fresh.write_bytes(
-            b"".join(
-                msgspec.json.encode(spent) + b"\n" for spent in read(folder) if spent.step <= step
-            )
-        )
-        fresh.replace(path)

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation during training, by name.
+"""Evaluating the policy during training: attempts at the items of a split, and metrics by name.
 
 Scores only include attempts that could be judged. An attempt that failed for reasons outside the
 policy (no session, a lost engine, an error in the score; see ``evaluate/attempt.py``) is counted in
@@ -11,12 +11,37 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+import msgspec
+
+from ramify.engine.rlm import RLM
 from ramify.logging import RoomLogger
-from ramify.tasks.base import Item, total
+from ramify.tasks.base import Item, Task, items_of, total
+from ramify.train.config import Run
 from ramify.train.metrics import passes
+from ramify.train.placement.rollout_workers import RolloutSource
+from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.types.trajectory import Group, Trajectory
 
 _log = RoomLogger("train")
+
+
+async def evaluate(
+    run: Run, task: Task, rlm: RLM, workers: RolloutSource | None, split: str
+) -> dict[str, float]:
+    """Mean reward on the first items of ``split``, overall and by kind, if enough attempts could be
+    judged. ``workers``: processes that run the rollouts; None: this process."""
+    spec = run.evaluate
+    options = msgspec.structs.replace(
+        run.rl.rollout if run.rl is not None else RolloutOptions(),
+        group=spec.attempts,
+        temperature=spec.temperature,
+    )
+    rollouter = Rollouter(rlm, task, options, seed=run.seed, rollout_worker=workers)
+    split_items = items_of(task, split)
+    num = spec.num if split != "validation" or spec.validation is None else spec.validation
+    items = [split_items[index] for index in range(min(num, len(split_items)))]
+    groups = await rollouter.groups(items, -1, f"evaluating {split}")
+    return report(split, items, groups, task.weights, max_failed=spec.max_failed)
 
 
 def report(

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
-import inspect
-import os
-import sys
-from collections.abc import AsyncIterator, Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ramify.errors import ConfigError
 from ramify.logging import RUN_LOG, LogFile, RoomLogger, run_log
 from ramify.progress import report_progress
-from ramify.train.assemble import RunParts
+from ramify.train.assemble import assemble
 from ramify.train.backends import launch
 from ramify.train.checkpoint import FOLDER, CheckpointState, check_config, find, read_state, verify
 from ramify.train.config import Run, plain
 from ramify.train.lock import locked
 from ramify.train.metrics import StepMetrics
+from ramify.train.open_run import opened_run
 from ramify.train.preflight import check_folder
 from ramify.train.recipe import with_defaults
 from ramify.train.trackers.base import RunTrackers
-from ramify.train.training_loop import TrainingLoop
 
 _log = RoomLogger("train")
+_IN_LOG = (
+    "loss",
+    "reward",
+    "validation/reward",
+    "test/reward",
+    "failed_rollouts",
+    "work_s",
+    "learn_s",
+)
+"""Metrics that run.log repeats; metrics.jsonl has all."""
 FREE = (
     "schedule.",
     "compute.shard.",
@@ -44,13 +49,6 @@ FREE = (
 )
 """Fields that may differ when a run is resumed: they only change how long it is trained, not
 how."""
-_PARTS = ("teachers", "rollout_workers", "client", "trained", "services", "hosts")
-"""Parts of ``RunParts`` in the order in which they are closed: callers before the parts they
-call."""
-_SWITCH_S = 5e-4
-"""How long one thread may keep the interpreter from another. The event loop's thread, which talks
-to sessions, waits for the engine's thread after each system call; with Python's 5 ms, a step of
-rollouts takes a fifth longer."""
 
 
 def train(
@@ -114,96 +112,26 @@ def _train(
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None
 
     def measured(metrics: StepMetrics) -> None:
+        values: dict[str, Any] = {
+            name: value for name, value in metrics.values.items() if name in _IN_LOG
+        }
+        text = f"{metrics.stage}: step {metrics.step}, after {metrics.at_s:.0f} s"
+        _log.info("step", text, step=metrics.step, stage=metrics.stage, **values)
         trackers(metrics)
         if listener is not None:
             listener(metrics)
 
     async def execute() -> CheckpointState:
-        async with building(
-            run, out, checkpoint, listener=measured, on_stall=on_stall, on_start=log.begin
-        ) as loop:
+        with report_progress("preparing", note="task, demonstrations and policy"):
+            parts = assemble(run)
+        async with opened_run(
+            parts, out, checkpoint, listener=measured, on_stall=on_stall, on_start=log.begin
+        ) as trainer:
             with trackers.opened(run.name, out, plain(run), resumed_at):
-                return await loop.run(checkpoint)
+                return await trainer.run(checkpoint)
 
     return asyncio.run(execute())
 
 
-@contextlib.asynccontextmanager
-async def building(
-    run: Run,
-    out: Path,
-    checkpoint: Path | None = None,
-    *,
-    listener: Callable[[StepMetrics], None] | None = None,
-    on_stall: Callable[[str], None] | None = None,
-    on_start: Callable[[], None] = lambda: None,
-) -> AsyncIterator[TrainingLoop]:
-    """The training loop of ``run``, with everything that it needs open inside the block. All checks
-    are done here, including that it can continue from ``checkpoint``. ``on_start`` is called when
-    they have passed."""
-    with report_progress("preparing", note="task, demonstrations and policy"):
-        parts = RunParts(run)
-    interval = sys.getswitchinterval()
-    async with closing({part: partial(_close, parts, part) for part in _PARTS}):
-        if checkpoint is not None:
-            parts.check_fits(checkpoint)
-        on_start()
-        _log.info(
-            "run_started",
-            f"the run {f'continues from {checkpoint}' if checkpoint else 'begins'}",
-            name=run.name,
-            folder=out,
-            process=os.getpid(),
-        )
-        sys.setswitchinterval(_SWITCH_S)
-        gc.collect()
-        # Demonstrations and their rows stay in memory: scanning them in every garbage collection
-        # would cost a tenth of a step.
-        gc.freeze()
-        try:
-            with report_progress("preparing", note="engine and sandbox"):
-                await parts.start(out)
-            async with parts.rlm:
-                yield parts.loop(out, listener, on_stall)
-        finally:
-            gc.unfreeze()
-            sys.setswitchinterval(interval)
-
-
-@contextlib.asynccontextmanager
-async def closing(parts: Mapping[str, Callable[[], object]]) -> AsyncIterator[None]:
-    """Close ``parts`` in order when the block ends, whatever happens in it and to each of them. The
-    first failure is raised; later ones are logged."""
-    async with contextlib.AsyncExitStack() as stack:
-        for part, close in reversed([*parts.items()]):
-            await stack.enter_async_context(_closed(part, close))
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _closed(part: str, close: Callable[[], object]) -> AsyncIterator[None]:
-    try:
-        yield
-    except BaseException:
-        try:
-            await _done(close())
-        except Exception as error:  # noqa: BLE001 (the first error is raised)
-            text = f"{part} could not be closed: {type(error).__name__}: {error}"
-            _log.warning("close_failed", text, shown=True, part=part)
-        raise
-    await _done(close())
-
-
 def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
-
-
-async def _done(result: object) -> None:
-    if inspect.isawaitable(result):
-        await result
-
-
-def _close(parts: RunParts, part: str) -> object:
-    """Close a part if it was opened."""
-    opened = getattr(parts, part)
-    return opened.close() if opened is not None else None

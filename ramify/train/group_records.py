@@ -13,9 +13,8 @@ had begun (``CheckpointState.pending``) the numbers are complete: each occurs ex
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +22,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.train.checkpoint import CheckpointStore, read_state
+from ramify.train.run_lines import RunLines
 from ramify.types.trajectory import Group
 
 FILE = "groups.jsonl"
@@ -50,6 +50,9 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of the rollouts that have a reward."""
     failed: list[str] = []
     """Ids of the other rollouts, including those that were given up."""
+
+
+GROUPS = RunLines(FILE, GroupRecord)
 
 
 class GroupRecords(msgspec.Struct, frozen=True):
@@ -101,44 +104,6 @@ def _version(group: Group) -> int | None:
     return min((span.version for reply in replies for span in reply.versions or ()), default=None)
 
 
-def write(folder: Path, records: Sequence[GroupRecord], step: int) -> None:
-    """Append ``records``, decided in step ``step``, with a single write."""
-    path = folder / FILE
-    lines = b"".join(
-        msgspec.json.encode(msgspec.structs.replace(record, step=step)) + b"\n"
-        for record in records
-    )
-    if not lines:
-        return
-    with path.open("ab+") as file:
-        if file.tell():
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":  # a line torn by a kill must not swallow the next one
-                lines = b"\n" + lines
-        file.write(lines)
-
-
-def read(folder: Path) -> Iterator[GroupRecord]:
-    """The lines in a run's folder, in order. Skips a torn line; yields nothing if there is no
-    file."""
-    path = folder / FILE
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            yield msgspec.json.decode(line, type=GroupRecord)
-
-
-def cut(folder: Path, step: int) -> None:
-    """Drop lines after ``step``; atomic."""
-    kept = b"".join(
-        msgspec.json.encode(record) + b"\n" for record in read(folder) if record.step <= step
-    )
-    path = folder / FILE
-    if kept or path.exists():
-        fresh = path.with_suffix(".tmp")
-        fresh.write_bytes(kept)
-        fresh.replace(path)
-
-
 def read_group_records(folder: Path) -> GroupRecords:
     """The outcomes of all groups up to the last checkpoint of the run in ``folder``; later groups
     will be repeated. Empty before the first checkpoint. Raises ConfigError if the folder does not
@@ -155,7 +120,7 @@ def read_group_records(folder: Path) -> GroupRecords:
             )
         return GroupRecords({}, [], [], [])
     state = read_state(checkpoint)
-    records = [record for record in read(folder) if record.step <= state.step]
+    records = [record for record in GROUPS.read(folder) if record.step <= state.step]
     times = Counter([*(record.number for record in records), *state.pending])
     return GroupRecords(
         dict(Counter(record.outcome for record in records)),

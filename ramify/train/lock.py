@@ -16,15 +16,16 @@ import errno
 import fcntl
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from ramify.errors import ConfigError, RunInUse
+from ramify.logging import RoomLogger
 from ramify.store.journal import JournalWriter, this_process
 
+_log = RoomLogger("train")
 FILE = ".lock"
 _PATIENCE_S = 0.5
 """How long to retry: a reader that checks whether a run is live holds the lock for an instant."""
@@ -101,7 +102,7 @@ def _wait(fd: int, path: Path) -> None:
                     f"{path.parent} does not support locks ({error.strerror}): a second run can "
                     "write to it at the same time"
                 )
-                return warnings.warn(text, stacklevel=2)
+                return _log.warn(text, stacklevel=2)
             if time.monotonic() > deadline:
                 raise RunInUse(
                     f"the run's folder {path.parent} is being written by {_holder_in(path)}: "

@@ -3,10 +3,8 @@
     {"step": 12, "stage": "rl", "at_s": 41.2,
      "values": {"reward": 0.46, "sampled_tokens": 8123, …}}
 
-Each line is written with a single ``write``, so a killed run leaves complete lines except perhaps
-the last, which readers skip. Live views use a listener; the web page and the terminal view read the
-same lines. On resume, lines after the checkpoint are dropped, since these steps will be measured
-again.
+Live views use a listener; the web page and the terminal view read the same lines
+(``run_lines.py``).
 
 Metrics of a step's rollouts, in addition to those of their algorithm:
 
@@ -19,9 +17,7 @@ Metrics of a step's rollouts, in addition to those of their algorithm:
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +27,7 @@ import msgspec
 from ramify.evaluate.evaluation_report import RIGHT
 from ramify.evaluate.statistics import pass_at_k
 from ramify.tasks.base import total
+from ramify.train.run_lines import RunLines
 from ramify.types.trajectory import Call, Group, Trajectory
 
 FILE = "metrics.jsonl"
@@ -50,29 +47,24 @@ class StepMetrics(msgspec.Struct, frozen=True):
     evaluations on those splits."""
 
 
+METRICS = RunLines(FILE, StepMetrics)
+
+
 class MetricsFile:
-    """The run's metrics file, open for appending."""
+    """The metrics file of a run in progress."""
 
     def __init__(self, folder: Path, listener: Callable[[StepMetrics], None] | None = None) -> None:
-        self.path = folder / FILE
+        self._folder = folder
         self._listener = listener
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.lseek(self._file, 0, os.SEEK_END)
-        if not _ends_a_line(self.path):
-            os.write(self._file, b"\n")  # a line torn by a kill must not swallow the next one
+        (folder / FILE).touch()
 
     def write(self, step: int, stage: str, at_s: float, values: Mapping[str, float]) -> StepMetrics:
         finite = {name: _rounded(value) for name, value in values.items() if math.isfinite(value)}
         measured = StepMetrics(step, stage, round(at_s, 3), finite)
-        os.write(self._file, msgspec.json.encode(measured) + b"\n")
+        METRICS.append(self._folder, [measured])
         if self._listener is not None:
             self._listener(measured)
         return measured
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
 
 
 def read_metrics(folder: Path) -> Iterator[StepMetrics]:
@@ -82,35 +74,12 @@ def read_metrics(folder: Path) -> Iterator[StepMetrics]:
     Example:
         [row.values["reward"] for row in train.read_metrics(Path("runs/tiny")) if row.stage == "rl"]
     """
-    path = folder / FILE
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            yield msgspec.json.decode(line, type=StepMetrics)
-
-
-def cut(folder: Path, step: int) -> None:
-    """Drop lines after ``step``; atomic."""
-    kept = b"".join(
-        msgspec.json.encode(line) + b"\n" for line in read_metrics(folder) if line.step <= step
-    )
-    path = folder / FILE
-    fresh = path.with_suffix(".tmp")
-    fresh.write_bytes(kept)
-    fresh.replace(path)
+    return METRICS.read(folder)
 
 
 def _rounded(value: float) -> float:
     """Round to seven digits, the precision of a 32-bit float."""
     return float(f"{value:.7g}")
-
-
-def _ends_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if not size:
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
 
 
 # --- metrics of rollouts

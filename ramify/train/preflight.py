@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import warnings
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,13 +38,13 @@ def check_task(run: Run, task: Task) -> None:
         text = skipped if run.task.validate else f"{skipped} (task.validate=false)"
         _log.warning("task_not_checked", text, shown=True, task=run.task.name)
     if run.rl is not None and run.rl.rollout.group == 1 and run.rl.algorithm.has_group_baseline:
-        warnings.warn(
+        _log.warn(
             "a group of one has no other rollout to compare with: every advantage is 0, and "
             "nothing will be learned; set rl.rollout.group to 2 or more",
             stacklevel=2,
         )
     if run.rl is not None and run.rl.loss.kl_beta and run.rl.loss.kl == "k1":
-        warnings.warn(
+        _log.warn(
             "rl.loss.kl=k1: the gradient of k1 does not depend on the reference, so it does not "
             "keep the policy near it; use k2 or k3+, or rl.algorithm.kl_reward, which uses k1",
             stacklevel=2,

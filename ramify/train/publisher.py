@@ -1,12 +1,30 @@
-"""Publishing the policy: send its weights to the engine, save it, and restore a saved one."""
+"""Publishing the policy: its weights on their way to the engines, and which the engines have.
+
+                  a step of learning
+        CURRENT ─────────────────────> BEHIND
+           ▲  ▲        publish            │ sleep, before learning on the same devices
+           │  └───────────────────────────┤
+           └──────────── publish ──── ASLEEP
+
+Decides when weights are sent, that engines wake before it, and that they are checked after it. Not
+here: how weights travel (``inference/weight_sync``), and what is compared (``selfcheck.py``).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator
+import enum
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ramify.logging import RoomLogger
+from ramify.train.backends.base import Backend
+from ramify.train.run_record import RunRecord
+from ramify.train.selfcheck import SelfCheck
+from ramify.train.watchdog import WatchedThread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,9 +36,140 @@ if TYPE_CHECKING:
     from ramify.train.backends.base import TrainedModel
 
 
-class PolicyPublisher:
-    """Interface of the training loop to the policy: publish it to the engine, save it, and load a
-    saved one."""
+_log = RoomLogger("train")
+T = TypeVar("T")
+
+
+class PolicyHandle(Protocol):
+    """What a run does with the policy except training it."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights published last, as the engine reports it for each token."""
+        ...
+
+    async def publish(self) -> None:
+        """Send the current weights to the engine."""
+        ...
+
+    async def sleep(self) -> bool:
+        """Have engines on the trainer's devices release their memory until ``publish``. Returns
+        whether there are any."""
+        ...
+
+    def release_memory(self) -> None:
+        """Return device memory that the trainer caches but does not use."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the policy in Hugging Face's layout."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Load weights that ``save`` wrote."""
+        ...
+
+
+class EnginePhase(enum.Enum):
+    """What the engines do, and which weights they have."""
+
+    CURRENT = "current"
+    """They answer with the newest weights."""
+    BEHIND = "behind"
+    """They answer with older weights than those that are trained."""
+    ASLEEP = "asleep"
+    """They have released their memory to the trainer and do not answer."""
+
+
+class Publisher:
+    """Publishes the policy of a run, and checks that the engines use it."""
+
+    def __init__(
+        self,
+        policy: PolicyHandle,
+        record: RunRecord,
+        thread: WatchedThread,
+        check: SelfCheck | None = None,
+    ) -> None:
+        self.policy = policy
+        self.thread = thread
+        self.check = check
+        self.phase = EnginePhase.BEHIND
+        self.backend: Backend | None = None
+        """The backend of the current stage, with which engines are compared."""
+        self.changing = asyncio.Lock()
+        """Held while weights change, until the engines have them."""
+        self._record = record
+
+    def learned(self) -> None:
+        """Note that the weights have changed."""
+        if self.phase is EnginePhase.CURRENT:
+            self.phase = EnginePhase.BEHIND
+
+    async def sleep(self) -> dict[str, float]:
+        """Have engines on the trainer's devices sleep until weights are published. Returns how long
+        that took."""
+        started = time.monotonic()
+        sleeping = self.thread.watch.bounded(
+            f"letting the engines sleep before step {self._record.state.step + 1}",
+            self.policy.sleep(),
+        )
+        if not await sleeping:
+            return {}
+        self.phase = EnginePhase.ASLEEP
+        return {"sleep_s": time.monotonic() - started}
+
+    async def publish(self) -> None:
+        """Publish the newest weights to the engine, and check that it uses them."""
+        if self.phase is EnginePhase.CURRENT:
+            return
+        state = self._record.state
+        if self.phase is EnginePhase.ASLEEP:
+            await self.thread.run(state.step + 1, self.policy.release_memory)
+            self.phase = EnginePhase.BEHIND
+        started = time.monotonic()
+        await self.thread.watch.bounded(
+            f"publishing the weights after step {state.step}", self.policy.publish()
+        )
+        self.phase = EnginePhase.CURRENT
+        state.version += 1
+        _log.info(
+            "weight_sync",
+            f"the engine has version {self.policy.version} of the weights",
+            version=self.policy.version,
+            step=state.step,
+            seconds=time.monotonic() - started,
+        )
+        await self._check_engine()
+
+    async def rejoin(self, give: Callable[[], Awaitable[bool]]) -> None:
+        """Give an engine that is back the current weights (``give``) between two steps, and check
+        it like the others. An error here ends the run."""
+        try:
+            async with self.changing:
+                if await give():
+                    await self._check_engine()
+        except Exception as error:  # noqa: BLE001 (raised again in the run's next wait)
+            self.thread.watch.fail(error)
+
+    async def load(self, folder: Path) -> None:
+        """Load a saved policy, to publish it next."""
+        await self.thread.run(self._record.state.step + 1, self.policy.load, folder)
+        self.learned()
+
+    async def _check_engine(self) -> None:
+        if self.check is not None and self.backend is not None:
+            step = self._record.state.step
+
+            def in_thread(work: Callable[..., T], *arguments: Any) -> Awaitable[T]:
+                return self.thread.run(step + 1, work, *arguments)
+
+            checking = self.check.engine(self.backend, in_thread)
+            await self.thread.watch.bounded(f"checking the engine after step {step}", checking)
+
+
+class PolicyWeights:
+    """The trained weights in the form that the engine needs: sent, saved and loaded again."""
 
     def __init__(
         self,

@@ -26,7 +26,8 @@ from ramify.clients.base import Request, Sampling
 from ramify.errors import TrainError
 from ramify.inference.base import EngineLost, InferenceClient, engines_of
 from ramify.train.audited_client import AuditedClient
-from ramify.train.backends.base import Backend
+from ramify.train.backends.base import ROUNDING, Backend, ComputeSpec
+from ramify.train.config import Run
 from ramify.train.data.pack import pack
 from ramify.types.message import Message
 from ramify.types.sequence import Batch, TokenSequence
@@ -47,6 +48,13 @@ _MIN_POSITIONS = 32
 """Minimum number of positions for which bitwise equality is meaningful."""
 _NUM_COMPARED = 1024
 """Number of values compared per matrix."""
+_TOLERANCE = 1e-4
+"""Largest difference of two log-probabilities if engine and trainer compute in fp32."""
+_FOREIGN_TOLERANCE = 1e-3
+"""The same if the kernels of another engine computed them."""
+_COARSE = 0.3
+"""The same if either computes in half precision; more on paths of unlikely tokens
+(``ROUNDING``)."""
 
 
 class EngineScores(NamedTuple):
@@ -69,6 +77,22 @@ class CanaryLimits(NamedTuple):
     applies."""
     hint: str
     """Text for the error: both precisions, and the options that set them."""
+
+
+def canary_limits(run: Run, dtype: str, compute: ComputeSpec) -> CanaryLimits:
+    """How much log-probabilities of engine and trainer may differ, according to the coarser
+    precision. ``dtype``: the engine's."""
+    spec = run.inference
+    is_exact = dtype == "float32" and compute.precision == "fp32"
+    hint = f"the engine computes in {dtype} and the trainer in {compute.precision}"
+    if not is_exact:
+        hint += "; set policy.dtype=float32 and compute.precision=fp32 to rule out rounding"
+    if spec is not None and spec.tolerance is not None:
+        return CanaryLimits(spec.tolerance, 0.0, hint)
+    if not is_exact:
+        return CanaryLimits(_COARSE, ROUNDING, hint)
+    is_ours = spec is None or spec.engine == "ramify"
+    return CanaryLimits(_TOLERANCE if is_ours else _FOREIGN_TOLERANCE, 0.0, hint)
 
 
 class SelfCheck:

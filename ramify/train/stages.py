@@ -6,7 +6,7 @@
 
 Decides the size and options of each stage, and how a step's rollouts are split into minibatches.
 Not here: which rollouts a step gets (``group_queue.py``), and what happens with the data, which is
-the same for all stages (``training_loop.py``).
+the same for all stages (``trainer.py``).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ stuck and where.
     await watch.bounded("learning", work)   its result; TrainError without progress for ``stall_s``
     watch.moved()                           report progress: a reply, a rollout, a batch, …
     watch.fail(error)                       raise this error in the current waits and all later ones
+    await torch.run(step, work, …)          the same for work in the thread that changes weights
 
 A separate thread detects stalls, so that it also notices if the event loop itself is stuck. It
 writes all stacks (threads, tasks, and the output of ``others``, e.g. of ranks) to OUT/stalled.txt
@@ -227,6 +228,27 @@ class SerialThread:
             except BaseException as error:  # noqa: BLE001 (raised where the result is awaited)
                 future.set_exception(error)
             del work, future
+
+
+class WatchedThread:
+    """The thread in which weights change; each wait for it is bounded by ``watch``."""
+
+    def __init__(self, watch: RunWatchdog, name: str = "ramify-train") -> None:
+        self.watch = watch
+        self._thread = SerialThread(name)
+
+    async def run(self, step: int, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of ``work``, which is part of step ``step`` (counted from 1)."""
+        name = getattr(work, "__name__", "work").strip("_")
+        running = self._thread.run(work, *arguments)
+        return await self.watch.bounded(
+            f"'{name}' in step {step}", running, thread=self._thread.name
+        )
+
+    def close(self, *, is_stalled: bool) -> None:
+        """Wait for the current work, unless it is stuck, and end the watch."""
+        self._thread.close(0 if is_stalled else None)
+        self.watch.close()
 
 
 def _end(wait: _Wait, error: BaseException) -> None:

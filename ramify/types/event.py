@@ -162,7 +162,7 @@ class ToolAnswered(Event, frozen=True, tag="ToolAnswered"):
 
 
 class NoteAdded(Event, frozen=True, tag="Noted"):
-    """Something a reader should know: a retry, a compaction or a deferred answer.
+    """Something a reader should know: a retry, a compaction, a deferred answer or a warning.
 
     Example:
         NoteAdded(call="0", text="retried after 1.5 s")
@@ -170,6 +170,8 @@ class NoteAdded(Event, frozen=True, tag="Noted"):
 
     call: str
     text: str
+    is_warning: bool = False
+    """True for a warning about the run as a whole, such as one about a weak sandbox."""
 
 
 class CallEnded(Event, frozen=True, tag="CallEnded"):
@@ -319,6 +321,8 @@ class TrajectoryFold:
                     self.trajectory.cost = event.cost
             case ScoreAdded():
                 note_score(self.trajectory, event)
+            case NoteAdded(is_warning=True):
+                self.trajectory.warnings.append(event.text.removeprefix("warning: "))
             case _:
                 pass
 

@@ -216,6 +216,8 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     started_at: float = 0.0
     """Unix time."""
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+    warnings: list[str] = msgspec.field(default_factory=list)
+    """Warnings about the run as a whole, such as one about a weak sandbox."""
 
     @property
     def root(self) -> Call:

@@ -112,12 +112,10 @@ def test_what_was_spent_is_written_and_cut(tmp_path: Path) -> None:
     assert spent.loop_s > 0
     assert spent.cores >= 1
     for step in (1, 2, 3):
-        cpu_seconds.write(
-            tmp_path,
-            CpuSeconds(step=step, cores=2, loop_s=0.5, sessions_s=1.5, engine=spent.engine),
-        )
-    cpu_seconds.cut(tmp_path, 2)
-    assert [(each.step, each.sessions_s) for each in cpu_seconds.read(tmp_path)] == [
+        again = CpuSeconds(step=step, cores=2, loop_s=0.5, sessions_s=1.5, engine=spent.engine)
+        cpu_seconds.CPU_SECONDS.append(tmp_path, [again])
+    cpu_seconds.CPU_SECONDS.cut(tmp_path, 2)
+    assert [(each.step, each.sessions_s) for each in cpu_seconds.CPU_SECONDS.read(tmp_path)] == [
         (1, 1.5),
         (2, 1.5),
     ]

@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ramify.cli.cluster import SIMULATE
@@ -14,13 +15,11 @@ from ramify.cluster.simulate import SimulationSetting, simulate
 from ramify.cluster.simulation_inputs import measured
 from ramify.errors import ConfigError
 from ramify.train.checkpoint import CheckpointState, CheckpointStore
-from ramify.train.config import EvaluateSpec, SftSpec, TaskSpec
+from ramify.train.config import EvaluateSpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.sft_data import write
 from ramify.train.execute import train
-from ramify.train.group_records import GroupRecord
-from ramify.train.group_records import write as write_accounts
+from ramify.train.group_records import GROUPS, GroupRecord
 from ramify.train.metrics import MetricsFile
-from ramify.train.training_loop import Schedule
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Call, Cell, Trajectory, Turn
 from tests.train.small import small
@@ -73,7 +72,6 @@ def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts
         if step == 2:
             at_s += EVALUATE_S
             metrics.write(step, "rl", at_s, {"evaluate_s": EVALUATE_S})
-    metrics.close()
     sample, told = (
         {"items": items, "max_items": 9, "straggler_factor": 3.0, **rollouts},
         {"group": group, "concurrency": 64},
@@ -92,7 +90,7 @@ def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts
         )
         for number in range(9)
     ]
-    write_accounts(out, accounts, 1)
+    GROUPS.append(out, [msgspec.structs.replace(each, step=1) for each in accounts])
     return out
 
 

@@ -169,7 +169,6 @@ def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
             "length_mean": 20.0,
         }
         written.write(step, "rl", 0.0, values)
-    written.close()
     found = plan(placed(), PlanOptions(measured=tmp_path))
     assert found.seconds is not None
     assert (found.seconds.sampling, found.seconds.learning) == (2.0, 1.0)
@@ -181,7 +180,6 @@ def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
         zero_variance.write(
             step, "rl", 0.0, {"work_s": 4.0, "learn_s": 0.0, "sampled_tokens": 200.0}
         )
-    zero_variance.close()
     with pytest.raises(ConfigError, match=r"no step of .* that counts learnt anything"):
         plan(placed(), PlanOptions(measured=tmp_path))
     with pytest.raises(

@@ -207,7 +207,7 @@ def test_bombs_do_not_go_off(tmp_path: Path, make: Callable[[], bytes]):
 
 
 def test_a_zip_of_very_many_members_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ramify.sources.archive.MAX_MEMBERS", 10)
+    monkeypatch.setattr("ramify.sources.archives.MAX_MEMBERS", 10)
     files = {f"{number}.txt": b"x" for number in range(11)}
     for name, data in (("z.zip", make_zip(files)), ("t.tar", make_tar(files))):
         (tmp_path / name).write_bytes(data)

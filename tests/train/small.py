@@ -13,10 +13,18 @@ from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec, WarmUpSpec
+from ramify.train.config import (
+    EvaluateSpec,
+    PolicySpec,
+    RlSpec,
+    Run,
+    Schedule,
+    SftSpec,
+    TaskSpec,
+    WarmUpSpec,
+)
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.training_loop import Schedule
 from ramify.types.trajectory import Trajectory
 
 SHAPE = {

@@ -16,7 +16,7 @@ from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.sft import SFT
-from ramify.train.assemble import RunParts
+from ramify.train.assemble import assemble
 from ramify.train.backends.base import OptimizerSpec, ShardSpec
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, check_config, read_state
 from ramify.train.config import (
@@ -31,8 +31,9 @@ from ramify.train.config import (
     WarmUpSpec,
     plain,
 )
-from ramify.train.execute import closing, train
+from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
+from ramify.train.open_run import closing
 from ramify.train.recipe import load_recipe, stored
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.shown import heard
@@ -48,10 +49,6 @@ def changed(part: str, **fields: Any) -> Run:
     return msgspec.structs.replace(
         run, **{part: msgspec.structs.replace(getattr(run, part), **fields)}
     )
-
-
-def close(made: RunParts) -> None:
-    asyncio.run(made.client.close())
 
 
 @pytest.mark.parametrize(
@@ -138,8 +135,7 @@ def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_starte
 ) -> None:
     from ramify.models.load import save_policy
 
-    other = RunParts(changed("policy", shape={**SHAPE, "hidden_size": 48}))
-    close(other)
+    other = assemble(changed("policy", shape={**SHAPE, "hidden_size": 48}))
     run = small(inference=InferenceSpec())
     CheckpointStore(tmp_path).save(
         CheckpointState(step=1, config=plain(run)),
@@ -155,14 +151,13 @@ def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_starte
 def test_a_policy_without_its_templates_tokens_is_refused(tmp_path: Path) -> None:
     from ramify.models.load import save_policy
 
-    made = RunParts(small())
-    close(made)
+    made = assemble(small())
     save_policy(made.policy, tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         path = tmp_path / name
         path.write_text(path.read_text().replace("<|a|>", "<|b|>"))
     with pytest.raises(ConfigError, match=r"<\|a\|>"):
-        RunParts(changed("policy", path=str(tmp_path), shape={}))
+        assemble(changed("policy", path=str(tmp_path), shape={}))
 
 
 def test_the_packaged_policy_has_a_name() -> None:
@@ -170,30 +165,28 @@ def test_the_packaged_policy_has_a_name() -> None:
     from ramify.models.fingerprint import fingerprint
     from ramify.models.load import load_policy
 
-    made = RunParts(changed("policy", path="tiny", shape={}))
-    close(made)
+    made = assemble(changed("policy", path="tiny", shape={}))
     assert fingerprint(made.policy.model) == fingerprint(load_policy(TINY, device="cpu").model)
 
 
 def test_demonstrations_longer_than_the_window_are_left_out_aloud() -> None:
     said: list[str] = []
     with heard(said.append):
-        made = RunParts(changed("policy", shape={**SHAPE, "max_position_embeddings": 200}))
-    close(made)
+        made = assemble(changed("policy", shape={**SHAPE, "max_position_embeddings": 200}))
     assert max(map(len, made.rows)) <= 200
     assert "demonstration sequences are left out: the longest has" in said[0]
 
 
 def test_a_group_of_one_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="a group of one has no other rollout to compare with"):
-        close(RunParts(changed("rl", rollout=RolloutOptions(group=1))))
+        assemble(changed("rl", rollout=RolloutOptions(group=1)))
     with pytest.warns(
         UserWarning, match=r"rl\.loss\.kl=k1: the gradient of k1 does not depend on the reference"
     ):
-        close(RunParts(changed("rl", loss=LossSpec(kl_beta=0.1, kl="k1"))))
+        assemble(changed("rl", loss=LossSpec(kl_beta=0.1, kl="k1")))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        close(RunParts(small()))
+        assemble(small())
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from ramify.inference.base import TINY
 from ramify.models import checksums
 from ramify.models.load import load_policy, save_policy
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state, verify
+from ramify.train.config import Schedule
 from ramify.train.losses.loss import LossSpec
 from ramify.train.recipe import stored
-from ramify.train.training_loop import Schedule
 from tests.shown import train
 from tests.train.small import small, weights_of
 

@@ -20,12 +20,11 @@ from ramify.tasks.base import Item
 from ramify.tasks.text_env import env_task
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.checkpoint import CheckpointStore
-from ramify.train.config import PolicySpec, SftSpec, TaskSpec
+from ramify.train.config import PolicySpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.data.sft_data import write
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.training_loop import Schedule
 from tests.shown import train
 from tests.train.small import SHAPE, small
 from tests.train.test_loop import read_rows

@@ -23,10 +23,9 @@ from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.train import group_records
-from ramify.train.config import EvaluateSpec, Run, TaskSpec
+from ramify.train.config import EvaluateSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.training_loop import Schedule
 from ramify.types.trajectory import Trajectory
 from tests.processes import kill
 from tests.shown import train
@@ -82,7 +81,7 @@ def same(out: Path, calm: Path) -> None:
     """Each group once, with the same outcome, and the same policy at the end."""
     assert group_records.read_group_records(out).balanced
     ours, theirs = (
-        [(each.step, each.number, each.outcome) for each in group_records.read(each)]
+        [(each.step, each.number, each.outcome) for each in group_records.GROUPS.read(each)]
         for each in (out, calm)
     )
     assert ours == theirs
@@ -177,7 +176,7 @@ def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
             assert process.wait() == 0, log.read_text()
         finally:
             process.terminate()
-    step = [each.step for each in group_records.read(calm)][
+    step = [each.step for each in group_records.GROUPS.read(calm)][
         3
     ]  # after the second step of rollouts, of two groups each
     checkpoint = tmp_path / "out/checkpoints" / f"step-{step:06d}"

@@ -10,19 +10,19 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.train import group_records
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
+from ramify.train.config import Schedule
 from ramify.train.execute import train
 from ramify.train.group_records import GroupRecord
 from ramify.train.metrics import StepMetrics
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.training_loop import Schedule
 from tests.train.small import small
 from tests.train.test_loop import Killed
 
 
-def one(number: int, outcome: group_records.Outcome = "learnt") -> GroupRecord:
+def one(step: int, number: int, outcome: group_records.Outcome = "learnt") -> GroupRecord:
     return GroupRecord(
-        number=number, item=f"t/{number}", version=3, outcome=outcome, rollouts=["a"]
+        step=step, number=number, item=f"t/{number}", version=3, outcome=outcome, rollouts=["a"]
     )
 
 
@@ -35,9 +35,9 @@ def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
         group_records.read_group_records(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     assert group_records.read_group_records(tmp_path).balanced
-    group_records.write(tmp_path, [one(4), one(6, "silent")], 1)
-    group_records.write(tmp_path, [], 2)
-    group_records.write(tmp_path, [one(7), one(5, "lost")], 3)
+    group_records.GROUPS.append(tmp_path, [one(1, 4), one(1, 6, "silent")])
+    group_records.GROUPS.append(tmp_path, [])
+    group_records.GROUPS.append(tmp_path, [one(3, 7), one(3, 5, "lost")])
     stand(tmp_path, step=3, first_item=4, next_item=10, pending=[8, 9])
     found = group_records.read_group_records(tmp_path)
     assert (found.outcomes, found.pending, found.balanced) == (
@@ -45,7 +45,9 @@ def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
         [8, 9],
         True,
     )
-    group_records.write(tmp_path, [one(7)], 4)  # after the last checkpoint: it will come again
+    group_records.GROUPS.append(
+        tmp_path, [one(4, 7)]
+    )  # after the last checkpoint: it will come again
     assert group_records.read_group_records(tmp_path).balanced
     stand(tmp_path, step=4, first_item=3, next_item=12, pending=[8, 10, 4])
     found = group_records.read_group_records(tmp_path)
@@ -53,13 +55,13 @@ def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_is_skipped_and_swallows_nothing(tmp_path: Path) -> None:
-    group_records.write(tmp_path, [one(0)], 1)
+    group_records.GROUPS.append(tmp_path, [one(1, 0)])
     with (tmp_path / group_records.FILE).open("ab") as file:
         file.write(b'{"step": 2, "numb')
-    group_records.write(tmp_path, [one(1)], 2)
-    assert [each.number for each in group_records.read(tmp_path)] == [0, 1]
-    group_records.cut(tmp_path, 1)
-    assert [(each.number, each.step) for each in group_records.read(tmp_path)] == [(0, 1)]
+    group_records.GROUPS.append(tmp_path, [one(2, 1)])
+    assert [each.number for each in group_records.GROUPS.read(tmp_path)] == [0, 1]
+    group_records.GROUPS.cut(tmp_path, 1)
+    assert [(each.number, each.step) for each in group_records.GROUPS.read(tmp_path)] == [(0, 1)]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -85,7 +87,7 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(
     with pytest.raises(Killed):
         train(run, tmp_path, listener=kill)
     state = read_state(CheckpointStore(tmp_path).all()[-1])
-    known = [each.number for each in group_records.read(tmp_path) if each.step <= state.step]
+    known = [each.number for each in group_records.GROUPS.read(tmp_path) if each.step <= state.step]
     assert (
         sorted([*known, *state.pending])
         == list(range(30, 34 + 4 * max_staleness))
@@ -93,7 +95,7 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(
     )
     assert len(state.pending) == 4 * max_staleness
     train(run, tmp_path, resume=tmp_path)
-    found = list(group_records.read(tmp_path))
+    found = list(group_records.GROUPS.read(tmp_path))
     assert [each.step - steps[0] for each in found] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert sorted(each.number for each in found) == list(range(30, 38))
     assert {each.number for each in found if each.step - steps[0] in (2, 3)} >= set(state.pending)

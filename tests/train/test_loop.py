@@ -24,20 +24,20 @@ from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.checkpoint import CheckpointStore, read_state
-from ramify.train.config import PolicySpec, SftSpec, TaskSpec
+from ramify.train.config import PolicySpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.pack import pack
 from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.guards import TrainingGuard
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.stages import FixedDataStage, Minibatch, StepData
-from ramify.train.training_loop import Schedule, TrainingLoop
 from ramify.types.message import Message
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Trajectory
 from tests.shown import train
 from tests.train.backends.small import policy, tree
 from tests.train.small import Unpublished, _even, _make, not_evaluated, small, weights_of
+from tests.train.trainers import trainer_over
 
 
 class Killed(BaseException):
@@ -421,7 +421,7 @@ def test_what_one_part_of_a_step_has_and_another_has_not_is_measured_over_those_
             backend.forward_backward(pack(rows, backend.packing), LossSpec()) | backend.optim_step()
         )
     trained = SingleBackend(policy(), compute=ComputeSpec(precision="fp32"))
-    loop = TrainingLoop(tmp_path, [InParts(parts)], lambda _: trained, Unpublished(), not_evaluated)
+    loop = trainer_over(tmp_path, [InParts(parts)], lambda _: trained, Unpublished(), not_evaluated)
     asyncio.run(loop.run())
     values = next(row.values for row in read_metrics(tmp_path) if "learn_s" in row.values)
     assert {"kd_loss", "ce_loss", "teacher_gap"} <= apart[order.index(1)].keys() - apart[
@@ -440,7 +440,7 @@ def test_work_is_asked_for_when_the_step_before_is_over(tmp_path: Path) -> None:
     def backend_of(stage: Any) -> Any:
         return None
 
-    loop = TrainingLoop(
+    loop = trainer_over(
         tmp_path,
         [stage],
         backend_of,

@@ -15,11 +15,10 @@ from ramify.train.advantages.rae import RAE
 from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.advantages.remax import ReMax
 from ramify.train.checkpoint import CheckpointStore, read_state
-from ramify.train.config import CriticSpec, PolicySpec, Run
+from ramify.train.config import CriticSpec, PolicySpec, Run, Schedule
 from ramify.train.guards import CollapseAlarms, TrainingGuard
 from ramify.train.losses import Decoupled, ProxApprox
 from ramify.train.losses.loss import LossSpec
-from ramify.train.training_loop import Schedule
 from tests.shown import train
 from tests.train.small import small, weights_of
 from tests.train.test_loop import read_rows

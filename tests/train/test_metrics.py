@@ -12,9 +12,9 @@ from ramify.tasks.base import Item
 from ramify.train.evaluation_metrics import report
 from ramify.train.metrics import (
     FILE,
+    METRICS,
     MetricsFile,
     StepMetrics,
-    cut,
     of_rollouts,
     passes,
     read_metrics,
@@ -31,7 +31,6 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path, heard.append)
     metrics.write(1, "sft", 0.51239, {"loss": 1 / 3})
     metrics.write(2, "rl", 2, {"reward": 1, "loss": float("nan")})
-    metrics.close()
     first, second = read_metrics(tmp_path)
     assert first == StepMetrics(1, "sft", 0.512, {"loss": 0.3333333}) == heard[0]
     assert (second.step, second.stage, second.values) == (2, "rl", {"reward": 1})
@@ -49,8 +48,7 @@ def test_resume_drops_what_will_be_measured_again(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path)
     for step in (1, 2, 3, 4):
         metrics.write(step, "rl", step, {})
-    metrics.close()
-    cut(tmp_path, 2)
+    METRICS.cut(tmp_path, 2)
     assert [each.step for each in read_metrics(tmp_path)] == [1, 2]
     assert list(read_metrics(tmp_path / "nowhere")) == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ramify.models.load import load_policy, save_policy
-from ramify.train.assemble import RunParts
+from ramify.train.assemble import assemble
 from ramify.train.execute import train
 from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_recipe
@@ -49,8 +48,7 @@ def test_from_nothing_to_a_policy(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_loop_in_one_file(tmp_path: Path) -> None:
-    made = RunParts(small())
-    asyncio.run(made.client.close())
+    made = assemble(small())
     save_policy(made.policy, tmp_path / "policy")
     command = [sys.executable, "recipes/rl_loop.py", str(tmp_path / "policy"), "1", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -3,7 +3,6 @@ template of Qwen's."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from transformers import Qwen3Config
 
 from ramify.errors import ConfigError, SourceError
 from ramify.models.load import from_config, save_policy
-from ramify.train.assemble import RunParts
+from ramify.train.assemble import assemble
 from ramify.train.config import Run, plain
 from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_recipe
@@ -155,7 +154,7 @@ def test_demonstrations_are_learnt_without_what_came_back(
     files: dict[str, str], tmp_path: Path
 ) -> None:
     run = short("retool_sft", files)
-    made = RunParts(run)
+    made = assemble(run)
     row = made.rows[0]
     assert row.ce is not None
     tokenizer = made.policy.tokenizer
@@ -169,7 +168,6 @@ def test_demonstrations_are_learnt_without_what_came_back(
         'I compute it.\n<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "print(6*7)"}}\n</tool_call><|im_end|>'
         "\\boxed{42}<|im_end|>"
     )
-    asyncio.run(made.client.close())
     train(run, tmp_path / "out")
     assert any("ce_loss" in each.values for each in read_metrics(tmp_path / "out"))
 
@@ -189,10 +187,10 @@ def test_one_step_of_rollouts_in_the_jail(name: str, files: dict[str, str], tmp_
 
 def test_files_that_are_not_there_are_named(files: dict[str, str]) -> None:
     with pytest.raises(SourceError, match=r"file data/.* does not exist"):
-        RunParts(load_recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}"]))
+        assemble(load_recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}"]))
     given = [f"task.options.{split}={files[split]}" for split in ("train", "validation", "test")]
     with pytest.raises(ConfigError, match=r"needs a file: give sft\.options\.source"):
-        RunParts(
+        assemble(
             load_recipe(
                 RECIPES / "retool_sft.py",
                 [f"policy.path={files['policy']}", *given, "sft.options={}"],

@@ -21,7 +21,7 @@ from ramify.inference.weight_sync.layout import sources
 from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.tasks.base import items_of
-from ramify.train.assemble import RunParts
+from ramify.train.assemble import RunParts, assemble
 from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import pack
@@ -34,25 +34,28 @@ from tests.train.small import small
 
 
 @pytest.fixture(scope="module")
-def made() -> Iterator[RunParts]:
-    parts = RunParts(small())
-    yield parts
-    asyncio.run(parts.client.close())
+def made() -> RunParts:
+    return assemble(small())
+
+
+@pytest.fixture(scope="module")
+def engine(made: RunParts) -> Iterator[LocalClient]:
+    client = LocalClient(made.serving)
+    yield client
+    asyncio.run(client.close())
 
 
 async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def check(made: RunParts, client: Any = None, model: Any = None) -> SelfCheck:
+def check(made: RunParts, client: Any, model: Any = None) -> SelfCheck:
     prompt = first_prompt(made.scaffold, made.run, items_of(made.task, "validation")[0])
-    return SelfCheck(
-        AuditedClient(client or made.client), (model or made.policy.model).named_parameters, prompt
-    )
+    return SelfCheck(AuditedClient(client), (model or made.policy.model).named_parameters, prompt)
 
 
-def test_one_policy_on_both_sides_passes(made: RunParts) -> None:
-    checked = check(made)
+def test_one_policy_on_both_sides_passes(made: RunParts, engine: LocalClient) -> None:
+    checked = check(made, engine)
     asyncio.run(checked.engine(SingleBackend(made.policy), at_once))
     assert 0 < checked.worst < 1e-5
 
@@ -110,11 +113,13 @@ class OldMatrix:
         return await self._old.logprobs(ids)
 
 
-def test_an_old_output_matrix_is_found_where_samples_hide_it(made: RunParts) -> None:
+def test_an_old_output_matrix_is_found_where_samples_hide_it(
+    made: RunParts, engine: LocalClient
+) -> None:
     old = LocalClient(
         from_config(made.policy.config, made.policy.tokenizer, seed=5), name="local:old"
     )
-    checked = check(made, OldMatrix(made.client, made.client))  # type: ignore[arg-type]
+    checked = check(made, OldMatrix(engine, engine))  # type: ignore[arg-type]
 
     async def run() -> None:
         await checked.engine(SingleBackend(made.policy), at_once)
@@ -240,8 +245,8 @@ def rolled(made: RunParts, seen: AuditedClient) -> list[Group]:
     return asyncio.run(run())
 
 
-def test_ids_of_a_tree_are_those_that_the_engine_saw(made: RunParts) -> None:
-    checked = check(made)
+def test_ids_of_a_tree_are_those_that_the_engine_saw(made: RunParts, engine: LocalClient) -> None:
+    checked = check(made, engine)
     groups = rolled(made, checked._seen)
     checked.ids(groups)
     with pytest.raises(
@@ -261,14 +266,14 @@ def test_ids_of_a_tree_are_those_that_the_engine_saw(made: RunParts) -> None:
         checked.ids(groups)
 
 
-def test_weight_that_is_lost_or_doubled(made: RunParts) -> None:
+def test_weight_that_is_lost_or_doubled(made: RunParts, engine: LocalClient) -> None:
     rows = made.rows[:6]
     batches = pack(rows)
-    check(made).weights(rows, batches)
+    check(made, engine).weights(rows, batches)
     with pytest.raises(TrainError, match=r"weight of .* in 'ce', but their sequences"):
-        check(made).weights(rows[1:], batches)
+        check(made, engine).weights(rows[1:], batches)
     with pytest.raises(TrainError, match="in 'ce'"):
-        check(made).weights([*rows, rows[0]], batches)
+        check(made, engine).weights([*rows, rows[0]], batches)
 
 
 def test_a_client_without_ids_is_not_counted(made: RunParts) -> None:

@@ -15,9 +15,9 @@ from ramify.errors import ConfigError, TrainError
 from ramify.progress import heartbeat
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.stages import FixedDataStage, StepData
-from ramify.train.training_loop import TrainingLoop
 from ramify.train.watchdog import FILE, RunWatchdog, SerialThread, StallError
 from tests.train.small import Unpublished, not_evaluated, small
+from tests.train.trainers import trainer_over
 
 
 def test_work_that_gets_on_is_waited_for(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_each_batch_of_a_step_is_a_sign_of_life(tmp_path: Path) -> None:
         stage.num = num
         with pytest.raises(TrainError, match="that was all"):
             asyncio.run(
-                TrainingLoop(
+                trainer_over(
                     tmp_path,
                     [stage],
                     lambda _: cast(Any, None),
@@ -188,7 +188,7 @@ class Endless(FixedDataStage):
 
 
 def test_a_run_whose_rollouts_never_end_stops_with_all_stacks(tmp_path: Path) -> None:
-    loop = TrainingLoop(
+    loop = trainer_over(
         tmp_path,
         [Endless()],
         lambda _: cast(Any, None),

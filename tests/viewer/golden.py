@@ -300,7 +300,6 @@ def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed
             (folder / "rollouts").mkdir(exist_ok=True)
             write(folder / "rollouts" / f"step-{step:06d}.jsonl", trajectories)
     metrics.write(steps, "last", 1.5 * steps, {"test/reward": 0.81})
-    metrics.close()
     return folder
 
 

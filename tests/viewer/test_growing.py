@@ -15,12 +15,8 @@ import pytest
 
 from ramify import Store
 from ramify.store.journal import Journal
-from ramify.train.cpu_seconds import CpuSeconds
-from ramify.train.cpu_seconds import read as read_processors
-from ramify.train.cpu_seconds import write as write_processors
-from ramify.train.group_records import GroupRecord
-from ramify.train.group_records import read as read_groups
-from ramify.train.group_records import write as write_groups
+from ramify.train.cpu_seconds import CPU_SECONDS, CpuSeconds
+from ramify.train.group_records import GROUPS, GroupRecord
 from ramify.train.metrics import MetricsFile, StepMetrics, read_metrics
 from ramify.viewer.picture import changes, picture
 from ramify.viewer.run_library import RunLibrary
@@ -256,9 +252,8 @@ def test_what_a_kill_cut_off_in_a_training_folder_is_skipped_and_swallows_nothin
         (tmp_path / name).write_bytes(b'{"item":"\xff"}\n' + b"[" * 5000 + b'\n{"item":"\xc3')
     metrics = MetricsFile(tmp_path)
     metrics.write(1, "rl", 1.0, {"reward": 0.5})
-    metrics.close()
-    write_groups(tmp_path, [account], 1)
-    write_processors(tmp_path, spent)
+    GROUPS.append(tmp_path, [msgspec.structs.replace(account, step=1)])
+    CPU_SECONDS.append(tmp_path, [spent])
     assert list(read_metrics(tmp_path)) == [STEP]
-    assert list(read_groups(tmp_path)) == [msgspec.structs.replace(account, step=1)]
-    assert list(read_processors(tmp_path)) == [spent]
+    assert list(GROUPS.read(tmp_path)) == [msgspec.structs.replace(account, step=1)]
+    assert list(CPU_SECONDS.read(tmp_path)) == [spent]

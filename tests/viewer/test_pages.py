@@ -428,7 +428,6 @@ def test_training_as_it_goes_on(browser: Any, tmp_path: Path) -> None:
         page.locator(".wide-head .quiet", has_text="step 20").wait_for()
         metrics = MetricsFile(folder)
         metrics.write(21, "rl", 40.0, {"reward": 0.123, "brand_new": 7.0})
-        metrics.close()
         page.locator(".wide-head .quiet", has_text="step 21").wait_for()
         page.locator(".chart[data-name='reward'] h3 span", has_text="0.123").wait_for()
         page.locator(".chart[data-name='brand_new'] canvas").wait_for()

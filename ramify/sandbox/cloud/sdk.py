@@ -14,14 +14,15 @@ import importlib
 import importlib.metadata
 import inspect
 import os
-import warnings
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ramify.errors import SandboxError
+from ramify.logging import RoomLogger
 
+_log = RoomLogger("sandbox")
 LIFETIME_S = 3600
 """Lifetime after which a service ends a machine, in case this process does not live to do it."""
 NUM_CPUS = 1.0
@@ -165,7 +166,7 @@ async def abandon(provider: str, box: str, delete: Callable[[], Awaitable[object
 
 
 def _warn(provider: str, box: str, why: str) -> None:
-    warnings.warn(
+    _log.warn(
         f"sandbox '{provider}': {box} may still be running, {why}; delete it at the service, "
         f"or it ends automatically after {LIFETIME_S // 60} minutes",
         RuntimeWarning,

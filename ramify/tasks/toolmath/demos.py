@@ -33,6 +33,7 @@ from ramify.tasks.toolmath.problem_rows import bare_question
 from ramify.types.boxed import last_boxed
 from ramify.types.message import Message, ToolCall
 
+_log = RoomLogger("tasks")
 TOOL_NAME = "code_interpreter"
 """Name of the tool in the engine's protocol."""
 _QUESTION = re.compile(r"\*+user question:\*+\s*", re.IGNORECASE)
@@ -64,9 +65,6 @@ class ToolMathDemonstration(msgspec.Struct, frozen=True):
     correct: bool = True
     """Always True: the published demonstrations were filtered by their answers."""
     call: str = "0"
-
-
-_log = RoomLogger("tasks")
 
 
 def demonstrations(

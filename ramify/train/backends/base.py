@@ -12,7 +12,6 @@ denominators of the whole step, so its value does not depend on how the step is 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, OldNameWarning
+from ramify.logging import RoomLogger
 from ramify.plugins import Registry
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.loss import LossSpec
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+_log = RoomLogger("train")
 BACKENDS = Registry(
     "backend",
     "ramify.backends",
@@ -171,7 +172,7 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         sizes = {"max_tokens": self.max_tokens, "max_logits": self.max_logits}
         check_optional("compute", "the size that fits the device", **sizes)
         if self.backend == "fsdp2":
-            warnings.warn("compute.backend=fsdp2 is called fsdp here", OldNameWarning, stacklevel=3)
+            _log.warn("compute.backend=fsdp2 is called fsdp here", OldNameWarning, stacklevel=3)
             msgspec.structs.force_setattr(self, "backend", "fsdp")
 
 

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from ramify.actors.child_process import ChildProcess, Process, import_path
 from ramify.actors.connect_back import Listener, connect
-from ramify.actors.launcher import Launcher
+from ramify.actors.launcher import STOPPED_S, Launcher
 from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError, TrainError
+from ramify.logging import join_run
 from ramify.train.backends.base import ShardSpec
 from ramify.train.backends.rendezvous import began, come, gather
 
@@ -174,7 +175,7 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
             for other in range(1, size):
                 environment = _environment(other, world, shard.timeout_s, device)
                 processes.append(
-                    ChildProcess(_COMMAND, environment=environment)
+                    ChildProcess(_COMMAND, environment=environment, stopped_s=STOPPED_S)
                     if hosts is None
                     else _placed(hosts, environment, other, stacks)
                 )
@@ -205,6 +206,7 @@ def follow(world: RankInfo) -> NoReturn:
     from ramify.actors.rank_group import RankHeartbeat, follow
     from ramify.train.backends.rank import RankModels
 
+    join_run(f"rank {world.rank}")
     device, timeout_s = (
         os.environ.get(_DEVICE, ""),
         float(os.environ.get(_TIMEOUT, ShardSpec().timeout_s)),

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ramify.actors.connect_back import connect_back
+from ramify.actors.connect_back import beat, connect_back
 from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
 from ramify.errors import RamifyError
@@ -79,7 +79,7 @@ class WorkerMessage(NamedTuple):
 
     kind: str
     """``ready``, ``said`` (a ``SentRecord``), ``done``, ``broke`` (a bug), ``failed`` (the worker
-    cannot start) or ``gone`` (with the address of an engine that does not answer)."""
+    cannot start), ``gone`` (with the address of an engine that does not answer) or ``beat``."""
     id: int = 0
     data: bytes = b""
     """A trajectory or a record as JSON for ``done`` and ``said``, otherwise text."""
@@ -116,6 +116,7 @@ class _RolloutWorker:
         self._connection = connection
         self._spec = spec
         self._sending = threading.Lock()
+        self._is_ended = threading.Event()
         self._rollouts: dict[int, asyncio.Task[None]] = {}
         attach(Sender(self._forward))
 
@@ -154,9 +155,11 @@ class _RolloutWorker:
         try:
             async with self._rlm:
                 await self._rlm.prepare()
+                beat(lambda: self._send(WorkerMessage("beat")), self._is_ended)
                 self._send(WorkerMessage("ready"))
                 await self._until_closed()
         finally:
+            self._is_ended.set()
             for task in self._rollouts.values():
                 task.cancel()
             await self._engines.close()

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ramify.actors.child_process import Process, end_when_done, import_path
-from ramify.actors.connect_back import Listener
+from ramify.actors.connect_back import HeartbeatDeadline, Listener
 from ramify.actors.launcher import Launcher
 from ramify.actors.process_slots import SlotMember
 from ramify.actors.restarts import RestartCount, until_started
@@ -88,7 +88,10 @@ class EngineHealth(Protocol):
 class _Worker:
     """One rollout worker, as the run sees it."""
 
-    def __init__(self, number: int, process: Process, connection: Connection) -> None:
+    def __init__(
+        self, number: int, process: Process, connection: Connection, heartbeat_s: float
+    ) -> None:
+        self.heartbeats = HeartbeatDeadline(heartbeat_s, _LOOK_S)
         self.number = number
         self.process = process
         self.connection = connection
@@ -130,9 +133,11 @@ class RolloutWorkers:
         seen: Callable[[Sequence[int]], None],
         start_s: float = 120.0,
         restarts: int = 3,
+        heartbeat_s: float = 60.0,
     ) -> None:
         """``seen`` receives the hashes of the ids that went through engines. ``restarts``: how
-        often a worker may end without having completed a rollout in between."""
+        often a worker may end without having completed a rollout in between. ``heartbeat_s``: a
+        worker that is silent for longer is ended, and counts as lost."""
         self._hosts = hosts
         self._num = num
         self._spec = spec
@@ -140,6 +145,7 @@ class RolloutWorkers:
         self._engines = engines
         self._seen = seen
         self._start_s = start_s
+        self._heartbeat_s = heartbeat_s
         self._restarts = RestartCount(restarts, _log, "worker")
         self._alive: list[_Worker] = []
         self._processes: dict[int, Process] = {}
@@ -270,7 +276,7 @@ class RolloutWorkers:
                 raise ConfigError(
                     f"rollout worker {number} did not connect to the run within {self._start_s:g} s"
                 ) from None
-        return _Worker(number, process, connection)
+        return _Worker(number, process, connection, self._heartbeat_s)
 
     async def _restart(self, number: int) -> None:
         """Restart worker ``number``, or give it up; either is logged."""
@@ -308,6 +314,9 @@ class RolloutWorkers:
                     worker.send(AvailableEngines(urls))
                 if await asyncio.to_thread(worker.process.poll) is not None:
                     self._lost(worker, await asyncio.to_thread(_why_lost, worker))
+                elif worker.heartbeats.is_overdue():
+                    self._lost(worker, _why_silent(worker))
+                    await asyncio.to_thread(worker.process.end, 0.0)
             await asyncio.sleep(_LOOK_S)
 
     async def _check_engine(self, worker: _Worker, url: str) -> None:
@@ -321,6 +330,7 @@ class RolloutWorkers:
         with contextlib.suppress(EOFError, OSError, RuntimeError, msgspec.MsgspecError):
             while True:
                 message = receive(worker.connection)
+                worker.heartbeats.heard()
                 self._loop.call_soon_threadsafe(self._on_message, worker, message, ready)
         why = _why_lost(worker)  # takes a while if it asks another machine
         with contextlib.suppress(RuntimeError):
@@ -402,4 +412,11 @@ def _why_lost(worker: _Worker) -> str:
     return (
         f"rollout worker {worker.number} ({worker.process.where}) is lost: it "
         f"{worker.process.exit_reason()}"
+    )
+
+
+def _why_silent(worker: _Worker) -> str:
+    return (
+        f"rollout worker {worker.number} ({worker.process.where}) is lost: no heartbeat for "
+        f"{worker.heartbeats.limit_s:g} s"
     )

@@ -7,7 +7,7 @@ Decides the seeds: each rollout has its own, derived from the run's seed, the ro
 item, never from its start time. A rollout that fails is recorded, and its group continues
 (``attempt`` defines failures). The same holds for a rollout that is given up, and for one that was
 cut at its deadline, whose reward would depend on the load of the machine. Not here: credit
-(``advantages/``), which weights answer (``training_loop.py``), and which items come when
+(``advantages/``), which weights answer (``trainer.py``), and which items come when
 (``group_queue.py``).
 """
 

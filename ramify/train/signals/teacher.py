@@ -20,13 +20,13 @@ Legend: N tokens sampled in a turn, k candidates per position.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, TrainError
+from ramify.logging import RoomLogger
 from ramify.train.advantages.rollout_trees import is_scored, was_cut_off
 from ramify.train.optional_fields import check_optional
 from ramify.train.signals.base import (
@@ -44,6 +44,7 @@ from ramify.types.message import Message
 from ramify.types.sequence import TokenPath, TokenSpan
 from ramify.types.trajectory import Call, Group, Trajectory
 
+_log = RoomLogger("train")
 TEMPLATE = "\n\n[A hint for this task]\n{hint}"
 ALL = -1
 """Value of ``top`` for the whole vocabulary."""
@@ -110,7 +111,7 @@ class TeacherSignal(
                 f"overlap={self.overlap} at least 1, ema_decay={self.ema_decay} in (0, 1]"
             )
         if self.source == "live" and self.hints is not None:
-            warnings.warn(
+            _log.warn(
                 "a live teacher (the policy itself, with a hint) eroded or collapsed the policy in "
                 "two of five seeds: source=reference or source=ema is safer",
                 stacklevel=2,

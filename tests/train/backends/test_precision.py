@@ -20,13 +20,14 @@ import ramify
 from ramify.errors import TrainError
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
-from ramify.train.assemble import RunParts
+from ramify.train.assemble import RunParts, assemble
 from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.base import ROUNDING, ComputeSpec, ShardSpec, decided
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import Run
 from ramify.train.data.pack import pack
 from ramify.train.execute import train
+from ramify.train.open_run import trained_model
 from ramify.train.selfcheck import SelfCheck
 from ramify.types.message import Message
 from tests.train.backends.small import policy as small_policy
@@ -130,18 +131,12 @@ def test_stages_and_references_compute_as_decided(
     precision: str, dtype: str, computed: str, tmp_path: Path
 ) -> None:
     """The second backend finds weights that the first turned into fp32."""
-    made = RunParts(precise(precision, dtype))
-    try:
-        assert str(made.serving.dtype) == (
-            "torch.bfloat16" if dtype == "bfloat16" else "torch.float32"
-        )
-        trained = made._trained(tmp_path)
-        wanted = "bf16" if computed == "bf16" else "fp32"
-        stages = made._fixed_stages()
-        backends = [trained.backend(stage.optim) for stage in stages]
-        assert [each._compute.precision for each in backends] == [wanted, wanted]  # type: ignore[attr-defined]
-    finally:
-        asyncio.run(made.client.close())
+    made = assemble(precise(precision, dtype))
+    assert str(made.serving.dtype) == ("torch.bfloat16" if dtype == "bfloat16" else "torch.float32")
+    trained = trained_model(made, tmp_path)
+    wanted = "bf16" if computed == "bf16" else "fp32"
+    backends = [trained.backend(stage.optim) for stage in made.fixed]
+    assert [each._compute.precision for each in backends] == [wanted, wanted]  # type: ignore[attr-defined]
 
 
 def test_a_resumed_backend_computes_as_its_run_says(tmp_path: Path) -> None:
@@ -174,7 +169,7 @@ async def at_once(work: Any, *arguments: Any) -> Any:
 
 def shown(precision: Any, engine: torch.dtype, rounding: float, other: int = 6) -> float:
     """The worst difference that the canary shows."""
-    made = RunParts(small())
+    made = assemble(small())
     served, trained = sharp(made, 6), sharp(made, other)
     served.model.to(engine)
     client = LocalClient(served, name="local:sharp")
@@ -188,7 +183,6 @@ def shown(precision: Any, engine: torch.dtype, rounding: float, other: int = 6) 
         )
     finally:
         asyncio.run(client.close())
-        asyncio.run(made.client.close())
     return check.worst
 
 

@@ -26,12 +26,11 @@ from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.launch import is_restarted
 from ramify.train.backends.rendezvous import gather
 from ramify.train.checkpoint import CheckpointStore
-from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run, TaskSpec
+from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run, Schedule, TaskSpec
 from ramify.train.execute import train
 from ramify.train.losses import ImportanceSampling, LossTokens
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import read_metrics
-from ramify.train.training_loop import Schedule
 from tests.processes import below, kill
 from tests.shown import heard
 from tests.train.small import small, weights_of

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -18,8 +19,10 @@ import msgspec
 import pytest
 
 from ramify.actors.launcher import LocalLauncher
-from ramify.errors import ConfigError
+from ramify.clients.base import Sampling
+from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.tasks.base import Item
 from ramify.train.config import Run
 from ramify.train.data.sft_data import read as trajectories
 from ramify.train.metrics import StepMetrics, read_metrics
@@ -28,7 +31,7 @@ from ramify.train.placement.rollout_worker import RolloutWorkerSpec, WorkerMessa
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.resource_counts import settled
 from ramify.types.trajectory import Trajectory
-from tests.shown import train
+from tests.shown import heard, train
 from tests.train.backends.test_ranks import tuned
 
 RUNNERS = PlacementSpec(rollouts=RoleSpec(count=1))
@@ -82,7 +85,7 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
     run = short(inference=InferenceSpec(), placement=RUNNERS)
     os.environ["RAMIFY_TEST_PLACE"] = str(tmp_path)
     try:
-        train(run, tmp_path / "two", listener=kill, say=said.append)
+        train(run, tmp_path / "two", listener=kill, say=said.append, inform=said.append)
     finally:
         del os.environ["RAMIFY_TEST_PLACE"]
     ours, theirs = sampled(tmp_path / "two"), sampled(tmp_path / "one")
@@ -167,3 +170,80 @@ def test_what_a_runner_says_is_decoded_and_never_unpickled() -> None:
     theirs.send_bytes(pickle.dumps(Pickled()))
     with pytest.raises(msgspec.MsgspecError):
         receive(ours)
+
+
+SILENT = """
+import sys, time
+from ramify.actors.connect_back import connect_back
+connection = connect_back()
+connection.recv()
+import msgspec
+from ramify.train.placement.rollout_worker import WorkerMessage
+connection.send_bytes(msgspec.msgpack.encode(WorkerMessage("ready")))
+print("it hangs", flush=True)
+time.sleep(1000)
+"""
+ENDS = SILENT.replace("time.sleep(1000)", "sys.exit(5)")
+
+
+class InPlaceOf(LocalLauncher):
+    """Starts another program as each worker."""
+
+    def __init__(self, program: str) -> None:
+        super().__init__()
+        self._program = program
+
+    def start(self, member: Any, command: Any, environment: Any, log: Path) -> Any:
+        return super().start(member, [sys.executable, "-c", self._program], environment, log)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (SILENT, r"rollout worker 0 \(process \d+ on .*\) is lost: no heartbeat for 1 s"),
+        (
+            ENDS,
+            r"rollout worker 0 \(.*\) is lost: it ended with status 5; its log ends: .*it hangs",
+        ),
+    ],
+)
+def test_a_worker_that_is_lost_again_and_again_is_given_up(
+    program: str, reason: str, tmp_path: Path
+) -> None:
+    run, said = short(), []
+    spec = RolloutWorkerSpec(
+        name="x",
+        task="nonesuch",
+        options={},
+        scaffold="tiny",
+        limits=run.limits,
+        sandbox=run.sandbox,
+        inference=InferenceSpec(),
+        checkpoint="",
+        dtype="float32",
+        grace_s=1.0,
+    )
+
+    async def ask() -> None:
+        workers = RolloutWorkers(
+            InPlaceOf(program),
+            1,
+            spec,
+            tmp_path,
+            NoEngines(),
+            seen=lambda paths: None,
+            restarts=1,
+            heartbeat_s=1.0,
+        )
+        await workers.start()
+        try:
+            await workers.attempt(Item("question"), "a", Sampling())
+        finally:
+            await workers.close()
+
+    with (
+        heard(said.append),
+        pytest.raises(TrainError, match=f"no rollout worker is left: {reason}"),
+    ):
+        asyncio.run(ask())
+    assert [each.rpartition("; ")[2] for each in said] == ["it is restarted", "it is given up"]

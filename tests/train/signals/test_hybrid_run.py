@@ -15,19 +15,23 @@ import msgspec
 import pytest
 import torch
 
+from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models import checksums
 from ramify.models.weights import load_weights
+from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.assemble import RunParts
+from ramify.train.assemble import assemble
+from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
-from ramify.train.config import SftSpec
+from ramify.train.config import Schedule, SftSpec
 from ramify.train.data.sft_data import read as trajectories
 from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import read_metrics
+from ramify.train.open_run import RolloutParts, client_of, trainer_of
 from ramify.train.override import override
 from ramify.train.preflight import check_signals
 from ramify.train.recipe import stored
@@ -41,7 +45,6 @@ from ramify.train.signals.process_reward import ProcessRewardSignal
 from ramify.train.signals.scorer import PolicyScorer
 from ramify.train.signals.teacher import TeacherSignal
 from ramify.train.signals.tool_use import ToolUseSignal
-from ramify.train.training_loop import Schedule
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.training import kept, samples
 from ramify.viewer.transcript import tokens, transcript
@@ -187,14 +190,13 @@ def learn_from_what_was_kept(out: Path, tmp_path: Path) -> None:
             small().sft.algorithm, min_reward=rewards[-4], llm_calls=True
         ),
     )
-    made = RunParts(
+    made = assemble(
         small(
             policy=msgspec.structs.replace(small().policy, path=str(out / "policy"), shape={}),
             sft=spec,
             rl=None,
             warmup=None,
-        ),
-        print,
+        )
     )
     names = {row.name.partition("/call")[0] for row in made.rows if row.name.startswith("step=")}
     assert len(names) == sum(reward >= rewards[-4] for reward in rewards)
@@ -285,11 +287,14 @@ def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(
         inference=InferenceSpec(urls=("http://127.0.0.1:9",)),
         sft=msgspec.structs.replace(run.sft, num=4),
     )
-    made = RunParts(run)
+    made = assemble(run)
+    client, opened = client_of(made), {}
+    audited = AuditedClient(client)
+    rlm = RLM(audited, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox)
     try:
-        made.loop(tmp_path / "out", None)
-        assert made.trained is not None
-        backend, row = made.trained.backend(OptimizerSpec()), ScoringRow([5, 6, 7, 8], [(1, 4)])
+        trainer_of(made, RolloutParts(client, audited, rlm, None), tmp_path / "out", opened)
+        backend = opened["trained"].backend(OptimizerSpec())
+        row = ScoringRow([5, 6, 7, 8], [(1, 4)])
         names = ("live", "ema", "reference")
 
         def moved(step: int) -> list[dict[str, list[float]]]:
@@ -304,10 +309,9 @@ def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(
             policy = dataclasses.replace(made.policy, model=copy.deepcopy(made.policy.model))
             load_weights(policy.model, changed)
             (wanted,) = PolicyScorer(
-                SingleBackend(policy), 512, policy.config.vocab_size, made.client.close
+                SingleBackend(policy), 512, policy.config.vocab_size, client.close
             ).compute([row])
-            assert made.teachers is not None
-            scorers = asyncio.run(made.teachers.at(step))
+            scorers = asyncio.run(opened["teachers"].at(step))
             return [
                 {name: scorers[name].compute([row])[0].logprobs for name in names},
                 {"now": wanted.logprobs},
@@ -321,11 +325,10 @@ def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(
         assert second["reference"] == first["reference"]
         assert second["ema"] not in (first["ema"], second["live"])
     finally:
-        if made.teachers is not None:
-            made.teachers.close()
-        if made.trained is not None:
-            made.trained.close()
-        asyncio.run(made.client.close())
+        for part in ("teachers", "trained"):
+            if part in opened:
+                opened[part].close()
+        asyncio.run(client.close())
 
 
 def test_what_is_wrong_with_signals_is_said_at_the_start(tmp_path: Path) -> None:
@@ -343,7 +346,7 @@ def test_what_is_wrong_with_signals_is_said_at_the_start(tmp_path: Path) -> None
     run = override(
         small(),
         ["rl.algorithm=hybrid"],
-        {"rl.algorithm": {"hybrid": "ramify.train.signals.compose:Hybrid"}},
+        {"rl.algorithm": ALGORITHMS},
     )
     assert run.rl is not None
     assert run.rl.algorithm == Hybrid()

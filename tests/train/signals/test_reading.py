@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from ramify.train.config import Schedule
 from ramify.train.data.sft_data import read as trajectories
 from ramify.train.execute import train
 from ramify.train.metrics import read_metrics
@@ -14,7 +15,6 @@ from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridTerm
 from ramify.train.signals.process_reward import ProcessRewardSignal
 from ramify.train.signals.tool_use import ToolUseSignal
-from ramify.train.training_loop import Schedule
 from tests.train.small import small
 
 

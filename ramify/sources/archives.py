@@ -1,0 +1,191 @@
+"""Archives: each readable member becomes a text named ``archive.zip/member``. Zip; tar, plain or
+compressed by gzip, bzip2 or xz; and single compressed files.
+
+Nothing is written to disk, so a member's name cannot do harm; it is normalized anyway. Limits: the
+bytes of the whole load (``SourceLoader.spend``), a compression ratio that ordinary text does not
+reach, and the number of members.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import posixpath
+import tarfile
+import zipfile
+import zlib
+from typing import BinaryIO, cast
+
+from ramify.errors import SourceError
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.file_kinds import SourceFile, read_file
+
+MAX_MEMBERS = 100_000
+MAX_RATIO = 250
+"""Maximum ratio of unpacked to packed size beyond ``RATIO_FROM_BYTES``. Deflate can reach 1,032."""
+RATIO_FROM_BYTES = 64 << 20
+_BLOCK_BYTES = 1 << 20
+
+
+def member_name(archive: str, member: str) -> str:
+    """Return the name of a member: ``("a.zip", "/../etc/x")`` -> ``"a.zip/etc/x"``."""
+    return f"{archive}/{posixpath.normpath('/' + member.replace(chr(92), '/')).lstrip('/')}"
+
+
+def is_hidden(member: str) -> bool:
+    return member.startswith("__MACOSX/") or any(
+        part.startswith(".") and part not in (".", "..") for part in member.split("/")
+    )
+
+
+def read_member(name: str, data: bytes, loading: SourceLoader) -> None:
+    """Read one unpacked member, whose bytes have already been counted."""
+    try:
+        read_file(SourceFile(name, data, inside=True), loading)
+    except UnreadableSource as error:
+        loading.problem(name, str(error))
+
+
+def check_ratio(num_bytes: int, packed_bytes: int, name: str) -> None:
+    if num_bytes > RATIO_FROM_BYTES and num_bytes > MAX_RATIO * max(packed_bytes, 1):
+        raise SourceError(
+            f"{name} unpacks to over {MAX_RATIO} times its size, as a bomb would: unpack it "
+            "yourself if you trust it"
+        )
+
+
+def check_count(num_members: int, archive: str) -> None:
+    if num_members > MAX_MEMBERS:
+        raise SourceError(
+            f"{archive} has over {MAX_MEMBERS:,} members: unpack it and name the ones that matter"
+        )
+
+
+def read_zip(file: SourceFile, loading: SourceLoader) -> None:
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(file.data))
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
+        raise UnreadableSource("is a damaged zip archive", str(error)) from None
+    with archive:
+        members = [info for info in archive.infolist() if not info.is_dir()]
+        check_count(len(members), file.name)
+        for info in members:
+            name = member_name(file.name, info.filename)
+            if is_hidden(info.filename):
+                loading.leave_out(name, "hidden")
+                continue
+            try:
+                data = _unpack(archive, info, name, loading)
+            except (
+                zipfile.BadZipFile,
+                NotImplementedError,
+                RuntimeError,
+                EOFError,
+                zlib.error,
+                OSError,
+            ) as error:
+                encrypted = info.flag_bits & 0x1
+                loading.problem(
+                    name, "is encrypted" if encrypted else f"cannot be unpacked: {error}"
+                )
+                continue
+            read_member(name, data, loading)
+
+
+def _unpack(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, loading: SourceLoader
+) -> bytes:
+    """Unpack a member block by block, because the size that the archive states may be false."""
+    data = bytearray()
+    with archive.open(info) as member:
+        while block := member.read(_BLOCK_BYTES):
+            data += block
+            loading.spend(len(block), name)
+            check_ratio(len(data), info.compress_size, name)
+    return bytes(data)
+
+
+_DAMAGED = (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error, ValueError)
+_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma")
+
+
+def read_tar(file: SourceFile, loading: SourceLoader) -> None:
+    try:
+        with _open(file.data) as unpacked:
+            stream = _BoundedStream(unpacked, file, loading)
+            head = stream.read(512)
+            stream.give_back(head)
+            if head[257:262] == b"ustar":
+                _read_members(stream, file, loading)
+            else:
+                _read_single(stream, file, loading)
+    except _DAMAGED as error:
+        raise UnreadableSource("is a damaged archive", str(error) or type(error).__name__) from None
+
+
+def _open(data: bytes) -> BinaryIO:
+    raw = io.BytesIO(data)
+    if data[:2] == b"\x1f\x8b":
+        return cast("BinaryIO", gzip.open(raw))
+    if data[:3] == b"BZh":
+        return cast("BinaryIO", bz2.open(raw))
+    if data[:6] == b"\xfd7zXZ\0":
+        return cast("BinaryIO", lzma.open(raw))
+    return raw
+
+
+def _read_members(stream: _BoundedStream, file: SourceFile, loading: SourceLoader) -> None:
+    num_members = 0
+    # In stream mode, tarfile calls only read().
+    with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
+        for info in archive:
+            num_members += 1
+            check_count(num_members, file.name)
+            name = member_name(file.name, info.name)
+            if info.isdir():
+                continue
+            if is_hidden(info.name):
+                loading.leave_out(name, "hidden")
+            elif info.isreg():
+                member = archive.extractfile(info)
+                read_member(name, member.read() if member else b"", loading)
+            else:
+                loading.problem(name, "is a link or a device, not a file")
+
+
+def _read_single(stream: _BoundedStream, file: SourceFile, loading: SourceLoader) -> None:
+    blocks = []
+    while block := stream.read(_BLOCK_BYTES):
+        blocks.append(block)
+    name = file.name
+    for suffix in _SUFFIXES:
+        name = name.removesuffix(suffix)
+    inner = SourceFile(name, b"".join(blocks), inside=True)
+    read_file(inner, loading)
+
+
+class _BoundedStream:
+    """Stream that counts its output against the limits of the load."""
+
+    def __init__(self, stream: BinaryIO, file: SourceFile, loading: SourceLoader) -> None:
+        self._stream = stream
+        self._file = file
+        self._loading = loading
+        self._num_bytes = 0
+        self._back = b""
+
+    def read(self, size: int) -> bytes:
+        back, self._back = self._back[:size], self._back[size:]
+        if len(back) == size:
+            return back
+        data = self._stream.read(min(size - len(back), self._loading.room + 1))
+        self._num_bytes += len(data)
+        self._loading.spend(len(data), self._file.name)
+        check_ratio(self._num_bytes, len(self._file.data), self._file.name)
+        return back + data
+
+    def give_back(self, data: bytes) -> None:
+        """Push ``data`` back, to be read again."""
+        self._back = data + self._back

@@ -1,0 +1,190 @@
+"""The record of a run: its folder, what is written there, and the state that a resume needs.
+
+    OUT/metrics.jsonl     one line per step and evaluation      OUT/checkpoints/   see checkpoint.py
+    OUT/groups.jsonl      the outcome of each group             OUT/rollouts/      whole rollouts
+    OUT/processors.jsonl  the CPU time of each step's rollouts  OUT/reference/     the first policy
+
+Decides the counts and the clocks of a run, and which lines a run that goes back repeats. Not here:
+when something is written (``trainer.py``), and what a line means.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.logging import RoomLogger
+from ramify.train.checkpoint import FOLDER, CheckpointState, CheckpointStore, Write, read_state
+from ramify.train.config import Schedule
+from ramify.train.cpu_seconds import CPU_SECONDS, CpuMeter, CpuSeconds
+from ramify.train.data.sft_data import write
+from ramify.train.group_records import GROUPS, GroupRecord
+from ramify.train.guards import GuardState
+from ramify.train.metrics import METRICS, MetricsFile, StepMetrics
+from ramify.train.signals.scorer import REFERENCE
+from ramify.types.trajectory import Group
+
+_log = RoomLogger("train")
+_ROLLOUTS = "rollouts"
+
+
+class RunRecord:
+    """The record of one run in progress."""
+
+    def __init__(
+        self,
+        out: Path,
+        schedule: Schedule | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        first_item: int = 0,
+        listener: Callable[[StepMetrics], None] | None = None,
+        measures: Callable[[], Mapping[str, float]] = dict,
+        meter: CpuMeter | None = None,
+    ) -> None:
+        """``first_item``: number of the first item of a new run. ``measures`` returns the engines'
+        own metrics at each step. ``meter``: given if all parts of a rollout share the CPUs of this
+        machine."""
+        self.out = out
+        self.schedule = schedule or Schedule()
+        self.checkpoints = CheckpointStore(out, self.schedule.keep_last, self.schedule.keep_best)
+        self.state = CheckpointState(step=0, next_item=first_item, config=dict(config or {}))
+        self._listener = listener
+        self._measures = measures
+        self._meter = meter
+        self._metrics: MetricsFile | None = None
+        self._spent: CpuSeconds | None = None
+        self._since = time.monotonic()
+        self._cpu_since = 0.0
+
+    # --- the run's beginning
+
+    def begin(self) -> None:
+        """Begin a new run."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._cut(-1)
+        self.state.first_item = self.state.next_item
+
+    def go_back(self, checkpoint: Path) -> None:
+        """Continue from ``checkpoint``: drop what was recorded after it."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        config = self.state.config
+        self.state = read_state(checkpoint)
+        self.state.config = config
+        step = self.state.step
+        later = self.checkpoints.abandon_after(step)
+        if later:
+            _log.warning(
+                "steps_abandoned",
+                f"the run goes back to step {step}: {len(later)} checkpoints of later steps are "
+                f"moved to {later[0].parent}",
+                shown=True,
+                step=step,
+                checkpoints=len(later),
+            )
+        self._cut(step)
+
+    def open(self) -> None:
+        """Open the metrics, and let the clocks run on."""
+        self._metrics = MetricsFile(self.out, self._listener)
+        self._since = time.monotonic() - self.state.seconds
+        if self.state.cpu_s:
+            self._cpu_since = time.process_time() - self.state.cpu_s
+
+    def _cut(self, step: int) -> None:
+        """Drop records of steps after ``step``: the run will repeat them."""
+        for lines in (METRICS, GROUPS, CPU_SECONDS):
+            lines.cut(self.out, step)
+        for path in (self.out / _ROLLOUTS).glob("step-[0-9]*.jsonl"):
+            if int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
+
+    def copy_reference(self, checkpoint: Path) -> None:
+        """Copy the reference policy of the run that wrote ``checkpoint``, if it is another run:
+        rollouts did not begin in this one."""
+        target = self.out / REFERENCE
+        if checkpoint.resolve().parent == self.checkpoints.folder.resolve():
+            return
+        shutil.rmtree(target, ignore_errors=True)
+        source = next(
+            (each / REFERENCE for each in checkpoint.resolve().parents if (each / FOLDER).is_dir()),
+            None,
+        )
+        if source is not None and source.is_dir():
+            shutil.copytree(source, target)
+
+    # --- each step
+
+    def begin_next_stage(self) -> None:
+        state = self.state
+        state.stage += 1
+        state.stage_step = 0
+        state.stopped = ""
+        state.memory = {}
+        state.guard = GuardState()
+
+    def count_step(self, memory: dict[str, float]) -> None:
+        """Count an optimizer step. ``memory``: state of the stage's algorithm after it."""
+        self.state.step += 1
+        self.state.stage_step += 1
+        self.state.score = None
+        self.state.memory = memory
+
+    def measured(self, values: dict[str, float]) -> dict[str, float]:
+        """``values`` of a step with its speed, the shares of its signals, and the engines' own
+        metrics."""
+        seconds = values.get("work_s", 0.0) + values["learn_s"]
+        # Time spent on signals, in parallel to rollouts.
+        for name in [name for name in values if name.endswith("/s")]:
+            values[f"signal_share/{name.removesuffix('/s')}"] = (
+                values[name] / seconds if seconds else 0.0
+            )
+        tokens = values.get("sampled_tokens", 0.0) + values.get("given_tokens", 0.0) or values.get(
+            "row_tokens", 0.0
+        )
+        values["tokens_per_s"] = tokens / seconds if seconds else 0.0
+        return {**values, **self._measures()}
+
+    def write(self, stage: str, values: Mapping[str, float]) -> None:
+        """Write a line of metrics."""
+        assert self._metrics is not None
+        self._tick()
+        self._metrics.write(
+            self.state.step, stage, self.state.seconds, {**values, "cpu_s": self.state.cpu_s}
+        )
+
+    def write_rollouts(self, groups: Sequence[Group], records: Sequence[GroupRecord]) -> None:
+        """Write the outcomes of a step's groups, what they cost, and, if it is time, the whole
+        rollouts."""
+        step, every = self.state.step, self.schedule.save_rollouts_every
+        GROUPS.append(self.out, [msgspec.structs.replace(record, step=step) for record in records])
+        if self._spent is not None:
+            CPU_SECONDS.append(self.out, [msgspec.structs.replace(self._spent, step=step)])
+        if groups and every and self.state.stage_step % every == 0:
+            path = self.out / _ROLLOUTS / f"step-{step:06d}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            path.unlink(missing_ok=True)
+            write(path, (trajectory for group in groups for trajectory in group.trajectories))
+
+    def restart_meter(self) -> None:
+        """Measure the CPU time of rollouts from now on."""
+        if self._meter is not None:
+            self._meter.restart()
+
+    def note_spent(self, samples: bool) -> None:
+        """Note the CPU time of a step's rollouts, if it has any (``samples``)."""
+        self._spent = self._meter.spent() if self._meter is not None and samples else None
+
+    def save(self, parts: Mapping[str, Write]) -> None:
+        """Write a checkpoint."""
+        self._tick()
+        self.checkpoints.save(self.state, parts)
+
+    def _tick(self) -> None:
+        self.state.seconds = time.monotonic() - self._since
+        self.state.cpu_s = time.process_time() - self._cpu_since

@@ -1,0 +1,376 @@
+"""Records of the ``ramify`` loggers: one for each event, with the id of its run and no secret."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ramify
+from ramify import RLM, Limits, SandboxSpec, Store
+from ramify.clients.script import rate_limited, server_error
+from ramify.clients.scripted import ScriptedClient
+from ramify.clients.scripted_server import ScriptedServer
+from ramify.logging import RUN_LOG, LogFile, RoomLogger, attached, in_run, levels_of
+from ramify.train.execute import train
+from ramify.types.event import NoteAdded
+from tests.train.small import small
+
+SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
+KEY = "abcdef-0123456789-of-a-test"
+
+
+@pytest.fixture
+def records() -> Iterator[list[logging.LogRecord]]:
+    """All records of the tree, as an application's own handler sees them."""
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = found.append  # type: ignore[method-assign]
+    logger = logging.getLogger("ramify")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
+def of(found: list[logging.LogRecord], event: str) -> list[tuple[str, str]]:
+    """(logger, run) of each record of ``event``."""
+    return [
+        (record.name, getattr(record, "run", ""))
+        for record in found
+        if record.event == event  # type: ignore[attr-defined]
+    ]
+
+
+def asked(model: Any, **options: Any) -> Any:
+    async def main() -> Any:
+        async with RLM(model, sandbox=SANDBOX, **options) as rlm:
+            return await rlm.acompletion("x" * 100_000, "?")
+
+    return asyncio.run(main())
+
+
+# --- one record for each event
+
+
+@pytest.mark.parametrize("failure", [rate_limited(0.01), server_error()])
+def test_a_retried_request(failure: Any, records: list[logging.LogRecord]) -> None:
+    async def main() -> Any:
+        async with (
+            ScriptedServer([failure, "FINAL(1)"]) as server,
+            RLM(f"openai:test@{server.url}", sandbox=SANDBOX) as rlm,
+        ):
+            return await rlm.acompletion("some text", "?")
+
+    result = asyncio.run(main())
+    assert of(records, "retry") == [("ramify.clients", result.run_id)]
+
+
+def test_a_limit_that_is_reached(records: list[logging.LogRecord]) -> None:
+    client = ScriptedClient(["```repl\nx = 1\n```"] * 9)
+    result = asked(client, limits=Limits(max_turns=2))
+    assert of(records, "limit") == [("ramify.engine", result.run_id)]
+
+
+def test_a_session_that_dies(records: list[logging.LogRecord]) -> None:
+    async def main() -> Any:
+        code = "```repl\nimport os, signal; os.kill(os.getpid(), signal.SIGKILL)\n```"
+        spec = SandboxSpec(provider="process", allow_weaker=True)
+        async with RLM(ScriptedClient([code, "FINAL(1)"]), sandbox=spec) as rlm:
+            return await rlm.acompletion("x" * 100_000, "?")
+
+    result = asyncio.run(main())
+    assert of(records, "session_died") == [("ramify.engine", result.run_id)]
+
+
+def test_a_training_run_keeps_a_log_and_continues_it(
+    tmp_path: Path, records: list[logging.LogRecord]
+) -> None:
+    out = tmp_path / "mine"
+    run = small(warmup=None)
+
+    learned: list[int] = []
+
+    class Stopped(Exception):
+        pass
+
+    def stop(measured: Any) -> None:
+        learned.extend(
+            [measured.step] if (measured.stage, "loss" in measured.values) == ("rl", True) else []
+        )
+        if len(learned) == 3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        train(run, out, listener=stop)
+    first = (out / RUN_LOG).read_text()
+    assert "Traceback" in first
+    train(run, out, resume=out)
+    whole = (out / RUN_LOG).read_text()
+    assert whole.startswith(first)
+    events = [line.split()[4].rstrip(":") for line in whole.splitlines()]
+    assert (events.count("run_started"), events.count("run_failed")) == (2, 1)
+    assert (events[-1], events.count("run_ended")) == ("run_ended", 1)
+    assert all(" mine" in line for line in whole.splitlines())
+    synced = [record for record in records if record.event == "weight_sync"]  # type: ignore[attr-defined]
+    versions = [record.fields["version"] for record in synced]  # type: ignore[attr-defined]
+    assert {record.run for record in synced} == {"mine"}  # type: ignore[attr-defined]
+    num = first.count(" weight_sync: ")
+    for each in (versions[:num], versions[num:]):  # one record for each version of each process
+        assert each == list(range(each[0], each[0] + len(each)))
+    saved = list(of(records, "checkpoint"))
+    assert saved == [("ramify.train", "mine")] * len(saved) != []
+
+
+def test_a_run_with_a_wrong_configuration_leaves_no_log(tmp_path: Path) -> None:
+    with pytest.raises(ramify.ConfigError):
+        train(small(scaffold="no-such-scaffold"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# --- warnings
+
+
+def test_the_warnings_of_a_run_are_in_its_journal(tmp_path: Path) -> None:
+    def fails(event: Any) -> None:
+        raise OSError("the listener's disk is full")
+
+    store = Store(tmp_path)
+
+    async def main() -> Any:
+        async with RLM(ScriptedClient(["FINAL(1)"]), sandbox=SANDBOX, store=store) as rlm:
+            return await rlm.acompletion("text", "?", on_event=fails)
+
+    with pytest.warns(UserWarning, match="listener"):
+        result = asyncio.run(main())
+    notes = [event for event in store.events(result.run_id) if isinstance(event, NoteAdded)]
+    text = (
+        'an event listener failed and is not called again: OSError("the listener\'s disk is full")'
+    )
+    assert [(note.call, note.text, note.is_warning) for note in notes] == [
+        ("0", f"warning: {text}", True)
+    ]
+    assert store.load(result.run_id).warnings == [text]
+    shown = run_cli("show", str(next(tmp_path.rglob(f"{result.run_id}*.jsonl"))))
+    assert f"warning: {text}" in shown.stdout
+
+
+# --- secrets
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"https://me:{KEY}@host/v1",
+        f"https://host/v1?api_key={KEY}&x=1",
+        f"{{'Authorization': 'Bearer {KEY}'}}",
+        f"x-api-key: {KEY}",
+        f'{{"error": "Incorrect API key provided: {KEY}"}}',
+        f"OPENAI_API_KEY={KEY}",
+        f"password='{KEY}'",
+        f"sk-{KEY}",
+    ],
+)
+def test_no_output_sees_a_secret(
+    text: str, tmp_path: Path, records: list[logging.LogRecord]
+) -> None:
+    log, file = RoomLogger("engine"), LogFile(tmp_path / "log")
+
+    def fail() -> None:
+        try:
+            raise ValueError(text)
+        except ValueError as error:
+            raise OSError(f"while asking: {text}") from error
+
+    with attached(file):
+        log.warning("retry", text, url=text, api_key=KEY, given={"a": [text]})
+        logging.getLogger("ramify.plugin").warning("a plug-in says %s", text)
+        try:
+            fail()
+        except OSError as error:
+            log.error("failed", "it failed", error=error)
+    written = (tmp_path / "log").read_text()
+    assert len(written.splitlines()) == 3
+    assert KEY not in written
+    ours = [record for record in records if record.name == "ramify.engine"]
+    seen = [f"{logging.Formatter().format(record)} {vars(record)}" for record in ours]
+    assert not [each for each in seen if KEY in each]
+
+
+def test_a_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MY_OWN_TOKEN", "a plain passphrase")
+    with attached(LogFile(tmp_path / "log")):
+        RoomLogger("engine").info("x", "it said: a plain passphrase")
+    assert "it said: «redacted MY_OWN_TOKEN»" in (tmp_path / "log").read_text()
+
+
+# --- files, levels and settings
+
+
+def test_lines_are_bounded_and_whole(tmp_path: Path) -> None:
+    with attached(LogFile(tmp_path / "log")), in_run("a"), in_run("b"):
+        RoomLogger("train").info("x", "é\n\x1b[2J" * 100_000, text="y" * 100_000)
+    (line,) = (tmp_path / "log").read_text().splitlines()
+    assert len(line) < 12_000
+    assert " train a/b x: é | " in line
+    assert "\x1b" not in line
+
+
+def test_json_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAMIFY_LOG_FORMAT", "json")
+    with attached(LogFile(tmp_path / "log")), in_run("outer"), in_run("inner"):
+        RoomLogger("train").info("checkpoint", "saved", step=3, path=tmp_path)
+    row = json.loads((tmp_path / "log").read_text())
+    del row["at"]
+    assert row == {
+        "level": "info",
+        "logger": "ramify.train",
+        "event": "checkpoint",
+        "run": "inner",
+        "outer_runs": ["outer"],
+        "message": "saved",
+        "fields": {"step": 3, "path": str(tmp_path)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("setting", "levels", "problem"),
+    [
+        ("debug", {"": 10}, ""),
+        ("engine=debug, train=info", {"engine": 10, "train": 20}, ""),
+        ("ramify=info,ramify.serve=ERROR", {"": 20, "serve": 40}, ""),
+        ("", {}, ""),
+        ("enigne=debug,info", {"": 20}, "'enigne=debug' is ignored; .* did you mean 'engine'"),
+        ("engine=loud", {}, "'engine=loud' is ignored; .* known are debug, info, warning, error"),
+        ("engine", {}, "'engine' is ignored; write LEVEL or ROOM=LEVEL"),
+        ("=debug", {}, "'=debug' is ignored"),
+    ],
+)
+def test_the_setting(setting: str, levels: dict[str, int], problem: str) -> None:
+    found, problems = levels_of(setting)
+    assert found == levels
+    assert len(problems) == bool(problem)
+    if problem:
+        assert re.search(problem, problems[0])
+
+
+def run_cli(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ramify", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        check=False,
+    )
+
+
+def test_a_wrong_setting_is_one_line_and_the_command_continues(tmp_path: Path) -> None:
+    done = run_cli("runs", "-vv", RAMIFY_LOG="enigne=debug", RAMIFY_HOME=str(tmp_path))
+    assert done.returncode == 0
+    assert done.stderr.splitlines()[0] == (
+        "ramify: RAMIFY_LOG: 'enigne=debug' is ignored; write LEVEL or ROOM=LEVEL, as in "
+        "engine=debug,train=info: did you mean 'engine'?"
+    )
+    assert done.stderr.count("RAMIFY_LOG") == 1
+
+
+def test_importing_adds_a_null_handler_and_only_logging() -> None:
+    script = (
+        "import sys; before = set(sys.modules); import logging; known = set(sys.modules);"
+        "import importlib, warnings, __future__; known |= set(sys.modules);"
+        "import ramify;"
+        "print(sorted(n for n in set(sys.modules) - known if not n.startswith('importlib')),"
+        "[type(h).__name__ for h in logging.getLogger('ramify').handlers])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "['ramify'] ['NullHandler']\n"
+
+
+# --- a command that is ended
+
+
+def test_a_closed_terminal_leaves_a_record(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "from tests.train.small import small\n"
+        "import msgspec\n"
+        "def run():\n"
+        "    made = small(warmup=None)\n"
+        "    rl = msgspec.structs.replace(made.rl, steps=10_000)\n"
+        "    return msgspec.structs.replace(made, rl=rl)\n"
+    )
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "ramify", "train", str(recipe), "--out", str(out), "--plain"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+
+    def until(is_so: Callable[[str], bool]) -> str:
+        while process.poll() is None:
+            text = (out / RUN_LOG).read_text() if (out / RUN_LOG).exists() else ""
+            if is_so(text):
+                return text
+            time.sleep(0.05)
+        raise AssertionError(process.returncode, process.stderr.read())  # type: ignore[union-attr]
+
+    try:
+        until(lambda text: " step: " in text)
+        process.stdout.close()
+        process.stderr.close()  # every note from now on is a broken pipe
+        steps = until(lambda text: True).count(" weight_sync: ")
+        until(lambda text: text.count(" weight_sync: ") > steps + 2)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(60) == -signal.SIGHUP
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+    last = (out / RUN_LOG).read_text().splitlines()[-1]
+    assert (
+        f" run_ended: the run was ended by SIGHUP; continue with: ramify train --resume {out}"
+        in last
+    )
+
+
+# --- the house
+
+
+def test_no_signature_prints_and_only_one_module_makes_loggers() -> None:
+    package = Path(ramify.__file__).parent
+    wrong = []
+    for path in sorted(package.rglob("*.py")):
+        text = path.read_text()
+        if "= print," in text or "= print)" in text or "= print\n" in text:
+            wrong.append(str(path.relative_to(package)))
+        if 'getLogger("ramify' in text and path.name not in ("logging.py", "__init__.py"):
+            wrong.append(str(path.relative_to(package)))
+        if "getLogger(__name__)" in text:
+            wrong.append(str(path.relative_to(package)))
+    assert wrong == []
+    assert not [
+        parameter
+        for parameter in inspect.signature(train).parameters.values()
+        if parameter.default is print
+    ]

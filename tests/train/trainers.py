@@ -1,0 +1,34 @@
+"""A trainer over parts that a test gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ramify.train.config import STALL_S, Schedule
+from ramify.train.metrics import StepMetrics
+from ramify.train.publisher import PolicyHandle, Publisher
+from ramify.train.run_record import RunRecord
+from ramify.train.stages import TrainingStage
+from ramify.train.trainer import SplitEvaluator, Trainer
+from ramify.train.watchdog import RunWatchdog, WatchedThread
+
+
+def trainer_over(
+    out: Path,
+    stages: Sequence[TrainingStage],
+    backend_of: Callable[[TrainingStage], Any],
+    policy: PolicyHandle,
+    evaluate: Any,
+    *,
+    schedule: Schedule | None = None,
+    config: dict[str, Any] | None = None,
+    listener: Callable[[StepMetrics], None] | None = None,
+    watch: RunWatchdog | None = None,
+) -> Trainer:
+    """The trainer of ``stages`` in the folder ``out``, without checks of the engine."""
+    record = RunRecord(out, schedule, config=config, listener=listener)
+    thread = WatchedThread(watch or RunWatchdog(out, STALL_S))
+    publisher = Publisher(policy, record, thread)
+    return Trainer(record, publisher, stages, backend_of, SplitEvaluator(evaluate))
