@@ -154,20 +154,18 @@ class ProgressScreen:
         if self.form == "json":
             self._stack.enter_context(subscribe(self._report_as_json))
             self.notes.above = lambda text: self.event("note", text=text)
-            self._stack.callback(setattr, self.notes, "above", None)
         elif self.form == "lines" and self._has_lines:
             lines = ProgressLines()
             self._stack.callback(lines.close)
             self._stack.enter_context(subscribe(lines))
             self.notes.above = lines.say
-            self._stack.callback(setattr, self.notes, "above", None)
         elif self.form == "live":
             self._stack.enter_context(_clean_exit_on_sigterm())
             self._drawer = _Drawer(self)
             self._stack.callback(self._drawer.stop)
             self._stack.enter_context(subscribe(self._report_as_picture))
             self.notes.above = self._drawer.above
-            self._stack.callback(setattr, self.notes, "above", None)
+        self._stack.callback(setattr, self.notes, "above", None)
         return self
 
     def __exit__(self, *exc: object) -> None:

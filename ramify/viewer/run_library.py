@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.evaluate.record import read
+from ramify.evaluate.run import read_evaluation
 from ramify.store.journal import writer
 from ramify.store.private_files import EVALUATIONS as EVALUATIONS
 from ramify.store.store import RunSummary, summarise
@@ -175,7 +175,7 @@ def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunRow:
 def row_of_evaluation(path: Path, key: str) -> EvaluationRow:
     problems: list[str] = []
     try:
-        glance = read(path, problems)
+        glance = read_evaluation(path, problems)
     except StoreError as error:
         return EvaluationRow(key, path.stem, problem=str(error))
     rewards = [each.reward for each in glance.outcomes if each.reward is not None]

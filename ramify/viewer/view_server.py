@@ -25,7 +25,7 @@ import hashlib
 import json
 import mimetypes
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import quote
@@ -163,36 +163,31 @@ class ViewServer:
 
     async def _texts(self, request: web.Request) -> web.Response:
         first = _number(request, "from")
-        feed = self._feed(request)
-        if not feed.watched.version:
-            await feed.fresh()
-        return data(await feed.inspect(lambda run: texts(run, first)))
+        return await self._inspected(request, lambda run: texts(run, first))
 
     async def _call(self, request: web.Request) -> web.Response:
         id, first = _word(request, "id"), _number(request, "from")
         length = None if "full" in request.query else MAX_TEXT
-        feed = self._feed(request)
-        if not feed.watched.version:
-            await feed.fresh()
-        return data(await feed.inspect(lambda run: transcript(run, id, first, length)))
+        return await self._inspected(request, lambda run: transcript(run, id, first, length))
 
     async def _tokens(self, request: web.Request) -> web.Response:
         id, turn = _word(request, "id"), _number(request, "turn")
-        feed = self._feed(request)
-        if not feed.watched.version:
-            await feed.fresh()
-        return data(
-            await feed.inspect(
-                lambda run: tokens(run, id, turn, tokenizer_of(run, [run.whole(id).call.model]))
-            )
+        return await self._inspected(
+            request,
+            lambda run: tokens(run, id, turn, tokenizer_of(run, [run.whole(id).call.model])),
         )
 
     async def _search(self, request: web.Request) -> web.Response:
         query = request.query.get("q", "")
+        return await self._inspected(request, lambda run: search(run, query))
+
+    async def _inspected(
+        self, request: web.Request, look: Callable[[WatchedRun], dict[str, Any]]
+    ) -> web.Response:
         feed = self._feed(request)
         if not feed.watched.version:
             await feed.fresh()
-        return data(await feed.inspect(lambda run: search(run, query)))
+        return data(await feed.inspect(look))
 
     async def _journal(self, request: web.Request) -> web.StreamResponse:
         located = self._library.find(_word(request, "key"))
