@@ -1,11 +1,15 @@
-"""Benchmarks of the jail against code in this process, a bare Python, bubblewrap, and an IPython
-kernel.
+"""Benchmarks of the jail against an earlier version, a minimal confined loop, code in this process,
+a bare Python, bubblewrap, and an IPython kernel.
 
     python benchmarks/sandbox.py            print a table; medians of interleaved rounds
     python benchmarks/sandbox.py --quick    fewer rounds and a short soak, within two minutes on two
     cores
     python benchmarks/sandbox.py --json     also print the figures as JSON on the last line; see
     engine.py
+
+The figures of ``versions`` take turns in one run: this version, the one before the review of the
+jail (commit BEFORE, in a separate worktree; ``--before FOLDER`` names an existing one), and the
+loop of ``sandbox_minimal.py``.
 
 Absolute times depend on the machine and its load, so quote ratios. Promised rates are shown as time
 per unit: 10,000 cells/s are 100 µs each. The exit code is 1 if a figure misses its limit.
@@ -16,18 +20,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from engine import Figure, present, ratio, show
+from sandbox_minimal import MinimalServer, MinimalSession
 from sandbox_peers import (
     INSTALL_BUBBLEWRAP,
     INSTALL_IPYKERNEL,
@@ -52,6 +60,8 @@ class Bench(NamedTuple):
     quick: bool
     soak: int
     """Lifecycles."""
+    before: str | None = None
+    """Checkout of the earlier version; None: make one."""
 
     def times(self, full: int) -> int:
         return max(full // 5, 3) if self.quick else full
@@ -360,9 +370,163 @@ async def callbacks(b: Bench) -> Figures:
     yield Figure("the same with 1 MB each way", large * 1e3, "ms", {}, 1)
 
 
+# --- versions that take turns ---------------------------------------------------------------------
+
+BEFORE = "9829596"
+"""The last commit before the review of the jail."""
+ROOT = Path(__file__).resolve().parents[1]
+MEASUREMENTS = {
+    "first": 15,
+    "close": 15,
+    "pool": 15,
+    "cell": 15,
+    "sessions": 8,
+    "fork": 15,
+    "forks_in_a_row": 5,
+    "forks_at_once": 5,
+    "memory": 2,
+}
+"""Measurement of ``sandbox_side.py`` -> rounds."""
+
+
+class Version:
+    """One version of the product, in a separate process."""
+
+    def __init__(self, tree: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("sandbox_side.py"))],
+            env={**os.environ, "PYTHONPATH": tree},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._read()
+
+    def measure(self, name: str) -> float | None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(name + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("a version of the product ended in the middle of a measurement")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def earlier_tree(given: str | None) -> Iterator[str | None]:
+    """Yield a checkout of the earlier version, or None if there is none; says why."""
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="before-") as folder:
+        tree = str(Path(folder, "tree"))
+        git = ["git", "-C", str(ROOT), "worktree"]
+        made = subprocess.run(
+            [*git, "add", "-q", "--detach", tree, BEFORE],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if made.returncode:
+            print(f"commit {BEFORE} cannot be compared: {made.stderr.strip()}", file=sys.stderr)
+            yield None
+            return
+        try:
+            yield tree
+        finally:
+            subprocess.run([*git, "remove", "--force", tree], check=False)
+
+
+def minimal(server: MinimalServer, session: MinimalSession, name: str) -> float | None:
+    """Return the same measurement of the minimal loop, if it has one."""
+    if name in ("first", "close"):
+        began = time.perf_counter()
+        made = server.open()
+        made.run("x = 1")
+        ended = time.perf_counter()
+        made.close()
+        return ended - began if name == "first" else time.perf_counter() - ended
+    if name == "cell":
+        laps = []
+        for _ in range(300):
+            began = time.perf_counter()
+            session.run("x = 1")
+            laps.append(time.perf_counter() - began)
+        return median(laps)
+    return None
+
+
+def in_turns(b: Bench, tree: str | None) -> dict[str, dict[str, float | None]]:
+    """Return the median of each measurement, by side."""
+    sides: dict[str, Callable[[str], float | None]] = {}
+    with contextlib.ExitStack() as stack:
+        for side, place in {"this": str(ROOT), "before": tree}.items():
+            if place is not None:
+                sides[side] = (version := Version(place)).measure
+                stack.callback(version.close)
+        server = MinimalServer()
+        stack.callback(server.close)
+        session = server.open()
+        stack.callback(session.close)
+        sides["minimal"] = lambda name: minimal(server, session, name)
+        sides["bubblewrap"] = lambda name: bubblewrap() if name == "first" else None
+        found: dict[str, dict[str, float | None]] = {}
+        for name, rounds in MEASUREMENTS.items():
+            laps: dict[str, list[float | None]] = {side: [] for side in sides}
+            for number in range(max(rounds // 3, 2) if b.quick else rounds):
+                for side in sorted(sides, reverse=bool(number % 2)):
+                    laps[side].append(sides[side](name))
+            found[name] = {side: middle(values, 1) for side, values in laps.items()}
+        return found
+
+
+async def versions(b: Bench) -> Figures:
+    with earlier_tree(b.before) as tree:
+        found = await asyncio.to_thread(in_turns, b, tree)
+
+    def times(name: str, other: str, floor: float, *, base: str = "") -> Figure:
+        values = found[name]
+        value = ratio(values.get("this"), found[base or name].get(other))
+        shown = {side: each * 1e3 for side, each in values.items() if each is not None}
+        known = present(**{f"{side} (ms)": each for side, each in shown.items()})
+        if value is None:
+            print(f"{name}, to {other}: not measured, {other} is not here", file=sys.stderr)
+        return Figure(f"{name}, to {base or other}", value, "×", known, floor if value else None)
+
+    yield times("cell", "minimal", 1.3)
+    yield times("first", "minimal", 1.1)
+    yield times("first", "bubblewrap", 0.2)
+    yield times("pool", "before", 0.75)
+    yield times("close", "before", 0.1)
+    yield times("fork", "before", 1.0)
+    yield times("forks_at_once", "this", 1.0, base="forks_in_a_row")
+    yield times("sessions", "before", 1 / 1.3)
+    memory = found["memory"]
+    if memory["this"] is None:
+        print("the memory of sessions cannot be read by this user: run it as root", file=sys.stderr)
+    against = present(before=memory.get("before"))
+    yield Figure("memory of a child over a 100 MB context", memory["this"], "MB", against, 2)
+
+
 FIGURES: dict[str, Callable[[Bench], Figures]] = {
     figure.__name__: figure
-    for figure in (first_cell, many_sessions, throughput, forks, children_share, callbacks, soak)
+    for figure in (
+        versions,
+        first_cell,
+        many_sessions,
+        throughput,
+        forks,
+        children_share,
+        callbacks,
+        soak,
+    )
 }
 
 
@@ -387,6 +551,7 @@ def main() -> int:
         "--soak", type=int, metavar="N", help="lifecycles of the soak (100,000; quick: 1,000)"
     )
     parser.add_argument("--provider", default="jail", help="whose sessions (jail)")
+    parser.add_argument("--before", metavar="FOLDER", help=f"a checkout of {BEFORE}")
     parser.add_argument(
         "--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}"
     )
@@ -396,6 +561,7 @@ def main() -> int:
         SandboxSpec(provider=options.provider),
         options.quick,
         options.soak or (1000 if options.quick else 100_000),
+        options.before,
     )
     figures = asyncio.run(measure(bench, options.only or list(FIGURES)))
     show(figures)

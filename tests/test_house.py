@@ -41,7 +41,13 @@ STANDARD_LIBRARY_ONLY = [
     "actors/process_guard.py",
     *(
         f"sandbox/{name}"
-        for name in ("guest", "shared_buffers.py", "forkserver.py", "session_supervisor.py")
+        for name in (
+            "guest",
+            "shared_buffers.py",
+            "process_setup.py",
+            "forkserver.py",
+            "session_supervisor.py",
+        )
     ),
     *(
         f"sandbox/jail/{name}.py"

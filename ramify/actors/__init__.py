@@ -8,4 +8,6 @@ ray_launcher.py       the launcher of a Ray cluster
 connect_back.py       connections of started processes, which prove that they have a key
 foreground_process.py a process in place of this one, on the same terminal
 restarts.py           when a lost process is restarted, and when it is given up
+rank_group.py         processes that run the same calls together
+rank_watch.py         which of them is lost, or keeps the others waiting
 """

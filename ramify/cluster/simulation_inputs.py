@@ -4,8 +4,8 @@
     with
                                   their seconds: the engine's rate
     OUT/metrics.jsonl             work_s, learn_s and the end of each step: time of learning,
-                                  publishing and what lies between
-    OUT/processors.jsonl          CPU time of engine, event loop and sessions, if they share cores
+                                  publishing and what lies between; CPU time of engine, event loop
+                                  and sessions, if they share cores
     OUT/checkpoints/*/state.json  sizes of the run: items, group, concurrency, slots, ranks
 
 Measurements are drawn again rather than averaged. Groups are drawn whole, so that long items stay
@@ -26,14 +26,13 @@ from typing import Any
 import msgspec
 
 from ramify.cluster.rate import EngineRate, MeasuredRequest, fit, non_negative
+from ramify.cluster.recorded_cpu import RecordedCpu, recorded_cpu
 from ramify.cluster.rollout_shapes import CallShape, RolloutShape, shape_of
 from ramify.cluster.simulated_rollout import TrainerHost
 from ramify.errors import ConfigError
-from ramify.train import cpu_seconds as processor_file
 from ramify.train import group_records as group_file
 from ramify.train import metrics as metric_file
 from ramify.train.checkpoint import CheckpointStore, read_state
-from ramify.train.cpu_seconds import CpuSeconds
 from ramify.types.trajectory import Trajectory
 
 HOW = "train with schedule.save_rollouts_every=1, which saves every step's rollouts in OUT/rollouts"
@@ -178,7 +177,7 @@ def measured(
     trees = [tree for step in steps for group in groups[step] for tree in group]
     hidden = max(1.0, tried / sizes.items)
     spent = (
-        [each for each in processor_file.CPU_SECONDS.read(run) if each.step in steps]
+        [each for each in recorded_cpu(run, list(done.values())) if each.step in steps]
         if sizes.embedded
         else []
     )
@@ -293,7 +292,7 @@ def _rate(trees: Sequence[Trajectory], sizes: RunSizes, hidden: float) -> Engine
     return fit(requests, sizes.engines, sizes.slots, hidden=hidden)
 
 
-def _computed(spent: Sequence[CpuSeconds], slots: int) -> EngineRate | None:
+def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
     """Fit the rate to the CPU time of the engine's steps. None if there were no steps."""
     paces = [pace for each in spent for pace in each.engine]
     weights = [1 / math.sqrt(pace.steps) for pace in paces]
@@ -313,7 +312,7 @@ def _computed(spent: Sequence[CpuSeconds], slots: int) -> EngineRate | None:
 
 
 def _host(
-    spent: Sequence[CpuSeconds], rollouts: Sequence[RolloutShape], hidden: float, num_steps: int
+    spent: Sequence[RecordedCpu], rollouts: Sequence[RolloutShape], hidden: float, num_steps: int
 ) -> TrainerHost | None:
     """Divide the CPU time of the event loop by the number of requests, and that of sessions by the
     seconds that they worked."""

@@ -11,8 +11,8 @@ host's end is ``process.py``. Standard library only.
                                              (has decoded a large context once)
 
     host:    config, then
-             open{id,seed,early} + [wire, spool, buffers]   template{id} + [control, context]
-             compile{module,source}  signal{pid,signal}  adopt{pid}  disown{pid}  retire
+             open{id,early} + [wire, spool, buffers]   template{id} + [control, context]
+             signal{pid,signal}  adopt{pid}  disown{pid}  retire
     server:  ready | failed{message}, then
              opened{id,pid} + [pidfd]  failed{id,message}  exited{pid,status}
 """
@@ -21,14 +21,11 @@ from __future__ import annotations
 
 import array
 import contextlib
-import fcntl
 import gc
 import importlib
 import json
 import mmap
 import os
-import random
-import resource
 import select
 import shutil
 import signal
@@ -47,13 +44,32 @@ if TYPE_CHECKING:
         interpreter,
         packed,
         shown,
-        source,
         spools,
         values,
     )
+    from ramify.sandbox.process_setup import (
+        adopt_orphans,
+        keep_only,
+        limit_files,
+        mapped_bytes,
+        nonblocking_pipe,
+        quiet_signals,
+        set_limits,
+        tie_to_parent,
+    )
 else:
     import ramify_shared_buffers as shared_buffers
-    from ramify_guest import frames, guest, interpreter, packed, shown, source, spools, values
+    from ramify_guest import frames, guest, interpreter, packed, shown, spools, values
+    from ramify_process_setup import (
+        adopt_orphans,
+        keep_only,
+        limit_files,
+        mapped_bytes,
+        nonblocking_pipe,
+        quiet_signals,
+        set_limits,
+        tie_to_parent,
+    )
 
 PRELOAD = (
     "bisect",
@@ -87,17 +103,9 @@ PRELOAD = (
     "uuid",
 )
 """Modules that cells often import: imported once here, they cost a session nothing."""
-MAX_FILE_BYTES = 256 << 20
-"""Maximum size of a file that a session may write, including its raw output."""
-MAX_FILES = 256
-_OUT_OF_REACH = 8
-"""Number of additional descriptors, reserved for the guest."""
-GUEST_BYTES = 32 << 20
-"""Address space reserved for the guest, for when a cell has used up its own."""
 _TEMPLATE = None
 BRANCH = False
 """Marks a process that a session forked: the server prepared nothing for it."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class ForkServerControl:
@@ -167,7 +175,9 @@ class ForkServer:
     def serve(self) -> None:
         """Serve until the host is gone, or until this template is retired and has no sessions."""
         self.pid = os.getpid()
-        awake, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else _pipe()
+        awake, wakeup = (
+            os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else nonblocking_pipe()
+        )
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         poll = select.poll()
@@ -193,10 +203,6 @@ class ForkServer:
             self._open(header, fds)
         elif op == "template":
             self._template(header, fds)
-        elif op == "compile":
-            # The session that installs the module reports its errors.
-            with contextlib.suppress(SyntaxError, ValueError):
-                source.precompile(header["source"], f"<{header['module']}>")
         elif op == "signal":
             if header["pid"] in self.children:
                 os.kill(header["pid"], header["signal"])
@@ -300,7 +306,6 @@ class ForkServer:
         """Run the session in its process, until it ends."""
         quiet_signals()
         (wire, spool, *buffers), memory = self.enter(prepared, fds)
-        random.seed(header["seed"])
         session = guest.Guest(
             wire,
             wire,
@@ -402,99 +407,6 @@ def _in_child(life: Any) -> None:
         os._exit(70)
 
 
-def quiet_signals() -> None:
-    """Reset signal handling to that of a new process. Uses ``_signal``, since ``signal`` creates
-    enums for all numbers: see ``_warm_up``."""
-    _signal.set_wakeup_fd(-1)
-    _signal.signal(_SIGCHLD, _SIG_DFL)
-
-
-def _pipe() -> tuple[int, int]:
-    ends = os.pipe()
-    for end in ends:
-        os.set_blocking(end, False)
-    return ends
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        _libc.prctl(option, value, 0, 0, 0)
-
-
-def tie_to_parent(parent: int) -> None:
-    """Make this process die with its parent, even if the parent is killed, and adopt the orphans of
-    its own children."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def keep_only(fds: list[int]) -> list[int]:
-    """Close every descriptor except ``fds`` (wire, spool, …), and move those to high numbers, out
-    of reach of loops that close descriptors. Standard output and error become the spool. Standard
-    input is opened again: the flags of the server's would be shared by all sessions."""
-    at = min(MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 8)
-    moved = []
-    for fd in fds:
-        moved.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, at))
-        at = moved[-1] + 1
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(moved[1], 1)
-    os.dup2(moved[1], 2)
-    start = 3
-    for fd in moved:
-        os.closerange(start, fd)
-        start = fd + 1
-    os.closerange(start, 1 << 30)
-    return moved
-
-
-def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
-    """Set the resource limits of one session. Returns the limits of address space while a cell runs
-    (on top of what was forked) and while the guest itself runs."""
-    memory = mapped + memory_bytes
-    for name, limit in {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "AS": memory + GUEST_BYTES}.items():
-        _limit(getattr(resource, f"RLIMIT_{name}"), limit, limit)
-    most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    return (
-        (memory, memory + GUEST_BYTES)
-        if most == resource.RLIM_INFINITY
-        else (min(memory, most), most)
-    )
-
-
-def limit_files() -> None:
-    """Limit the number of open files: the last step, since the limit also applies to descriptors on
-    their way to the host, of all processes of the user together."""
-    _limit(resource.RLIMIT_NOFILE, MAX_FILES, MAX_FILES + _OUT_OF_REACH)
-
-
-def _limit(number: int, soft: int, hard: int) -> None:
-    most = resource.getrlimit(number)[1]
-    if most != resource.RLIM_INFINITY:
-        soft, hard = min(soft, most), min(hard, most)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(number, (soft, hard))
-
-
-def mapped_bytes(proc: int | None = None) -> int:
-    """Return the address space of this process. ``proc``: a descriptor of /proc, if it has no path
-    here."""
-    try:
-        fd = os.open(
-            "/proc/self/statm" if proc is None else "self/statm",
-            os.O_RDONLY | os.O_CLOEXEC,
-            dir_fd=proc,
-        )
-        try:
-            return int(os.read(fd, 256).split()[0]) * mmap.PAGESIZE
-        finally:
-            os.close(fd)
-    except OSError:
-        return 0
-
-
 def _warm_up() -> None:
     """Execute once what every session does, so that no session pays for it.
 
@@ -572,14 +484,8 @@ def preload(paths: list[str], names: Sequence[str]) -> None:
 
 def settle(proc: int | None = None) -> None:
     """Prepare for the first fork: be the first to be killed when memory runs out, and warm up."""
-    global _libc
     if sys.platform == "linux":
-        import ctypes
-
-        _libc = ctypes.CDLL(None)
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         with contextlib.suppress(OSError):
             path = "/proc/self/oom_score_adj" if proc is None else "self/oom_score_adj"
             fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
@@ -588,8 +494,3 @@ def settle(proc: int | None = None) -> None:
     _warm_up()
     gc.collect()
     gc.freeze()
-
-
-_libc: Any = None
-_signal: Any = sys.modules["_signal"]
-_SIGCHLD, _SIG_DFL = int(signal.SIGCHLD), int(signal.SIG_DFL)

@@ -40,6 +40,7 @@ ENVIRONMENT = {
 fast (huge pages). Threads do not each reserve address space. No library starts threads before the
 fork."""
 START_S = 60.0
+MODULES = ("shared_buffers", "guest", "process_setup", "forkserver")
 
 
 class StartedForkServer(NamedTuple):
@@ -167,6 +168,7 @@ class ForkServerChannel:
                 os.close(fd)
         elif header["op"] == "failed":
             reply.set_exception(SandboxError(header["message"]))
+            reply.exception()  # its caller may have been cancelled
         elif "id" in header:
             reply.set_result((header, fds))
         else:
@@ -180,6 +182,7 @@ class ForkServerChannel:
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(SandboxError("the fork server ended"))
+                reply.exception()  # its caller may have been cancelled
         for call in [*self._exits.values()]:
             call(-9)
         self._exits.clear()
@@ -207,7 +210,8 @@ class ForkServerChannel:
 
 
 def start_server(
-    config: dict[str, Any], modules: Sequence[str] = ("shared_buffers", "guest", "forkserver")
+    config: dict[str, Any],
+    modules: Sequence[str] = ("shared_buffers", "guest", "process_setup", "forkserver"),
 ) -> StartedForkServer:
     """Start a fork server in a separate process, which inherits one descriptor of the host. Needs
     no event loop.

@@ -8,17 +8,23 @@ module checks).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator
 from typing import Annotated, Any
 
 import msgspec
 
 from ramify.sandbox.guest.bounds import MAX_NESTING, LimitError, check_blobs, check_header
 from ramify.sandbox.guest.frames import MAX_FRAME, MAX_HEADER, frame, open_frame, split_blobs
+from ramify.sandbox.guest.shown import VALUE_CHARS
 from ramify.sandbox.guest.values import ProtocolError, ValueDecoder, ValueEncoder, encoded
 from ramify.sandbox.shared_buffers import SharedMemoryBuffers
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Shown = Annotated[str, msgspec.Meta(max_length=VALUE_CHARS + 100)]
+"""Text that the guest has cut to ``VALUE_CHARS``, with a note on how much is missing."""
+Name = Annotated[str, msgspec.Meta(max_length=1000)]
+NO_VALUE = msgspec.Raw(b"null")
 
 
 class _Frame(msgspec.Struct, tag_field="op", forbid_unknown_fields=True, gc=False, kw_only=True):
@@ -48,8 +54,8 @@ class HostCallFrame(_Frame, tag="call"):
     """The running cell calls the host."""
 
     id: Count
-    name: str
-    value: Any
+    name: Name
+    value: msgspec.Raw
     """[args, kwargs]"""
     tags: bool = False
     blobs: list[Count] = []
@@ -60,10 +66,11 @@ class CellDoneFrame(_Frame, tag="done"):
     """The running cell has ended."""
 
     id: Count
-    value: str | None
-    error: str | None
-    restored: list[str]
-    note: dict[str, Any] | None
+    value: Shown | None
+    error: Shown | None
+    restored: Annotated[list[Name], msgspec.Meta(max_length=1000)]
+    note: msgspec.Raw
+    """A dict or None."""
     chars: Count
     tags: bool = False
     blobs: list[Count] = []
@@ -76,7 +83,7 @@ class OkFrame(_Frame, tag="ok"):
 
 class ValueFrame(_Frame, tag="value"):
     id: Count
-    value: Any
+    value: msgspec.Raw
     tags: bool = False
     blobs: list[Count] = []
     shelved: bool = False
@@ -84,20 +91,29 @@ class ValueFrame(_Frame, tag="value"):
 
 class FailedFrame(_Frame, tag="failed"):
     id: Count
-    kind: str
-    message: str
+    kind: Name
+    message: Shown
 
 
 FromGuest = (
     HelloFrame | OutputFrame | HostCallFrame | CellDoneFrame | OkFrame | ValueFrame | FailedFrame
 )
+LARGE_HEADER, LARGE_BLOBS = 1 << 13, 1 << 23
+"""Larger frames are decoded in a thread."""
+_PIECE_BYTES = 1 << 15
+"""Number of bytes of JSON that are decoded at once: a thread that decodes lets others run only
+between two pieces, and unusual numbers take 100 times as long as others."""
+_DECODE_S = 2.0
+"""Maximum CPU time for decoding one value."""
 _decoder = msgspec.json.Decoder(FromGuest)
+_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_dict_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encoder = msgspec.json.Encoder()
 
 
 class FrameAssembler:
-    """Turns bytes from a guest into complete frames: views that are valid until the next
-    ``feed``."""
+    """Turns bytes from a guest into complete frames: views that are valid until the next ``feed``.
+    If the caller stops early, the rest is kept."""
 
     __slots__ = ("_held", "_need")
 
@@ -105,34 +121,51 @@ class FrameAssembler:
         self._held: bytearray | None = None
         self._need = 0
 
-    def feed(self, data: memoryview) -> Iterator[memoryview]:
+    def feed(self, data: memoryview) -> Generator[memoryview, None, None]:
         if self._held is not None:
             self._held += data
             if len(self._held) < self._need:
                 return
             data, self._held = memoryview(self._held), None
         at, end = 0, len(data)
-        while end - at >= 4:
-            size = int.from_bytes(data[at : at + 4], "little")
-            if not 5 <= size <= MAX_FRAME:
-                raise ProtocolError(
-                    f"a frame of {size:,} bytes, where 5 to {MAX_FRAME:,} are allowed"
-                )
-            if end - at < 4 + size:
-                self._need = 4 + size
-                break
-            yield data[at + 4 : at + 4 + size]
-            at += 4 + size
-        else:
-            self._need = 4
-        if at < end:
-            self._held = bytearray(data[at:])
+        self._need = 4
+        try:
+            while end - at >= 4:
+                size = int.from_bytes(data[at : at + 4], "little")
+                if not 5 <= size <= MAX_FRAME:
+                    raise ProtocolError(
+                        f"a frame of {size:,} bytes, where 5 to {MAX_FRAME:,} are allowed"
+                    )
+                if end - at < 4 + size:
+                    self._need = 4 + size
+                    return
+                at += 4 + size
+                yield data[at - size : at]
+        finally:
+            if at < end:
+                self._held = bytearray(data[at:])
+
+    def held_bytes(self) -> int:
+        """Return the size of the unfinished frames."""
+        return len(self._held) if self._held is not None else 0
+
+
+def is_large(view: memoryview) -> bool:
+    """Return True if decoding a frame may take long enough to delay other sessions."""
+    if len(view) <= LARGE_HEADER:
+        return False
+    header = len(open_frame(view)[0])
+    return header > LARGE_HEADER or len(view) - header > LARGE_BLOBS
 
 
 def parse(
-    view: memoryview, shared_buffers: SharedMemoryBuffers | None = None
+    view: memoryview,
+    shared_buffers: SharedMemoryBuffers | None = None,
+    *,
+    is_later: bool = False,
 ) -> tuple[FromGuest, list[memoryview]]:
-    """Decode a frame and return it with its blobs. Raises ProtocolError."""
+    """Decode a frame and return it with its blobs. ``is_later``: the caller reads blobs from the
+    shared buffers afterwards, and calls ``note_read``. Raises ProtocolError."""
     header, end = open_frame(view)
     if len(header) > MAX_HEADER:
         raise ProtocolError(f"a header of {len(header):,} bytes, where {MAX_HEADER:,} are allowed")
@@ -145,11 +178,13 @@ def parse(
         raise ProtocolError(str(error)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise ProtocolError(f"a frame that is none: {str(error)[:200]}") from None
-    if message.got and shared_buffers is not None and message.got == shared_buffers.put_count:
-        shared_buffers.is_free = True
     lengths = getattr(message, "blobs", ())
     if getattr(message, "shelved", False):
-        return message, _shared_blobs(message, lengths, len(view) - end, shared_buffers)
+        if end != len(view):
+            raise ProtocolError("blobs twice")
+        return message, [] if is_later else shared_blobs(message, shared_buffers)
+    if not is_later:
+        note_read(message, shared_buffers)
     if not lengths:
         if end != len(view):
             raise ProtocolError(f"{len(view) - end:,} bytes after a frame without blobs")
@@ -157,32 +192,76 @@ def parse(
     return message, split_blobs(view, end, lengths)
 
 
-def _shared_blobs(
-    message: FromGuest,
-    lengths: Sequence[int],
-    remaining: int,
-    shared_buffers: SharedMemoryBuffers | None,
+def note_read(message: FromGuest, shared_buffers: SharedMemoryBuffers | None) -> None:
+    """Mark the shared buffers as free once the guest has read them."""
+    if message.got and shared_buffers is not None and message.got == shared_buffers.put_count:
+        shared_buffers.is_free = True
+
+
+def shared_blobs(
+    message: FromGuest, shared_buffers: SharedMemoryBuffers | None
 ) -> list[memoryview]:
-    if shared_buffers is None or remaining:
-        raise ProtocolError(
-            "a frame with its blobs on a shelf, but no shelf exists"
-            if shared_buffers is None
-            else "blobs twice"
-        )
+    """Read the blobs of ``message`` from the shared buffers. Raises ProtocolError."""
+    note_read(message, shared_buffers)
+    if shared_buffers is None:
+        raise ProtocolError("a frame with its blobs on a shelf, but no shelf exists")
     if shared_buffers.owed is not None:
         raise ProtocolError("blobs on a shelf that was not free")
     shared_buffers.owed = getattr(message, "id", 0)
     try:
-        return shared_buffers.take(lengths)
+        return shared_buffers.take(getattr(message, "blobs", ()))
     except (ValueError, OSError) as error:
         raise ProtocolError(str(error)) from None
 
 
 def value_of(
-    message: HostCallFrame | CellDoneFrame | ValueFrame, data: Any, blobs: list[memoryview]
+    message: HostCallFrame | CellDoneFrame | ValueFrame, data: msgspec.Raw, blobs: list[memoryview]
 ) -> Any:
     """Decode ``data``, a part of a message. Raises ProtocolError."""
-    return ValueDecoder(blobs, bounded=True).decode(data) if message.tags else data
+    try:
+        value = _decoded(data, time.thread_time() + _DECODE_S)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
+        raise ProtocolError(f"a value that is none: {str(error)[:200]}") from None
+    return ValueDecoder(blobs, bounded=True).decode(value) if message.tags else value
+
+
+def _decoded(data: msgspec.Raw, deadline: float) -> Any:
+    """Decode JSON, in pieces if it is long."""
+    if len(data) <= _PIECE_BYTES:
+        return msgspec.json.decode(data)
+    if time.thread_time() > deadline:
+        raise ProtocolError(f"a value that takes more than {_DECODE_S:g} s to decode")
+    first = bytes(memoryview(data)[:1])
+    if first == b"{":
+        return {key: _decoded(item, deadline) for key, item in _dict_decoder.decode(data).items()}
+    if first != b"[":
+        return msgspec.json.decode(data)
+    items: list[Any] = []
+    for piece in _pieces(_list_decoder.decode(data)):
+        if time.thread_time() > deadline:
+            raise ProtocolError(f"a value that takes more than {_DECODE_S:g} s to decode")
+        if isinstance(piece, list):
+            items += msgspec.json.decode(b"[%b]" % b",".join(map(bytes, piece)))
+        else:
+            items.append(_decoded(piece, deadline))
+    return items
+
+
+def _pieces(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Raw]:
+    """Yield neighbours that are short together, and long items alone."""
+    group: list[msgspec.Raw] = []
+    size = 0
+    for item in items:
+        if group and size + len(item) > _PIECE_BYTES:
+            yield group
+            group, size = [], 0
+        if len(item) > _PIECE_BYTES:
+            yield item
+        else:
+            group.append(item)
+            size += len(item) + 1
+    if group:
+        yield group
 
 
 def request(

@@ -30,6 +30,7 @@ from ramify.sandbox.guest.guest import Guest
 from ramify.sandbox.guest.spools import MemoryOutputSpool
 from ramify.sandbox.packages import locate
 from ramify.sandbox.session import GuestSession
+from ramify.sandbox.session_state import SessionHooks, limits_of
 from ramify.sandbox.shared_buffers import SharedMemoryBuffers
 from ramify.sandbox.transport import SCRATCH_BYTES, SocketStream
 
@@ -60,11 +61,7 @@ class InprocessSandbox:
             raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
         transport = ThreadTransport(self.caps, self._scratch, self._spec.max_output_bytes)
         session = GuestSession(
-            transport,
-            cell_s=self._spec.cell_s,
-            grace_s=self._spec.grace_s,
-            max_output_bytes=self._spec.max_output_bytes,
-            on_close=self._sessions.discard,
+            transport, limits_of(self._spec), SessionHooks(self._sessions.discard)
         )
         self._sessions.add(session)
         await session.ready()

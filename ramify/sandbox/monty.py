@@ -2,17 +2,14 @@
 any platform that it supports.
 
 Decides how a session works without the guest. Cells are fed to Monty's worker process. Modules to
-install are trusted, since they come from this package or its user: they run in the host, and the
-session can call their functions. A cell that is stopped is undone, by restarting the worker with
-the state from before. Not supported by Monty: ``del``, ``globals()``, generators, base classes, and
-most of the standard library. Exceptions of the host arrive as RuntimeError. Of a module's values,
-the session sees only functions and plain values, and the module's ``namespace`` is as the last cell
-left it.
+install are trusted: they run in the host, and the session can call their functions and see their
+plain values; a module's ``namespace`` is as the last cell left it. A stopped cell is undone, by
+restarting the worker with the state from before. Exceptions of the host arrive as RuntimeError.
+What Monty lacks is listed in ``docs/sandbox.md``.
 """
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import atexit
 import contextlib
@@ -21,7 +18,6 @@ import re
 import time
 import types
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 from ramify.errors import ConfigError, HostCallError, SandboxError, SessionDied
@@ -36,8 +32,8 @@ from ramify.sandbox.context import SharedContext
 from ramify.sandbox.guest.calls import HostError
 from ramify.sandbox.guest.packed import portable_to_host
 from ramify.sandbox.guest.shown import VALUE_CHARS, cut, safe_repr
-from ramify.sandbox.guest.tails import HeadTailBuffer
 from ramify.sandbox.guest.values import CodecError, ValueEncoder, portable
+from ramify.sandbox.monty_cells import MontyCell, as_builtin, inspect_cell, is_plain
 from ramify.types.trajectory import Cell
 
 _MAX_WORKERS = 1024
@@ -107,31 +103,6 @@ class MontySandbox:
             await pool.__aexit__(None, None, None)
 
 
-class _MontyCell:
-    """One cell that is running."""
-
-    def __init__(self, answer: Answer, max_output_bytes: int) -> None:
-        self.answer = answer
-        self.output = HeadTailBuffer(max_output_bytes)
-        self.full_output = HeadTailBuffer(16 * max_output_bytes)
-        self.chars = 0
-        self.worked_s = 0.0
-        self.stopped: str | None = None
-        self.stop = asyncio.Event()
-        self.bug: Exception | None = None
-        self.calls: set[Future[Any]] = set()
-
-    def printed(self, stream: str, text: str) -> None:
-        data = text.encode("utf-8", "backslashreplace")
-        self.output.add(data)
-        self.full_output.add(data)
-        self.chars += len(text)
-
-    def interrupt(self, reason: str) -> None:
-        self.stopped = self.stopped or reason
-        self.stop.set()
-
-
 class MontySession:
     """A session in a Monty worker. Implements ``base.Session``."""
 
@@ -147,7 +118,7 @@ class MontySession:
         self._loop = asyncio.get_running_loop()
         self._checkout: Any = None
         self._worker: Any = None
-        self._cell: _MontyCell | None = None
+        self._cell: MontyCell | None = None
         self._num_cells = 0
         self._num_feeds = 0
         self._cell_of: dict[int, int] = {}
@@ -195,7 +166,7 @@ class MontySession:
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         with self._request():
             self._num_cells += 1
-            cell = self._cell = _MontyCell(answer, self._spec.max_output_bytes)
+            cell = self._cell = MontyCell(answer, self._spec.max_output_bytes)
             state = await self._worker.dump()
             work = asyncio.ensure_future(self._execute(cell, code))
             try:
@@ -233,7 +204,7 @@ class MontySession:
         return CellResult(shown, note, cell.stopped)
 
     async def _within(
-        self, cell: _MontyCell, work: asyncio.Future[tuple[str | None, str | None]], limit_s: float
+        self, cell: MontyCell, work: asyncio.Future[tuple[str | None, str | None]], limit_s: float
     ) -> tuple[str | None, str | None]:
         """Wait until the cell has ended, was interrupted, or has used up its working time."""
         stop = asyncio.ensure_future(cell.stop.wait())
@@ -253,10 +224,10 @@ class MontySession:
         await asyncio.wait((work,))
         return None, None
 
-    async def _execute(self, cell: _MontyCell, code: str) -> tuple[str | None, str | None]:
+    async def _execute(self, cell: MontyCell, code: str) -> tuple[str | None, str | None]:
         self._cell_of[self._num_feeds] = self._num_cells
         self._num_feeds += 1
-        assigned, has_echo, uses_last = _inspect_cell(code)
+        assigned, has_echo, uses_last = inspect_cell(code)
         inputs = {"_": self._last} if uses_last and self._last is not None else None
         self._names |= assigned
         try:
@@ -277,14 +248,14 @@ class MontySession:
             return None, self._shown(error)
         if not has_echo or output is None:
             return None, None
-        self._last = output if _is_plain(output) else None
+        self._last = output if is_plain(output) else None
         return (
             safe_repr(output)
             if not isinstance(output, self._monty.MontyClassProxy)
             else f"<{output.name} object>"
         ), None
 
-    async def _timed(self, cell: _MontyCell, work: Any) -> Any:
+    async def _timed(self, cell: MontyCell, work: Any) -> Any:
         """Run one step of Monty; its time counts as the cell's working time."""
         before, started = cell.worked_s, self._loop.time()
         task = asyncio.ensure_future(work)
@@ -297,7 +268,7 @@ class MontySession:
             raise
         return task.result()
 
-    async def _next(self, cell: _MontyCell, step: Any) -> Any:
+    async def _next(self, cell: MontyCell, step: Any) -> Any:
         """Return the step that resumes a suspended cell."""
         if not hasattr(step, "function_name"):
             return step.resume()
@@ -311,7 +282,7 @@ class MontySession:
             value = await asyncio.to_thread(self._lent[name], *args, **kwargs)
             return step.resume({"return_value": value})
         except Exception as error:  # noqa: BLE001  (from the module or the cell's arguments: raised in the cell)
-            return step.resume({"exception": _as_builtin(error)})
+            return step.resume({"exception": as_builtin(error)})
 
     def _plain(self, value: Any) -> Any:
         """Return ``value`` with objects of the session's own classes as data: dataclasses as their
@@ -457,7 +428,7 @@ class MontySession:
                 value = getattr(installed, name)
                 if callable(value) and not isinstance(value, type):
                     self._lent[name] = value
-                elif _is_plain(value) or isinstance(value, dict):
+                elif is_plain(value) or isinstance(value, dict):
                     await self._bind(name, dict(value) if isinstance(value, dict) else value, False)
                     self._reserved[name] = value
                     if isinstance(value, dict):
@@ -478,7 +449,7 @@ class MontySession:
         finally:
             cell.calls.discard(future)
 
-    async def _answer(self, cell: _MontyCell, name: str, args: Any, kwargs: Any) -> Any:
+    async def _answer(self, cell: MontyCell, name: str, args: Any, kwargs: Any) -> Any:
         try:
             return portable(await cell.answer(name, args, kwargs))
         except HostCallError as error:
@@ -515,44 +486,6 @@ class MontySession:
             self._cell.interrupt("closed")
         with contextlib.suppress(Exception):  # it may be gone already
             await self._checkout.__aexit__(None, None, None)
-
-
-def _inspect_cell(code: str) -> tuple[set[str], bool, bool]:
-    """Inspect a cell: the names that it may bind, whether it ends in an expression, and whether it
-    uses ``_``."""
-    try:
-        tree = ast.parse(code)
-    except (SyntaxError, ValueError):
-        return set(), False, False
-    bound: set[str] = set()
-    uses_last = False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            uses_last = uses_last or node.id == "_"
-            if isinstance(node.ctx, ast.Store):
-                bound.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-    return bound, bool(tree.body) and isinstance(tree.body[-1], ast.Expr), uses_last
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        ValueEncoder().encode(value)
-    except CodecError:
-        return False
-    return True
-
-
-def _as_builtin(error: Exception) -> Exception:
-    """Return the exception that Monty can raise in its session instead of ``error``."""
-    kind = type(error)
-    if kind.__module__ == "builtins" and kind is not HostError:
-        return error
-    name = error.kind if isinstance(error, HostError) else kind.__name__
-    return RuntimeError(f"{name}: {error}")
 
 
 def _settle() -> None:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Coroutine
 from typing import Any
 
 from ramify.errors import ConfigError, SandboxError
@@ -31,6 +31,7 @@ from ramify.sandbox.forkserver_channel import ForkServerChannel, StartedForkServ
 from ramify.sandbox.packages import locate
 from ramify.sandbox.process_transport import ProcessTransport, SessionMemoryFiles
 from ramify.sandbox.session import GuestSession
+from ramify.sandbox.session_state import SessionHooks, limits_of
 from ramify.sandbox.transport import ReadBuffers
 
 WARNING = (
@@ -80,11 +81,11 @@ class ProcessSandbox:
             int, tuple[weakref.ref[SharedContext], asyncio.Task[ForkServerChannel]]
         ] = {}
         self._retired: list[ForkServerChannel] = []
-        self._compiled: set[tuple[str, str]] = set()
         self.buffers = ReadBuffers()
         self._is_closed = False
 
     async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> GuestSession:
+        await asyncio.sleep(0)  # a caller that tries again and again lets others run
         if self._is_closed:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
         if context is not None and not isinstance(context, SharedContext):
@@ -112,8 +113,15 @@ class ProcessSandbox:
         """Return the fork server. It is started for the first session, and again if it was
         killed."""
         if self._server is None or _is_gone(self._server):
-            self._server = asyncio.ensure_future(self._start())
+            self._clean_up(self._server)
+            self._server = _watched(self._start())
         return await asyncio.shield(self._server)
+
+    def _clean_up(self, server: asyncio.Task[ForkServerChannel] | None) -> None:
+        """Release what a server that has ended leaves."""
+        if server is not None and not server.cancelled() and server.exception() is None:
+            server.result().abandon()
+        self._processes = [each for each in self._processes if each.poll() is None]
 
     async def _start(self) -> ForkServerChannel:
         for retries_left in reversed(range(_STARTS)):
@@ -150,7 +158,7 @@ class ProcessSandbox:
             reference = weakref.ref(context, retire)
             self._templates[key] = (
                 reference,
-                asyncio.ensure_future(self._start_template(base, context)),
+                _watched(self._start_template(base, context)),
             )
         try:
             return await asyncio.shield(self._templates[key][1])
@@ -205,7 +213,7 @@ class ProcessSandbox:
         try:
             with session_end:
                 reply, fds = await channel.ask(
-                    {"op": "open", "seed": seed, "early": early},
+                    {"op": "open", "early": early},
                     (session_end.fileno(), *files.descriptors()),
                 )
         except BaseException:
@@ -217,15 +225,13 @@ class ProcessSandbox:
         )
         session = GuestSession(
             transport,
-            cell_s=self.spec.cell_s,
-            grace_s=self.spec.grace_s,
-            max_output_bytes=self.spec.max_output_bytes,
-            on_close=self.closed,
-            on_fork=self.opened,
-            on_install=self._compile_once(channel),
+            limits_of(self.spec),
+            SessionHooks(self.closed, self.opened),
         )
         self.sessions.add(session)
         try:
+            if not early:  # otherwise when it is taken
+                session.seed(seed)
             await session.ready()
         except BaseException:
             await session.close()
@@ -242,10 +248,6 @@ class ProcessSandbox:
     def closed(self, session: GuestSession) -> None:
         self.sessions.discard(session)
 
-    def compiled(self) -> None:
-        """Called when a module was compiled in the fork server: sessions forked from now on start
-        faster than those forked before."""
-
     def make_transport(
         self,
         sock: socket.socket,
@@ -255,20 +257,6 @@ class ProcessSandbox:
         files: SessionMemoryFiles,
     ) -> ProcessTransport:
         return ProcessTransport(self.caps, sock, self.buffers, channel, pid, pidfd, files)
-
-    def _compile_once(self, channel: ForkServerChannel) -> Callable[[str, str], None]:
-        """Compile a module in the fork server on its first ``install``, so that later sessions find
-        it compiled."""
-
-        def on_install(module: str, source: str) -> None:
-            key = (f"{id(channel)}/{module}", source)
-            if key not in self._compiled:
-                self._compiled.add(key)
-                with contextlib.suppress(SandboxError):
-                    channel.send({"op": "compile", "module": module, "source": source})
-                self.compiled()
-
-        return on_install
 
     async def close(self) -> None:
         self._is_closed = True
@@ -289,6 +277,8 @@ class ProcessSandbox:
             await channel.close()
         while self._processes:
             await self._reap(self._processes.pop())
+        if self.buffers.endings:
+            await asyncio.wait(self.buffers.endings)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -347,12 +337,19 @@ async def _was_killed(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _is_gone(server: asyncio.Task[ForkServerChannel]) -> bool:
-    return (
-        server.done()
-        and not server.cancelled()
-        and server.exception() is None
-        and server.result().gone.done()
-    )
+    """Return True for a server that has ended, or that could not be started."""
+    if not server.done():
+        return False
+    return server.cancelled() or server.exception() is not None or server.result().gone.done()
+
+
+def _watched(
+    start: Coroutine[Any, Any, ForkServerChannel],
+) -> asyncio.Task[ForkServerChannel]:
+    """Start a task whose error is known to be handled, even if all its callers are cancelled."""
+    task = asyncio.ensure_future(start)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
 
 
 def _make_room(fds: int) -> None:

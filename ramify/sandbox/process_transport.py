@@ -73,6 +73,9 @@ class SessionMemoryFiles:
 class ProcessTransport:
     """Connection to one forked session."""
 
+    has_same_python = True
+    """The session can load what this Python has compiled."""
+
     __slots__ = (
         "_exited",
         "_files",
@@ -179,6 +182,11 @@ class ProcessTransport:
         return old
 
     @property
+    def number(self) -> int:
+        """The process's number, as its server knows it."""
+        return self._pid
+
+    @property
     def has_ended(self) -> bool:
         return self._exited.done()
 
@@ -214,6 +222,12 @@ class ProcessTransport:
         start = start if start <= size else 0  # the file was truncated meanwhile
         return os.pread(spool, _MAX_LEFTOVER_BYTES, max(size - _MAX_LEFTOVER_BYTES, start))
 
+    def file_bytes(self) -> int:
+        """Return the memory that the session's files use."""
+        if self._files.spool < 0:
+            return 0
+        return sum(os.fstat(fd).st_blocks * 512 for fd in self._files.descriptors())
+
     async def exit_reason(self) -> str:
         await asyncio.wait((self._exited,), timeout=0.5)
         if not self._exited.done():
@@ -227,6 +241,11 @@ class ProcessTransport:
         self.kill()
         self.stream.close()
         self._files.close()
+        ending = asyncio.ensure_future(self._wait_for_exit())
+        self.buffers.endings.add(ending)
+        ending.add_done_callback(self.buffers.endings.discard)
+
+    async def _wait_for_exit(self) -> None:
         await asyncio.wait((self._exited,), timeout=5.0)
         if self.pidfd >= 0:
             os.close(self.pidfd)

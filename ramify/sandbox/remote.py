@@ -28,6 +28,7 @@ from ramify.sandbox.forkserver_channel import ENVIRONMENT
 from ramify.sandbox.guest.values import ProtocolError
 from ramify.sandbox.guest_files import LOADER, texts
 from ramify.sandbox.session import GuestSession
+from ramify.sandbox.session_state import SessionHooks, limits_of
 from ramify.sandbox.session_supervisor import (
     DATA,
     END,
@@ -54,7 +55,7 @@ _MAX_GREETING_BYTES = 1 << 16
 _MAX_PACKET_BYTES = 2 << 20
 """Maximum size of a packet from the other end, which a hostile guest may have taken over."""
 _MARK = b"ramify-guest-1\n"
-_MODULES = ("shared_buffers", "guest", "forkserver", "session_supervisor")
+_MODULES = ("shared_buffers", "guest", "process_setup", "forkserver", "session_supervisor")
 _BOOT = f"""{LOADER}
 os.dup2(1, 2)
 if sys.argv[1] == "terminal":
@@ -183,11 +184,7 @@ class RemoteSandbox:
 
     def _session(self, transport: RemoteTransport) -> GuestSession:
         session = GuestSession(
-            transport,
-            cell_s=self._spec.cell_s,
-            grace_s=self._spec.grace_s,
-            max_output_bytes=self._spec.max_output_bytes,
-            on_close=self._sessions.discard,
+            transport, limits_of(self._spec), SessionHooks(self._sessions.discard)
         )
         self._sessions.add(session)
         return session

@@ -1,102 +1,112 @@
 """The host's state of a running cell: its output, its pending calls, and how long it has worked.
 
-Decides when the clock runs, and what a branch that is forked in the middle of a cell inherits. Not
-here: what is done with a cell that does not end (see ``session.py``).
+Decides what a branch that is forked in the middle of a cell inherits. Not here: what is done with a
+cell that does not end (see ``session.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from ramify.errors import SessionDied
 from ramify.sandbox import host_frames
 from ramify.sandbox.base import Answer
 from ramify.sandbox.guest.tails import HeadTailBuffer
+from ramify.sandbox.session_calls import CellCalls, CellClock, PendingCall
+from ramify.sandbox.session_wire import SessionWire
+
+End = tuple[host_frames.CellDoneFrame, Any] | SessionDied
 
 
 class RunningCell:
     """One cell that is running."""
 
     __slots__ = (
-        "answer",
-        "bug",
+        "_changed",
         "calls",
-        "changed",
         "chars",
-        "clock_from",
+        "clock",
         "code",
         "end",
         "id",
-        "last_call",
         "limit_s",
-        "loop",
         "output",
         "stopped",
-        "tasks",
         "timer",
-        "worked_s",
     )
 
     def __init__(
-        self, id: int, code: str, answer: Answer, limit_s: float, max_output_bytes: int, now: float
+        self,
+        id: int,
+        code: str,
+        answer: Answer,
+        *,
+        wire: SessionWire,
+        limit_s: float,
+        output: HeadTailBuffer,
+        on_bug: Callable[[RunningCell], None],
     ) -> None:
+        """``on_bug``: called if ``answer`` fails unexpectedly."""
         self.id = id
         self.code = code
-        self.answer = answer
         self.limit_s = limit_s
         """Limit of working time; the time that the host takes to answer does not count."""
-        self.loop = asyncio.get_running_loop()
-        self.changed: asyncio.Future[None] = self.loop.create_future()
+        self.clock = CellClock()
+        self.calls = CellCalls(wire, self.clock, answer, lambda: on_bug(self))
+        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Wakes the task that waits for the end. Cancelling that task cancels this future, so the
         end itself is stored in ``end``."""
-        self.end: tuple[host_frames.CellDoneFrame, Any] | SessionDied | None = None
-        self.output = HeadTailBuffer(max_output_bytes)
+        self.end: End | None = None
+        self.output = output
         self.chars = 0
         """Number of characters printed, as counted by the guest."""
-        self.tasks: dict[int, asyncio.Task[None]] = {}
-        """Answer tasks in progress, by call id."""
-        self.calls: dict[int, tuple[str, list[Any], dict[str, Any], int]] = {}
-        """Pending calls by id: name, args, kwargs, and their size in bytes."""
-        self.last_call = 0
-        self.worked_s = 0.0
-        self.clock_from: float | None = now
-        """Time (of the event loop) since which the cell has been working; None while it waits for
-        the host."""
         self.stopped: str | None = None
         """Reason for the interrupt in progress, or None."""
-        self.bug: BaseException | None = None
-        """Exception from ``answer`` that is a bug of the host."""
         self.timer: asyncio.TimerHandle | None = None
 
-    def worked(self, now: float) -> float:
-        return self.worked_s + (now - self.clock_from if self.clock_from is not None else 0.0)
+    @property
+    def is_waiting(self) -> bool:
+        """True while the cell waits for the host."""
+        return self.end is None and self.stopped is None and bool(self.calls.tasks)
 
-    def copy(self, pending: dict[int, tuple[str, list[Any], dict[str, Any], int]]) -> RunningCell:
-        """Copy the cell for a branch, at the moment of forking."""
-        twin = RunningCell(self.id, self.code, self.answer, self.limit_s, 1, 0.0)
-        twin.output = copy.deepcopy(self.output)
+    def copy(
+        self,
+        pending: dict[int, PendingCall],
+        wire: SessionWire,
+        on_bug: Callable[[RunningCell], None],
+    ) -> RunningCell:
+        """Copy the cell for a branch, which was forked while these calls were ``pending``."""
+        twin = RunningCell(
+            self.id,
+            self.code,
+            self.calls.answer,
+            wire=wire,
+            limit_s=self.limit_s,
+            output=copy.deepcopy(self.output),
+            on_bug=on_bug,
+        )
         twin.chars = self.chars
-        twin.last_call = self.last_call
-        twin.calls = dict(pending)
-        twin.worked_s = self.worked_s
-        twin.clock_from = None
+        twin.clock.worked_s = self.clock.worked()
+        twin.calls.inherit(self.calls, pending)
         return twin
 
-    def clock_stops(self, now: float) -> None:
-        self.worked_s, self.clock_from = self.worked(now), None
-
-    def text(self) -> str:
-        return self.output.text(self.chars)
-
-    def ends(self, end: tuple[host_frames.CellDoneFrame, Any] | SessionDied) -> None:
+    def ends(self, end: End) -> None:
+        self.calls.end()
         self.end = end
-        if not self.changed.done():
-            self.changed.set_result(None)
+        if not self._changed.done():
+            self._changed.set_result(None)
 
-    async def wait(self, timeout_s: float | None = None) -> None:
+    async def until_done(self) -> End:
+        """Wait for the end of the cell."""
+        await self._changed
+        assert self.end is not None
+        return self.end
+
+    async def wait(self, timeout_s: float) -> None:
         """Wait until the cell has ended, also after an earlier wait was cancelled."""
         if self.end is None:
-            self.changed = self.loop.create_future()
-            await asyncio.wait((self.changed,), timeout=timeout_s)
+            self._changed = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._changed,), timeout=timeout_s)

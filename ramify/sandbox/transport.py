@@ -63,7 +63,7 @@ class Transport(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the guest and wait until it is gone. Idempotent."""
+        """End the guest. Idempotent. Its process may take a moment to disappear."""
         ...
 
 
@@ -110,12 +110,13 @@ guest until the guest has read."""
 
 
 class ReadBuffers:
-    """Read buffers that all transports of one event loop share. Data in them is only valid until
-    the next read."""
+    """What all transports of one sandbox share: read buffers, whose data is only valid until the
+    next read, and the tasks that wait for processes that were killed."""
 
-    __slots__ = ("shared_buffers", "stream")
+    __slots__ = ("endings", "shared_buffers", "stream")
 
     def __init__(self) -> None:
+        self.endings: set[asyncio.Task[None]] = set()
         self.stream = bytearray(SCRATCH_BYTES)
         self.shared_buffers = ScratchBuffer()
 

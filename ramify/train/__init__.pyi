@@ -99,9 +99,7 @@ from ramify.train.signals.base import SignalScore as SignalScore
 from ramify.train.signals.base import TokenScorer as TokenScorer
 from ramify.train.signals.base import TokenScores as TokenScores
 from ramify.train.signals.base import TopKCandidates as TopKCandidates
-from ramify.train.signals.compose import AnnealSchedule as AnnealSchedule
 from ramify.train.signals.compose import Hybrid as Hybrid
-from ramify.train.signals.compose import HybridTerm as HybridTerm
 from ramify.train.signals.format import FormatSignal as FormatSignal
 from ramify.train.signals.hindsight import DemonstrationHints as DemonstrationHints
 from ramify.train.signals.hindsight import FeedbackHints as FeedbackHints
@@ -118,6 +116,8 @@ from ramify.train.signals.programs import ShuffledHints as ShuffledHints
 from ramify.train.signals.programs import StepRules as StepRules
 from ramify.train.signals.teacher import TeacherSignal as TeacherSignal
 from ramify.train.signals.tool_use import ToolUseSignal as ToolUseSignal
+from ramify.train.signals.weighted_term import AnnealSchedule as AnnealSchedule
+from ramify.train.signals.weighted_term import HybridTerm as HybridTerm
 from ramify.train.trackers.base import RunInfo as RunInfo
 from ramify.train.trackers.base import Tracker as Tracker
 from ramify.types.sequence import Batch as Batch

@@ -1,11 +1,12 @@
-"""Records the CPU time of each step's rollouts in the run's folder, in ``processors.jsonl``.
+"""CPU time of each step's rollouts, as metrics of the step.
 
-    {"step": 12, "cores": 2, "loop_s": 1.31, "sessions_s": 2.74,
-     "engine": [{"sequences": 32, "reads": false, …}]}
+    cpu/loop_s, cpu/sessions_s, cpu/engine_s   seconds of CPU; cpu/cores: cores that they share
+    batch16.decode/steps                       steps of the engine with 9 to 16 sequences
+    batch16.prefill/cpu_s, …/tokens, …/read    the same for steps that also read prompt tokens
 
-For runs whose engine is in the trainer's process, where all parts share the same cores. The time of
-a step then depends on how much CPU each part needs; ``cluster/`` predicts it from this file. Not
-here: learning (``metrics.jsonl``), and work between rollouts, such as evaluations and checkpoints.
+For runs whose engine is in the trainer's process, where all parts share the same cores. CPU time is
+the same on a busy machine. Not here: learning, and work between rollouts, such as evaluations and
+checkpoints.
 """
 
 from __future__ import annotations
@@ -15,32 +16,10 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from ramify.inference.local.step_timing import StepTiming
-from ramify.train.run_lines import RunLines
-
-FILE = "processors.jsonl"
-
-
-class CpuSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """CPU seconds of the rollouts of one step."""
-
-    step: int = 0
-    """Same as in ``metrics.jsonl``."""
-    cores: int
-    """Cores that this process may use."""
-    loop_s: float
-    """CPU time of the event loop's thread: requests, replies, session frames."""
-    sessions_s: float
-    """CPU time of all child processes, where sessions run."""
-    engine: list[StepTiming]
-
-
-CPU_SECONDS = RunLines(FILE, CpuSeconds)
 
 
 class CpuMeter:
@@ -58,17 +37,28 @@ class CpuMeter:
         self._paces()
         self._loop_s, self._sessions_s = time.thread_time(), below_s()
 
-    def spent(self) -> CpuSeconds:
-        """CPU time since the last call; starts measuring again."""
+    def spent(self) -> dict[str, float]:
+        """Metrics of the time since the last call; starts measuring again."""
         loop_s, sessions_s = self._loop_s, self._sessions_s
         engine = self._paces()
         self._loop_s, self._sessions_s = time.thread_time(), below_s()
-        return CpuSeconds(
-            cores=num_cores(),
-            loop_s=self._loop_s - loop_s,
-            sessions_s=max(0.0, self._sessions_s - sessions_s),
-            engine=engine,
-        )
+        return {
+            "cpu/cores": float(num_cores()),
+            "cpu/loop_s": self._loop_s - loop_s,
+            "cpu/sessions_s": max(0.0, self._sessions_s - sessions_s),
+            "cpu/engine_s": sum(each.cpu_s for each in engine),
+            **{name: value for each in engine for name, value in batch_metrics(each)},
+        }
+
+
+def batch_metrics(timing: StepTiming) -> Iterator[tuple[str, float]]:
+    """The metrics of one kind of engine step."""
+    prefix = f"batch{timing.sequences}.{'prefill' if timing.reads else 'decode'}"
+    yield f"{prefix}/steps", float(timing.steps)
+    yield f"{prefix}/tokens", float(timing.tokens)
+    yield f"{prefix}/cpu_s", timing.cpu_s
+    if timing.reads:
+        yield f"{prefix}/read", float(timing.read)
 
 
 def num_cores() -> int:

@@ -6,7 +6,7 @@
     LINES.cut(folder, step)           drops the records of later steps; atomic
 
 Each record has the number of its ``step``. Not here: what the records mean (``metrics.py``,
-``group_records.py``, ``cpu_seconds.py``), and the journals of sessions (``store/``).
+``group_records.py``), and the journals of sessions (``store/``).
 """
 
 from __future__ import annotations

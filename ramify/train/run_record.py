@@ -2,7 +2,7 @@
 
     OUT/metrics.jsonl     one line per step and evaluation      OUT/checkpoints/   see checkpoint.py
     OUT/groups.jsonl      the outcome of each group             OUT/rollouts/      whole rollouts
-    OUT/processors.jsonl  the CPU time of each step's rollouts  OUT/reference/     the first policy
+                                                        OUT/reference/     the first policy
 
 Decides the counts and the clocks of a run, and which lines a run that goes back repeats. Not here:
 when something is written (``trainer.py``), and what a line means.
@@ -21,7 +21,7 @@ import msgspec
 from ramify.logging import RoomLogger
 from ramify.train.checkpoint import FOLDER, CheckpointState, CheckpointStore, Write, read_state
 from ramify.train.config import Schedule
-from ramify.train.cpu_seconds import CPU_SECONDS, CpuMeter, CpuSeconds
+from ramify.train.cpu_seconds import CpuMeter
 from ramify.train.data.sft_data import write
 from ramify.train.group_records import GROUPS, GroupRecord
 from ramify.train.guards import GuardState
@@ -58,7 +58,6 @@ class RunRecord:
         self._measures = measures
         self._meter = meter
         self._metrics: MetricsFile | None = None
-        self._spent: CpuSeconds | None = None
         self._since = time.monotonic()
         self._cpu_since = 0.0
 
@@ -98,7 +97,7 @@ class RunRecord:
 
     def _cut(self, step: int) -> None:
         """Drop records of steps after ``step``: the run will repeat them."""
-        for lines in (METRICS, GROUPS, CPU_SECONDS):
+        for lines in (METRICS, GROUPS):
             lines.cut(self.out, step)
         for path in (self.out / _ROLLOUTS).glob("step-[0-9]*.jsonl"):
             if int(path.stem.removeprefix("step-")) > step:
@@ -159,12 +158,9 @@ class RunRecord:
         )
 
     def write_rollouts(self, groups: Sequence[Group], records: Sequence[GroupRecord]) -> None:
-        """Write the outcomes of a step's groups, what they cost, and, if it is time, the whole
-        rollouts."""
+        """Write the outcomes of a step's groups and, if it is time, the whole rollouts."""
         step, every = self.state.step, self.schedule.save_rollouts_every
         GROUPS.append(self.out, [msgspec.structs.replace(record, step=step) for record in records])
-        if self._spent is not None:
-            CPU_SECONDS.append(self.out, [msgspec.structs.replace(self._spent, step=step)])
         if groups and every and self.state.stage_step % every == 0:
             path = self.out / _ROLLOUTS / f"step-{step:06d}.jsonl"
             path.parent.mkdir(exist_ok=True)
@@ -176,9 +172,9 @@ class RunRecord:
         if self._meter is not None:
             self._meter.restart()
 
-    def note_spent(self, samples: bool) -> None:
-        """Note the CPU time of a step's rollouts, if it has any (``samples``)."""
-        self._spent = self._meter.spent() if self._meter is not None and samples else None
+    def cpu_metrics(self, samples: bool) -> dict[str, float]:
+        """The CPU time of a step's rollouts, if it has any (``samples``)."""
+        return self._meter.spent() if self._meter is not None and samples else {}
 
     def save(self, parts: Mapping[str, Write]) -> None:
         """Write a checkpoint."""

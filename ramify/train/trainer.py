@@ -175,7 +175,7 @@ class Trainer:
                     f"the work of {self._where(stage)}", source.work(step)
                 )
                 work.metrics["work_s"] = time.monotonic() - started
-                self.record.note_spent(stage.samples)
+                work.metrics.update(self.record.cpu_metrics(stage.samples))
                 yield work
 
     async def _step(self, stage: TrainingStage, work: StepData) -> None:

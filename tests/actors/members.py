@@ -14,7 +14,8 @@ from ramify.actors.connect_back import Listener, connect, connect_back
 from ramify.actors.foreground_process import ForegroundProcess
 from ramify.actors.launcher import LocalLauncher
 from ramify.actors.process_slots import SlotMember
-from ramify.actors.rank_group import RankConnection, RankGroup, RankHeartbeat, follow
+from ramify.actors.rank_group import RankGroup, follow
+from ramify.actors.rank_watch import RankConnection, RankHeartbeat
 
 ROLES = ("trainer", "rank", "engine", "worker", "service", "supervisor")
 BELOW = "sleep 1000 & setsid sleep 1000 &"

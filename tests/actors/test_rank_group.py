@@ -17,19 +17,16 @@ import pytest
 
 from ramify.actors.child_process import ChildProcess, import_path
 from ramify.actors.connect_back import Listener
-from ramify.actors.rank_group import (
-    RankConnection,
-    RankGroup,
-    RankHeartbeat,
-    RemoteRankError,
-)
+from ramify.actors.rank_group import RankGroup, RemoteRankError
+from ramify.actors.rank_watch import RankConnection, RankHeartbeat
 from ramify.errors import ConfigError, TrainError
 from ramify.progress import on_heartbeat
 
 START = """
 import sys
 from ramify.actors.connect_back import connect
-from ramify.actors.rank_group import RankHeartbeat, follow
+from ramify.actors.rank_group import follow
+from ramify.actors.rank_watch import RankHeartbeat
 from tests.actors.test_rank_group import Own
 pulse = RankHeartbeat()
 rank, port, key = int(sys.argv[1]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])

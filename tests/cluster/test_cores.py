@@ -6,16 +6,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from simpy import Environment, Event
 
 from ramify.cluster.rate import EngineRate
+from ramify.cluster.recorded_cpu import RecordedCpu, recorded_cpu
 from ramify.cluster.simulated_engine import SimulatedCache, SimulatedEngine
 from ramify.cluster.simulated_rollout import SimulatedCores
-from ramify.inference.local.step_timing import StepTimings
-from ramify.train import cpu_seconds
-from ramify.train.cpu_seconds import CpuMeter, CpuSeconds
+from ramify.inference.local.step_timing import StepTiming, StepTimings
+from ramify.train.cpu_seconds import CpuMeter
+from ramify.train.metrics import MetricsFile, read_metrics
 
 
 def ends(env: Environment, **events: Event) -> dict[str, float]:
@@ -100,22 +102,31 @@ def test_what_steps_cost_is_counted_by_kind() -> None:
     assert paces.taken() == []
 
 
-def test_what_was_spent_is_written_and_cut(tmp_path: Path) -> None:
+def test_cpu_time_is_measured_and_read_from_the_metrics(tmp_path: Path) -> None:
     paces = StepTimings()
     meter = CpuMeter(paces.taken)
     paces.note(9, 9, 9.0)
     meter.restart()
-    paces.note(1, 0, 0.5)
+    for sequences, read, cpu_s in ((1, 0, 0.5), (12, 0, 0.25), (3, 40, 2.0), (3, 2, 1.0)):
+        paces.note(sequences, read, cpu_s)
     sum(range(200_000))
     spent = meter.spent()
-    assert [each.tokens for each in spent.engine] == [1]
-    assert spent.loop_s > 0
-    assert spent.cores >= 1
-    for step in (1, 2, 3):
-        again = CpuSeconds(step=step, cores=2, loop_s=0.5, sessions_s=1.5, engine=spent.engine)
-        cpu_seconds.CPU_SECONDS.append(tmp_path, [again])
-    cpu_seconds.CPU_SECONDS.cut(tmp_path, 2)
-    assert [(each.step, each.sessions_s) for each in cpu_seconds.CPU_SECONDS.read(tmp_path)] == [
-        (1, 1.5),
-        (2, 1.5),
+    assert (spent["cpu/engine_s"], spent["cpu/loop_s"] > 0, spent["cpu/cores"] >= 1) == (
+        3.75,
+        True,
+        True,
+    )
+    metrics = MetricsFile(tmp_path)
+    metrics.write(7, "rl", 1.0, {**spent, "cpu/cores": 2, "cpu/loop_s": 0.5, "cpu/sessions_s": 1.5})
+    metrics.write(8, "sft", 1.0, {"loss": 1.0})
+    engine = [
+        StepTiming(sequences=1, reads=False, steps=1, tokens=1, cpu_s=0.5),
+        StepTiming(sequences=4, reads=True, steps=2, tokens=6, read=42, cpu_s=3.0),
+        StepTiming(sequences=16, reads=False, steps=1, tokens=12, cpu_s=0.25),
     ]
+    expected = RecordedCpu(step=7, cores=2, loop_s=0.5, sessions_s=1.5, engine=engine)
+    assert list(recorded_cpu(tmp_path, list(read_metrics(tmp_path)))) == [expected]
+    # As an earlier version wrote it, with a line that a kill tore.
+    earlier = msgspec.structs.replace(expected, step=6)
+    (tmp_path / "processors.jsonl").write_bytes(msgspec.json.encode(earlier) + b'\n{"step": 7,')
+    assert list(recorded_cpu(tmp_path, [])) == [earlier]

@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import inspect
+import logging
 import os
 import re
 import subprocess
@@ -64,6 +65,7 @@ def test_every_block_is_run_or_says_why_not():
         "scripted.md",
         "signals.md",
         "tasks.md",
+        "watching.md",
     }
 
 
@@ -122,6 +124,10 @@ def test_python(page, reader):
                 asyncio.run(started)
     if page == "evaluate.md":
         assert [outcome.error for outcome in namespace["found"].outcomes] == [""] * 4
+    elif page == "watching.md":
+        ours = logging.getLogger("ramify.clients")
+        assert ours.level == logging.INFO
+        ours.setLevel(logging.NOTSET)  # as it was
     elif page == "signals.md":
         assert list(namespace["rl"].signals) == ["process", "teacher"]
     elif page == "tasks.md":

@@ -25,6 +25,7 @@ from ramify.sandbox.base import CellResult, SandboxCapabilities
 from ramify.sandbox.guest.frames import frame
 from ramify.sandbox.guest.values import ProtocolError
 from ramify.sandbox.session import GuestSession
+from ramify.sandbox.session_state import SessionLimits
 
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 HELLO = b"".join(frame(b'{"op":"hello","pid":1}'))
@@ -223,9 +224,7 @@ async def put(pieces: list[bytes], is_gone: bool, request: str, cell_s: float = 
     """Give the pieces to a session as the answer to a request; returns the errors in callbacks."""
     loop, faults = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _, context: faults.append(context))
-    session = GuestSession(
-        MemoryDoor(pieces, is_gone), cell_s=cell_s, grace_s=0.02, max_output_bytes=1000
-    )  # type: ignore[arg-type]
+    session = GuestSession(MemoryDoor(pieces, is_gone), SessionLimits(cell_s, 0.02, 1000))  # type: ignore[arg-type]
     await session.ready()
     try:
         async with asyncio.timeout(60):

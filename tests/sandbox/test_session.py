@@ -12,6 +12,7 @@ from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.guest.frames import frame
 from ramify.sandbox.session import GuestSession
+from ramify.sandbox.session_state import SessionLimits
 
 
 def said(header: Any, *blobs: bytes) -> bytes:
@@ -82,7 +83,7 @@ async def answer(name: str, args: Any, kwargs: Any) -> Any:
 
 
 async def run(transport: LyingDoor, **options: Any) -> Any:
-    session = GuestSession(transport, cell_s=5, grace_s=0.05, max_output_bytes=1000)
+    session = GuestSession(transport, SessionLimits(5, 0.05, 1000))
     await session.ready()
     try:
         return await session.run("1", answer=answer, **options)
@@ -160,7 +161,7 @@ def test_a_flood_of_calls_waits_in_the_socket() -> None:
 
 
 async def run_and_interrupt(transport: LyingDoor) -> None:
-    session = GuestSession(transport, cell_s=5, grace_s=0.05, max_output_bytes=1000)
+    session = GuestSession(transport, SessionLimits(5, 0.05, 1000))
     await session.ready()
 
     async def interrupt() -> None:
@@ -184,7 +185,7 @@ def test_output_is_kept_to_its_limit() -> None:
 
 def test_a_guest_that_says_nothing_does_not_open() -> None:
     async def main() -> None:
-        session = GuestSession(LyingDoor(hello=b""), cell_s=5, grace_s=0.05, max_output_bytes=1000)
+        session = GuestSession(LyingDoor(hello=b""), SessionLimits(5, 0.05, 1000))
         with pytest.raises(SandboxError, match=r"said nothing for 0\.05 s"):
             await session.ready(0.05)
 

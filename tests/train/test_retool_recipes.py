@@ -194,6 +194,5 @@ def test_files_that_are_not_there_are_named(files: dict[str, str]) -> None:
             load_recipe(
                 RECIPES / "retool_sft.py",
                 [f"policy.path={files['policy']}", *given, "sft.options={}"],
-            ),
-            print,
+            )
         )

@@ -15,7 +15,6 @@ import pytest
 
 from ramify import Store
 from ramify.store.journal import Journal
-from ramify.train.cpu_seconds import CPU_SECONDS, CpuSeconds
 from ramify.train.group_records import GROUPS, GroupRecord
 from ramify.train.metrics import MetricsFile, StepMetrics, read_metrics
 from ramify.viewer.picture import changes, picture
@@ -247,13 +246,10 @@ def test_what_a_kill_cut_off_in_a_training_folder_is_skipped_and_swallows_nothin
     tmp_path: Path,
 ) -> None:
     account = GroupRecord(number=1, item="é", version=None, outcome="lost", rollouts=[])
-    spent = CpuSeconds(step=1, cores=1, loop_s=1.0, sessions_s=0.0, engine=[])
-    for name in ("metrics.jsonl", "groups.jsonl", "processors.jsonl"):
+    for name in ("metrics.jsonl", "groups.jsonl"):
         (tmp_path / name).write_bytes(b'{"item":"\xff"}\n' + b"[" * 5000 + b'\n{"item":"\xc3')
     metrics = MetricsFile(tmp_path)
     metrics.write(1, "rl", 1.0, {"reward": 0.5})
     GROUPS.append(tmp_path, [msgspec.structs.replace(account, step=1)])
-    CPU_SECONDS.append(tmp_path, [spent])
     assert list(read_metrics(tmp_path)) == [STEP]
     assert list(GROUPS.read(tmp_path)) == [msgspec.structs.replace(account, step=1)]
-    assert list(CPU_SECONDS.read(tmp_path)) == [spent]

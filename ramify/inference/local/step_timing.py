@@ -4,8 +4,7 @@
     timings.taken()  ──▶  [StepTiming(sequences=16, reads=False, steps=311, tokens=3702,
                                       read=0, cpu_s=1.42), …]
 
-CPU time is the same whether or not other processes use the machine; wall-clock time is not. A
-simulation of a run whose engine shares its cores needs CPU time (``cluster/simulated_rollout.py``).
+CPU time is the same whether or not other processes use the machine; wall-clock time is not.
 """
 
 from __future__ import annotations

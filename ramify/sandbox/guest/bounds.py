@@ -21,6 +21,8 @@ MAX_ITEMS = 500_000
 MAX_CONTAINERS = 50_000
 """Maximum number of lists and dicts in one frame; a tuple, set, date, long string or bytes value
 also needs one."""
+MAX_KEYS = 100_000
+"""Maximum number of keys of all dicts in one frame together, of those whose keys are all text."""
 MAX_NESTING = 320
 """Maximum nesting of a frame's JSON: a value with ``MAX_DEPTH`` levels needs up to three levels of
 JSON for each."""
@@ -45,6 +47,9 @@ _SLOW_S = 0.002
 _MAX_SLOW = 16
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """A JSON string, even one without an end; matching takes linear time."""
+_WHOLE_STRINGS = re.compile(rb'[^"]*+(?:"(?:[^"\\]++|\\.)*+"[^"]*+)*+', re.DOTALL)
+"""As many strings as there are up to a limit, and what is between them."""
+_PIECE_BYTES = 1 << 18
 _STEP = bytes(1 if char in b"[{" else 0 for char in range(256))
 _NO_BRACKETS = bytes(char for char in range(256) if char not in b"[]{}")
 
@@ -57,14 +62,15 @@ def check_header(text: bytes) -> None:
     """Raise LimitError for JSON that is over a limit. Scans the text a few times at C speed and
     decodes nothing."""
     opens = text.count(b"[") + text.count(b"{")
-    if opens <= MAX_NESTING and opens + text.count(b",") <= MAX_ITEMS:
+    commas = text.count(b",")
+    if opens <= MAX_NESTING and opens + commas <= MAX_KEYS:
         return
     # Brackets and commas inside strings do not count, but skipping each string takes time.
     if text.count(b'"') - text.count(b'\\"') > 2 * MAX_ITEMS:
         raise LimitError(
             f"a value with more than {MAX_ITEMS:,} strings: at most {MAX_ITEMS:,} items at once"
         )
-    bare = _STRING.sub(b"", text)
+    bare = _bare(text)
     items, containers = _counted(bare)
     if items > MAX_ITEMS:
         raise LimitError(f"a value with {items:,} items: at most {MAX_ITEMS:,} at once")
@@ -73,14 +79,29 @@ def check_header(text: bytes) -> None:
             f"a value with {containers:,} lists, dicts and the like: at most {MAX_CONTAINERS:,} at "
             "once"
         )
+    if (keys := bare.count(b":")) > MAX_KEYS:
+        raise LimitError(f"a value with {keys:,} keys of dicts: at most {MAX_KEYS:,} at once")
     if containers > MAX_NESTING and _nesting(bare) > MAX_NESTING:
         raise LimitError(f"a value nested deeper than {MAX_NESTING} levels of JSON")
+
+
+def _bare(text: bytes) -> bytes:
+    """Return JSON without its strings. Works in pieces, between which other threads run."""
+    parts, at = [], 0
+    while at < len(text):
+        end = _WHOLE_STRINGS.match(text, at, at + _PIECE_BYTES).end()  # type: ignore[union-attr]
+        if end == at:  # a long string begins here
+            end = _STRING.match(text, at).end()  # type: ignore[union-attr]
+        else:
+            parts.append(_STRING.sub(b"", text[at:end]))
+        at = end
+    return b"".join(parts)
 
 
 def counts(text: bytes) -> tuple[int, int, int]:
     """Count the items, the containers and the nesting of JSON; an empty container counts as one
     item."""
-    bare = _STRING.sub(b"", text)
+    bare = _bare(text)
     return *_counted(bare), _nesting(bare)
 
 

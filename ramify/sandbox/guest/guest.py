@@ -20,7 +20,6 @@ from .notebook import GuestNotebook
 from .output import CellOutput
 from .packed import portable_to_host, unpack_value
 from .shown import cut, show_error, text_of
-from .source import CellCode
 from .spools import FileOutputSpool, MemoryOutputSpool
 from .values import CodecError, ProtocolError, ValueEncoder
 
@@ -100,8 +99,16 @@ class Guest:
         self.notebook.end_loop()
 
     def _rehearse(self) -> None:
-        """Write now to the memory pages that the first cell would otherwise have to copy."""
-        eval(CellCode("x = 1\nx", "<cell 0>", 0).body, {})
+        """Write now to the memory pages that the first cell would otherwise have to copy: run a
+        cell that leaves nothing and is not reported."""
+        self.output.begin()
+        self.interrupts.reset()
+        self._memory.allow_cell()
+        self.notebook.execute("None", "<cell 0>")
+        self._memory.allow_guest()
+        self._mend()
+        done = {"op": "done", "id": 0, "value": None, "restored": [], "chars": 0}
+        self._channel.frame({**done, "error": None, "note": None}, ValueEncoder(bounded=True))
 
     def _handle(self, header: dict[str, Any], blobs: list[memoryview]) -> None:
         op, id = header["op"], header["id"]
@@ -121,7 +128,7 @@ class Guest:
             elif op == "context":
                 self.notebook.bind("context", unpack_value(blobs[0])[0], True)
             elif op == "install":
-                self._install(header["module"], header["source"])
+                self._install(header["module"], header["source"], blobs[0] if blobs else None)
             elif op == "get":
                 self._send_value(id, self.notebook.get(header["name"]))
                 return
@@ -148,14 +155,14 @@ class Guest:
             {"op": "failed", "id": id, "kind": kind, "message": cut(message, 20_000)}
         )
 
-    def _install(self, module: str, source: str) -> None:
+    def _install(self, module: str, source: str, code: Any) -> None:
         host_names = {
             "call_host": self._calls.call_host,
             "HostError": HostError,
             "last_output": self.output.last_output,
             "portable": portable_to_host,
         }
-        self.notebook.install(module, source, host_names)
+        self.notebook.install(module, source, host_names, code)
 
     # -- a cell
 
@@ -194,7 +201,8 @@ class Guest:
         note, error = self.notebook.after_cell(encoder, error)
         restored = self.notebook.restore_names()
         with channel.sending:
-            parts += output.take(final=True)
+            if self.notebook.has_hooks:
+                parts += output.take(final=True)
             channel.is_open = False
             self._inbox.drop_calls()
             done = {

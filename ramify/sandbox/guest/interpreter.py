@@ -1,7 +1,7 @@
 """The interpreter state that cells share with the guest.
 
 Decides what is restored after each cell, so that no cell can break the next one or the guest, and
-how much memory a cell may use. Not here: the session's own names (see ``call_notebook.py``).
+how much memory a cell may use. Not here: the session's own names (see ``notebook.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .output import CellOutput
 with contextlib.suppress(ImportError):
     import resource
 
+_SIGINT = int(signal.SIGINT)
 _signal: Any = sys.modules["_signal"]
 """The C functions behind ``signal``, which spends microseconds of every cell on creating enums."""
 
@@ -51,8 +52,9 @@ class InterpreterState:
             sys.setprofile(None)
         if sys.getrecursionlimit() != self._recursion_limit:
             sys.setrecursionlimit(self._recursion_limit)
-        _signal.signal(signal.SIGINT, on_interrupt)
-        _signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+        if _signal.getsignal(_SIGINT) != on_interrupt:
+            _signal.signal(_SIGINT, on_interrupt)
+        _signal.pthread_sigmask(signal.SIG_UNBLOCK, (_SIGINT,))
 
 
 class MemoryLimit:

@@ -104,20 +104,27 @@ class GuestNotebook:
 
     # -- modules
 
-    def install(self, module: str, source: str, host_names: Mapping[str, Any]) -> None:
+    def install(
+        self, module: str, source: str, host_names: Mapping[str, Any], code: Any = None
+    ) -> None:
         """Execute ``source`` as ``module``, with ``host_names`` and this ``notebook`` in its
-        namespace. Bind the names in its ``__all__``."""
+        namespace. Bind the names in its ``__all__``. ``code``: the module, compiled by the host."""
         installed = types.ModuleType(module if self._owns_process else f"{module}@{id(self)}")
         installed.__dict__.update(host_names, namespace=self.namespace, notebook=self)
         name = f"<{module}>"
         remember_source(name, source)
         if self._owns_process:
             sys.modules[module] = installed
-        exec(compiled(source, name), installed.__dict__)
+        exec(compiled(source, name, code), installed.__dict__)
         self.hidden.add(name)
         self._modules[module] = installed
         for public in installed.__dict__.get("__all__", ()):
             self.bind(public, getattr(installed, public), True)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Return True if code of installed modules may run after a cell."""
+        return bool(self._modules)
 
     def after_cell(self, encoder: ValueEncoder, error: str | None) -> tuple[Any, str | None]:
         """Call the modules' ``after_cell`` hooks and return their results, encoded. The hooks see

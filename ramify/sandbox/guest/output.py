@@ -19,6 +19,8 @@ from .values import Buffer
 
 FLUSH_BYTES = 1 << 16
 FLUSH_S = 0.05
+MAX_FRAME_BYTES = 1 << 20
+"""Maximum output in one frame."""
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _clock = time.monotonic
 """Saved before any cell has run."""
@@ -129,11 +131,15 @@ class CellOutput:
 
     def _out(self, data: bytes, skip: int, upto: int) -> list[Buffer]:
         self._sent += len(data)
-        header = {
-            "op": "out",
-            "skip": skip,
-            "chars": self.chars,
-            "upto": upto,
-            "blobs": [len(data)],
-        }
-        return self._channel.frame(header, None, [data])
+        parts: list[Buffer] = []
+        for at in range(0, len(data), MAX_FRAME_BYTES):
+            piece = data[at : at + MAX_FRAME_BYTES]
+            header = {
+                "op": "out",
+                "skip": 0 if at else skip,
+                "chars": self.chars,
+                "upto": upto,
+                "blobs": [len(piece)],
+            }
+            parts += self._channel.frame(header, None, [piece])
+        return parts

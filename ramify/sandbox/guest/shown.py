@@ -1,7 +1,7 @@
 """Values and errors as text for the author of a cell.
 
 Decides the maximum length of the text, and that a traceback shows the frames of the cell and of the
-code it called, but not the guest's. Not here: where the text goes (see ``call_notebook.py``).
+code it called, but not the guest's. Not here: where the text goes (see ``notebook.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def safe_repr(value: Any) -> str:
     kind = type(value)
     if kind in (str, bytes) and len(value) > VALUE_CHARS:
         half = VALUE_CHARS // 2
-        return f"{value[:half]!r} [… {len(value) - 2 * half:,} left out …] {value[-half:]!r}"
+        shown = f"{value[:half]!r} [… {len(value) - 2 * half:,} left out …] {value[-half:]!r}"
+        return shown if len(shown) <= VALUE_CHARS + 100 else cut(shown, VALUE_CHARS)
     try:
         return cut("".join([repr(value), ""]), VALUE_CHARS)
     except Exception as error:  # noqa: BLE001  (whatever a repr does, the cell continues)

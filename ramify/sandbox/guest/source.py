@@ -1,8 +1,8 @@
 """The compiled source of a cell.
 
 Decides how code that is in no file is named and where its lines are found, that a cell's last
-expression is its echo, and that modules to install are compiled once for all sessions of a process.
-Not here: running the code (see ``call_notebook.py``).
+expression is its echo, and that modules to install may arrive compiled.
+Not here: running the code (see ``notebook.py``).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import __future__
 
 import ast
 import linecache
+import marshal
 import threading
 import types
 from typing import Any
@@ -55,16 +56,19 @@ class CellCode:
         return code
 
 
-_COMPILED: dict[tuple[str, str], types.CodeType] = {}
-"""Modules compiled in advance by the process that forks sessions."""
+def compiled(source: str, name: str, code: Any = None) -> types.CodeType:
+    """Return the code of a module to install. ``code``: what a host with the same Python has made
+    of it (``marshalled``)."""
+    if code:
+        module: types.CodeType = marshal.loads(code)
+        return module
+    return compile(source, name, "exec", 0, True)
 
 
-def compiled(source: str, name: str) -> types.CodeType:
-    """Return the code of a module to install."""
-    code = _COMPILED.get((source, name))
-    return code if code is not None else compile(source, name, "exec", 0, True)
-
-
-def precompile(source: str, name: str) -> None:
-    """Compile a module once for every session that is forked later."""
-    _COMPILED[(source, name)] = compile(source, name, "exec", 0, True)
+def marshalled(source: str, name: str) -> bytes:
+    """Compile a module for sessions with the same Python. Returns nothing if it cannot be compiled:
+    the session that installs it reports the error."""
+    try:
+        return marshal.dumps(compile(source, name, "exec", 0, True))
+    except (SyntaxError, ValueError):
+        return b""

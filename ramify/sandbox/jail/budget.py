@@ -1,7 +1,8 @@
 """The memory budget of all sessions of a sandbox together.
 
-Decides which memory counts (a session's private pages, beyond those it was forked with), how often
-it is measured, and that the session that uses the most is ended if the budget is exceeded. Not
+Decides which memory counts (a session's private pages, beyond those it was forked with; its folder,
+output and shared buffers; its frames in the host), how often it is measured, and that the session
+that uses the most is ended if the budget is exceeded. Not
 here: the limit of each session, which the kernel enforces. Sixteen sessions may each stay within
 their limits and still use more memory than the machine has.
 """
@@ -13,6 +14,7 @@ import contextlib
 import mmap
 import os
 import time
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 _EVERY_S = 0.25
@@ -22,6 +24,10 @@ _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 class KillableSession(Protocol):
     def kill(self, reason: str) -> None: ...
+
+    def host_bytes(self) -> int:
+        """Memory that the session uses outside its process and its folder."""
+        ...
 
 
 def machine_bytes() -> int:
@@ -36,7 +42,12 @@ def machine_bytes() -> int:
 class JailBudgetWatcher:
     """Watches the memory of sessions, while there are any."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, ask_folders: Callable[[], Awaitable[None]]) -> None:
+        """``ask_folders``: asks for the sizes of the sessions' folders; it calls
+        ``note_folder``."""
+        self._ask_folders = ask_folders
+        self._asking: asyncio.Future[None] | None = None
+        self._folders: dict[KillableSession, int] = {}
         self._limit = limit_bytes or int(machine_bytes() * _SHARE)
         self._sessions: dict[KillableSession, tuple[int, int]] = {}
         """Session -> (process id, number of private pages at the start)."""
@@ -49,14 +60,23 @@ class JailBudgetWatcher:
 
     def forget(self, session: KillableSession) -> None:
         self._sessions.pop(session, None)
+        self._folders.pop(session, None)
         if not self._sessions and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
+    def note_folder(self, session: KillableSession, num_bytes: int) -> None:
+        if session in self._sessions:
+            self._folders[session] = num_bytes
+
     def _look(self) -> None:
         started = time.perf_counter()
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._ask_folders())
         used = {
             session: max(_own_pages(pid) - before, 0) * mmap.PAGESIZE
+            + session.host_bytes()
+            + self._folders.get(session, 0)
             for session, (pid, before) in self._sessions.items()
         }
         if sum(used.values()) > self._limit:

@@ -214,9 +214,13 @@ class JailFork:
             self.old.append(self._origin.move(self._new[0], self._new[2]))
             self._moved()
 
+    def give_up_branch(self) -> None:
+        """Give no wire to the branch any more: the end of its stream shows then."""
+        self._branch[1].close()
+
     def end(self) -> None:
         """Close the ends that were not used."""
-        self._branch[1].close()
+        self.give_up_branch()
         self._new[1].close()
         for files in self.old:
             files.close()
@@ -256,8 +260,10 @@ def watch_exit(transport: JailTransport | JailBranchTransport) -> None:
     show."""
 
     def ended() -> None:
-        if transport.forking is not None and not transport.forking.old:
-            transport.stream.lose()
+        if transport.forking is not None:
+            transport.forking.give_up_branch()
+            if not transport.forking.old:
+                transport.stream.lose()
 
     transport.on_exit(ended)
 

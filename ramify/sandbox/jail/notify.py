@@ -31,7 +31,7 @@ from ramify.sandbox.jail.primitives import CONTINUE, FORKS_APART, ListenerReques
 _CLONE, _TGKILL, _SETSID = (56, 220), (234, 131), (112, 157)
 _EPERM = 1
 _MOST_FILES = 264
-"""Descriptors of a session have numbers below this (see ``forkserver.set_limits``)."""
+"""Descriptors of a session have numbers below this (see ``process_setup.limit_files``)."""
 _PATIENCE = 32
 """Number of refusals that are answered at once; each further one is delayed slightly longer, so
 that a session cannot keep the host busy."""

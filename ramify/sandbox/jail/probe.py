@@ -24,6 +24,7 @@ MODULES = (
     "jail/hooks",
     "shared_buffers",
     "guest",
+    "process_setup",
     "forkserver",
     "jail/primitives",
     "jail/seccomp",
@@ -32,11 +33,14 @@ MODULES = (
     "jail/zygote",
 )
 _WAIT_S = 30.0
+_USER_NAMESPACES = (
+    "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+    "kernel.apparmor_restrict_unprivileged_userns=0; docker: --security-opt seccomp=unconfined)"
+)
 _REMEDIES = {
-    "as root": "give root the capability CAP_SYS_ADMIN (docker: --cap-add SYS_ADMIN) or run as an "
-    "ordinary user",
-    "user namespace": "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-    "kernel.apparmor_restrict_unprivileged_userns=0; docker: --security-opt seccomp=unconfined)",
+    "as root": "give root the capability CAP_SYS_ADMIN (docker: --cap-add SYS_ADMIN), or run as an "
+    f"ordinary user and {_USER_NAMESPACES}",
+    "user namespace": _USER_NAMESPACES,
     "landlock": "use a kernel with Landlock (Linux 5.13 or later, lsm=landlock,…)",
     "seccomp filter": "use a kernel with CONFIG_SECCOMP_FILTER",
     "system calls": "use a machine of the architecture x86_64 or aarch64",

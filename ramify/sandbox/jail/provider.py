@@ -72,10 +72,9 @@ class JailSandbox(ProcessSandbox):
         self.reached: ProbedTier = probe(deny, landlock)
         self.warning = self._settle_tier()
         check_places(spec.mounts, self.reached)
-        self._budget = JailBudgetWatcher(spec.all_memory_bytes)
+        self._budget = JailBudgetWatcher(spec.all_memory_bytes, self._ask_folders)
         self._ready: deque[GuestSession] = deque()
         self._filling: asyncio.Task[None] | None = None
-        self._leaving: set[asyncio.Task[None]] = set()
         self.caps = SandboxCapabilities(
             isolates_files=True,
             isolates_network=True,
@@ -159,15 +158,6 @@ class JailSandbox(ProcessSandbox):
         finally:
             self._filling = None
 
-    def compiled(self) -> None:
-        """Replace the sessions that are ready: they were forked before the module was compiled."""
-        outdated = [*self._ready]
-        self._ready.clear()
-        for session in outdated:
-            session.kill("it was never taken")
-            self._leaving.add(task := asyncio.ensure_future(session.close()))
-            task.add_done_callback(self._leaving.discard)
-
     def opened(self, session: GuestSession) -> None:
         super().opened(session)
         self._budget.watch(session, pid_of(session.process))
@@ -175,6 +165,16 @@ class JailSandbox(ProcessSandbox):
     def closed(self, session: GuestSession) -> None:
         super().closed(session)
         self._budget.forget(session)
+
+    async def _ask_folders(self) -> None:
+        """Ask the fork servers for the sizes of all sessions' folders."""
+        places = {session.place: session for session in self.sessions}
+        with contextlib.suppress(SandboxError):  # a server that is gone has no sessions
+            for channel in {channel for channel, _ in places}:
+                reply, _ = await channel.ask({"op": "folders"})
+                for pid, num_bytes in reply["bytes"]:
+                    if (session := places.get((channel, pid))) is not None:
+                        self._budget.note_folder(session, num_bytes)
 
     def make_transport(
         self,
@@ -191,8 +191,6 @@ class JailSandbox(ProcessSandbox):
             self._filling.cancel()
             await asyncio.wait((self._filling,))
         await super().close()
-        if self._leaving:
-            await asyncio.wait(self._leaving)
 
 
 def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
@@ -293,7 +291,11 @@ def _read_report(spec: SandboxSpec) -> None:
     """Read the report of the zygote that was launched for ``spec`` on its walls."""
     if spec in _launched and spec not in _reported:
         _reported.add(spec)
-        learn(_launched[spec])
+        try:
+            learn(_launched[spec])
+        except SandboxError:  # it was killed, or says why it cannot start: the next one will too
+            _end(_launched.pop(spec))
+            _reported.discard(spec)
 
 
 def _discard() -> None:

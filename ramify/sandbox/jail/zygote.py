@@ -6,7 +6,7 @@ prepares for a session. Not here: the fork server in general (see ``forkserver.p
 themselves (see ``walls.py``). Runs in a separate process with an empty environment. Standard
 library only.
 
-    host:    config{tiers,…}  freeze{id,pid}  and the messages of ``forkserver.py``
+    host:    config{tiers,…}  freeze{id,pid}  folders{id}  and the messages of ``forkserver.py``
     zygote:  walls{tier,missing,landlock} | failed{message}, then ready | failed{message}
 """
 
@@ -20,13 +20,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ramify.sandbox import forkserver
+    from ramify.sandbox import forkserver, process_setup
     from ramify.sandbox.guest import branches
     from ramify.sandbox.jail import confine, hooks, primitives, seccomp, walls
 else:
     from ramify_guest import branches
 
     forkserver = sys.modules["ramify_forkserver"]
+    process_setup = sys.modules["ramify_process_setup"]
     confine = sys.modules["ramify_jail_confine"]
     hooks = sys.modules["ramify_jail_hooks"]
     primitives = sys.modules["ramify_jail_primitives"]
@@ -129,14 +130,14 @@ class Zygote(forkserver.ForkServer):
     ) -> tuple[list[int], tuple[int, int]]:
         os.setsid()
         confinement, proc = self._walls.confinement, self._walls.proc
-        mapped = forkserver.mapped_bytes(proc if proc >= 0 else None)
+        mapped = process_setup.mapped_bytes(proc if proc >= 0 else None)
         confinement.enter(prepared)
-        fds = forkserver.keep_only(fds)
-        forkserver.tie_to_parent(self.pid)
-        memory = forkserver.set_limits(self.config["memory_bytes"], mapped)
+        fds = process_setup.keep_only(fds)
+        process_setup.tie_to_parent(self.pid)
+        memory = process_setup.set_limits(self.config["memory_bytes"], mapped)
         confinement.limit()
         confinement.finish(fds[0])
-        forkserver.limit_files()
+        process_setup.limit_files()
         return fds, memory
 
     def clear(self, prepared: confine.PreparedSession) -> None:
@@ -145,6 +146,8 @@ class Zygote(forkserver.ForkServer):
     def handle(self, header: dict[str, Any], fds: list[int]) -> None:
         if header["op"] == "freeze":
             self._freeze(header["id"], header["pid"])
+        elif header["op"] == "folders":
+            self.control.send({"op": "folders", "id": header["id"], "bytes": self._folders()})
         elif header["op"] != "adopt" or self._walls.outer:  # else it has another number here
             super().handle(header, fds)
 
@@ -158,6 +161,15 @@ class Zygote(forkserver.ForkServer):
             self.control.send({"op": "failed", "id": id, "message": str(error.strerror)})
             return
         self.control.send({"op": "frozen", "id": id})
+
+    def _folders(self) -> list[tuple[int, int]]:
+        """Return (process id, size of its folder in bytes) for each session with a folder."""
+        found = []
+        for pid, prepared in self.children.items():
+            if isinstance(prepared, confine.PreparedSession) and prepared.scratch >= 0:
+                space = os.fstatvfs(prepared.scratch)
+                found.append((pid, (space.f_blocks - space.f_bfree) * space.f_frsize))
+        return found
 
     def kill_orphans(self) -> None:
         """Do nothing unless the zygote is ending: a session can start only branches, and the host

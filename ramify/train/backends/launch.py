@@ -153,7 +153,8 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
     Raises ConfigError like ``check``, and TrainError if a rank does not start."""
     from torch._C._distributed_c10d import TCPStore
 
-    from ramify.actors.rank_group import RankConnection, RankGroup, RankHeartbeat
+    from ramify.actors.rank_group import RankGroup
+    from ramify.actors.rank_watch import RankConnection, RankHeartbeat
     from ramify.train.backends.rank import RankModels
 
     size = check(shard, device, elsewhere=hosts is not None)
@@ -203,7 +204,8 @@ def follow(world: RankInfo) -> NoReturn:
     """Run as rank ``world.rank`` until rank 0 ends, and then exit."""
     import torch.distributed as dist
 
-    from ramify.actors.rank_group import RankHeartbeat, follow
+    from ramify.actors.rank_group import follow
+    from ramify.actors.rank_watch import RankHeartbeat
     from ramify.train.backends.rank import RankModels
 
     join_run(f"rank {world.rank}")

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ramify.actors.rank_group import RankHeartbeat
+from ramify.actors.rank_watch import RankHeartbeat
 from ramify.models.load import Policy
 from ramify.models.weights import read_weights
 from ramify.train.backends import adapters, shards

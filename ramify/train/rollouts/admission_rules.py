@@ -1,7 +1,6 @@
 """Rules for which groups of rollouts may begin, and which ones a step waits for.
 
-``group_queue.py`` explains the rules and applies them in real time; the cluster simulator
-(``ramify/cluster/simulated_queue.py``) applies the same rules in simulated time.
+``group_queue.py`` explains the rules and applies them.
 """
 
 from __future__ import annotations

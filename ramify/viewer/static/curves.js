@@ -9,19 +9,19 @@ const GROUPS = [
   ["off-policy: sampler mismatch, effective sample size, staleness", /mismatch|^ess$|stale/],
   ["per depth and role", /by depth$|role|^calls_per_rollout$|^turns_per_call$|child_/],
   ["signals", /^signal|hint|judge|process|hindsight|teacher/],
-  ["speed", /tokens_per_s|_s$|cpu/],
+  ["speed", /tokens_per_s|_s$|cpu|by batch$/],
   ["rollouts and sizes", /./],
 ];
-const LAYER = /^depth(\d+)\.(\w+)\/(\w+)$/;  // as in depth1.rlm/reward
+const LAYER = /^(depth|batch)(\d+)\.(\w+)\/(\w+)$/;  // as in depth1.rlm/reward, batch16.decode/steps
 const COLOURS = ["--rlm", "--lm", "--leaf", "--judge", "--live", "--bad"];
 
 // Chart -> [{ name, label }]: one line per chart, but metrics of each depth share one chart.
 export function chartsOf(names) {
   const charts = new Map();
   for (const name of names) {
-    const layer = LAYER.exec(name), chart = layer ? `${layer[3]} by depth` : name;
+    const layer = LAYER.exec(name), chart = layer ? `${layer[4]} by ${layer[1]}` : name;
     if (!charts.has(chart)) charts.set(chart, []);
-    charts.get(chart).push({ name, label: layer ? `${layer[1]} ${layer[2]}` : "" });
+    charts.get(chart).push({ name, label: layer ? `${layer[2]} ${layer[3]}` : "" });
   }
   for (const lines of charts.values()) lines.sort((a, b) => (a.name < b.name ? -1 : 1)).forEach((line, index) => (line.colour = COLOURS[index % COLOURS.length]));
   return charts;

@@ -312,3 +312,108 @@ for name, flags, where in (
     tries=9,
     without_walls="reached",
 )
+
+
+async def in_flight(arena: Arena, session: Any) -> str:
+    """One session keeps as many descriptors in flight as it can; another one must still open."""
+    code = """
+import array, os, socket
+pairs, sent = [], 0
+try:
+    for _ in range(100):
+        pair = socket.socketpair()
+        pairs.append(pair)
+        for _ in range(3):
+            fds = array.array('i', [1] * 250)
+            pair[0].sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)], socket.MSG_DONTWAIT)
+            sent += 250
+except OSError as error:
+    print(error)
+sent
+"""
+    said = await cell(session, code)
+    seen = await cell(await arena.session(), "6 * 7")
+    branch = await fork(arena, session)
+    return told("others kept from opening", seen != "42" or "!" in str(branch), (seen, said))
+
+
+attack("descriptors in flight", "descriptors", act=in_flight, **PAIR)  # type: ignore[arg-type]
+
+
+async def lowered(arena: Arena, session: Any) -> str:
+    """A limit of open files below a descriptor that is kept across the fork."""
+    await cell(
+        session,
+        "import fcntl, os, resource\nends = os.pipe()\n"
+        "kept = [fcntl.fcntl(fd, fcntl.F_DUPFD, 200) for fd in ends]\n"
+        "[os.close(fd) for fd in ends]\nresource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
+        + REWRITE.replace("kept = []", "")
+        + "type(guest)._cannot_fork = lambda self, fds: None\nprimitives._closerange = lambda *a: None",
+    )
+    branch = await fork(arena, session)
+    if isinstance(branch, str):
+        return told("a pipe above the limit", "!" in branch, branch)
+    await cell(branch, "os.write(kept[1], b'of a relative')")
+    seen = await cell(session, "os.set_blocking(kept[0], False)\nos.read(kept[0], 100)")
+    return told("a pipe above the limit", "of a relative" in seen, seen)
+
+
+attack("a limit of files below an open one", "branches", act=lowered, needs_fork=True, **PAIR)  # type: ignore[arg-type]
+
+
+async def replaced(arena: Arena, session: Any) -> str:
+    """A process in the place of a branch, which never asks for a wire: it must not survive."""
+    from attacks.arena import marked_processes
+
+    await cell(
+        session,
+        "libc.prctl(15, b'by-attack', 0, 0, 0)\n" + REWRITE + "import time\n"
+        "def stay(*places):\n"
+        "    while True: time.sleep(60)\n"
+        "real = guest._apart\n"
+        "def fork():\n"
+        "    pid = real.fork()\n"
+        "    if pid == 0: stay()\n"
+        "    return pid\n"
+        "guest._apart = real._replace(fork=fork)",
+    )
+    branch = await fork(arena, session)
+    await session.close()
+    left = marked_processes(patience_s=3.0)
+    return told("a process in a branch's place", left, (left, str(branch)[:80]))
+
+
+attack(
+    "a process in the place of a branch",
+    "branches",
+    act=replaced,
+    needs_fork=True,
+    timeout_s=60,
+    **PAIR,  # type: ignore[arg-type]
+)
+attack(
+    "a process session of its own",
+    "signals",
+    """
+import os
+attempt('setsid', os.setsid)
+attempt('raw setsid', lambda: kernel('setsid') if not isinstance(kernel('setsid'), str) else (_ for _ in ()).throw(Gone()))
+""",
+    tries=2,
+    without_walls="contained",
+)
+for name, code in {
+    "plain fork": "clone', 17, 0, 0, 0, 0",
+    "a child of the fork server": "clone', 0x8011, 0, 0, 0, 0",
+    "a child of the fork server with its number written": "clone', 0x1208011, 0, 0, 0, 0",
+    "a child without a signal": "clone', 0, 0, 0, 0, 0",
+    "a child that shares files": "clone', 0x411, 0, 0, 0, 0",
+    "a child that shares memory": "clone', 0x111, 0, 0, 0, 0",
+    "a child with a descriptor": "clone', 0x1011, 0, 0, 0, 0",
+}.items():
+    attack(
+        f"a process that nobody asked for: {name}",
+        "processes",
+        f"attempt('clone', lambda: kernel('{code}))",
+        without_walls="unsafe",
+    )

@@ -75,6 +75,24 @@ attack(
     code=f"say({DONE % 2})\nsay({DONE % 2})\nimport time\ntime.sleep(60)",
     **LIE,
 )
+ENDS = {
+    "an echo": "{'value': 'x' * 3_000_000}",
+    "an error": "{'error': 'x' * 3_000_000}",
+    "restored names": "{'restored': ['x'] * 200_000}",
+    "one restored name": "{'restored': ['x' * 3_000_000]}",
+    "a note of the wrong type": "{'note': [1]}",
+}
+for what, more in ENDS.items():
+    attack(
+        f"a forged end with too much: {what}",
+        code=f"say({DONE % 2} | {more})\nimport time\ntime.sleep(60)",
+        **{**LIE, "ends": ("died",)},
+    )
+attack(
+    "a call with a name of a million characters",
+    code="say({'op': 'call', 'id': 1, 'name': 'x' * 1_000_000, 'value': [[], {}]})",
+    **{**LIE, "ends": ("died",)},
+)
 attack(
     "the end of another cell",
     code=f"for id in range(1000): say({DONE % 'id'})",

@@ -23,8 +23,9 @@ from ramify.train.losses import PpoClip
 from ramify.train.losses.distil_losses import forward_kl, reverse_kl, surrogate
 from ramify.train.losses.loss import LossEntries, LossSpec, compute, kl_estimate, per_entry
 from ramify.train.signals.base import SignalContext, SignalScore, TopKCandidates
-from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridAlgorithm, HybridTerm
+from ramify.train.signals.compose import Hybrid, HybridAlgorithm
 from ramify.train.signals.outcome import OutcomeSignal, shaped
+from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
 from ramify.types.message import Message, Reply, ToolCall
 from ramify.types.trajectory import Annotation, Call, Cell, Group, Parent, Stop, Trajectory, Turn
 

@@ -38,13 +38,14 @@ from ramify.train.recipe import stored
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.base import ScoringRow
-from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridTerm
+from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.hindsight import Hindsight
 from ramify.train.signals.judge import StepJudge
 from ramify.train.signals.process_reward import ProcessRewardSignal
 from ramify.train.signals.scorer import PolicyScorer
 from ramify.train.signals.teacher import TeacherSignal
 from ramify.train.signals.tool_use import ToolUseSignal
+from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.training import kept, samples
 from ramify.viewer.transcript import tokens, transcript

@@ -12,9 +12,10 @@ from ramify.train.execute import train
 from ramify.train.metrics import read_metrics
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridTerm
+from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.process_reward import ProcessRewardSignal
 from ramify.train.signals.tool_use import ToolUseSignal
+from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
 from tests.train.small import small
 
 

@@ -1,0 +1,79 @@
+"""The cells of a session in Monty: their state, and what has to be known of their code.
+
+Not here: how they run (see ``monty.py``).
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+from ramify.sandbox.base import Answer
+from ramify.sandbox.guest.calls import HostError
+from ramify.sandbox.guest.tails import HeadTailBuffer
+from ramify.sandbox.guest.values import CodecError, ValueEncoder
+
+
+class MontyCell:
+    """One cell that is running."""
+
+    def __init__(self, answer: Answer, max_output_bytes: int) -> None:
+        self.answer = answer
+        self.output = HeadTailBuffer(max_output_bytes)
+        self.full_output = HeadTailBuffer(16 * max_output_bytes)
+        self.chars = 0
+        self.worked_s = 0.0
+        self.stopped: str | None = None
+        self.stop = asyncio.Event()
+        self.bug: Exception | None = None
+        self.calls: set[Future[Any]] = set()
+
+    def printed(self, stream: str, text: str) -> None:
+        data = text.encode("utf-8", "backslashreplace")
+        self.output.add(data)
+        self.full_output.add(data)
+        self.chars += len(text)
+
+    def interrupt(self, reason: str) -> None:
+        self.stopped = self.stopped or reason
+        self.stop.set()
+
+
+def inspect_cell(code: str) -> tuple[set[str], bool, bool]:
+    """Inspect a cell: the names that it may bind, whether it ends in an expression, and whether it
+    uses ``_``."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError):
+        return set(), False, False
+    bound: set[str] = set()
+    uses_last = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            uses_last = uses_last or node.id == "_"
+            if isinstance(node.ctx, ast.Store):
+                bound.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+    return bound, bool(tree.body) and isinstance(tree.body[-1], ast.Expr), uses_last
+
+
+def is_plain(value: Any) -> bool:
+    try:
+        ValueEncoder().encode(value)
+    except CodecError:
+        return False
+    return True
+
+
+def as_builtin(error: Exception) -> Exception:
+    """Return the exception that Monty can raise in its session instead of ``error``."""
+    kind = type(error)
+    if kind.__module__ == "builtins" and kind is not HostError:
+        return error
+    name = error.kind if isinstance(error, HostError) else kind.__name__
+    return RuntimeError(f"{name}: {error}")

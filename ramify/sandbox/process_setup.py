@@ -1,0 +1,133 @@
+"""How a session's process is set up: its signals, descriptors and limits, and what ends it.
+
+Not here: when this happens (see ``forkserver.py``), and walls (see ``jail/``). Runs in the fork
+server and its children. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+MAX_FILE_BYTES = 256 << 20
+"""Maximum size of a file that a session may write, including its raw output."""
+MAX_FILES = 256
+_OUT_OF_REACH = 8
+"""Number of additional descriptors, reserved for the guest."""
+GUEST_BYTES = 32 << 20
+"""Address space reserved for the guest, for when a cell has used up its own."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc: Any = None
+_signal: Any = sys.modules["_signal"]
+_SIGCHLD, _SIG_DFL = int(signal.SIGCHLD), int(signal.SIG_DFL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of orphans among this process's descendants, and allow as many open files
+    as this user may have: the limit also applies to descriptors on their way."""
+    global _libc
+    import ctypes
+
+    _libc = ctypes.CDLL(None)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def quiet_signals() -> None:
+    """Reset signal handling to that of a new process. Uses ``_signal``, since ``signal`` creates
+    enums for all numbers: see ``_warm_up``."""
+    _signal.set_wakeup_fd(-1)
+    _signal.signal(_SIGCHLD, _SIG_DFL)
+
+
+def nonblocking_pipe() -> tuple[int, int]:
+    ends = os.pipe()  # os.pipe2 does not exist everywhere; both ends are closed in children
+    for end in ends:
+        os.set_blocking(end, False)
+    return ends
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        _libc.prctl(option, value, 0, 0, 0)
+
+
+def tie_to_parent(parent: int) -> None:
+    """Make this process die with its parent, even if the parent is killed, and adopt the orphans of
+    its own children."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def keep_only(fds: list[int]) -> list[int]:
+    """Close every descriptor except ``fds`` (wire, spool, …), and move those to high numbers, out
+    of reach of loops that close descriptors. Standard output and error become the spool. Standard
+    input is opened again: the flags of the server's would be shared by all sessions."""
+    at = min(MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 8)
+    moved = []
+    for fd in fds:
+        moved.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, at))
+        at = moved[-1] + 1
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(moved[1], 1)
+    os.dup2(moved[1], 2)
+    start = 3
+    for fd in moved:
+        os.closerange(start, fd)
+        start = fd + 1
+    os.closerange(start, 1 << 30)
+    return moved
+
+
+def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
+    """Set the resource limits of one session. Returns the limits of address space while a cell runs
+    (on top of what was forked) and while the guest itself runs."""
+    memory = mapped + memory_bytes
+    for name, limit in {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "AS": memory + GUEST_BYTES}.items():
+        _limit(getattr(resource, f"RLIMIT_{name}"), limit, limit)
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    return (
+        (memory, memory + GUEST_BYTES)
+        if most == resource.RLIM_INFINITY
+        else (min(memory, most), most)
+    )
+
+
+def limit_files() -> None:
+    """Limit the number of open files: the last step, since the limit also applies to descriptors on
+    their way to the host, of all processes of the user together."""
+    _limit(resource.RLIMIT_NOFILE, MAX_FILES, MAX_FILES + _OUT_OF_REACH)
+
+
+def _limit(number: int, soft: int, hard: int) -> None:
+    most = resource.getrlimit(number)[1]
+    if most != resource.RLIM_INFINITY:
+        soft, hard = min(soft, most), min(hard, most)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(number, (soft, hard))
+
+
+def mapped_bytes(proc: int | None = None) -> int:
+    """Return the address space of this process. ``proc``: a descriptor of /proc, if it has no path
+    here."""
+    try:
+        fd = os.open(
+            "/proc/self/statm" if proc is None else "self/statm",
+            os.O_RDONLY | os.O_CLOEXEC,
+            dir_fd=proc,
+        )
+        try:
+            return int(os.read(fd, 256).split()[0]) * mmap.PAGESIZE
+        finally:
+            os.close(fd)
+    except OSError:
+        return 0

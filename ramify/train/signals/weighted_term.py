@@ -1,0 +1,285 @@
+"""One term of a hybrid algorithm: a signal's scores, weighted, normalised and clipped, per token.
+
+    scores ── route ──> trajectories ── norm ──> numbers per turn ── clip · w(step) ──> per token
+
+Not here: how terms are added to the outcome's advantages (``compose.py``).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from ramify.errors import ConfigError, TrainError
+from ramify.tasks.base import total
+from ramify.train.advantages.group_norm import Norm, early_first, normalised
+from ramify.train.advantages.rollout_trees import is_scored, sampled
+from ramify.train.signals.base import SignalScore, TurnId
+from ramify.types.trajectory import Group, Trajectory
+
+Readings = Mapping[str, Mapping[str, SignalScore]]
+"""Signal -> trajectory id -> its score."""
+Numbers = dict[TurnId, list[float]]
+"""[N] numbers per turn, of one trajectory."""
+OUTCOME = "outcome"
+
+
+class AnnealSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A weight that goes from ``start`` to ``end`` over ``steps`` steps and then stays there."""
+
+    start: float
+    end: float = 0.0
+    steps: int = 50
+    after: int = 0
+    """Number of steps at ``start`` before annealing begins."""
+    shape: Literal["linear", "cosine"] = "linear"
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.after < 0:
+            raise ConfigError(
+                f"a weight is annealed over at least 1 step, not {self.steps}, and after 0 or "
+                f"more: {self.after}"
+            )
+
+    def at(self, step: int) -> float:
+        """AnnealSchedule(1.0, 0.0, steps=4): 1, 0.75, 0.5, 0.25, 0, 0, …"""
+        done = min(1.0, max(0.0, (step - self.after) / self.steps))
+        left = 1 - done if self.shape == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.end + (self.start - self.end) * left
+
+
+Weight = float | AnnealSchedule
+
+
+def weight_at(weight: Weight, step: int) -> float:
+    """The value of a constant or annealed weight at ``step``."""
+    return weight.at(step) if isinstance(weight, AnnealSchedule) else weight
+
+
+class HybridTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One signal's contribution to the advantages or to the loss."""
+
+    signal: str
+    """The signal's name in ``rl.signals``."""
+    weight: Weight = 1.0
+    norm: Norm = "none"
+    """How numbers on turns are normalised: see ``group_norm.py``."""
+    plus_outcome: float = 0.0
+    """c: share of the outcome's reward that is added to a turn's number before ``norm``,
+    R = p + c·o, for step-wise advantages that replace the outcome's (with ``w_rl=0``)."""
+    clip: float | None = None
+    """C: numbers are clipped to ±C. With unclipped teacher gaps, replies grew to their length
+    limit."""
+    route: Literal["all", "failed", "hinted"] = "all"
+    """Which trajectories the term applies to."""
+    early: float = 0.0
+    """γ of weights that emphasise early tokens; 0: all tokens weigh the same."""
+    into: Literal["advantage", "loss"] = "advantage"
+    """``loss``: a teacher's scores become the loss component ``kd``."""
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigError(
+                f"term '{self.signal}': clip={self.clip} must be positive; null for no clipping"
+            )
+        if self.early < 0:
+            raise ConfigError(f"term '{self.signal}': early={self.early} cannot be negative")
+
+
+class RoutedScore(NamedTuple):
+    """One trajectory's score and reward."""
+
+    trajectory: Trajectory
+    reading: SignalScore
+    reward: float
+
+
+class WeightedTerm:
+    """One term at one step: its numbers by trajectory and turn."""
+
+    def __init__(self, term: HybridTerm, weight: float) -> None:
+        self.term = term
+        self.weight = weight
+        self.numbers: dict[str, Numbers] = {}
+        self.losses: dict[str, dict[TurnId, dict[str, Any]]] = {}
+        """Trajectory id -> turn -> the streams of ``kd``."""
+
+    def acts_on(self, id: str) -> bool:
+        """Whether the term gives trajectory ``id`` a non-zero number or a loss."""
+        numbers = self.numbers.get(id, {})
+        return bool(self.losses.get(id)) or any(
+            value != 0 for values in numbers.values() for value in values
+        )
+
+    def fill(
+        self,
+        groups: Sequence[Group],
+        readings: Mapping[str, SignalScore],
+        weights: Mapping[str, float],
+        passed: float,
+    ) -> dict[str, float]:
+        """Compute the numbers for all groups; returns the term's metrics."""
+        name = self.term.signal
+        num, num_bad, num_hinted, num_nonzero = 0, 0, 0, 0
+        pairs: list[tuple[float, float]] = []
+        for group in groups:
+            scored: list[RoutedScore] = []
+            for trajectory in group.trajectories:
+                reading = readings.get(trajectory.id)
+                num += 1
+                if reading is None or not is_scored(trajectory):
+                    continue
+                num_hinted += bool(reading.notes)
+                if bad := not_finite(reading):
+                    trajectory.errors.append(
+                        f"signal '{name}' gave {bad}: the rollout is used without it"
+                    )
+                    num_bad += 1
+                    continue
+                reward = total(trajectory.rewards, weights)
+                if reading.turns:
+                    pairs.append((statistics.fmean(reading.turns.values()), reward))
+                scored.append(RoutedScore(trajectory, reading, reward))
+            self._add_group(scored, passed)
+        values = [
+            value for numbers in self.numbers.values() for row in numbers.values() for value in row
+        ]
+        num_nonzero = sum(1 for value in values if value)
+        self._check_effect(readings, values)
+        metrics = {
+            f"{name}/weight": self.weight,
+            f"{name}/acts_on": (len(self.numbers) + len(self.losses)) / num if num else 0.0,
+            f"{name}/hint_rate": num_hinted / num if num else 0.0,
+            f"{name}/not_finite": float(num_bad),
+        }
+        if values:
+            metrics[f"{name}/mean_abs"] = statistics.fmean(abs(value) for value in values)
+            metrics[f"{name}/mean"] = statistics.fmean(values)
+        if num_nonzero and self.term.clip:
+            num_clipped = sum(abs(value) >= self.term.clip for value in values)
+            metrics[f"{name}/clipped"] = num_clipped / num_nonzero
+        if (correlation := _correlation(pairs)) is not None:
+            metrics[f"{name}/outcome_correlation"] = correlation
+        return metrics
+
+    def _add_group(self, scored: Sequence[RoutedScore], passed: float) -> None:
+        term = self.term
+        turns = _normalised(term, scored)
+        for (trajectory, reading, reward), numbers in zip(scored, turns, strict=True):
+            if term.route == "failed" and reward >= passed:
+                continue
+            if term.route == "hinted" and not reading.notes:
+                continue
+            if term.into == "loss":
+                if streams := dict(_streams(trajectory, reading)):
+                    self.losses[trajectory.id] = streams
+                continue
+            by_turn = on_tokens(trajectory, numbers)
+            for place, values in reading.tokens.items():
+                check_length(
+                    trajectory, place, term.signal, len(values), num_sampled_in(trajectory, place)
+                )
+                before = by_turn.get(place, [0.0] * len(values))
+                by_turn[place] = [a + b for a, b in zip(before, values, strict=True)]
+            if by_turn:
+                self.numbers[trajectory.id] = self._shaped(by_turn)
+
+    def _shaped(self, by_turn: Numbers) -> Numbers:
+        bound, gamma = self.term.clip, self.term.early
+        if bound is not None:
+            by_turn = {
+                place: [min(bound, max(-bound, value)) for value in row]
+                for place, row in by_turn.items()
+            }
+        if gamma:
+            places = sorted(by_turn)
+            flat = iter(early_first([value for place in places for value in by_turn[place]], gamma))
+            by_turn = {place: [next(flat) for _ in by_turn[place]] for place in places}
+        return by_turn
+
+    def _check_effect(self, readings: Mapping[str, SignalScore], values: Sequence[float]) -> None:
+        """Raise TrainError if a teacher scored hinted tokens and changed none: a weight or a mask
+        must be wrong."""
+        if self.term.into == "loss" or not values or any(values):
+            return
+        if any(reading.tokens and reading.notes for reading in readings.values()):
+            raise TrainError(
+                f"signal '{self.term.signal}' scored {len(values)} hinted tokens and its term is 0 "
+                "on all of them: the hint does not reach the teacher, or evidence, clip or route "
+                "removes everything"
+            )
+
+
+def _normalised(term: HybridTerm, scored: Sequence[RoutedScore]) -> list[dict[TurnId, float]]:
+    """Numbers on turns, with the outcome added, normalised within the group. Turn i of a call is
+    compared with turn i of the same call of other trajectories."""
+    rows = [
+        {place: value + term.plus_outcome * reward for place, value in reading.turns.items()}
+        for _, reading, reward in scored
+    ]
+    return normalised(rows, term.norm)
+
+
+def on_tokens(trajectory: Trajectory, numbers: Mapping[TurnId, float]) -> Numbers:
+    """Each turn's number, repeated for each of its sampled tokens."""
+    by_turn: Numbers = {}
+    for call in trajectory.calls:
+        for index, _, num in sampled(call):
+            if (call.id, index) in numbers:
+                by_turn[call.id, index] = [numbers[call.id, index]] * num
+    return by_turn
+
+
+def num_sampled_in(trajectory: Trajectory, place: TurnId) -> int:
+    return len(trajectory.call(place[0]).turns[place[1]].reply.token_ids or ())
+
+
+def check_length(trajectory: Trajectory, place: TurnId, signal: str, num: int, wanted: int) -> None:
+    if num != wanted:
+        raise TrainError(
+            f"signal '{signal}', trajectory {trajectory.id}, call {place[0]}, turn {place[1]}: "
+            f"{num} numbers for {wanted} sampled tokens; a signal gives one for each"
+        )
+
+
+def not_finite(reading: SignalScore) -> str:
+    """The first non-finite number of ``reading``, and which turn it belongs to; empty if none."""
+    for place, value in reading.turns.items():
+        if not math.isfinite(value):
+            return f"{value} for call {place[0]}, turn {place[1]}"
+    for columns in (reading.tokens, reading.logprobs):
+        for place, values in columns.items():
+            if bad := [value for value in values if not math.isfinite(value)]:
+                return f"{bad[0]} for a token of call {place[0]}, turn {place[1]}"
+    return ""
+
+
+def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Correlation between a trajectory's mean number and its reward; None if either is constant."""
+    if len(pairs) < 2 or any(len({pair[index] for pair in pairs}) < 2 for index in range(2)):
+        return None
+    return statistics.correlation(*zip(*pairs, strict=True))
+
+
+def _streams(
+    trajectory: Trajectory, reading: SignalScore
+) -> Iterator[tuple[TurnId, dict[str, Any]]]:
+    """The streams of ``kd`` for each scored turn: candidate tokens if there are any, else the
+    sampled tokens."""
+    for place, logprobs in reading.logprobs.items():
+        num = num_sampled_in(trajectory, place)
+        top = reading.top.get(place)
+        check_length(
+            trajectory, place, "teacher", len(top.ids if top is not None else logprobs), num
+        )
+        if top is None:
+            yield place, {"teacher_logprobs": logprobs}
+            continue
+        streams: dict[str, Any] = {"teacher_ids": top.ids, "teacher_logprobs": top.teacher}
+        if top.student:
+            streams["student_logprobs"] = top.student
+        yield place, streams
