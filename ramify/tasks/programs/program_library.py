@@ -13,8 +13,8 @@ calls.
 
 The mapping of words to functions is a secret that all problems share; a policy has to learn it.
 A word-level tokenizer needs ``PROGRAM_WORDS``: problems, programs and error messages use the same
-tokens, so that a policy follows a hint by copying it. Functions are affine maps mod 97. Each error names the broken rule in the same tokens that a correct
-program contains.
+tokens, so that a policy follows a hint by copying it. Functions are affine maps mod 97. Each error
+names the broken rule in the same tokens that a correct program contains.
 """
 
 from __future__ import annotations
