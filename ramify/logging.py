@@ -238,6 +238,17 @@ def in_run(
 
 
 @contextlib.contextmanager
+def in_outermost_run() -> Iterator[None]:
+    """Give the records of the block the id of the outermost run, for events that concern it but
+    that a run inside it, such as a rollout, noticed."""
+    token = _runs.set((_runs.get() or _process_runs)[:1])
+    try:
+        yield
+    finally:
+        _runs.reset(token)
+
+
+@contextlib.contextmanager
 def _as_runs(runs: tuple[str, ...]) -> Iterator[None]:
     current = _runs.get() or _process_runs
     token = _runs.set((*current, *(run for run in runs if run not in current)))

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from ramify.errors import RamifyError
-from ramify.logging import RoomLogger
+from ramify.logging import RoomLogger, in_outermost_run
 
 LONGEST_PAUSE_S = 30.0
 T = TypeVar("T")
@@ -59,13 +59,14 @@ class RestartCount:
             event, again = "restart_failed", "it is tried again"
         if is_restarted:
             self._away.add(name)
-        self._log.warning(
-            event if is_restarted else f"{self._kind}_lost",
-            "; ".join(filter(None, (why, again if is_restarted else given_up))),
-            shown=True,
-            attempt=self._losses[name],
-            **{self._kind: name, **fields},
-        )
+        with in_outermost_run():
+            self._log.warning(
+                event if is_restarted else f"{self._kind}_lost",
+                "; ".join(filter(None, (why, again if is_restarted else given_up))),
+                shown=True,
+                attempt=self._losses[name],
+                **{self._kind: name, **fields},
+            )
         return is_restarted
 
     def lost(self, name: Name) -> bool:
