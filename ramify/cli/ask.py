@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.cli.exit_codes import ExitCode, epilog
-from ramify.cli.parse_units import parse_size
-from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, epilog, parse_size
 from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
-from ramify.cli.stderr_notes import StderrNotes, write
 from ramify.cli.telemetry import exporting
+from ramify.cli.terminal_text import StderrNotes, write
 from ramify.errors import ConfigError
 from ramify.logging import collect_warnings
 

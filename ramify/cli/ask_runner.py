@@ -22,22 +22,84 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli import terminal_text
-from ramify.cli.event_watcher import EventWatcher, StepLines
-from ramify.cli.exit_codes import ExitCode, exit_of
+from ramify.cli.parser import ExitCode, exit_of
 from ramify.cli.progress_screen import ProgressScreen
-from ramify.cli.stderr_notes import StderrNotes, error_line
 from ramify.cli.stop_signals import on_signal
+from ramify.cli.terminal_text import StderrNotes, count, dollars, error_line, one_line, seconds
 from ramify.engine.call import jsonable
 from ramify.engine.question import RunOptions
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle
 from ramify.errors import ModelError, ReplyCut, ReplyFiltered
-from ramify.types.event import AnyEvent
+from ramify.types.event import (
+    AnyEvent,
+    AttemptFailed,
+    CallEnded,
+    CallStarted,
+    CellRan,
+    NoteAdded,
+    ReplyReceived,
+)
 from ramify.types.message import Usage
 from ramify.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
+    from ramify.cli.live import LiveView
     from ramify.sources.base import LoadedContext
+
+
+class StepLines:
+    """Prints a run's events while it is in progress, in place of the live view: with ``--progress
+    json`` each step is a JSON object; with ``--verbose`` it is a line; otherwise nothing."""
+
+    def __init__(self, notes: StderrNotes, screen: ProgressScreen) -> None:
+        self._notes = notes
+        self._screen = screen
+
+    def apply(self, event: AnyEvent) -> None:
+        if self._screen.form == "json":
+            if line := line_of(event):
+                call = (
+                    event.id
+                    if isinstance(event, CallStarted | CallEnded)
+                    else getattr(event, "call", "")
+                )
+                self._screen.event("step", kind=event.__struct_config__.tag, call=call, text=line)
+        elif self._notes.verbose and (line := line_of(event)):
+            self._notes.say(f"{event.at_s:7.2f} s  {line}")
+
+    @contextlib.contextmanager
+    def watching(self, running: RunHandle) -> Iterator[None]:
+        yield
+
+
+def line_of(event: AnyEvent) -> str:
+    """Describe ``event`` in one line; empty for events that add no information."""
+    match event:
+        case CallStarted():
+            return f"call {event.id} ({event.kind}, {event.model}): {one_line(event.question)}"
+        case ReplyReceived(reply=reply):
+            cost = f", {dollars(reply.cost)}" if reply.cost else ""
+            origin = ", from the record" if event.cached else ""
+            tokens = count(reply.usage.total_tokens)
+            return f"call {event.call}, turn {event.turn + 1}: reply, {tokens} tokens{cost}{origin}"
+        case CellRan(result=cell):
+            error = cell.error.strip().splitlines()[0 if cell.died else -1] if cell.error else None
+            output = one_line(error or cell.value or cell.stdout) or "(no output)"
+            return (
+                f"call {event.call}, turn {event.turn + 1}: ran {seconds(cell.seconds)}: {output}"
+            )
+        case AttemptFailed():
+            return f"call {event.call}, turn {event.turn + 1}: {event.error}"
+        case NoteAdded():
+            return f"call {event.call}: {event.text}"
+        case CallEnded():
+            return f"call {event.id} ended: {event.stop}" + (
+                f": {event.error}" if event.error else ""
+            )
+        case _:
+            return ""
+
 
 Start = Callable[[Callable[[AnyEvent], None]], RunHandle]
 """Starts a run and sends its events to the given function."""
@@ -135,7 +197,7 @@ async def _watched(
             return await running.result()
 
 
-def _watcher(rlm: RLM, screen: ProgressScreen) -> EventWatcher:
+def _watcher(rlm: RLM, screen: ProgressScreen) -> StepLines | LiveView:
     lines = StepLines(screen.notes, screen)
     if screen.form != "live":
         return lines

@@ -1,17 +1,30 @@
-"""``ramify cluster plan``: estimate a recipe's processes, memory and step time on many machines.
+"""``ramify cluster plan`` and ``ramify cluster simulate``: estimates before and after a run.
 
     ramify cluster plan RECIPE       placement, memory of each process, seconds per step
+    ramify cluster simulate RUN      a finished run's speed on other hardware; the fastest is first:
 
-Nothing is started. Not here: the estimate itself (see ramify/cluster/plan.py) and ``ramify cluster
-simulate`` (see simulate_command.py).
+    engines  slots  ranks  stale ≤  step s  90 % ≤  steps/h  engines busy  at once  trainer busy  …
+
+Nothing is started. Not here: the estimate (see ramify/cluster/plan.py), the simulation (see
+ramify/cluster/simulate.py) and the settings to try (see ramify/cluster/simulate.py).
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ramify.cluster.rate import EngineRate
+    from ramify.cluster.simulate import SimulationResult, SimulationSetting
+    from ramify.cluster.simulation_inputs import SimulationInputs
 
 
 def plan(
@@ -87,4 +100,340 @@ FIELD=VALUE overrides a field of the recipe, as in placement.pools.main.gpus=8."
         OptionSpec("json", bool, "print one JSON object", has_no=False),
     ),
 )
-COMMANDS = (PLAN,)
+STEPS = 20
+
+
+def simulate(
+    words: list[str],
+    engines: str | None = None,
+    slots: str | None = None,
+    ranks: str | None = None,
+    staleness: str | None = None,
+    devices: int | None = None,
+    engine_devices: int | None = None,
+    grace_steps: int | None = None,
+    straggler_factor: float | None = None,
+    concurrency: int | None = None,
+    items: int | None = None,
+    group: int | None = None,
+    calibrate: str | None = None,
+    scaling: float | None = None,
+    last: int | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
+    json: bool | None = None,
+) -> int:
+    if devices is not None and (engines or ranks):
+        raise UsageError("--devices tries every split: remove --engines and --ranks")
+    if engine_devices is not None and devices is None:
+        raise UsageError("--engine-devices applies to --devices: give --devices as well")
+    if straggler_factor is not None and not (
+        straggler_factor == 0 or 1 <= straggler_factor < float("inf")
+    ):
+        raise UsageError(
+            f"--straggler-factor {straggler_factor:g}: give a multiple of the median that is at "
+            "least 1, or 0 for never"
+        )
+    if grace_steps is not None and grace_steps < 0:
+        raise UsageError(f"--grace-steps {grace_steps}: give 0 or more")
+    if scaling is not None and not 0 < scaling < math.inf:
+        raise UsageError(f"--scaling {scaling:g}: give a positive number")
+    for name, number in (
+        ("engine-devices", engine_devices),
+        ("concurrency", concurrency),
+        ("items", items),
+        ("group", group),
+        ("last", last),
+        ("steps", steps),
+        ("devices", devices),
+    ):
+        if number is not None and number < 1:
+            raise UsageError(f"--{name} {number}: give 1 or more")
+    choices_of = {
+        name: _numbers(name, text)
+        for name, text in (
+            ("engines", engines),
+            ("slots", slots),
+            ("ranks", ranks),
+            ("staleness", staleness),
+        )
+    }
+    for package in ("simpy", "numpy"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"ramify cluster simulate needs {package}: pip install 'ramify[cluster]'"
+            )
+    from ramify.cluster.simulate import DeviceSplit, best, choices, predict, splits
+    from ramify.cluster.simulation_inputs import measured
+
+    rate = _calibrated(calibrate, max(choices_of["slots"] or [64])) if calibrate else None
+    inputs = measured(
+        Path(words[0]), last=last, rate=rate, scaling=1.0 if scaling is None else scaling
+    )
+    sizes = inputs.sizes
+    pairs = [
+        DeviceSplit(num_engines, num_ranks)
+        for num_engines in choices_of["engines"] or [sizes.engines]
+        for num_ranks in choices_of["ranks"] or [sizes.ranks]
+    ]
+    settings = list(
+        choices(
+            inputs,
+            splits(devices, engine_devices or 1) if devices else pairs,
+            slots=choices_of["slots"],
+            staleness=choices_of["staleness"],
+            items=items,
+            group=group,
+            concurrency=concurrency,
+            straggler_factor=straggler_factor,
+            grace_steps=grace_steps,
+        )
+    )
+    predicted = predict(inputs, settings, steps=steps or STEPS, seed=seed or 0)
+    if json:
+        print(_as_json(inputs, predicted))
+    else:
+        print(
+            "\n".join(
+                [
+                    *_about(inputs),
+                    *_assumed(inputs, settings, bool(calibrate)),
+                    "",
+                    *_table(predicted),
+                ]
+            )
+        )
+        if len(predicted) > 1:
+            print(f"most steps per hour: {_named(best(predicted))}")
+    return ExitCode.ANSWERED
+
+
+def _numbers(name: str, text: str | None) -> list[int]:
+    """``"4,1,2"`` -> [1, 2, 4]."""
+    if text is None:
+        return []
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise UsageError(f"--{name} {text}: give numbers separated by commas: 1,2,4") from None
+    least = 0 if name == "staleness" else 1
+    if any(number < least for number in numbers):
+        raise UsageError(f"--{name} {text}: each must be at least {least}")
+    return numbers
+
+
+def _calibrated(model: str, slots: int) -> EngineRate:
+    from ramify.clients.pool import ClientPool
+    from ramify.cluster.rate import calibrate
+
+    async def run() -> EngineRate:
+        pool = ClientPool()
+        try:
+            return await calibrate(pool.client(model), slots=slots)
+        finally:
+            await pool.close()
+
+    return asyncio.run(run())
+
+
+def _about(inputs: SimulationInputs) -> Iterator[str]:
+    """The measurements behind the table, one sentence each."""
+    rate, sizes = inputs.rate, inputs.sizes
+    num = sum(map(len, inputs.groups))
+    yield (
+        f"based on {num} rollouts in {len(inputs.groups)} groups; the run had "
+        f"{_sizes(sizes.items, sizes.group)} per step"
+    )
+    speeds = ", ".join(
+        f"{rate.tokens_per_s(batch):,.0f} with {batch:.0f} at once" for batch, _ in rate.points
+    )
+    yield (
+        f"an engine samples {speeds} tokens/s, and reads a prompt token in "
+        f"{1e6 * rate.prompt_token_s:.3g} µs"
+    )
+    yield (
+        f"the trainer takes {inputs.learn_base_s:.3g} s plus {1e6 * inputs.learn_token_s:.3g} µs "
+        f"per token on {sizes.ranks} rank{'s' * (sizes.ranks > 1)}; the time between steps comes "
+        f"from {len(inputs.step_s)} steps"
+    )
+
+
+def _assumed(
+    inputs: SimulationInputs, settings: Sequence[SimulationSetting], is_calibrated: bool
+) -> Iterator[str]:
+    """The assumptions behind the table, one sentence each."""
+    sizes, host = inputs.sizes, inputs.host
+    if host is not None and any(setting.embedded for setting in settings):
+        yield (
+            f"assumed: engine, loop and sessions share {host.cores} cores and wait for nothing "
+            f"else; a request takes {1e3 * host.request_s:.3g} ms of the loop, and a session "
+            f"computes for {host.session_share:.0%} of its time"
+        )
+    elif sizes.embedded and any(setting.embedded for setting in settings):
+        yield (
+            "assumed: nothing waits for a CPU core, although the engine is in the trainer's "
+            "process (an older run)"
+        )
+    if any(not setting.embedded for setting in settings):
+        yield "assumed: each engine has its own devices" + (
+            f", as fast as one of the {host.cores} cores of the run"
+            if host is not None and not is_calibrated
+            else ""
+        )
+    if any(setting.ranks != sizes.ranks for setting in settings):
+        yield f"assumed: twice the ranks are {2 * inputs.scaling:.3g} times as fast (--scaling)"
+    if any(setting.shared for setting in settings):
+        yield "assumed: handing over a shared device takes no time"
+    caches = (
+        "slots cache prefixes like those of the embedded engine"
+        if sizes.keeps
+        else "the cached share of each prompt is that of the run"
+    )
+    bound = (
+        f", and {sizes.cache_tokens} tokens fit"
+        if sizes.cache_tokens
+        else ", and memory is sufficient"
+    )
+    yield f"assumed of caches: {caches}{bound}"
+    evaluations = "none between steps"
+    if sizes.evaluate:
+        evaluations = (
+            f"one every {sizes.evaluate} steps, {inputs.evaluate_s:.3g} s as in the run; counted "
+            "only in steps/h"
+        )
+    yield f"assumed of evaluations: {evaluations}; no failures, and no network time"
+
+
+_HEAD = (
+    "engines",
+    "slots",
+    "ranks",
+    "stale ≤",
+    "step s",
+    "90 % ≤",
+    "steps/h",
+    "engines busy",
+    "at once",
+    "trainer busy",
+    "stale",
+    "max",
+    "sampled/s",
+    "learnt/s",
+)
+
+
+def _table(predicted: Sequence[SimulationResult]) -> Iterator[str]:
+    rows = [
+        _HEAD,
+        *(_row(result) for result in sorted(predicted, key=lambda result: -result.steps_per_hour)),
+    ]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(_HEAD))]
+    for row in rows:
+        yield "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True))
+
+
+def _row(result: SimulationResult) -> tuple[str, ...]:
+    setting = result.setting
+    return (
+        str(setting.engines),
+        str(setting.slots),
+        f"{setting.ranks}{' shared' * setting.shared}",
+        str(setting.staleness),
+        f"{result.step_s:.3g}",
+        f"{result.step_90_s:.3g}",
+        _count(result.steps_per_hour),
+        f"{result.engine_busy:.0%}",
+        f"{result.at_once:.1f}",
+        f"{result.trainer_busy:.0%}",
+        f"{result.staleness:.2f}",
+        str(result.staleness_max),
+        f"{result.sampled_per_s:,.0f}",
+        f"{result.learnt_per_s:,.0f}",
+    )
+
+
+def _named(result: SimulationResult) -> str:
+    setting = result.setting
+    where = "on the same devices" if setting.shared else "on separate devices"
+    return (
+        f"{setting.engines} engine{'s' * (setting.engines > 1)} with {setting.slots} slots and "
+        f"{setting.ranks} rank{'s' * (setting.ranks > 1)} {where}, "
+        f"staleness {setting.staleness}: {_count(result.steps_per_hour)}"
+    )
+
+
+def _count(number: float) -> str:
+    """Three significant digits, or all digits before the decimal point."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
+def _sizes(items: int, group: int) -> str:
+    return f"{items} groups of {group}"
+
+
+def _as_json(inputs: SimulationInputs, predicted: Sequence[SimulationResult]) -> str:
+    import msgspec
+
+    about = {
+        "rate": inputs.rate,
+        "sizes": inputs.sizes,
+        "learn_base_s": inputs.learn_base_s,
+        "learn_token_s": inputs.learn_token_s,
+        "rollouts": sum(map(len, inputs.groups)),
+    }
+    rows = [
+        {**msgspec.to_builtins(result), "steps_per_hour": result.steps_per_hour}
+        for result in predicted
+    ]
+    return msgspec.json.encode({"measured": about, "predicted": rows}).decode()
+
+
+SIMULATE = CommandSpec(
+    name="cluster simulate",
+    about="""\
+Predict how a finished run would perform on other hardware: seconds per step, utilization and token
+staleness.
+
+RUN is the folder of a finished run that saved its rollouts (schedule.save_rollouts_every=1). Every
+combination of comma-separated values is tried. Other options keep the values of the run.""",
+    run=simulate,
+    words="RUN",
+    min_words=1,
+    max_words=1,
+    options=(
+        OptionSpec("devices", int, "try every split of N devices between engines and trainer"),
+        OptionSpec("engine_devices", int, "devices per engine (default: 1)"),
+        OptionSpec("engines", str, "number of inference engines", "N,…"),
+        OptionSpec("slots", str, "concurrent sequences per engine", "N,…"),
+        OptionSpec("ranks", str, "number of trainer ranks", "N,…"),
+        OptionSpec(
+            "staleness",
+            str,
+            "maximum staleness of rollouts, in weight versions",
+            "N,…",
+        ),
+        OptionSpec(
+            "grace_steps", int, "extra steps that a slow group gets before a step waits for it"
+        ),
+        OptionSpec(
+            "straggler_factor",
+            float,
+            "drop a group that alone delays a step beyond X times the median (0: never)",
+        ),
+        OptionSpec("concurrency", int, "maximum concurrent rollouts"),
+        OptionSpec("items", int, "groups per step"),
+        OptionSpec("group", int, "rollouts per group"),
+        OptionSpec(
+            "calibrate",
+            str,
+            "measure the engine speed of this model instead of using the run's",
+            "MODEL",
+        ),
+        OptionSpec("scaling", float, "efficiency of doubling the ranks; 1 is ideal (default: 1)"),
+        OptionSpec("last", int, "use only the last N saved steps of the run (default: all)"),
+        OptionSpec("steps", int, f"steps to simulate (default: {STEPS})"),
+        OptionSpec("seed", int, "random seed (default: 0)"),
+        OptionSpec("json", bool, "print one JSON object", has_no=False),
+    ),
+)
+COMMANDS = (PLAN, SIMULATE)

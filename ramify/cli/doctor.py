@@ -10,15 +10,14 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from ramify import __version__
 from ramify.cli.ask import KINDS, sandbox_spec
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parser import CommandSpec
+from ramify.cli.parser import CommandSpec, ExitCode
 from ramify.cli.settings import config_path, fill, unknown_variables
 from ramify.cli.terminal_text import clean, size
 from ramify.clients.providers import PROVIDERS, PriceTable
@@ -81,11 +80,11 @@ def _config() -> Iterator[str]:
         yield "no model is set: ramify ask needs --model"
 
 
-def found_keys(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def found_keys() -> dict[str, str]:
     """Provider -> the environment variable that holds its key, for each provider with a key."""
     variables = {name: provider.key_variables for name, provider in PROVIDERS.items()} | _OTHER_KEYS
     first_set = {
-        name: next((variable for variable in candidates if environ.get(variable)), "")
+        name: next((variable for variable in candidates if os.environ.get(variable)), "")
         for name, candidates in variables.items()
     }
     return {name: variable for name, variable in first_set.items() if variable}

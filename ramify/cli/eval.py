@@ -20,20 +20,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
-from ramify.cli.stderr_notes import StderrNotes, error_line, write
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import dollars
+from ramify.cli.terminal_text import StderrNotes, dollars, error_line, write
 from ramify.progress import ProgressTask, report_progress
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
     from ramify.evaluate.evaluation_report import EvaluationReport
-    from ramify.evaluate.record import EvaluationRecord
-    from ramify.evaluate.run import AttemptOutcome, Evaluation, EvaluationPlan
+    from ramify.evaluate.run import AttemptOutcome, Evaluation, EvaluationPlan, EvaluationRecord
     from ramify.tasks.base import Task
     from ramify.train.metrics import StepMetrics
     from ramify.train.trackers.base import RunTrackers
@@ -71,7 +68,6 @@ OF_AN_EVALUATION = (
         "also send results to tensorboard, wandb, mlflow, trackio or module:Class; repeat for more",
     ),
 )
-_PLANNED = ("split", "items", "n", "seed", "validate")
 _NOT_HERE = ("cite", "cache")
 _DIRECT = OptionSpec(
     "direct",
@@ -151,7 +147,7 @@ class _Command:
 
     def run(self, words: list[str], resume: str | None, plan_options: dict[str, Any]) -> ExitCode:
         from ramify.evaluate.evaluation_report import check_k, check_same_items
-        from ramify.evaluate.record import EvaluationRecords
+        from ramify.evaluate.run import EvaluationRecords
 
         records = EvaluationRecords(self._store.root) if self._store is not None else None
         other = self._baseline(records)

@@ -1,8 +1,8 @@
 """Entry point of the ``ramify`` command: the table of commands, and how each of them exits.
 
 A command's module is imported only when that command runs, because start-up takes a good part of
-the time of a short question. An error is one line on stderr. Not here: the exit codes (see
-exit_codes.py) and the option parser (see parser.py).
+the time of a short question. An error is one line on stderr. Not here: the exit codes and
+the option parser (see parser.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import sys
 from difflib import get_close_matches
 
 from ramify import __version__
-from ramify.cli.exit_codes import WRONG, ExitCode
-from ramify.cli.parser import CommandSpec, UsageError, unknown_option
-from ramify.cli.stderr_notes import error_line
+from ramify.cli.parser import WRONG, CommandSpec, ExitCode, UsageError, unknown_option
+from ramify.cli.terminal_text import error_line
 from ramify.errors import RamifyError
 
 COMMANDS = {
@@ -31,12 +30,12 @@ COMMANDS = {
         "estimate a recipe's process placement, memory and step time",
     ),
     "cluster simulate": (
-        "ramify.cli.simulate_command",
+        "ramify.cli.cluster",
         "predict the speed of a finished run on other hardware",
     ),
     "serve": ("ramify.cli.serve", "serve recursive runs over an OpenAI-compatible API"),
     "mcp": (
-        "ramify.cli.mcp_command",
+        "ramify.cli.serve",
         "run an MCP server that answers questions over files",
     ),
     "serve-policy": ("ramify.cli.serve_policy", "serve a policy over an OpenAI-compatible API"),
@@ -45,7 +44,7 @@ COMMANDS = {
     "runs rm": ("ramify.cli.runs_command", "delete stored runs"),
     "runs prune": ("ramify.cli.runs_command", "delete old runs"),
     "show": ("ramify.cli.show", "print the turns, code and answers of a run"),
-    "replay": ("ramify.cli.replay_command", "re-run a run's code against its recorded replies"),
+    "replay": ("ramify.cli.resume", "re-run a run's code against its recorded replies"),
     "plugins": ("ramify.cli.plugins_command", "list everything that can be chosen by name"),
     "doctor": ("ramify.cli.doctor", "check API keys, sandbox, extras, store and configuration"),
 }

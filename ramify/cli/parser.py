@@ -1,4 +1,5 @@
-"""Command-line parser: each command's options are a table, and each usage error is one line.
+"""Command-line parser: each command's options are a table, and each usage error is one line. Also
+the exit codes, and the values with units: ``30d``, ``2GB``.
 
 It builds on the standard library's ``argparse`` because start-up time matters: the usual frameworks
 take as long to import as a whole short question takes (see docs/log.md). Options may come before,
@@ -9,12 +10,60 @@ option suggests the nearest existing one.
 from __future__ import annotations
 
 import argparse
+import enum
+import re
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
-from ramify.cli.stderr_notes import write
+from ramify.cli.terminal_text import write
+from ramify.errors import ConfigError, RunInUse, SourceError, UnknownRun
 from ramify.logging import configure
+from ramify.types.trajectory import Stop
+
+
+class ExitCode(enum.IntEnum):
+    """Exit code that the shell receives."""
+
+    ANSWERED = 0
+    ERROR = 1
+    USAGE = 2
+    CUT_SHORT = 3
+    NO_ANSWER = 4
+    STOPPED = 130
+    BROKEN_PIPE = 141
+    TERMINATED = 143
+
+
+MEANINGS = {
+    ExitCode.ANSWERED: "answered",
+    ExitCode.ERROR: "failed; one line on stderr says why",
+    ExitCode.USAGE: "usage error: a wrong option, setting, recipe or name; nothing was run",
+    ExitCode.CUT_SHORT: "stopped by a limit or by Ctrl-C; the best answer so far was printed",
+    ExitCode.NO_ANSWER: "ended without an answer",
+    ExitCode.STOPPED: "stopped by a second Ctrl-C",
+}
+
+
+WRONG = (ConfigError, RunInUse, SourceError, UnknownRun)
+"""Errors in the request itself, found before anything runs; they exit with ``USAGE``."""
+
+
+def exit_of(stop: Stop, answer: Any) -> ExitCode:
+    """Exit code of a run that ended with ``stop``."""
+    if stop is Stop.ERROR:
+        return ExitCode.ERROR
+    if answer is None:
+        return ExitCode.NO_ANSWER
+    return ExitCode.CUT_SHORT if stop.is_truncated() else ExitCode.ANSWERED
+
+
+def epilog() -> str:
+    """List of exit codes for ``--help``."""
+    return "\n".join(
+        ["exit codes:", *(f"  {code.value:<4}{meaning}" for code, meaning in MEANINGS.items())]
+    )
+
 
 WIDTH = 100
 _VERBOSE = "verbose"
@@ -149,3 +198,45 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 def unknown_option(given: str, known: Iterable[str]) -> str:
     close = get_close_matches(given.partition("=")[0], known, n=1)
     return f"unknown option {given}" + (f": did you mean {close[0]}?" if close else "")
+
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_BYTES = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+}
+_MEASURE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_age(text: str, option: str) -> float:
+    """Parse an age and return seconds.
+
+    >>> parse_age("1.5h", "--older-than")
+    5400.0
+    """
+    return _parse(text, option, _SECONDS, "d", "30d, 12h or 90m")
+
+
+def parse_size(text: str, option: str) -> int:
+    """Parse a size and return bytes.
+
+    >>> parse_size("2GB", "--memory")
+    2000000000
+    """
+    return int(_parse(text, option, _BYTES, "b", "2GB or 500MB"))
+
+
+def _parse(
+    text: str, option: str, units: dict[str, float] | dict[str, int], default: str, examples: str
+) -> float:
+    match = _MEASURE.fullmatch(text)
+    factor = units.get((match[2] or default).lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"{option} {text!r} is not understood: write it as {examples}")
+    return float(match[1]) * factor

@@ -10,8 +10,7 @@ import sys
 
 import msgspec
 
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.terminal_text import clean, one_line
 from ramify.errors import nearest
 from ramify.plugins import PluginEntry, Registry, registries

@@ -2,7 +2,8 @@
 
     live     a view on the terminal, redrawn ten times a second:
              the command's own picture, and a bar for each task
-    lines    lines for pipes and logs, without control characters (progress_lines.py)
+    lines    lines for pipes and logs, without control characters; a log also gets one whenever
+             a long command has been silent for a while
     json     one JSON object per line, for programs:
              {"event": "progress", "at_s": 1.2, "what": "reading", "done": 12000, …}
     none     nothing
@@ -10,7 +11,7 @@
 This file decides when the screen is drawn and restores the terminal at the end. A separate thread
 draws, so that the view stays alive while the main thread loads or computes. It starts only when
 there is something to wait for, so that a quick command pays nothing. Not here: the pictures
-themselves (see terminal_tree.py, live.py and curves.py).
+themselves (see live.py and train.py).
 """
 
 from __future__ import annotations
@@ -28,18 +29,69 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parser import OptionSpec, UsageError
-from ramify.cli.progress_lines import ProgressLines
-from ramify.cli.stderr_notes import StderrNotes, write
+from ramify.cli.parser import ExitCode, OptionSpec, UsageError
 from ramify.cli.stop_signals import SignalWatch
-from ramify.cli.terminal_text import clean, count, one_line, seconds, size
+from ramify.cli.terminal_text import StderrNotes, clean, count, one_line, seconds, size, write
 from ramify.errors import nearest
 from ramify.progress import ProgressState, subscribe
 from ramify.types.message import encodable
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+
+FIRST_S = 3.0
+"""Seconds of silence before the first line."""
+LINE_INTERVAL_S = 10.0
+"""Seconds of silence before each later line."""
+
+
+class ProgressLines:
+    """Prints one line about the running tasks after each stretch of silence.
+
+    starting: 3 s
+    sft: 120 of 500 steps · 12 s left
+    rl: 3 of 20 steps · rollouts: 12 of 64 attempts · 8 s
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks: dict[int, tuple[ProgressState, float]] = {}
+        """Task id -> (its state, when it began)."""
+        self._ended = threading.Event()
+        self._said_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="ramify progress")
+        self._thread.start()
+
+    def __call__(self, state: ProgressState) -> None:
+        """Listener of ``ramify.progress``."""
+        with self._lock:
+            _, since = self._tasks.pop(state.id, (state, time.monotonic()))
+            if not state.is_over:
+                self._tasks[state.id] = state, since
+
+    def say(self, text: str) -> None:
+        """Print a line of the command itself, which ends the silence."""
+        self._said_at = time.monotonic()
+        write(text)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        silence_s = FIRST_S
+        while not self._ended.wait(max(self._said_at + silence_s - time.monotonic(), 0.1)):
+            if time.monotonic() - self._said_at >= silence_s and (line := self._line()):
+                self.say(line)
+                silence_s = LINE_INTERVAL_S
+
+    def _line(self) -> str:
+        with self._lock:
+            now = time.monotonic()
+            running = sorted(self._tasks.values(), key=lambda task: task[0].id)
+            return " · ".join(described(state, now - since) for state, since in running)
+
 
 Form = Literal["live", "lines", "json", "none"]
 FORMS: tuple[Form, ...] = ("live", "lines", "json", "none")
@@ -102,20 +154,18 @@ class ProgressScreen:
         if self.form == "json":
             self._stack.enter_context(subscribe(self._report_as_json))
             self.notes.above = lambda text: self.event("note", text=text)
-            self._stack.callback(setattr, self.notes, "above", None)
         elif self.form == "lines" and self._has_lines:
-            lines = ProgressLines(described)
+            lines = ProgressLines()
             self._stack.callback(lines.close)
             self._stack.enter_context(subscribe(lines))
             self.notes.above = lines.say
-            self._stack.callback(setattr, self.notes, "above", None)
         elif self.form == "live":
             self._stack.enter_context(_clean_exit_on_sigterm())
             self._drawer = _Drawer(self)
             self._stack.callback(self._drawer.stop)
             self._stack.enter_context(subscribe(self._report_as_picture))
             self.notes.above = self._drawer.above
-            self._stack.callback(setattr, self.notes, "above", None)
+        self._stack.callback(setattr, self.notes, "above", None)
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -10,9 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parse_units import parse_age, parse_size
-from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, parse_age, parse_size
 from ramify.cli.terminal_text import clean, count, dollars, many, moment, one_line, seconds, size
 from ramify.store.store import RunSummary, Store
 

@@ -1,7 +1,9 @@
-"""``ramify serve``: an OpenAI-compatible server that answers each request with a recursive run.
+"""``ramify serve`` and ``ramify mcp``: servers that answer each request with a recursive run.
 
-The first Ctrl-C or SIGTERM stops new requests and gives the current runs a grace period; the second
-ends the server at once. Not here: the server itself (see ramify/serve/run_server.py).
+``serve`` has the OpenAI API; ``mcp`` offers a tool over stdin and stdout that answers questions
+over files. The first Ctrl-C or SIGTERM stops new requests and gives the current runs a grace
+period; the second ends the server at once. Not here: the servers themselves (see
+ramify/serve/run_server.py and ramify/serve/mcp_server.py).
 """
 
 from __future__ import annotations
@@ -11,14 +13,13 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from ramify.cli.ask import make_rlm, mcp_tools, open_store, sandbox_spec
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parse_units import parse_size
-from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, parse_size
 from ramify.cli.progress_screen import ProgressScreen, form_of
-from ramify.cli.serving import LIMITS, begin, on_stop
-from ramify.cli.stderr_notes import StderrNotes, write
+from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.stop_signals import on_stop
 from ramify.cli.telemetry import exporting
+from ramify.cli.terminal_text import StderrNotes, write
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +29,25 @@ if TYPE_CHECKING:
     from ramify.serve.keys import ApiKeys
     from ramify.serve.run_server import RunServer
     from ramify.store.store import Store
+
+
+_OF_ONE_QUESTION = ("cite", "cache", "json", "verbose", "progress")
+LIMITS = tuple(option for option in SETTINGS if option.name not in _OF_ONE_QUESTION)
+"""Options of ``ask`` that a server takes: its models, limits and sandbox."""
+
+
+def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, StderrNotes]:
+    """Read the settings and create the notes. Settings are None if no model is set (reported)."""
+    settings = fill(given, KINDS)
+    notes = StderrNotes(bool(settings.get("quiet")))
+    notes.take_warnings()
+    for line in unknown_variables(KINDS):
+        notes.warning(line)
+    if not settings.get("model"):
+        write(NO_MODEL.replace("ramify ask", f"ramify {command}"))
+        return None, notes
+    return settings, notes
+
 
 _KEY = "RAMIFY_SERVE_KEY"
 OF_A_SERVER = (
@@ -128,11 +148,43 @@ async def _serve(server: RunServer, grace_s: float, notes: StderrNotes) -> None:
         await asyncio.gather(draining, stopping_now, return_exceptions=True)
 
 
-COMMAND = CommandSpec(
-    name="serve",
-    about="""\
+def mcp(words: list[str], **given: Any) -> int:
+    settings, notes = begin(given, "mcp")
+    if settings is None:
+        return ExitCode.USAGE
+    from ramify.engine.mcp_tools import need_extra
+
+    need_extra("ramify mcp")
+    from ramify.serve.mcp_server import run
+
+    with exporting(notes), mcp_tools(settings) as tools:
+        asyncio.run(
+            run(
+                make_rlm(settings, sandbox_spec(settings), open_store(settings), tools),
+                words or ["."],
+            )
+        )
+    return ExitCode.ANSWERED
+
+
+COMMANDS = (
+    CommandSpec(
+        name="serve",
+        about="""\
 Serve recursive runs over an OpenAI-compatible API: chat completions and responses, with streaming.
 Point any OpenAI client at this server's base URL. The options of ask limit each request.""",
-    run=serve,
-    options=(*OF_A_SERVER, *LIMITS),
+        run=serve,
+        options=(*OF_A_SERVER, *LIMITS),
+    ),
+    CommandSpec(
+        name="mcp",
+        about="""\
+Run an MCP (Model Context Protocol) server over standard input and output. Its tool `ask` answers
+questions over the files below each ROOT (default: the current folder). The options of ask set the
+limits of each question.""",
+        run=mcp,
+        words="ROOT…",
+        max_words=None,
+        options=LIMITS,
+    ),
 )

@@ -10,11 +10,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
-from ramify.cli.serving import on_stop
-from ramify.cli.stderr_notes import StderrNotes, write
+from ramify.cli.stop_signals import on_stop
+from ramify.cli.terminal_text import StderrNotes, write
 from ramify.logging import join_run
 from ramify.progress import report_progress
 

@@ -21,8 +21,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parser import CommandSpec, OptionSpec
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec
 from ramify.cli.terminal_text import clean, dollars, moment, one_line, seconds
 from ramify.errors import ConfigError, nearest
 from ramify.store.journal import writer

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from ramify.cli.exit_codes import ExitCode
+from ramify.cli.parser import ExitCode
 
 PATIENCE_S = 3.0
 """Seconds that the event loop may take to act on a signal."""
@@ -36,6 +36,12 @@ def on_signal(number: int, do: Callable[[], object]) -> None:
     # This replaces asyncio's Python handler only. The loop still wakes up, because the wake-up file
     # descriptor is written in C.
     signal.signal(number, watch.arrived)
+
+
+def on_stop(do: Callable[[], None]) -> None:
+    """Call ``do`` for each Ctrl-C and each SIGTERM, while the current event loop runs."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        on_signal(number, do)
 
 
 class SignalWatch:

@@ -23,9 +23,8 @@ from pathlib import Path
 from ramify.actors.child_process import exit_reason
 from ramify.actors.foreground_process import ForegroundProcess
 from ramify.actors.restarts import RestartCount
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parser import UsageError
-from ramify.cli.stderr_notes import error_line
+from ramify.cli.parser import ExitCode, UsageError
+from ramify.cli.terminal_text import error_line
 from ramify.logging import RUN_LOG, RoomLogger, run_log
 from ramify.train.lock import holder
 from ramify.train.metrics import FILE, read_metrics

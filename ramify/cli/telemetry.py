@@ -13,22 +13,22 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from ramify.cli.stderr_notes import StderrNotes
+from ramify.cli.terminal_text import StderrNotes
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 @contextlib.contextmanager
-def exporting(notes: StderrNotes, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+def exporting(notes: StderrNotes) -> Iterator[None]:
     """Export the spans of all runs in this block, if the environment asks for it.
 
     A problem with the export is a warning; it never ends the command.
     """
-    exporter = _exporter_name(environ)
-    provider = _provider(exporter, environ, notes) if exporter else None
+    exporter = _exporter_name()
+    provider = _provider(exporter, notes) if exporter else None
     if provider is None:
         yield
         return
@@ -38,17 +38,17 @@ def exporting(notes: StderrNotes, environ: Mapping[str, str] = os.environ) -> It
         provider.shutdown()  # sends the remaining spans, within the exporter's timeout
 
 
-def _exporter_name(environ: Mapping[str, str]) -> str:
+def _exporter_name() -> str:
     """Name of the exporter: ``otlp``, ``console``, or empty for none."""
-    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return ""
-    name = environ.get("OTEL_TRACES_EXPORTER", "").split(",")[0].strip()
+    name = os.environ.get("OTEL_TRACES_EXPORTER", "").split(",")[0].strip()
     if name == "none":
         return ""
-    return name or ("otlp" if any(environ.get(variable) for variable in _ENDPOINTS) else "")
+    return name or ("otlp" if any(os.environ.get(variable) for variable in _ENDPOINTS) else "")
 
 
-def _provider(name: str, environ: Mapping[str, str], notes: StderrNotes) -> Any:
+def _provider(name: str, notes: StderrNotes) -> Any:
     try:
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
@@ -68,7 +68,7 @@ def _provider(name: str, environ: Mapping[str, str], notes: StderrNotes) -> Any:
             "or none"
         )
         return None
-    is_named = "OTEL_SERVICE_NAME" in environ or "service.name=" in environ.get(
+    is_named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get(
         "OTEL_RESOURCE_ATTRIBUTES", ""
     )
     provider = TracerProvider(

@@ -1,4 +1,5 @@
-"""Text for a terminal: removes escape sequences, shortens lines, formats numbers and times.
+"""Text for a terminal: removes escape sequences, shortens lines, formats numbers and times, and
+writes messages to the user on stderr. Stdout is for the answer.
 
 Text from a model or a document may hold escape sequences that move the cursor, set the window title
 or fake a prompt. ``clean`` removes them from everything that is shown to a user. Output to a pipe
@@ -10,8 +11,17 @@ stays unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 import time
+import warnings
+from collections.abc import Callable
+
+from ramify.errors import OldNameWarning
+from ramify.logging import RoomLogger, current_console
+
+_log = RoomLogger("cli")
 
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colors and cursor movement
@@ -91,3 +101,52 @@ def size(num_bytes: int) -> str:
 def moment(unix_time: float) -> str:
     """Format a time as local date and time to the minute; ``-`` for 0."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_time)) if unix_time else "-"
+
+
+class StderrNotes:
+    """Writer of notes to stderr.
+
+    ``quiet`` suppresses everything except errors. While a live view is drawn, ``above`` receives
+    the lines instead.
+    """
+
+    def __init__(self, quiet: bool = False, verbose: bool = False) -> None:
+        self.quiet = quiet
+        self.verbose = verbose
+        self.above: Callable[[str], None] | None = None
+
+    def say(self, text: str) -> None:
+        """Print a note, unless ``quiet``."""
+        if not self.quiet:
+            # A terminal that was closed must not end the work that reports to it.
+            with contextlib.suppress(OSError, ValueError):
+                (self.above or write)(text)
+
+    def warning(self, text: str) -> None:
+        """Print a warning, which the next run's journal keeps too."""
+        self.say(f"ramify: warning: {text}")
+        _log.warning("warning", text)
+
+    def detail(self, text: str) -> None:
+        """Print a note only if ``verbose``."""
+        if self.verbose:
+            self.say(text)
+
+    def take_warnings(self) -> None:
+        """Print log records, and Python warnings, including those about our old names, as one line
+        each."""
+        if (console := current_console()) is not None:
+            console.show = self.say
+        # Python hides a DeprecationWarning outside of __main__.
+        warnings.simplefilter("default", OldNameWarning)
+        warnings.showwarning = lambda message, *_, **__: self.say(f"ramify: warning: {message}")
+
+
+def write(text: str) -> None:
+    """Print ``text`` to stderr without escape sequences."""
+    print(clean(text), file=sys.stderr, flush=True)
+
+
+def error_line(text: str) -> None:
+    """Print an error to stderr as one line, even if ``text`` has several."""
+    write("ramify: " + " ".join(clean(text).split()))

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
-from ramify.cli.serving import on_stop
-from ramify.cli.stderr_notes import write
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.cli.stop_signals import on_stop
+from ramify.cli.terminal_text import write
 from ramify.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def _key_of_name(library: RunLibrary, name: str) -> str:
 
 def _key_of_file(library: RunLibrary, path: str) -> str:
     """Key of the only run in the file ``path``; empty if it holds several runs or none."""
-    from ramify.viewer.run_kinds import kind_of
+    from ramify.viewer.run_locations import kind_of
 
     file = Path(path).expanduser().resolve()
     if not file.is_file():

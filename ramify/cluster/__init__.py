@@ -11,14 +11,11 @@ Before a run starts:
 From a measured run, a prediction for other devices and settings:
 
     rollout_shapes.py       a rollout as a workload: tokens, seconds of code, dependencies
-    rate.py                 speed of an engine by the number of concurrent sequences
-    calibrate.py            the same, measured on a live engine
-    simulation_inputs.py    measurements read from a run's folder
-    cores.py                CPU cores shared by an embedded engine, the event loop and sessions
-    simulated_cache.py      what an engine's slots hold of earlier requests
-    simulated_engine.py     an engine in simulated time
-    simulated_rollout.py    a rollout in simulated time
+    rate.py                 speed of an engine by the number of concurrent sequences, fitted to a
+                            run or measured on a live engine
+    simulation_inputs.py    measurements read from a run's folder; recorded_cpu.py: its CPU seconds
+    simulated_engine.py     an engine in simulated time, and what its slots hold of requests
+    simulated_rollout.py    a rollout in simulated time, and the CPU cores that the parts share
     simulated_queue.py      the queue of groups in simulated time
-    simulate.py             a whole run in simulated time
-    search_settings.py      the settings to simulate, and the best of them
+    simulate.py             a whole run in simulated time; the settings to simulate, and the best
 """

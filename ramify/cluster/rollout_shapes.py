@@ -18,9 +18,11 @@ from collections.abc import Iterator
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from ramify.cluster.simulated_cache import Ids
 from ramify.types.trajectory import Call, Trajectory, Turn
+
+Ids = NDArray[np.int32]
 
 
 class CellShape(msgspec.Struct, frozen=True):

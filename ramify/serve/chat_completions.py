@@ -14,16 +14,18 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.serve import completions
-from ramify.serve.answer import ServedAnswer
 from ramify.serve.answer_request import (
     AnswerRequest,
+    Content,
     RamifyRequestFields,
+    Role,
+    chat_message,
     decode,
     refuse_unsupported,
     schema_of,
 )
 from ramify.serve.caller_tools import OfferedFunction, offer_of
-from ramify.serve.content_parts import Content, Role, chat_message
+from ramify.serve.questions import ServedAnswer
 from ramify.serve.web import RequestRejected
 
 PATH = "/v1/chat/completions"
@@ -46,16 +48,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 """Unsupported field -> the values that have no effect and are accepted."""
 
 
-class _Function(msgspec.Struct):
-    name: str = ""
-    arguments: str = ""
-
-
-class _Call(msgspec.Struct):
-    id: str = ""
-    function: _Function = msgspec.field(default_factory=_Function)
-
-
 class _Tool(msgspec.Struct):
     function: OfferedFunction
     type: Literal["function"] = "function"
@@ -64,12 +56,8 @@ class _Tool(msgspec.Struct):
 class _Message(msgspec.Struct):
     role: Role
     content: Content = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[completions.WrittenCall] | None = None
     tool_call_id: str | None = None
-
-
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool = False
 
 
 class _Body(msgspec.Struct):
@@ -81,7 +69,7 @@ class _Body(msgspec.Struct):
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: completions.StreamOptions | None = None
     response_format: Any = None
     tools: list[_Tool] | None = None
     tool_choice: Any = None

@@ -40,7 +40,9 @@ class _Function(msgspec.Struct):
     arguments: str = ""
 
 
-class _Call(msgspec.Struct):
+class WrittenCall(msgspec.Struct):
+    """Tool call of an earlier reply."""
+
     id: str = ""
     function: _Function = msgspec.field(default_factory=_Function)
 
@@ -49,7 +51,7 @@ class _CompletionMessage(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     reasoning_content: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[WrittenCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -63,7 +65,9 @@ class _Tool(msgspec.Struct):
     function: _OfferedTool
 
 
-class _StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct):
+    """Options of a streamed completion."""
+
     include_usage: bool = False
 
 
@@ -82,7 +86,7 @@ class CompletionRequest(msgspec.Struct):
     logprobs: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     tools: list[_Tool] | None = None
     prompt_cache_key: str | None = None
 

@@ -5,7 +5,7 @@
 
 A path that leaves the roots, through ``..`` or a link, is rejected: the operator decides what may
 be read, while a model on the client's side chooses the paths. Not here: the command line (see
-cli/mcp_command.py).
+cli/serve.py).
 """
 
 from __future__ import annotations

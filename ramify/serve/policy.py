@@ -31,12 +31,12 @@ from aiohttp import web
 
 from ramify.clients.base import KnownPrefix, Request
 from ramify.errors import ModelError, RamifyError, Refused
-from ramify.inference.http import pressure
+from ramify.inference.http.engine_server import pressure_text
 from ramify.inference.local.local_client import LocalClient
-from ramify.serve import completions, server_metrics, token_completions
+from ramify.serve import completions, token_completions
 from ramify.serve.completions import CompletionRequest
 from ramify.serve.sleep import WAIT_S
-from ramify.serve.web import HttpListener, bearer, failed, refuse_open
+from ramify.serve.web import METRICS_TYPE, HttpListener, bearer, failed, refuse_open
 from ramify.serve.weight_routes import WeightRoutes, facts
 from ramify.types.message import Message, Reply
 
@@ -134,8 +134,8 @@ class PolicyServer:
         return web.json_response({**state, "asleep": asleep, "held_bytes": self._client.held()})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        text = pressure.write(await self._client.pressure())
-        return web.Response(body=text.encode(), headers={"Content-Type": server_metrics.TYPE})
+        text = pressure_text(await self._client.pressure())
+        return web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {

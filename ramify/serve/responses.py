@@ -16,18 +16,20 @@ from typing import Any, Literal
 
 import msgspec
 
-from ramify.serve.answer import ServedAnswer
 from ramify.serve.answer_request import (
     AnswerRequest,
     ChatMessage,
+    Content,
     RamifyRequestFields,
+    Role,
+    chat_message,
     decode,
     refuse_unsupported,
     schema_of,
 )
 from ramify.serve.caller_tools import OfferedFunction, offer_of
 from ramify.serve.completions import encode
-from ramify.serve.content_parts import Content, Role, chat_message
+from ramify.serve.questions import ServedAnswer
 from ramify.serve.web import RequestRejected
 from ramify.types.message import Usage
 

@@ -31,14 +31,20 @@ from ramify.engine.spans import continued
 from ramify.errors import RamifyError
 from ramify.logging import RoomLogger
 from ramify.serve import chat_completions, responses
-from ramify.serve.answer import ServedAnswer
 from ramify.serve.answer_request import AnswerRequest
 from ramify.serve.completions import encode
 from ramify.serve.keys import ApiKeys
 from ramify.serve.prompt import LONG_CHARS, RunPrompt, prompt_of
-from ramify.serve.questions import ServedQuestion, ServedQuestions
-from ramify.serve.server_metrics import TYPE, ServerMetrics
-from ramify.serve.web import HttpListener, RequestRejected, bearer, is_loopback, refuse_open
+from ramify.serve.questions import ServedAnswer, ServedQuestion, ServedQuestions
+from ramify.serve.web import (
+    METRICS_TYPE,
+    HttpListener,
+    RequestRejected,
+    ServerMetrics,
+    bearer,
+    is_loopback,
+    refuse_open,
+)
 
 _log = RoomLogger("serve")
 _GONE = 499
@@ -235,7 +241,9 @@ class RunServer:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         self.metrics.in_flight = self.num_runs
-        return web.Response(body=self.metrics.text().encode(), headers={"Content-Type": TYPE})
+        return web.Response(
+            body=self.metrics.text().encode(), headers={"Content-Type": METRICS_TYPE}
+        )
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._described()]})

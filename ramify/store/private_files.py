@@ -17,7 +17,7 @@ from ramify.errors import StoreError
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 EVALUATIONS = "evaluations"
-"""Folder of a store with one file per evaluation; ``evaluate/record.py`` writes them."""
+"""Folder of a store with one file per evaluation; ``evaluate/run.py`` writes them."""
 Bytes = bytes | bytearray | memoryview
 
 

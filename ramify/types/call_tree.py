@@ -1,12 +1,12 @@
 """Fold of a run's events into its tree of calls: what a view shows while the run is in progress.
 
-    events ──> CallTree ──┬─> rows of the terminal   (cli/terminal_tree.py)
+    events ──> CallTree ──┬─> rows of the terminal   (cli/live.py)
                           ├─> the page of the run    (viewer/run_tree.py)
                           └─> OpenTelemetry spans    (engine/spans.py)
 
 Each call is a node with its state, times and costs, but without its texts. The run as a whole is a
 ``Trajectory`` without calls. The events may be reduced ones that have the tags of events, and of
-their fields only those that are read here (see ``viewer/event_glances.py``). Not here: complete
+their fields only those that are read here (see ``viewer/run_tree.py``). Not here: complete
 calls with their texts, which ``TrajectoryFold`` of event.py collects.
 """
 

@@ -14,8 +14,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.evaluate.evaluation_report import RIGHT, EvaluationReport, difference, report
-from ramify.evaluate.record import read
-from ramify.evaluate.run import AttemptOutcome, Evaluation
+from ramify.evaluate.run import AttemptOutcome, Evaluation, read_evaluation
 from ramify.evaluate.statistics import pass_at_k
 from ramify.types.call_tree import cut
 from ramify.viewer.run_library import RunLibrary
@@ -40,7 +39,7 @@ class EvaluationLibrary:
         """
         path = self._library.evaluation(key)
         problems: list[str] = []
-        evaluation = read(path, problems)
+        evaluation = read_evaluation(path, problems)
         # Reversed, so that the first outcome of each item decides its position.
         first_index = {
             outcome.item: index for index, outcome in reversed(list(enumerate(evaluation.outcomes)))
@@ -77,7 +76,7 @@ class EvaluationLibrary:
     def _compared(self, evaluation: Evaluation, other: str) -> dict[str, Any]:
         path = self._library.evaluation(other)
         try:
-            figure, items = difference(evaluation, read(path))
+            figure, items = difference(evaluation, read_evaluation(path))
         except ConfigError as error:
             return {"name": path.stem, "problem": str(error)}
         return {"name": path.stem, "difference": figure, "items": items}

@@ -13,9 +13,8 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.viewer.page_script import STATIC, app, hashed
 from ramify.viewer.picture import picture
-from ramify.viewer.run_kinds import LocatedRun
-from ramify.viewer.token_view import tokenizer_of, tokens
-from ramify.viewer.transcript import transcript
+from ramify.viewer.run_locations import LocatedRun
+from ramify.viewer.transcript import tokenizer_of, tokens, transcript
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_TEXT = 100_000

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ramify.viewer.picture import changes
-from ramify.viewer.run_kinds import LocatedRun
+from ramify.viewer.run_locations import LocatedRun
 from ramify.viewer.training import TrainingCurves
 from ramify.viewer.watched_run import WatchedRun
 

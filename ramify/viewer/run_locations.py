@@ -4,18 +4,71 @@
     p2:20260301-…                           a run of place 2, a store
     p3/rollouts/step-000010.jsonl:7         line 7 of a file of trajectories in place 3
 
-No address can reach a file outside of the places.
+No address can reach a file outside of the places. The first line of a file decides its kind: a
+journal (one run, an event per line), a file of trajectories (one run per line, as training saves
+rollouts), or the record of an evaluation (a plan, then one outcome per line).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from ramify.errors import ConfigError, StoreError
 from ramify.store.store import Store
-from ramify.viewer.run_kinds import LocatedRun
+from ramify.types.trajectory import SCHEMA_VERSION
+
+Kind = Literal["journal", "trajectory", "evaluation"]
+_MAX_FIRST_LINE = 1 << 26
+"""Maximum length of the first line in bytes; a trajectory with token ids may be long."""
+
+
+class LocatedRun(NamedTuple):
+    """Location of one run: its address, its file and its line."""
+
+    key: str
+    path: Path
+    line: int | None
+    """Line number in a file of trajectories, from 1; None for a journal."""
+
+
+def kind_of(path: Path) -> Kind | str:
+    """Return the kind of a file by its first line, or a sentence that says why it has none."""
+    with path.open("rb") as file:
+        line = file.readline(_MAX_FIRST_LINE).strip()
+    if line.startswith(b'{"type":"RunStarted"'):
+        return "journal"
+    if not line:
+        return f"{path} is empty: not a run (yet)"
+    if len(line) == _MAX_FIRST_LINE:
+        return f"{path} is not a run: its first line is longer than {_MAX_FIRST_LINE >> 20} MiB"
+    try:
+        first: Any = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return f"{path} is not a run: its first line is not JSON"
+    if isinstance(first, dict):
+        if first.get("type") == "RunStarted":
+            return "journal"
+        if "calls" in first and "question" in first:
+            return "trajectory"
+        if first.get("type") == "plan":
+            return "evaluation"
+    return (
+        f"{path} is not a run: its first line is neither a RunStarted event, nor a trajectory, nor "
+        "the plan of an evaluation"
+    )
+
+
+def newer(path: Path, number: int, version: int) -> str:
+    """Error message for a line with a newer schema version."""
+    return (
+        f"{path}, line {number} was written by a newer Ramify (schema {version}; this one reads up "
+        f"to {SCHEMA_VERSION}): pip install -U ramify"
+    )
+
 
 MAX_DEPTH = 4
 """Maximum depth of the search below a place."""

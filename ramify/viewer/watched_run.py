@@ -1,6 +1,6 @@
 """One run that a page shows: its call tree so far, updated by reading what its journal has gained.
 
-    journal ─┬─ new bytes since the last refresh ──> event_glances.py ──> RunTree (run_tree.py)
+    journal ─┬─ new bytes since the last refresh ──> glances ──> RunTree (run_tree.py)
              └─ lines of one call, when it is opened ──> CallDetail (call_detail.py)
 
 An incomplete last line is read when it is complete. A line that is damaged, or inconsistent with
@@ -20,9 +20,8 @@ from ramify.store.journal import blocks, writer
 from ramify.types.event import RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
 from ramify.viewer.call_detail import CallDetail, CallDetails
-from ramify.viewer.event_glances import DamagedLine, glances
-from ramify.viewer.run_kinds import LocatedRun, kind_of, newer
-from ramify.viewer.run_tree import RunTree
+from ramify.viewer.run_locations import LocatedRun, kind_of, newer
+from ramify.viewer.run_tree import DamagedLine, RunTree, glances
 
 
 class WatchedRun:

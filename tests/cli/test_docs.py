@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.ask import KINDS
-from ramify.cli.exit_codes import ExitCode
 from ramify.cli.main import COMMANDS, command, split
-from ramify.cli.reference import written
+from ramify.cli.parser import ExitCode
 from ramify.cli.settings import TABLES
 from tests.cli.helpers import Shell
+from tests.docs.pages import script
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -45,7 +45,7 @@ def test_every_command_is_there() -> None:
 
 
 def test_tables_are_those_of_the_commands() -> None:
-    assert written(PAGE) == PAGE, "run: python -m ramify.cli.reference"
+    assert script("cli_page").written(PAGE) == PAGE, "run: python scripts/cli_page.py"
 
 
 def test_every_option_that_is_named_exists() -> None:

@@ -7,8 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-from ramify.cli.exit_codes import ExitCode
-from ramify.evaluate.record import EvaluationRecords
+from ramify.cli.parser import ExitCode
+from ramify.evaluate.run import EvaluationRecords
 from tests.cli.helpers import Shell
 
 MINE = """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli.exit_codes import ExitCode
 from ramify.cli.main import COMMANDS, command, run, split
+from ramify.cli.parser import ExitCode
 
 M = ["-m", "scripted:script.json"]
 R = str(Path(__file__).parents[2] / "recipes" / "tiny.py")

@@ -9,8 +9,7 @@ import re
 import struct
 import termios
 
-from ramify.cli.live import budget_row
-from ramify.cli.terminal_tree import TerminalTree
+from ramify.cli.live import TerminalTree, budget_row
 from ramify.types.event import (
     AnyEvent,
     CallEnded,

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from ramify.cli.exit_codes import ExitCode
+from ramify.cli.parser import ExitCode
 from ramify.cli.progress_screen import ProgressScreen, bar
-from ramify.cli.stderr_notes import StderrNotes
+from ramify.cli.terminal_text import StderrNotes
 from ramify.progress import ProgressState, report_progress
 from tests.cli.helpers import SESSION_SCRIPT, Shell
 from tests.cli.test_eval import MINE, RIGHT

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ramify.cli.exit_codes import ExitCode
+from ramify.cli.parser import ExitCode
 from tests.cli.helpers import Shell
 
 ASKING = """
@@ -33,9 +33,9 @@ async def blocked():
 PROGRAM = """
 import asyncio, sys, threading
 from ramify.cli.ask_runner import RunInterrupts
-from ramify.cli.stderr_notes import StderrNotes
+from ramify.cli.terminal_text import StderrNotes
 from ramify.cli.progress_screen import ProgressScreen
-from ramify.cli.serving import on_stop
+from ramify.cli.serve import on_stop
 
 def ready():
     print("ready", flush=True)

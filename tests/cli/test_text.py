@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ramify.cli import terminal_text
-from ramify.cli.parse_units import parse_age, parse_size
+from ramify.cli.parser import parse_age, parse_size
 from ramify.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ramify.cli.exit_codes import ExitCode
+from ramify.cli.parser import ExitCode
 from ramify.inference.base import TINY
 from tests.cli.helpers import Shell
 

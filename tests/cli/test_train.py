@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli.curves import TerminalCurves, curve, line
+from ramify.cli.train import TerminalCurves, curve, line
 from ramify.train.checkpoint import CheckpointStore
 from ramify.train.metrics import StepMetrics, read_metrics
 from tests.cli.helpers import Shell

@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.cli.exit_codes import ExitCode
-from ramify.cli.parser import UsageError
-from ramify.cli.simulate_command import COMMAND
+from ramify.cli.cluster import SIMULATE
+from ramify.cli.parser import ExitCode, UsageError
 from ramify.cluster.simulate import SimulationSetting, simulate
 from ramify.cluster.simulation_inputs import measured
 from ramify.errors import ConfigError
@@ -205,7 +204,7 @@ def test_a_folder_that_says_too_little(tmp_path: Path, lacks: str, says: str) ->
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(folder(tmp_path / "run"))
     assert (
-        COMMAND.call([run, "--devices", "3", "--staleness", "0,1", "--steps", "3"])
+        SIMULATE.call([run, "--devices", "3", "--staleness", "0,1", "--steps", "3"])
         == ExitCode.ANSWERED
     )
     said = capsys.readouterr().out.splitlines()
@@ -241,9 +240,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "5",
         "--json",
     ]
-    assert COMMAND.call(asked) == ExitCode.ANSWERED
+    assert SIMULATE.call(asked) == ExitCode.ANSWERED
     first = capsys.readouterr().out
-    assert COMMAND.call(asked) == ExitCode.ANSWERED
+    assert SIMULATE.call(asked) == ExitCode.ANSWERED
     assert capsys.readouterr().out == first
     told = json.loads(first)
     assert [
@@ -257,12 +256,12 @@ def test_more_than_can_be_played(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="3 devices have no room for an engine of 4: give at least as many"
     ):
-        COMMAND.call([run, "--devices", "3", "--engine-devices", "4"])
+        SIMULATE.call([run, "--devices", "3", "--engine-devices", "4"])
     with pytest.raises(
         ConfigError,
         match=r"100000 settings over 20 steps are .* rollouts, and at most .* are simulated: try",
     ):
-        COMMAND.call([run, "--devices", "100000"])
+        SIMULATE.call([run, "--devices", "100000"])
 
 
 def test_evaluations_count_in_hours_alone(tmp_path: Path) -> None:
@@ -307,4 +306,4 @@ def test_evaluations_count_in_hours_alone(tmp_path: Path) -> None:
 )
 def test_options_that_make_no_sense(tmp_path: Path, options: list[str], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        COMMAND.call([str(tmp_path), *options])
+        SIMULATE.call([str(tmp_path), *options])

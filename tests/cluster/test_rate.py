@@ -12,8 +12,7 @@ import pytest
 from simpy import Environment
 
 from ramify import ScriptedClient
-from ramify.cluster.calibrate import calibrate
-from ramify.cluster.rate import EngineRate, MeasuredRequest, admitted, fit, from_steps
+from ramify.cluster.rate import EngineRate, MeasuredRequest, admitted, calibrate, fit, from_steps
 from ramify.cluster.simulated_engine import SimulatedEngine
 from ramify.errors import ConfigError
 

@@ -8,8 +8,16 @@ import pytest
 
 from ramify.cluster.rate import EngineRate
 from ramify.cluster.rollout_shapes import CallShape, CellShape, RolloutShape, TurnShape
-from ramify.cluster.search_settings import DeviceSplit, best, choices, predict, splits
-from ramify.cluster.simulate import SimulationSetting, quantile, simulate
+from ramify.cluster.simulate import (
+    DeviceSplit,
+    SimulationSetting,
+    best,
+    choices,
+    predict,
+    quantile,
+    simulate,
+    splits,
+)
 from ramify.cluster.simulation_inputs import RunSizes, SimulationInputs
 from ramify.errors import ConfigError
 

@@ -11,8 +11,10 @@ Left out: whether a block that is not run parses, and whether links lead somewhe
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -55,3 +57,13 @@ ALL = [block for page in PAGES for block in blocks(page)]
 def prose(page: Path) -> str:
     """The page without its code and the targets of its links."""
     return re.sub(r"\]\([^)]*\)", "]", _FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def script(name: str) -> Any:
+    """Load ``scripts/NAME.py`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -3,10 +3,7 @@ are computed independently here."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,19 +11,10 @@ import pytest
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.corrections import CORRECTIONS
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, script
 
 PAGE = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
-
-
-def script() -> Any:
-    path: Path = ROOT / "scripts/algorithms_page.py"
-    spec = importlib.util.spec_from_file_location("algorithms_page", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+PAGE_SCRIPT = script("algorithms_page")
 
 
 def column(table: str, index: int = 1) -> dict[str, list[float]]:
@@ -40,8 +28,8 @@ def column(table: str, index: int = 1) -> dict[str, list[float]]:
 
 
 def test_the_tables_are_current():
-    assert script().written(PAGE) == PAGE, "run: python scripts/algorithms_page.py"
-    assert set(column("estimators")) == set(ALGORITHMS) - set(script().OTHERS)
+    assert PAGE_SCRIPT.written(PAGE) == PAGE, "run: python scripts/algorithms_page.py"
+    assert set(column("estimators")) == set(ALGORITHMS) - set(PAGE_SCRIPT.OTHERS)
     assert set(column("losses")) == set(POLICY_LOSSES)
     assert set(column("corrections")) == set(CORRECTIONS)
 
@@ -74,7 +62,7 @@ ESTIMATES = {
 
 @pytest.mark.parametrize("name", ESTIMATES)
 def test_what_each_estimator_does_to_the_batch(name: str):
-    assert script().advantages_of(name) == pytest.approx(ESTIMATES[name], abs=5e-6)
+    assert PAGE_SCRIPT.advantages_of(name) == pytest.approx(ESTIMATES[name], abs=5e-6)
     assert column("estimators")[name] == pytest.approx(ESTIMATES[name], abs=6e-4)
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import ConfigError, StoreError
-from ramify.evaluate.record import EvaluationRecords
-from ramify.evaluate.run import EvaluationPlan
+from ramify.evaluate.run import EvaluationPlan, EvaluationRecords
 from ramify.store.store import RunSummary, Store
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop

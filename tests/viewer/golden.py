@@ -196,8 +196,7 @@ def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3)) -> tuple[str, str]
     """(id, id of its first run) of an evaluation: four items of two kinds, two attempts each, of
     which one is wrong at the items in ``wrong``; each looks at its text through a tool. A judge
     scored the first run's turns afterwards."""
-    from ramify.evaluate.record import EvaluationRecords
-    from ramify.evaluate.run import EvaluationPlan, evaluate
+    from ramify.evaluate.run import EvaluationPlan, EvaluationRecords, evaluate
     from ramify.tasks.base import Item
     from ramify.tasks.scoring import exact
     from ramify.tasks.simple import SimpleTask

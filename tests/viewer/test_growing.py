@@ -18,8 +18,8 @@ from ramify.store.journal import Journal
 from ramify.train.group_records import GROUPS, GroupRecord
 from ramify.train.metrics import MetricsFile, StepMetrics, read_metrics
 from ramify.viewer.picture import changes, picture
-from ramify.viewer.run_kinds import LocatedRun
 from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_locations import LocatedRun
 from ramify.viewer.training import TrainingCurves
 from ramify.viewer.view_server import ViewServer
 from ramify.viewer.watched_run import WatchedRun

@@ -19,13 +19,12 @@ from ramify import Store
 from ramify.errors import ConfigError
 from ramify.types.event import AnyEvent, ScoreAdded
 from ramify.types.message import Reply
-from ramify.viewer.answers import STATIC
-from ramify.viewer.event_glances import AnyGlance, UsageGlance
 from ramify.viewer.guard import POLICY
 from ramify.viewer.picture import COLUMNS
-from ramify.viewer.run_kinds import kind_of
 from ramify.viewer.run_library import RunLibrary
-from ramify.viewer.view_server import ViewServer
+from ramify.viewer.run_locations import kind_of
+from ramify.viewer.run_tree import AnyGlance, UsageGlance
+from ramify.viewer.view_server import STATIC, ViewServer
 from tests.data.golden import JOURNAL
 from tests.viewer import golden
 from tests.viewer.conftest import World
@@ -677,14 +676,14 @@ def test_what_is_written_is_told_to_every_page_and_scores_after_the_end_too(tmp_
 
 
 def test_a_resumed_training_is_read_anew(world: World, tmp_path: Path) -> None:
-    from ramify.train.metrics import cut
+    from ramify.train.metrics import METRICS
     from ramify.viewer.training import TrainingCurves
 
     folder = golden.training(tmp_path / "mine", [])
     curves = TrainingCurves(folder)
     curves.refresh()
     assert curves.data()["step"] == 40
-    cut(folder, 20)
+    METRICS.cut(folder, 20)
     assert curves.size_changed()
     curves.refresh()
     assert curves.data()["names"]["loss"][0] == list(range(1, 21))

@@ -26,7 +26,7 @@ import numpy as np
 from ramify.clients.base import Tool
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, nearest
-from ramify.evaluate.record import read as evaluation
+from ramify.evaluate.run import read_evaluation
 from ramify.plugins import Registry
 from ramify.store.private_files import EVALUATIONS
 from ramify.store.store import Store
@@ -221,7 +221,9 @@ def _stored(root: Path) -> Iterator[Trajectory]:
     rewards: dict[str, dict[str, float]] = {}
     for file in sorted((root / EVALUATIONS).glob("*.jsonl")):
         rewards |= {
-            outcome.run: outcome.rewards for outcome in evaluation(file).outcomes if outcome.run
+            outcome.run: outcome.rewards
+            for outcome in read_evaluation(file).outcomes
+            if outcome.run
         }
     store = Store(root)
     for summary in reversed(store.runs()):

@@ -1,6 +1,6 @@
 // Requests the run in the address while the page's modules are still loading; api.js uses the
 // answer.
-// It is not a module: the server puts it into the page itself (answers.py), so that it runs at once.
+// It is not a module: the server puts it into the page itself (view_server.py), so that it runs at once.
 
 {
   const key = /^#\/run\/([^/]+)/.exec(location.hash);

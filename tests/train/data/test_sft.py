@@ -131,7 +131,7 @@ def test_evaluated_runs_of_a_store(tmp_path: Path) -> None:
     """Eight items are evaluated with a scripted model that is wrong three times: the right ones
     alone are imitated."""
     from ramify import Store
-    from ramify.evaluate.record import EvaluationRecords
+    from ramify.evaluate.run import EvaluationRecords
     from tests.evaluate.helpers import evaluated, plan, unless
 
     store = Store(tmp_path / "store")

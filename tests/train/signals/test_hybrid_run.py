@@ -47,9 +47,8 @@ from ramify.train.signals.teacher import TeacherSignal
 from ramify.train.signals.tool_use import ToolUseSignal
 from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
 from ramify.viewer.run_library import RunLibrary
-from ramify.viewer.token_view import tokens
 from ramify.viewer.training import kept, samples
-from ramify.viewer.transcript import transcript
+from ramify.viewer.transcript import tokens, transcript
 from ramify.viewer.watched_run import WatchedRun
 from tests.train.small import small, weights_of
 

@@ -1,4 +1,4 @@
-"""Generator of the tables in ``docs/cli.md``: ``python -m ramify.cli.reference``.
+"""Generator of the tables in ``docs/cli.md``: ``python scripts/cli_page.py``.
 
 The page holds the options of command NAME, or the exit codes, between ``<!-- begin NAME -->`` and
 ``<!-- end NAME -->``. Options that a command shares with ``ask`` share one row. A test
@@ -8,12 +8,10 @@ checks that the tables are up to date.
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
-from ramify.cli.exit_codes import MEANINGS
 from ramify.cli.main import command
-from ramify.cli.parser import OptionSpec
+from ramify.cli.parser import MEANINGS, OptionSpec
 
 _PART = re.compile(r"(<!-- begin ([a-z -]+?) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
@@ -50,7 +48,7 @@ def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
 
 
 def main() -> None:
-    path = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/cli.md")
+    path = Path(__file__).parents[1] / "docs/cli.md"
     path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
