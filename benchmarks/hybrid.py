@@ -312,8 +312,12 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
     """Return the probability of the right function at its place, with a hint that names it and
     without."""
     from ramify.tasks.programs.hints import HintRule, hint_text
-    from ramify.tasks.programs.program_library import IMPORTED, ProgramProblem, library
-    from ramify.tasks.programs.vocabulary import PROGRAM_HINT
+    from ramify.tasks.programs.program_library import (
+        IMPORTED,
+        PROGRAM_HINT,
+        ProgramProblem,
+        library,
+    )
     from ramify.types.message import Message
 
     renderer, tokenizer, known = client.policy.renderer, client.policy.tokenizer, library()

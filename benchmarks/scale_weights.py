@@ -55,8 +55,8 @@ def weights_figures(*, quick: bool = False) -> list[Figure]:
 async def _measured(folder: Path, rounds: int) -> list[Figure]:
     import torch
 
-    from ramify.models.fingerprint import fingerprint
     from ramify.models.load import save_policy
+    from ramify.models.weights import fingerprint
 
     torch.set_num_threads(1)
     policy = _policy(MILLIONS)
@@ -184,7 +184,7 @@ async def _sync(engines: Any, policy: Any, version: int) -> float:
 
 
 async def _agrees(engines: Any, policy: Any) -> bool:
-    from ramify.models.fingerprint import fingerprint
+    from ramify.models.weights import fingerprint
 
     return bool(await engines.fingerprint() == fingerprint(policy.model))
 

@@ -4,6 +4,9 @@
     tiny                            the small policy that ships with the package
 
 Importing this file imports no tensor library: a model name costs nothing until it is connected.
+
+Messages become token ids here and nowhere else (``prompt_ids``, ``spoken``), so the engine in this
+process and engines behind HTTP get the same ids for the same request.
 """
 
 from __future__ import annotations
@@ -11,20 +14,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
-from ramify.clients.base import Client
-from ramify.errors import ConfigError, ModelError
+from ramify.clients.base import Client, Request
+from ramify.errors import ConfigError, ModelError, Refused
+from ramify.types.message import Message
+
+if TYPE_CHECKING:
+    from ramify.models.renderer import Renderer
 
 PROTOCOL = 3
 """Version of the ``ramify serve-policy --weight-transfer`` protocol. It increases with every change
 that an older trainer or engine would misunderstand. Both sides send theirs at the start."""
 TINY = Path(__file__).parents[1] / "models" / "tiny"
 """Folder of the packaged policy."""
-
-
 TAGS = ("weights", "kv_cache")
 """Parts of an engine's memory that can sleep, by the names that vLLM and SGLang use, in the order
 in which they are woken. The weights wake first, then the update runs, and the KV cache wakes last,
@@ -117,3 +122,41 @@ def need_train_extra(what: str) -> None:
                 f"{what} runs a model in this process and needs {package}: pip install "
                 "'ramify[train]'"
             )
+
+
+def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
+    """The whole prompt: the known ids, then the ids that the messages after them add."""
+    known = request.known
+    if known is None or renderer.unstable:
+        return renderer.prompt(request.messages, request.tools)
+    return [*known.ids, *renderer.extend(request.messages[known.num_messages :], after=known.ids)]
+
+
+def spoken(renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = ()) -> Message:
+    """The message that the ``sampled`` ids stand for, cut before the first text of ``stop`` in
+    it."""
+    message = renderer.parse(sampled)
+    ends = [at for text in stop if (at := message.content.find(text)) >= 0]
+    return (
+        msgspec.structs.replace(message, content=message.content[: min(ends)]) if ends else message
+    )
+
+
+def too_long(name: str, window: int, request: Request | None, num_ids: int) -> Refused:
+    """The error for a prompt of ``num_ids`` tokens that does not fit the window."""
+    parts = "given as ids"
+    if request is not None:
+        before = request.known
+        parts = f"{len(request.messages)} messages"
+        if before is not None:
+            new = len(request.messages) - before.num_messages
+            parts = (
+                f"{len(before.ids)} from the turns before, {num_ids - len(before.ids)} from {new} "
+                "new messages"
+            )
+    error = Refused(
+        f"{name}: the prompt has {num_ids} tokens ({parts}), and the window of {window} leaves no "
+        "room for a reply: shorten it, or let a child look at a part"
+    )
+    error.too_long = True
+    return error

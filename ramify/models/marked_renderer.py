@@ -1,7 +1,13 @@
-"""The renderer of formats with fixed marks: it writes the same tokens as the tokenizer's template,
-and never changes them later.
+"""Formats whose messages are each enclosed by fixed marks, by role, and their renderer: it writes
+the same tokens as the tokenizer's template, and never changes them later.
 
-What a template adds to the format is detected by calling it once when a policy is loaded:
+    ChatML, Qwen   <|im_start|>user¶hello<|im_end|>¶<|im_start|>assistant¶
+    Llama 3        <|start_header_id|>user<|end_header_id|>¶¶hello<|eot_id|>
+                   <|start_header_id|>assistant<|end_header_id|>¶¶
+    tiny           <|u|>hello<|a|>
+
+To add a format, add an entry to ``FORMATS``. What a template adds to the format is detected
+by calling it once when a policy is loaded:
 
     prelude     the text before the first message: a default system message, the date, the tools
     opening     what begins a reply after its mark: an empty thinking block if thinking is off
@@ -20,11 +26,66 @@ import msgspec
 
 from ramify.clients.base import Tool
 from ramify.errors import ConfigError
-from ramify.models.formats import ChatFormat
-from ramify.models.reply import joined_reply, split_reply
 from ramify.models.template import CANNED, ChatTemplate
-from ramify.models.text_pieces import Part, TextPieces, first_difference
+from ramify.models.text_pieces import Part, TextPieces, first_difference, joined_reply, split_reply
 from ramify.types.message import Message, ToolCall
+
+
+class ChatFormat(msgspec.Struct, frozen=True):
+    """One way to write a conversation."""
+
+    name: str
+    tokens: tuple[str, ...]
+    """Its markers; each must be one token."""
+    end: str
+    """The marker that ends a reply."""
+    opens: dict[str, str]
+    """Role -> text before a message's content. Roles that are missing cannot be written."""
+    closes: dict[str, str]
+    """Role -> text after the content; the assistant's begins with ``end``."""
+    prelude: str = ""
+    """Text before the first message if the tokenizer has no template to define it."""
+    wraps_tools: bool = False
+    """Qwen's style of tool use: results in a user message, calls as JSON in ``<tool_call>``; used
+    if the template agrees."""
+
+
+def _chatml() -> ChatFormat:
+    roles = ("system", "user", "assistant")
+    return ChatFormat(
+        name="chatml",
+        tokens=("<|im_start|>", "<|im_end|>"),
+        end="<|im_end|>",
+        opens={role: f"<|im_start|>{role}\n" for role in roles},
+        closes=dict.fromkeys(roles, "<|im_end|>\n"),
+        wraps_tools=True,
+    )
+
+
+def _llama3() -> ChatFormat:
+    roles = ("system", "user", "assistant")
+    return ChatFormat(
+        name="llama3",
+        tokens=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        end="<|eot_id|>",
+        opens={role: f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in roles},
+        closes=dict.fromkeys(roles, "<|eot_id|>"),
+        prelude="<|begin_of_text|>",
+    )
+
+
+def _tiny() -> ChatFormat:
+    return ChatFormat(
+        name="tiny",
+        tokens=("<|u|>", "<|a|>", "<|end|>"),
+        end="<|end|>",
+        opens={"user": "<|u|>", "tool": "<|u|>", "assistant": "<|a|>"},
+        closes={"user": "", "tool": "", "assistant": "<|end|>"},
+    )
+
+
+FORMATS = (_tiny(), _chatml(), _llama3())
+
 
 _SENTINEL = "SYSTEM-TEXT"
 _QUESTION = Message("user", "QUESTION")

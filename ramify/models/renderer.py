@@ -22,8 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ramify.clients.base import Tool
 from ramify.errors import ConfigError
-from ramify.models.formats import FORMATS, ChatFormat
-from ramify.models.marked_renderer import MarkedRenderer
+from ramify.models.marked_renderer import FORMATS, ChatFormat, MarkedRenderer
 from ramify.models.template import ChatTemplate, TemplateRenderer
 from ramify.models.text_pieces import TextPieces
 from ramify.types.message import Message

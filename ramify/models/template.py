@@ -9,7 +9,7 @@ works but ``extend`` does not.
 If the end of a reply's header and the beginning of the reply would form one token, a path has two
 tokens and a fresh ``prompt`` one.
 
-Formats in ``formats.py`` are better rendered by ``marked_renderer.py``, which never reads a marker
+The formats of ``marked_renderer.py`` are better rendered there: it never reads a marker
 in a message as one. Here, a zero-width space makes a message's markers harmless.
 """
 
@@ -24,8 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ramify.clients.base import Tool
 from ramify.errors import ConfigError
-from ramify.models.reply import split_reply
-from ramify.models.text_pieces import TextPieces, first_difference
+from ramify.models.text_pieces import TextPieces, first_difference, split_reply
 from ramify.types.message import Message, ToolCall
 
 _STAND_IN = (Message("user", "QUESTION"), Message("assistant", "REPLY"))

@@ -189,7 +189,8 @@ class ForkServerChannel:
 
     async def close(self) -> None:
         """Close the control socket; the server then ends everything that it forked, and itself."""
-        if self._sock.fileno() < 0:
+        if self._sock.fileno() < 0:  # the server has ended before
+            self.abandon()
             return
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)

@@ -31,7 +31,7 @@ from aiohttp import web
 
 from ramify.clients.base import KnownPrefix, Request
 from ramify.errors import ModelError, RamifyError, Refused
-from ramify.inference.http import pressure
+from ramify.inference.http.engine_server import pressure_text
 from ramify.inference.local.local_client import LocalClient
 from ramify.serve import completions, token_completions
 from ramify.serve.completions import CompletionRequest
@@ -134,7 +134,7 @@ class PolicyServer:
         return web.json_response({**state, "asleep": asleep, "held_bytes": self._client.held()})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        text = pressure.write(await self._client.pressure())
+        text = pressure_text(await self._client.pressure())
         return web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _models(self, _: web.Request) -> web.Response:

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ramify.inference.local.step_timing import StepTiming
+from ramify.inference.local.step import StepTiming
 
 
 class CpuMeter:

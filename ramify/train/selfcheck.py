@@ -139,7 +139,7 @@ class SelfCheck:
 
     def _expected_weights(self) -> tuple[str, Mapping[str, Tensor]]:
         """(fingerprint, some values of each matrix) of the weights that engines should have."""
-        from ramify.models.fingerprint import fingerprint_of
+        from ramify.models.weights import fingerprint_of
 
         some: dict[str, Tensor] = {}
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation import Generation
+from ramify.inference.local.generation import Generation, draw
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.local.model_runner import dense_runner
-from ramify.inference.local.sampling import draw
+from ramify.inference.local.model_runner import runner_of
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy, from_config
 from tests.models.templates import tokenizer_of
@@ -49,7 +48,7 @@ def policy(seed: int = 0, *, sharpness: float = 12.0, **sizes: Any) -> Policy:
 def engine(made: Policy, **room: Any) -> LocalEngine:
     assert isinstance(made.model, DenseModel)
     limits = {"slots": 8, "prefill_tokens": 64, "cache_bytes": 64 << 20, "window": WINDOW, **room}
-    return LocalEngine(dense_runner(made.model), EngineLimits(**limits))
+    return LocalEngine(runner_of(made.model), EngineLimits(**limits))
 
 
 def drained(running: LocalEngine) -> list[Generation]:

@@ -16,8 +16,8 @@ from ramify.clients.base import Client, KnownPrefix, Request, Sampling, Tool
 from ramify.errors import ConfigError, Refused, ServerFailed
 from ramify.inference.base import InferenceClient
 from ramify.inference.local.local_client import LocalClient
-from ramify.models.fingerprint import fingerprint
 from ramify.models.load import SamplingDefaults, save_policy
+from ramify.models.weights import fingerprint
 from ramify.types.message import Message, Reply
 from tests.inference.helpers import WINDOW, logits, pauses, policy
 

@@ -19,11 +19,9 @@ from transformers import (
 )
 
 from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation import Generation
-from ramify.inference.local.model_runner import FlatRunner
+from ramify.inference.local.generation import Generation, SamplingSettings, draw
+from ramify.inference.local.model_runner import FlatRunner, runner_of
 from ramify.inference.local.module_runner import ModuleRunner
-from ramify.inference.local.runner_choice import runner_of
-from ramify.inference.local.sampling import SamplingSettings, draw
 from tests.inference.helpers import drained
 
 _SIZES: dict[str, Any] = {

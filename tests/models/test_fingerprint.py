@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ramify.models.fingerprint import fingerprint_of
+from ramify.models.weights import fingerprint_of
 
 
 def by_hand(name: str, tensor: Tensor) -> str:

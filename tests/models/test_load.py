@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config, Qwen3Con
 
 from ramify.errors import ConfigError, StoreError
 from ramify.models.dense import DenseModel
-from ramify.models.fingerprint import fingerprint
 from ramify.models.load import (
     Policy,
     SamplingDefaults,
@@ -23,7 +22,7 @@ from ramify.models.load import (
     load_policy,
     save_policy,
 )
-from ramify.models.weights import write_weights
+from ramify.models.weights import fingerprint, write_weights
 from tests.models.templates import tokenizer_of
 from tests.models.test_dense import packed
 

@@ -13,6 +13,7 @@ from test_jail import answer, value, with_jail
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
 from ramify.sandbox.conformance.base import HOST
+from ramify.sandbox.jail.provider import JailSandbox
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux"
@@ -155,6 +156,24 @@ def test_a_rollback_that_could_not_be_prepared_is_reported() -> None:
         )
 
     with_jail(test, rollback=True)
+
+
+def test_before_linux_6_2_every_descriptor_is_replaced() -> None:
+    """The kernel does not report how many descriptors a process has."""
+
+    async def main() -> None:
+        sandbox = JailSandbox(SandboxSpec(pool=0), counts=False)
+        try:
+            session = await sandbox.open()
+            await value(session, "x = [0]")
+            assert await forks_at_once(session) == []
+            branch = await session.fork()
+            used = "import os\nends = os.pipe()\nos.read(0, 10), ends"
+            assert await value(branch, used) == "(b'', (3, 4))"
+        finally:
+            await sandbox.close()
+
+    asyncio.run(main())
 
 
 def test_processes_fork_many_at_once_too() -> None:

@@ -21,16 +21,18 @@ from ramify.tasks.programs.demos import ProgramDemonstratorHabits, demonstrate
 from ramify.tasks.programs.hints import HintRule, from_errors, from_facts, hint_text
 from ramify.tasks.programs.program_library import (
     IMPORTED,
+    NO_PROGRAM,
     NOT_IMPORTED,
     NUM_CHECKED,
     NUM_WORDS,
+    PROGRAM_HINT,
+    PROGRAM_WORDS,
     Program,
     ProgramProblem,
     RuleViolation,
     library,
 )
 from ramify.tasks.programs.task import programs
-from ramify.tasks.programs.vocabulary import NO_PROGRAM, PROGRAM_HINT, PROGRAM_WORDS
 from ramify.tasks.validation import validate
 from ramify.types.message import Message
 

@@ -18,8 +18,7 @@ from ramify.evaluate.evaluation_report import report, table
 from ramify.evaluate.run import EvaluationPlan, evaluate
 from ramify.tasks.base import Item, scored, task_of
 from ramify.tasks.toolmath.demos import conversation, demonstrations
-from ramify.tasks.toolmath.problem_rows import item_of
-from ramify.tasks.toolmath.task import auto, toolmath
+from ramify.tasks.toolmath.task import auto, item_of, toolmath
 from ramify.tasks.validation import answered, validate
 from ramify.train.data.sft_data import trajectory_of
 from ramify.types.boxed import last_boxed

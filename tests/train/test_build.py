@@ -162,8 +162,8 @@ def test_a_policy_without_its_templates_tokens_is_refused(tmp_path: Path) -> Non
 
 def test_the_packaged_policy_has_a_name() -> None:
     from ramify.inference.base import TINY
-    from ramify.models.fingerprint import fingerprint
     from ramify.models.load import load_policy
+    from ramify.models.weights import fingerprint
 
     made = assemble(changed("policy", path="tiny", shape={}))
     assert fingerprint(made.policy.model) == fingerprint(load_policy(TINY, device="cpu").model)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.models.fingerprint import fingerprint
 from ramify.models.load import load_policy
+from ramify.models.weights import fingerprint
 from ramify.train import group_records, metrics
 from ramify.train.checkpoint import find, read_state, verify
 from ramify.train.recipe import load_recipe, stored

@@ -8,7 +8,7 @@ when one stops answering.
 
 An engine that was started for the run is started again, possibly elsewhere and then at another
 address. A client that only samples, while another process updates the weights, gets the list of
-engines with current weights from that process (``engine_list.py``).
+engines with current weights from that process (``membership.py``).
 
 Not here: the requests themselves (see ``http_engines.py``) and how weights reach the engines (see
 ``update_engines.py``).
@@ -27,7 +27,6 @@ from ramify.actors.launcher import Launcher
 from ramify.errors import ModelError, ReplyLost, ServerFailed, Unreachable
 from ramify.inference.base import TAGS
 from ramify.inference.http.api import EngineStateConflict
-from ramify.inference.http.engine_list import EngineList
 from ramify.inference.http.engine_process import (
     EngineProcess,
     check_ports,
@@ -36,7 +35,7 @@ from ramify.inference.http.engine_process import (
 )
 from ramify.inference.http.engine_server import EngineServer, SampledIds
 from ramify.inference.http.inference_spec import ENGINES, InferenceSpec
-from ramify.inference.http.membership import EngineMembership
+from ramify.inference.http.membership import EngineList, EngineMembership
 from ramify.inference.http.server_checks import check, until_up
 from ramify.logging import RoomLogger
 from ramify.models.load import Policy

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,20 +24,16 @@ import msgspec
 from ramify.actors.launcher import Launcher, LocalLauncher
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
-from ramify.inference.base import CachePressure, EngineLost
-from ramify.inference.http.engine_list import EngineList
-from ramify.inference.http.engine_server import EngineServer, SampledIds
+from ramify.inference.base import CachePressure, EngineLost, prompt_ids, spoken, too_long
+from ramify.inference.http.engine_server import EngineServer, SampledIds, combined_pressure
 from ramify.inference.http.fleet import EngineFleet
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.inference.http.membership import EngineMembership
-from ramify.inference.http.partial_reply import PartialReply, tree_of
-from ramify.inference.http.pressure import combined
+from ramify.inference.http.membership import EngineList, EngineMembership
 from ramify.inference.http.update_engines import EngineWeightSync
-from ramify.inference.prompts import prompt_ids, spoken, too_long
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import WeightSync
 from ramify.models.load import Policy
-from ramify.types.message import Finish, Reply, Usage
+from ramify.types.message import Finish, Reply, Usage, VersionSpan
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 _MAX_ABORTS = 64
@@ -254,7 +250,7 @@ class HttpEngines:
             except ModelError:
                 return None
 
-        return combined(await asyncio.gather(*map(of, self._fleet.alive)))
+        return combined_pressure(await asyncio.gather(*map(of, self._fleet.alive)))
 
     async def sleep(self) -> bool:
         """Release the engines' memory until the next ``update``, for a trainer on the same devices,
@@ -323,3 +319,49 @@ class CheckedEngine:
             if await self._fleet.is_gone(self._server, error):
                 raise EngineLost(str(error)) from error
             raise
+
+
+class PartialReply:
+    """The part of a reply that was sampled so far."""
+
+    def __init__(self, prompt: Iterable[int], left: int) -> None:
+        self.ids = list(prompt)
+        """Prompt ids, then sampled ids."""
+        self.left = left
+        """Number of tokens that may still follow."""
+        self.sampled: list[int] = []
+        self.logprobs: list[float] = []
+        self.kept: list[tuple[int, ...]] = []
+        self.versions: list[VersionSpan] = []
+        self.cached = 0
+        self.end = ""
+
+    def add(self, part: SampledIds, version: int) -> None:
+        begin = len(self.sampled)
+        self.cached = self.cached if self.sampled else part.cached
+        self.ids += part.ids
+        self.sampled += part.ids
+        self.logprobs += part.logprobs
+        self.kept += part.kept or ()
+        self.left -= len(part.ids)
+        self.end = part.end
+        spans = (
+            part.versions
+            if part.versions is not None
+            else (VersionSpan(0, len(part.ids), version),)
+        )
+        for span in spans:
+            start, end = begin + span.start, begin + span.end
+            last = self.versions[-1] if self.versions else None
+            if last is not None and last.version == span.version:
+                self.versions[-1] = VersionSpan(last.start, end, span.version)
+            elif end > start or not self.versions:
+                self.versions.append(VersionSpan(start, end, span.version))
+
+
+def tree_of(request: Request) -> Hashable:
+    """A key that all calls of one tree share: the seed of a rollout, otherwise how the call's
+    conversation begins."""
+    if request.sampling.seed is not None:
+        return request.sampling.seed
+    return request.messages[0].content if request.messages else request.affinity

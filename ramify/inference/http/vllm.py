@@ -22,9 +22,8 @@ from typing import Any
 from ramify.clients.base import Sampling
 from ramify.errors import BadReply, ConfigError, Refused
 from ramify.inference.base import PROTOCOL, CachePressure
-from ramify.inference.http import pressure
 from ramify.inference.http.api import EngineHttpApi
-from ramify.inference.http.engine_server import SampledIds, ServerInfo
+from ramify.inference.http.engine_server import SampledIds, ServerInfo, read_pressure
 from ramify.inference.http.inference_spec import InferenceSpec, check_version
 from ramify.types.message import VersionSpan
 
@@ -203,7 +202,7 @@ class VllmServer:
         )
 
     async def pressure(self) -> CachePressure | None:
-        return pressure.read(
+        return read_pressure(
             str((await self._api.get("/metrics", self._spec.probe_s)).get("text", ""))
         )
 

@@ -22,12 +22,10 @@ import torch
 
 from ramify.errors import Refused
 from ramify.inference.base import CachePressure
-from ramify.inference.local.generation import Generation
+from ramify.inference.local.generation import Generation, draw
 from ramify.inference.local.model_runner import ModelRunner
-from ramify.inference.local.sampling import draw
 from ramify.inference.local.slots import SlotTable
-from ramify.inference.local.step import EngineStep, SlotSpan
-from ramify.inference.local.step_timing import StepTimings
+from ramify.inference.local.step import EngineStep, SlotSpan, StepTimings
 
 _LEAST_CAPACITY = 128
 """Initial number of tokens per slot."""

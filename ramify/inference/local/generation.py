@@ -1,6 +1,17 @@
 """One request inside the engine: its prompt, what it has sampled so far, and when it ends.
 
 A generation does not know its slot or what is cached of it, so a preempted one only loses time.
+
+To sample, one uniform number per row selects the token by inverting the cumulative distribution
+(one exponential per vocabulary entry would cost more than the rest of the draw). The number comes
+from the request's own generator, so what a request samples does not depend on the rest of the
+batch.
+
+    temperature t > 0     log p = log_softmax(logits / t)
+    top_k, then top_p     only those ids, renormalised; ``kept`` lists them
+    temperature 0         the likeliest id; log p is the model's own, at temperature 1
+
+Legend: n rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,10 +19,106 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from ramify.inference.local.sampling import SamplingSettings
+import msgspec
+import torch
+from torch import Tensor
+
 from ramify.types.message import VersionSpan
+
+
+class SamplingSettings(msgspec.Struct, frozen=True):
+    """Sampling settings of one request."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """Keep the likeliest ids until their probabilities reach this sum; 1 keeps all."""
+    top_k: int = 0
+    """Keep this many of the likeliest ids; 0 keeps all."""
+
+    truncates: bool = False
+    """Whether any ids are excluded; computed."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(
+            self, "truncates", self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        )
+
+
+class SampledTokens(NamedTuple):
+    """One sampled token per row."""
+
+    ids: list[int]
+    logprobs: list[float]
+    kept: list[tuple[int, ...] | None]
+    """For each row the ids that could be drawn, likeliest first; None for all."""
+
+
+def draw(
+    logits_nV: Tensor, settings: Sequence[SamplingSettings], uniforms: Sequence[float]
+) -> SampledTokens:
+    """Sample one token per row of fp32 logits, using one number in [0, 1) per row."""
+    logprobs_nV = _tempered(logits_nV, settings).log_softmax(-1)
+    ids_n = pick(logprobs_nV, torch.tensor(uniforms, dtype=torch.float64, device=logits_nV.device))
+    greedy = [row for row, row_settings in enumerate(settings) if row_settings.temperature == 0]
+    if greedy:
+        ids_n[greedy] = logits_nV[greedy].argmax(-1)
+    chosen_n = logprobs_nV.gather(1, ids_n[:, None])[:, 0]
+    drawn = SampledTokens(ids_n.tolist(), chosen_n.tolist(), [None] * len(settings))
+    for row, row_settings in enumerate(settings):
+        if row_settings.truncates:
+            drawn.ids[row], drawn.logprobs[row], drawn.kept[row] = _draw_kept(
+                logprobs_nV[row], row_settings, uniforms[row]
+            )
+    return drawn
+
+
+def _tempered(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
+    temperatures = [row.temperature or 1.0 for row in settings]
+    if min(temperatures) == max(temperatures) == 1.0:
+        return logits_nV
+    return logits_nV / torch.tensor(temperatures, device=logits_nV.device)[:, None]
+
+
+def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
+    """[n] ids: the first whose cumulative probability exceeds the uniform number (float64, in [0,
+    1)).
+
+    Computed in float64, since single precision could round a number close to 1 up to the total,
+    beyond the last id.
+    """
+    cumulative_nV = logprobs_nV.double().exp_().cumsum_(-1)
+    ids_n1 = torch.searchsorted(
+        cumulative_nV, uniforms_n[:, None] * cumulative_nV[:, -1:], right=True
+    )
+    return ids_n1[:, 0].clamp_(max=logprobs_nV.shape[1] - 1)
+
+
+def kept_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
+    """The ids that remain after top-k and then top-p, likeliest first; at least one. Among equally
+    likely ids the lower come first."""
+    order = logprobs_V.argsort(descending=True, stable=True)
+    if settings.top_k:
+        order = order[: settings.top_k]
+    if settings.top_p < 1:
+        probabilities = logprobs_V[order].double().softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        order = order[: max(int((before < settings.top_p).sum()), 1)]
+    return order
+
+
+def _draw_kept(
+    logprobs_V: Tensor, settings: SamplingSettings, uniform: float
+) -> tuple[int, float, tuple[int, ...]]:
+    """(id, log-probability among the kept ids, the kept ids)"""
+    kept = kept_ids(logprobs_V, settings)
+    renormalised = logprobs_V[kept].log_softmax(-1)
+    index = int(
+        pick(renormalised[None], torch.tensor([uniform], dtype=torch.float64, device=kept.device))
+    )
+    return int(kept[index]), float(renormalised[index]), tuple(kept.tolist())
+
 
 End = Literal["stop", "length", "abort"]
 _LONGEST_CHARACTER = 4

@@ -30,18 +30,15 @@ from torch import Tensor, nn
 
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed
-from ramify.inference.base import TAGS, CachePressure
+from ramify.inference.base import TAGS, CachePressure, prompt_ids, spoken, too_long
 from ramify.inference.local.engine import EngineLimits, LocalEngine
 from ramify.inference.local.engine_thread import EngineThread
-from ramify.inference.local.generation import Generation
-from ramify.inference.local.runner_choice import runner_of
-from ramify.inference.local.sampling import SamplingSettings
+from ramify.inference.local.generation import Generation, SamplingSettings
+from ramify.inference.local.model_runner import runner_of
 from ramify.inference.local.sleeping_weights import SleepingWeights
-from ramify.inference.prompts import prompt_ids, spoken, too_long
 from ramify.inference.weight_sync.base import StaleWeights, WeightPiece
-from ramify.models.fingerprint import fingerprint
 from ramify.models.load import Policy
-from ramify.models.weights import load_weights
+from ramify.models.weights import fingerprint, load_weights
 from ramify.types.message import Finish, Message, Reply, Usage
 
 Result = TypeVar("Result")

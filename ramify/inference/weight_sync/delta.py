@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
-from ramify.inference.weight_sync import WEIGHT_SYNCS, bits
+from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import (
     AdaptedMatrix,
     Info,
@@ -39,7 +39,14 @@ from ramify.inference.weight_sync.base import (
     WeightSync,
     added,
 )
-from ramify.inference.weight_sync.tensor_bundles import TensorBundles, apart
+from ramify.inference.weight_sync.tensor_bundles import (
+    SAMPLE,
+    TensorBundles,
+    apart,
+    bits,
+    differing_places,
+    differing_share,
+)
 
 _PLACES, _VALUES = "::places", "::values"
 _BASE, _A, _B = "::base", "::a", "::b"
@@ -47,7 +54,7 @@ _FEW = 0.25
 """Maximum share of changed values for which positions and values are sent: a position takes four
 bytes, a value two or four."""
 _MOST_PLACES = 2**31 - 1
-_SMALL = bits.SAMPLE
+_SMALL = SAMPLE
 """Maximum number of values of a tensor that is sent whole, together with others."""
 _MOST_TOGETHER = 1024
 """Maximum number of small tensors in one bundle."""
@@ -206,7 +213,7 @@ class DeltaSync:
             return [source._replace(full=lambda: now)]
         if now.is_cuda:
             had = had.to(now.device)
-        index = self._changed_places(bits.bits(now), bits.bits(had))
+        index = self._changed_places(bits(now), bits(had))
         if index is None:
             self._later.append((self._have[source.name], now))
             return [source._replace(full=lambda: now)]
@@ -234,11 +241,11 @@ class DeltaSync:
     def _changed_places(self, now_N: Tensor, had_N: Tensor) -> Tensor | None:
         """Positions that differ; None if the tensor is to be sent whole."""
         num = now_N.numel()
-        if num > _SMALL and bits.share(now_N, had_N) > 2 * _FEW:  # a sample is enough
+        if num > _SMALL and differing_share(now_N, had_N) > 2 * _FEW:  # a sample is enough
             return None
         if not self._places or num > _MOST_PLACES:
             return torch.empty(0) if torch.equal(now_N, had_N) else None
-        places_P = bits.places(now_N, had_N)
+        places_P = differing_places(now_N, had_N)
         return places_P if len(places_P) <= _FEW * num else None
 
     @staticmethod

@@ -30,7 +30,7 @@ _LATER_S = 0.5
 class JailTransport(ProcessTransport):
     """Connection to a session of the jail. Implements ``Transport``."""
 
-    __slots__ = ("_sock", "forking", "is_frozen", "listener")
+    __slots__ = ("_sock", "counts", "forking", "is_frozen", "listener")
 
     def __init__(
         self,
@@ -48,6 +48,8 @@ class JailTransport(ProcessTransport):
         self.forking: JailFork | None = None
         watch_exit(self)
         self.is_frozen = False
+        self.counts = True
+        """Use the number of a process's descriptors, if this kernel reports it."""
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
         asyncio.get_running_loop().add_reader(self._sock, self._first, received, lost)
@@ -68,7 +70,7 @@ class JailTransport(ProcessTransport):
         ]
         asyncio.get_running_loop().remove_reader(self._sock)
         if data and len(fds) == 1:
-            self.listener = ForkRequestListener(fds[0])
+            self.listener = ForkRequestListener(fds[0], counts=self.counts)
             self.stream.attach(received, lost)
             return
         for fd in fds:

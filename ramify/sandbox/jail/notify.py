@@ -54,10 +54,21 @@ class GrantedFork(Protocol):
 class ForkRequestListener:
     """Receives and answers the requests for processes of a session and its branches."""
 
-    __slots__ = ("_fd", "_forks", "_granted", "_holders", "_loop", "_refused", "branches")
+    __slots__ = (
+        "_counts",
+        "_fd",
+        "_forks",
+        "_granted",
+        "_holders",
+        "_loop",
+        "_refused",
+        "branches",
+    )
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, counts: bool = True) -> None:
+        """``counts``: use the number of a process's descriptors, if this kernel reports it."""
         self._fd = fd
+        self._counts = counts and _COUNTS_DESCRIPTORS
         self._loop = asyncio.get_running_loop()
         self._granted: set[int] = set()
         self._forks: dict[int, GrantedFork] = {}
@@ -157,10 +168,10 @@ class ForkRequestListener:
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fds: dict[int, int] = {}
-            if not has_no_descriptors(request.pid):
-                if _COUNTS_DESCRIPTORS:
-                    return False
+            if not self._counts:
                 fds = dict.fromkeys(range(_MOST_FILES), null)
+            elif not has_no_descriptors(request.pid):
+                return False
             fds |= {0: null, 1: wire[1], 2: wire[1]}
             fds |= dict(zip(request.arguments, wire, strict=False))
             primitives.insert(self._fd, request.id, fds)
@@ -211,9 +222,9 @@ def has_one_thread(pid: int) -> bool:
 
 
 def has_no_descriptors(pid: int) -> bool:
-    """Return True if ``pid`` certainly has no open descriptor."""
+    """Return True if ``pid`` has no open descriptor, on a kernel that reports their number."""
     try:
-        return _COUNTS_DESCRIPTORS and os.stat(f"/proc/{pid}/fd").st_size == 0
+        return os.stat(f"/proc/{pid}/fd").st_size == 0
     except OSError:
         return False
 

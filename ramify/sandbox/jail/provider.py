@@ -56,16 +56,22 @@ class JailSandbox(ProcessSandbox):
     """Sandbox whose sessions are confined by the kernel. Implements ``base.Sandbox``."""
 
     def __init__(
-        self, spec: SandboxSpec, *, deny: frozenset[int] = frozenset(), landlock: int = NEWEST
+        self,
+        spec: SandboxSpec,
+        *,
+        deny: frozenset[int] = frozenset(),
+        landlock: int = NEWEST,
+        counts: bool = True,
     ) -> None:
         """``deny``: numbers of system calls to do without. ``landlock``: newest version of Landlock
-        to use. Both simulate a less capable kernel."""
+        to use. ``counts``: the kernel reports the number of a process's descriptors. These simulate
+        a less capable kernel."""
         if sys.platform != "linux":
             raise SandboxError(_NOT_HERE.format(platform=sys.platform))
         check_mounts(spec.mounts)
         check_memory(spec)
         super().__init__(spec)
-        self._deny, self._landlock = deny, landlock
+        self._deny, self._landlock, self._counts = deny, landlock, counts
         if self._uses_whole_kernel():
             with _lock:
                 _read_report(spec)
@@ -184,7 +190,9 @@ class JailSandbox(ProcessSandbox):
         pidfd: int,
         files: SessionMemoryFiles,
     ) -> JailTransport:
-        return JailTransport(self.caps, sock, self.buffers, channel, pid, pidfd, files)
+        transport = JailTransport(self.caps, sock, self.buffers, channel, pid, pidfd, files)
+        transport.counts = self._counts
+        return transport
 
     async def close(self) -> None:
         if self._filling is not None:

@@ -29,13 +29,14 @@ from ramify.tasks.programs.hints import MAX_RULES, HintRule, hint_text
 from ramify.tasks.programs.program_library import (
     IMPORTED,
     NUM_WORDS,
+    PROGRAM_HINT,
     Program,
     ProgramLibrary,
     ProgramProblem,
     RuleViolation,
+    answer,
     library,
 )
-from ramify.tasks.programs.vocabulary import PROGRAM_HINT, answer
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell
 

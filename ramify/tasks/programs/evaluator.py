@@ -20,8 +20,7 @@ from ramify.sandbox.base import (
     SandboxCapabilities,
     SandboxSpec,
 )
-from ramify.tasks.programs.program_library import Program, ProgramLibrary, RuleViolation
-from ramify.tasks.programs.vocabulary import NO_PROGRAM
+from ramify.tasks.programs.program_library import NO_PROGRAM, Program, ProgramLibrary, RuleViolation
 from ramify.types.trajectory import Cell
 
 _ANSWER = re.compile(r"FINAL\((\d{1,9})\)")

@@ -16,8 +16,13 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ramify.tasks.programs.program_library import IMPORTED, Program, ProgramLibrary, ProgramProblem
-from ramify.tasks.programs.vocabulary import USE
+from ramify.tasks.programs.program_library import (
+    IMPORTED,
+    USE,
+    Program,
+    ProgramLibrary,
+    ProgramProblem,
+)
 
 MAX_RULES = 3
 """Maximum number of rules in a hint."""

@@ -12,8 +12,9 @@ calls.
     wrong function for another word          a wrong number, without an error
 
 The mapping of words to functions is a secret that all problems share; a policy has to learn it.
-Functions are affine maps mod 97. Each error names the broken rule in the same tokens that a correct
-program contains.
+A word-level tokenizer needs ``PROGRAM_WORDS``: problems, programs and error messages use the same
+tokens, so that a policy follows a hint by copying it. Functions are affine maps mod 97. Each error
+names the broken rule in the same tokens that a correct program contains.
 """
 
 from __future__ import annotations
@@ -244,3 +245,39 @@ NOT_IMPORTED = (
 )
 """Source of a second module. Until a function is imported, its name is bound to a text, which
 cannot be called."""
+
+
+PROGRAM_HINT = "\nhint: "
+"""Separator between a problem and its hint, within the same message.
+
+Example:
+    "50 @w3 @5" + PROGRAM_HINT + "use @w3 @f12"
+"""
+USE = "use "
+"""First token of a hint."""
+NO_PROGRAM = "SyntaxError: no program"
+PROGRAM_WORDS = (
+    *(str(number) for number in range(MODULUS)),
+    *(f"@{operand}" for operand in range(1, MAX_OPERAND + 1)),
+    *(f"@w{number}" for number in range(NUM_WORDS)),
+    *(f"@f{number}" for number in range(NUM_WORDS)),
+    *(f"from ops import f{number};" for number in IMPORTED),
+    "FINAL(",
+    ")",
+    PROGRAM_HINT,
+    USE,
+    "TypeError: not ",
+    " but ",
+    "ImportError: ",
+    NO_PROGRAM,
+)
+"""Every token of the task, for a policy made from scratch.
+
+Example:
+    train.PolicySpec(shape=SHAPE, words=tasks.PROGRAM_WORDS)
+"""
+
+
+def answer(number: int) -> str:
+    """Return the reply that gives ``number`` as the answer."""
+    return f"FINAL({number})"

@@ -5,9 +5,8 @@ returns a number from 0 to 1.
 from __future__ import annotations
 
 from ramify.plugins import Registry
+from ramify.tasks.scoring.answer_text import exact, f1, normalised
 from ramify.tasks.scoring.choice import choice
-from ramify.tasks.scoring.exact import exact, normalised
-from ramify.tasks.scoring.f1 import f1
 from ramify.tasks.scoring.interval import IntervalF1Score, interval_f1, line_f1
 from ramify.tasks.scoring.math_answer import MathScore, boxed_math, math_answer
 from ramify.tasks.scoring.numeric import NumericScore, last_number, numeric

@@ -1,14 +1,22 @@
 """Conversion of answers and golds to bounded text. An answer may be of any type and size, because a
 model's code produced it.
+
+Scores that compare such texts: ``exact``; ``normalised``, without case, punctuation and articles;
+and ``f1``, the harmonic mean of precision and recall over bags of words, F1 = 2·shared / (words of
+the answer + words of the gold), as in SQuAD (Rajpurkar et al. 2016). If the gold is a list, any of
+its entries is accepted, and the best one counts.
 """
 
 from __future__ import annotations
 
 import string
 import unicodedata
+from collections import Counter
 from typing import Any
 
 import msgspec
+
+from ramify.tasks.base import Item
 
 MAX_CHARS = 100_000
 """Maximum length of an answer. A longer text cannot be an answer to a question with a short gold.
@@ -59,3 +67,43 @@ def words(text: str) -> list[str]:
 def accepted(gold: Any) -> list[Any]:
     """Return the golds that an item accepts: all entries of a list, or the single gold."""
     return list(gold) if isinstance(gold, list | tuple) else [gold]
+
+
+def exact(answer: Any, item: Item) -> float:
+    """Return 1 if the answer has the same text as a gold. ``7``, ``"7"`` and ``" 7 "`` are equal;
+    ``7.0`` differs.
+
+    >>> tasks.exact(" 7 ", tasks.Item("?", gold=7))
+    1.0
+    """
+    text = as_text(answer)
+    return float(text is not None and text in {as_text(gold) for gold in accepted(item.gold)})
+
+
+def normalised(answer: Any, item: Item) -> float:
+    """Return 1 if answer and gold have the same words in the same order: ``"the Louvre!"`` equals
+    ``"Louvre"``.
+
+    >>> tasks.normalised("the Louvre!", tasks.Item("?", gold="Louvre"))
+    1.0
+    """
+    text = as_text(answer)
+    if text is None or not words(text):
+        return 0.0
+    return float(words(text) in [words(as_text(gold) or "") for gold in accepted(item.gold)])
+
+
+def f1(answer: Any, item: Item) -> float:
+    """Return F1 from 0 to 1. ``"red blue"`` against ``"red green"``: 2·1/(2+2) = 0.5."""
+    text = as_text(answer)
+    if text is None:
+        return 0.0
+    return max(
+        _f1(Counter(words(text)), Counter(words(as_text(gold) or "")))
+        for gold in accepted(item.gold)
+    )
+
+
+def _f1(answer: Counter[str], gold: Counter[str]) -> float:
+    shared = (answer & gold).total()
+    return 2 * shared / (answer.total() + gold.total()) if shared else 0.0

@@ -29,7 +29,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.logging import RoomLogger
 from ramify.tasks.data import rows_of
-from ramify.tasks.toolmath.problem_rows import bare_question
+from ramify.tasks.toolmath.task import bare_question
 from ramify.types.boxed import last_boxed
 from ramify.types.message import Message, ToolCall
 

@@ -7,6 +7,17 @@ Intended for the scaffolds ``retool`` (tags) and ``retool_native`` (native tool 
 is the only reward, so that pass@k, avg@k and majority@k count correct answers only. Shaping and
 rewards of single turns are signals of a training run (see ``train/signals/``).
 
+The columns of a row determine how it is read; a row without known columns is an error that names
+its columns:
+
+    DAPO-Math-17k, BytedTsinghua-SIA/AIME-2024    prompt[0].content, reward_model.ground_truth
+    zhuzilin/aime-2024                            prompt[0].content, label
+    Maxwell-Jia/AIME_2024                         Problem, Answer
+    yentinglin/aime_2025, HuggingFaceH4/aime_2024 problem, answer
+
+A dataset's own instructions about the form of the answer ("The last line of your response should be
+… Answer: $Answer") are removed, because they ask for another form than the one that is scored.
+
 Repeated problems of a dataset are used once. Without a validation file, a part of the training file
 is held out, selected by a hash of the problem.
 """
@@ -16,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ramify.errors import ConfigError
@@ -25,8 +36,76 @@ from ramify.tasks.data import DatasetItems, rows_of
 from ramify.tasks.scoring import SCORERS, exact, math_answer
 from ramify.tasks.scoring.answer_text import as_text
 from ramify.tasks.simple import AnswerReward, SimpleTask, WholeTrajectoryReward, as_score
-from ramify.tasks.toolmath.problem_rows import item_of
 from ramify.types.trajectory import Trajectory, Turn
+
+QUESTIONS = ("prompt", "problem", "Problem", "question")
+GOLDS = ("reward_model", "label", "answer", "Answer", "expected_answer", "solution_answer")
+_INSTRUCTIONS = (
+    re.compile(
+        r"\ASolve the following math problem step by step\. "
+        r"The last line of your response should be .*?\n\n",
+        re.S,
+    ),
+    re.compile(r"\n\nRemember to put your answer on its own line after \"Answer:\"\.?\s*\Z"),
+    re.compile(
+        r"\n*(?:Please reason step by step, and |Let's think step by step and )?"
+        r"(?:put|output) (?:your|the) final answer within \\boxed\{\}\.?\s*\Z",
+        re.IGNORECASE,
+    ),
+)
+
+
+def item_of(row: Mapping[str, Any]) -> Item:
+    """Convert a row to an item. Raises ValueError, naming the columns, if its form is unknown."""
+    question, gold = _question(row), _gold(row)
+    if question is None or gold is None:
+        missing = "problem" if question is None else "answer"
+        raise ValueError(
+            f"no {missing} was found among its columns {', '.join(map(str, row))}; known columns "
+            f"are {_known()}"
+        )
+    kind = str(row.get("data_source") or "")
+    return Item(question, gold=gold, kind=kind, wrong=_other(gold))
+
+
+def bare_question(text: str) -> str:
+    """Remove a dataset's instructions about the form of the answer from a problem.
+
+    >>> bare_question("What is 1+1? Please put your final answer within \\\\boxed{}.")
+    'What is 1+1?'
+    """
+    for instruction in _INSTRUCTIONS:
+        text = instruction.sub("", text)
+    return text.strip()
+
+
+def _question(row: Mapping[str, Any]) -> str | None:
+    value = next((row[name] for name in QUESTIONS if row.get(name)), None)
+    if isinstance(value, Sequence) and not isinstance(value, str):  # a conversation
+        prompts = [
+            turn for turn in value if isinstance(turn, Mapping) and turn.get("role") == "user"
+        ]
+        value = prompts[-1].get("content") if prompts else None
+    return bare_question(value) or None if isinstance(value, str) else None
+
+
+def _gold(row: Mapping[str, Any]) -> str | None:
+    value = next((row[name] for name in GOLDS if row.get(name) not in (None, "")), None)
+    if isinstance(value, Mapping):
+        value = value.get("ground_truth")
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1:
+        value = value[0]
+    return str(value).strip() or None if isinstance(value, str | int | float) else None
+
+
+def _other(gold: str) -> str:
+    """Return a wrong answer for validation."""
+    return str(int(gold) + 1) if re.fullmatch(r"[-+]?\d{1,18}", gold) else f"{gold} + 1"
+
+
+def _known() -> str:
+    return f"{', '.join(QUESTIONS)} and {', '.join(GOLDS)}"
+
 
 _INTEGER = re.compile(r"\$?\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d{1,400}))(?:\.0{1,20})?\.?\s*\$?")
 HELD_OUT = 1 / 64
@@ -40,7 +119,7 @@ def toolmath(
 
     Args:
         train: A ``.jsonl`` or ``.parquet`` file, or a list of rows, in a form of
-        ``problem_rows.py``.
+        ``item_of``.
         validation: Likewise.
         test: Likewise.
         verifier: Name of a score, or ``auto``: integers are compared as numbers, other answers by

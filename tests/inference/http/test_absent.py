@@ -18,7 +18,7 @@ from ramify.errors import ServerFailed, TrainError
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
-from ramify.models.fingerprint import fingerprint
+from ramify.models.weights import fingerprint
 from ramify.serve.policy import PolicyServer
 from ramify.types.message import VersionSpan
 from tests.inference.helpers import policy

@@ -23,14 +23,14 @@ from aiohttp import web
 from ramify.clients.base import Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed, TrainError
 from ramify.inference.base import CachePressure
-from ramify.inference.http import pressure
+from ramify.inference.http.engine_server import combined_pressure, pressure_text, read_pressure
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec, check_version
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync.base import WeightPiece, WeightSource
 from ramify.inference.weight_sync.layout import source, sources
-from ramify.models.fingerprint import fingerprint, fingerprint_of
 from ramify.models.load import Policy, from_config
+from ramify.models.weights import fingerprint, fingerprint_of
 from ramify.serve.policy import PolicyServer
 from ramify.train.backends.lora import attach, merged, unmerged
 from ramify.types.message import Message, VersionSpan
@@ -200,16 +200,16 @@ vllm:num_requests_waiting{engine="1"} 2.0
 vllm:num_requests_waiting_by_reason{engine="0"} 9.0
 vllm:num_preemptions_total{engine="1"} 12.0
 """
-    assert pressure.read(said) == CachePressure(0.875, 5, 12)
-    assert pressure.read(
+    assert read_pressure(said) == CachePressure(0.875, 5, 12)
+    assert read_pressure(
         'sglang:token_usage{x="1"} 0.5\nsglang:num_queue_reqs 4\n'
     ) == CachePressure(0.5, 4, 0)
-    assert pressure.read("# nothing of a cache\nvllm:num_requests_waiting 3\n") is None
-    assert pressure.read(pressure.write(CachePressure(0.5, 4, 7))) == CachePressure(0.5, 4, 7)
-    assert pressure.combined(
+    assert read_pressure("# nothing of a cache\nvllm:num_requests_waiting 3\n") is None
+    assert read_pressure(pressure_text(CachePressure(0.5, 4, 7))) == CachePressure(0.5, 4, 7)
+    assert combined_pressure(
         [None, CachePressure(0.5, 4, 7), CachePressure(0.7, 1, 2)]
     ) == CachePressure(0.7, 5, 9)
-    assert pressure.combined([None]) is None
+    assert combined_pressure([None]) is None
 
 
 def test_a_tree_stays_at_its_server_and_trees_are_spread() -> None:
