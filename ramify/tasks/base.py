@@ -202,7 +202,13 @@ class GeneratedSplit(Sequence[Item]):
             )
         index %= self._size
         name = f"{self.task}/{self.split}/{index}"
-        item = self._make(random.Random(f"{name}/{self.seed}"))
+        try:
+            item = self._make(random.Random(f"{name}/{self.seed}"))
+        except (ArithmeticError, LookupError, NameError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"item {name} cannot be made: {type(error).__name__}: {error}; see the task's "
+                "make function and options (RAMIFY_DEBUG=1 shows where)"
+            ) from error
         return msgspec.structs.replace(item, id=name)
 
     def _check_reachable(self, index: int | slice) -> None:

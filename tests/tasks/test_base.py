@@ -92,6 +92,14 @@ def test_the_end_of_a_split() -> None:
     assert TEAL.splits["train"][10**11].id == "teal/train/100000000000"
 
 
+def test_an_item_that_cannot_be_made_is_named() -> None:
+    def make(rng: random.Random) -> Item:
+        return Item("?", rng.choice([]))
+
+    with pytest.raises(ConfigError, match=r"^item bad/test/3 cannot be made: IndexError: "):
+        generated("bad", make)["test"][3]
+
+
 def test_an_unknown_split_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="task 'teal' has no split 'tset': did you mean 'test'"):
         items_of(TEAL, "tset")
