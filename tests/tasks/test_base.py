@@ -17,14 +17,15 @@ from ramify.tasks.base import (
     GeneratedSplit,
     Item,
     Score,
+    SimpleTask,
     Task,
+    WholeTrajectoryReward,
     generated,
     items_of,
     scored,
     total,
 )
 from ramify.tasks.scoring import exact, numeric
-from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.tasks.validation import answered, validate
 
 
